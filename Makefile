@@ -1,0 +1,50 @@
+# make CONSTRAINTS=/dev/null setup   installs the newest versions instead of the pinned ones
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
+
+# Declared requirement on torchvision, never imported by what the benchmarks use: installed without dependencies.
+BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
+                 curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
+
+.PHONY: setup test lint reproduce bench docs clean
+
+setup: .venv/.installed
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml $(CONSTRAINTS) | .venv/bin/python
+	$(PIP_INSTALL) -e ".[dev]"
+	touch $@
+
+.venv/.installed-bench: .venv/.installed
+	$(PIP_INSTALL) -e ".[bench]"
+	$(PIP_INSTALL) --no-deps $(BENCH_NO_DEPS)
+	touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(PIP_INSTALL) -e ".[docs]"
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+reproduce: setup
+	$(BIN)/structvi reproduce all --out report
+
+bench: .venv/.installed-bench
+	$(BIN)/python -m benchmarks.gaussian_fit
+
+docs: .venv/.installed-docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf report site dist build .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,127 @@
+"""What every Gaussian density shares: draws from coupled noise, log density, score, entropy, covariance, KL."""
+
+from abc import abstractmethod
+from math import log, pi
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..couplings import naive
+from .algebra import sum_weights
+from .base import Density, Draws, check_draw
+
+
+class LowRank(NamedTuple):
+    """A covariance as diag(d) + V C Vᵀ, with C symmetric and not necessarily positive."""
+
+    d: Tensor  # [P]
+    V: Tensor  # [P, K]
+    C: Tensor  # [K, K]
+
+
+class Gaussian(Density):
+    """N(mean, Σ). A shape of covariance is four methods: the rest follows.
+
+    `transform` maps noise to deviations from the mean; `precision_product` is Λ x, `half_log_det` is ½ log det Σ,
+    and `low_rank` and `precision_diagonal` give Σ and diag Λ in the form in which traces are cheap.
+    """
+
+    #: [P]
+    location: Tensor
+    #: K, how many low-rank directions the draws use
+    rank: int = 0
+
+    @abstractmethod
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        """θ − mean from noise [S, P], [S, K]: [S, P]."""
+
+    @abstractmethod
+    def precision_product(self, x: Tensor) -> Tensor:
+        """Λ x for the rows of x: [S, P] → [S, P]."""
+
+    @abstractmethod
+    def half_log_det(self) -> Tensor:
+        """½ log det Σ, in float64."""
+
+    @abstractmethod
+    def low_rank(self) -> LowRank:
+        """Σ = diag(d) + V C Vᵀ."""
+
+    @abstractmethod
+    def precision_diagonal(self) -> Tensor:
+        """diag Λ: [P]."""
+
+    @property
+    def mean(self) -> Tensor:
+        return self.location
+
+    @property
+    def variance(self) -> Tensor:
+        d, V, C = self.low_rank()
+        return d + ((V @ C) * V).sum(-1)
+
+    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+        check_draw(groups, coupling, generator, self.mean.device)
+        P, K = self.P, self.rank
+        noise = coupling(groups, P, K, generator, self.mean.dtype, self.mean.device)
+        shapes = tuple(tuple(getattr(x, "shape", ())) for x in noise)
+        S = shapes[0][0] if shapes[0] else 0
+        if len(shapes) != 2 or shapes != ((S, P), (S, K)) or S == 0 or S % groups:
+            raise ValueError(
+                f"the coupling {coupling!r} gave noise of shapes {shapes}; expected [S, {P}] and [S, {K}] with S a "
+                f"multiple of groups = {groups}"
+            )
+        theta = self.mean + self.transform(*noise)
+        return Draws(theta, theta.new_full((S,), 1 / S))
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        x = self._check_theta(theta) - self.mean
+        quadratic = sum_weights(x * self.precision_product(x))
+        return (-0.5 * quadratic - self.half_log_det() - 0.5 * self.P * log(2 * pi)).to(x.dtype)
+
+    def score(self, theta: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.precision_product(self.mean - self._check_theta(theta))
+
+    def entropy(self) -> Tensor:
+        return (self.half_log_det() + 0.5 * self.P * (1 + log(2 * pi))).to(self.mean.dtype)
+
+    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        d, V, C = self.low_rank()
+        block = V[rows] @ C @ V[columns].mT
+        return block + torch.diag(d[rows]) if rows == columns else block
+
+
+def kl(q: Density, p: Density) -> Tensor:
+    """KL[q‖p] = ½(tr(Λ_p Σ_q) + (μ_p − μ_q)ᵀΛ_p(μ_p − μ_q) − P) + ½ log det Σ_p − ½ log det Σ_q, in nats.
+
+    Between Gaussians of any two shapes; the cost is that of their low-rank algebra, never P² unless one of the two is
+    a full normal.
+
+    Example:
+        >>> from structvi import MeanField, Parameters
+        >>> space = Parameters({"z": torch.zeros(3)})
+        >>> q, p = MeanField().bind(space)(), MeanField().bind(space)()
+        >>> kl(q, p).item()
+        0.0
+    """
+    for name, density in (("q", q), ("p", p)):
+        if not isinstance(density, Gaussian):
+            raise TypeError(
+                f"kl has a closed form between Gaussians; {name} is {type(density).__name__}. "
+                "Call the families (q = family()) and estimate other divergences from draws"
+            )
+    assert isinstance(q, Gaussian)
+    assert isinstance(p, Gaussian)
+    if q.P != p.P:
+        raise ValueError(f"q is over {q.P} numbers and p over {p.P}")
+    d, V, C = q.low_rank()
+    x = (p.mean - q.mean).unsqueeze(0)  # [1, P]
+    quadratic = sum_weights(x * p.precision_product(x)).squeeze(0)
+    trace = sum_weights(d * p.precision_diagonal())
+    if V.shape[-1]:
+        columns = V.mT  # [K, P]
+        trace = trace + sum_weights((C @ columns) * p.precision_product(columns)).sum()
+    result = 0.5 * (trace + quadratic - q.P) + p.half_log_det() - q.half_log_det()
+    return result.to(q.mean.dtype)

@@ -1,0 +1,69 @@
+"""Mean field: independent normals, N(μ, diag(s)²)."""
+
+from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, Normal
+
+from .algebra import sum_weights
+from .base import Family, check_start, initial_mean
+from .gaussian import Gaussian, LowRank
+
+
+class DiagonalNormal(Gaussian):
+    """N(mean, diag(scale)²): [P], [P]."""
+
+    def __init__(self, mean: Tensor, scale: Tensor):
+        self.location, self.scale = mean, scale
+
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        return self.scale * diagonal
+
+    def precision_product(self, x: Tensor) -> Tensor:
+        return x / self.scale.square()
+
+    def half_log_det(self) -> Tensor:
+        return sum_weights(self.scale.log())
+
+    def low_rank(self) -> LowRank:
+        empty = self.scale.new_zeros(self.P, 0)
+        return LowRank(self.scale.square(), empty, self.scale.new_zeros(0, 0))
+
+    def precision_diagonal(self) -> Tensor:
+        return self.scale.square().reciprocal()
+
+    @property
+    def variance(self) -> Tensor:
+        return self.scale.square()
+
+    def to_distribution(self) -> Distribution:
+        return Independent(Normal(self.mean, self.scale), 1)
+
+
+class MeanField(Family):
+    """Independent normals over all weights, θ_i ~ N(μ_i, s_i²): 2P variational parameters.
+
+    Args:
+        initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at
+            "zero".
+        initial_scale: scales start at this fraction of each tensor's initialisation scale.
+
+    Example:
+        >>> from structvi import Parameters
+        >>> q = MeanField().bind(Parameters({"z": torch.zeros(3)}))
+        >>> q().variance.shape
+        torch.Size([3])
+    """
+
+    mean: Tensor
+    log_scale: Tensor
+
+    def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
+        super().__init__()
+        check_start(initial_mean, initial_scale)
+        self.initial_mean, self.initial_scale = initial_mean, initial_scale
+
+    def initialise(self, parameters, generator):
+        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+        self.log_scale = nn.Parameter((self.initial_scale * parameters.scale).log())
+
+    def forward(self) -> DiagonalNormal:
+        return DiagonalNormal(self.mean, self.log_scale.exp())

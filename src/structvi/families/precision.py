@@ -1,0 +1,114 @@
+"""Structured precision: N(μ, Λ⁻¹) with Λ = diag(1/s²) + WWᵀ."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution, MultivariateNormal
+
+from .algebra import capacitance, half_log_det, project, solve, sum_weights
+from .base import Family, check_rank, check_rank_fits, check_start, initial_mean
+from .gaussian import Gaussian, LowRank
+from .structured import normal
+
+
+class StructuredPrecisionDensity(Gaussian):
+    """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ with W = diag(1/unit) F: [P], [P], [P, K], [P].
+
+    With r = scale / unit, G = r∘F and M = I_K + GᵀG, for ε ~ N(0, I_P) and z ~ N(0, I_K) the deviation
+
+        (I + GGᵀ)⁻¹(ε + Gz) = ε + G M⁻¹(z − Gᵀε)
+
+    has covariance (I + GGᵀ)⁻¹, and times scale it has Λ⁻¹. W and G are never formed to draw or to measure.
+    """
+
+    def __init__(self, mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor):
+        self.location, self.scale, self.factor, self.unit = mean, scale, factor, unit
+        self.rank = factor.shape[-1]
+        self._cholesky_cache: dict[bool, Tensor] = {}
+
+    def _cholesky(self) -> Tensor:
+        """Of M, once with a graph and once without: a value computed under no_grad is never used for gradients."""
+        with_graph = torch.is_grad_enabled()
+        if with_graph not in self._cholesky_cache:
+            self._cholesky_cache[with_graph] = capacitance(self.factor * (self.scale / self.unit).unsqueeze(-1))
+        return self._cholesky_cache[with_graph]
+
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        if self.rank:
+            r = self.scale / self.unit
+            inner = low_rank - project(diagonal * r, self.factor)  # [S, K]
+            inner = solve(self._cholesky(), inner).to(diagonal.dtype)
+            diagonal = torch.addcmul(diagonal, inner @ self.factor.mT, r)
+        return self.scale * diagonal
+
+    def precision_product(self, x: Tensor) -> Tensor:
+        product = x / self.scale.square()
+        if self.rank:
+            inner = project(x / self.unit, self.factor).to(x.dtype)  # [S, K]
+            product = product + inner @ self.factor.mT / self.unit
+        return product
+
+    def half_log_det(self) -> Tensor:
+        return sum_weights(self.scale.log()) - half_log_det(self._cholesky())
+
+    def low_rank(self) -> LowRank:
+        inverse = -torch.cholesky_inverse(self._cholesky()).to(self.scale.dtype)
+        return LowRank(self.scale.square(), self.factor * (self.scale.square() / self.unit).unsqueeze(-1), inverse)
+
+    def precision_diagonal(self) -> Tensor:
+        return self.scale.square().reciprocal() + self.factor.square().sum(-1) / self.unit.square()
+
+    def to_distribution(self) -> Distribution:
+        self._check_dense("to_distribution()")
+        W = self.factor / self.unit.unsqueeze(-1)
+        return MultivariateNormal(self.mean, precision_matrix=torch.diag(self.scale.square().reciprocal()) + W @ W.mT)
+
+
+class StructuredPrecision(Family):
+    """Diagonal plus low rank in the precision: Λ = diag(1/s²) + WWᵀ, W of rank K; P(K + 2) parameters.
+
+    It pins down K directions that the data determine well and leaves the others as wide as the scales say: the right
+    shape where few combinations of weights are well determined, as in over-parametrised networks. The factor learns
+    relative to a fixed unit, W = F/s₀, with s₀ the scale when the factor starts.
+
+    Args:
+        rank: K, from 0 (mean field) to P.
+        initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at
+            "zero".
+        initial_scale: scales start at this fraction of each tensor's initialisation scale.
+        initial_factor: F starts as N(0, initial_factor²).
+
+    Example:
+        >>> from structvi import Parameters
+        >>> q = StructuredPrecision(rank=1).bind(Parameters({"z": torch.zeros(4)}))
+        >>> q().log_prob(torch.zeros(2, 4)).shape
+        torch.Size([2])
+    """
+
+    mean: Tensor
+    log_scale: Tensor
+    factor: Tensor
+    unit: Tensor
+
+    def __init__(
+        self,
+        rank: int,
+        initial_mean: str = "current",
+        initial_scale: float = 0.1,
+        initial_factor: float = 0.1,
+    ):
+        super().__init__()
+        check_rank(rank)
+        check_start(initial_mean, initial_scale)
+        self.rank = rank
+        self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor
+
+    def initialise(self, parameters, generator):
+        check_rank_fits(self.rank, parameters.size)
+        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+        scale = self.initial_scale * parameters.scale
+        self.log_scale = nn.Parameter(scale.log())
+        self.factor = nn.Parameter(self.initial_factor * normal((parameters.size, self.rank), scale, generator))
+        self.register_buffer("unit", scale)
+
+    def forward(self) -> StructuredPrecisionDensity:
+        return StructuredPrecisionDensity(self.mean, self.log_scale.exp(), self.factor, self.unit)

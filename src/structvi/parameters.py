@@ -1,0 +1,295 @@
+"""Which tensors are random, and how they lie in one flat vector θ of P numbers."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+
+from .random import borrowed_stream
+
+Select = str | Sequence[str] | Callable[[str, Tensor], bool]
+
+#: Smallest initialisation scale of a tensor in a network: what a bias or a shift that starts at zero is given.
+SCALE_FLOOR = 0.05
+#: Of a tensor that belongs to no network (a log density's), where there is no layer to ask. With the families' default
+#: fraction of a tenth, scales start at 0.3: of 0.1, 0.3 and 1 the best on random Gaussians.
+FREE_SCALE_FLOOR = 3.0
+
+
+class Parameters:
+    """Named random tensors and the flat vector θ ∈ ℝ^P that holds them side by side.
+
+    θ is the concatenation of the raveled tensors in the order of their names; `unravel` cuts [.., P] into named views
+    [.., *shape] without copying, and `ravel` is its inverse.
+
+    Args:
+        tensors: name → floating tensor; their values are the initial values.
+
+    Example:
+        >>> space = Parameters({"w": torch.zeros(2, 3), "b": torch.ones(3)})
+        >>> space.size, space.names
+        (9, ('w', 'b'))
+        >>> space.unravel(torch.arange(9.0))["b"]
+        tensor([6., 7., 8.])
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, net: nn.Module | None = None):
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Parameters expects a mapping of names to tensors, got {type(tensors).__name__}; "
+                'write Parameters({"z": torch.zeros(2)}), or Parameters.of(net) for a module'
+            )
+        if not tensors:
+            raise ValueError("Parameters needs at least one tensor, got an empty mapping")
+        _check_tensors(tensors)
+        first = next(iter(tensors.values()))
+        self.names: tuple[str, ...] = tuple(tensors)
+        self.shapes: tuple[torch.Size, ...] = tuple(t.shape for t in tensors.values())
+        self.numels: tuple[int, ...] = tuple(t.numel() for t in tensors.values())
+        self.size: int = sum(self.numels)
+        self.dtype: torch.dtype = first.dtype
+        self.device: torch.device = first.device
+        self.initial: Tensor = torch.cat([t.detach().reshape(-1) for t in tensors.values()])  # [P]
+        self._net = net
+        self._scales: Tensor | None = None
+        self._subsets: dict[frozenset[str], Parameters] = {}
+
+    @classmethod
+    def of(cls, net: nn.Module, select: Select = "*", exclude: Select = ()) -> "Parameters":
+        """The random tensors of a module: its trainable parameters whose name matches `select` and not `exclude`.
+
+        Tied tensors are taken once, under their first name, and match by any of their names. Frozen tensors
+        (`requires_grad=False`) and buffers are left out; trainable tensors that are not selected are held at the
+        values the module has.
+
+        Args:
+            net: the module.
+            select: a glob pattern ("head.*"), several, or a predicate (name, tensor) → bool.
+            exclude: likewise, what to leave out of the selection.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+            >>> Parameters.of(net, "2.*").names
+            ('2.weight', '2.bias')
+        """
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"Parameters.of expects an nn.Module, got {type(net).__name__}")
+        lazy = [n for n, p in net.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+        if lazy:
+            raise ValueError(f"the module has uninitialised lazy parameters {lazy}: run one forward pass first")
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for name, tensor in net.named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        trainable = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad}
+        if not trainable:
+            raise ValueError(f"{type(net).__name__} has no trainable parameter: nothing can be random")
+        all_names = [name for key in trainable for name in names[key]]
+        chosen = _matcher(select, "select", all_names)
+        dropped = _matcher(exclude, "exclude", all_names)
+        picked = {
+            names[key][0]: tensor
+            for key, tensor in trainable.items()
+            if any(chosen(n, tensor) for n in names[key]) and not any(dropped(n, tensor) for n in names[key])
+        }
+        if not picked:
+            raise ValueError(
+                f"select={select!r} with exclude={exclude!r} leaves no tensor; the trainable ones are {_few(all_names)}"
+            )
+        return cls(picked, net=net)
+
+    def append(self, tensors: Mapping[str, Tensor]) -> "Parameters":
+        """A larger space: these tensors, then `tensors` at the end of θ (a likelihood's random noise, say)."""
+        taken = set(self.names) & set(tensors)
+        if taken:
+            raise ValueError(f"the names {sorted(taken)} are taken already")
+        return Parameters({**self.unravel(self.initial), **tensors}, net=self._net)
+
+    def subset(self, names: Iterable[str]) -> "Parameters":
+        """The space of some of these tensors, in this space's order, with their scales and fresh draws."""
+        key = frozenset(names)
+        if key not in self._subsets:
+            self._indices(*key)
+            chosen = {name: t for name, t in self.unravel(self.initial).items() if name in key}
+            self._subsets[key] = Parameters(chosen, net=self._net)
+        return self._subsets[key]
+
+    def without(self, names: Iterable[str]) -> "Parameters":
+        """The space of all tensors but these."""
+        names = set(names)
+        return self.subset(n for n in self.names if n not in names) if names else self
+
+    def join(self, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
+        """θ [S, P] of the whole space from the draws of `without(fixed)` and the tensors that all draws share."""
+        if not fixed:
+            return theta
+        shared = {name: tensor.expand(theta.shape[0], *tensor.shape) for name, tensor in fixed.items()}
+        return self.ravel({**self.without(fixed).unravel(theta), **shared})
+
+    def __deepcopy__(self, memo: dict) -> "Parameters":
+        return self  # a value that is never changed; the network it knows is not to be copied
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {tuple(shape)}" for name, shape in zip(self.names, self.shapes, strict=True)]
+        if len(lines) > 12:
+            lines = [*lines[:6], f"  … {len(lines) - 11} more", *lines[-5:]]
+        return f"Parameters(P={self.size}, {self.dtype}, {self.device},\n" + "\n".join(lines) + "\n)"
+
+    def slice(self, name: str) -> slice:
+        """Where the tensor `name` lies in θ."""
+        (index,) = self._indices(name)
+        start = sum(self.numels[:index])
+        return slice(start, start + self.numels[index])
+
+    def unravel(self, theta: Tensor) -> dict[str, Tensor]:
+        """Named views [.., *shape] of θ [.., P]; no copy."""
+        if not isinstance(theta, Tensor):
+            raise TypeError(f"unravel expects a tensor [.., {self.size}], got {type(theta).__name__}")
+        if theta.ndim == 0 or theta.shape[-1] != self.size:
+            raise ValueError(f"expected theta of shape [.., P] with P = {self.size}, got {tuple(theta.shape)}")
+        # split, not slicing: the backward of a slice allocates a full-size gradient for each
+        parts = torch.split(theta, list(self.numels), dim=-1)
+        return {
+            name: part.view(*theta.shape[:-1], *shape)
+            for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
+        }
+
+    def ravel(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """θ [.., P] from named tensors [.., *shape]: the inverse of `unravel`."""
+        missing, extra = set(self.names) - set(tensors), set(tensors) - set(self.names)
+        if missing or extra:
+            raise ValueError(
+                f"expected the tensors {_few(self.names)}; missing {sorted(missing)}, extra {sorted(extra)}"
+            )
+        parts = []
+        leading: torch.Size | None = None
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            tensor = tensors[name]
+            lead = tensor.shape[: tensor.ndim - len(shape)]
+            if tensor.shape[len(lead) :] != shape:
+                raise ValueError(
+                    f"{name}: expected shape [.., {', '.join(map(str, shape))}], got {tuple(tensor.shape)}"
+                )
+            if leading is not None and lead != leading:
+                raise ValueError(
+                    f"{name}: leading shape {tuple(lead)} differs from {tuple(leading)} of the tensors before"
+                )
+            leading = lead
+            parts.append(tensor.reshape(*lead, -1))
+        return torch.cat(parts, dim=-1)
+
+    @property
+    def scales(self) -> Tensor:
+        """[len(names)]: each tensor's initialisation scale.
+
+        The root mean square of what its layer's own initialisation draws, where the layer has one (`reset_parameters`,
+        `_reset_parameters`, `_init_weights`), otherwise of the current values; at least `SCALE_FLOOR` in a network,
+        for tensors that start at zero (biases, the shifts of normalisation layers), and `FREE_SCALE_FLOOR` elsewhere.
+        """
+        if self._scales is None:
+            # small tensors need several draws for a root mean square that means something
+            draws = min(32, ceil(1024 / min(self.numels)), max(1, 10_000_000 // self.size)) if self._net else 1
+            generator = torch.Generator().manual_seed(0)
+            square = torch.zeros(len(self), dtype=torch.float64)
+            for _ in range(draws):
+                parts = torch.split(self.fresh(generator).double(), list(self.numels))
+                square += torch.stack([part.square().mean() for part in parts]).cpu() / draws
+            floor = SCALE_FLOOR if self._net is not None else FREE_SCALE_FLOOR
+            self._scales = square.sqrt().clamp(min=floor).to(self.initial)
+        return self._scales
+
+    @property
+    def scale(self) -> Tensor:
+        """[P]: the initialisation scale of each number's tensor."""
+        return self.scales.repeat_interleave(torch.tensor(self.numels, device=self.device))
+
+    def fresh(self, generator: torch.Generator | None = None) -> Tensor:
+        """[P]: a fresh draw of the layers' own initialisation, the current value where a tensor's layer has none.
+
+        With a generator the global random stream is left as it was; without one it gives the seed.
+        """
+        if self._net is None:
+            return self.initial.clone()
+        with borrowed_stream(generator):
+            tensors = _reinitialised(self._net)
+        current = self.unravel(self.initial)
+        return self.ravel({name: tensors.get(name, current[name]).detach() for name in self.names})
+
+    def _indices(self, *names: str) -> list[int]:
+        for name in names:
+            if name not in self.names:
+                raise ValueError(f"no tensor named {name!r}; the random ones are {_few(self.names)}")
+        return [self.names.index(name) for name in names]
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got {name!r}")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    wrong = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.dtype.is_floating_point}
+    if wrong:
+        raise TypeError(f"random tensors must be floating, but {wrong}; convert them or exclude them")
+    for what in ("dtype", "device"):
+        groups: dict[object, list[str]] = {}
+        for name, tensor in tensors.items():
+            groups.setdefault(getattr(tensor, what), []).append(name)
+        if len(groups) > 1:
+            common = max(groups.values(), key=len)
+            offenders = {str(key): _few(names) for key, names in groups.items() if names is not common}
+            raise ValueError(f"random tensors must share one {what}; most are like {common[0]!r}, but {offenders}")
+    empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
+    if empty:
+        raise ValueError(f"the tensors {empty} have no elements; exclude them")
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise ValueError(f"the tensors {_few(bad)} hold non-finite values; repair or re-initialise the network first")
+
+
+def _matcher(select: Select, what: str, names: Sequence[str]) -> Callable[[str, Tensor], bool]:
+    if callable(select):
+        return select
+    patterns = (select,) if isinstance(select, str) else tuple(select)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{what} takes glob patterns or a predicate (name, tensor) → bool, got {pattern!r}")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{what}: the pattern {pattern!r} matches none of the trainable tensors {_few(names)}")
+    return lambda name, tensor: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _reinitialised(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a copy of `net` after its layers' own initialisation, innermost modules first."""
+    try:
+        twin = copy.deepcopy(net)
+    except RuntimeError as error:
+        warnings.warn(
+            f"the network cannot be copied ({error}): its current values stand in for fresh ones", stacklevel=2
+        )
+        return {}
+    with torch.no_grad():
+        for module in reversed(list(twin.modules())):
+            for method in ("reset_parameters", "_reset_parameters"):
+                if callable(reset := getattr(module, method, None)):
+                    reset()
+            if callable(initialise := getattr(module, "_init_weights", None)):
+                for part in module.modules():
+                    initialise(part)
+    return dict(twin.named_parameters())
+
+
+def _few(names: Iterable[str], limit: int = 8) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f", … ({len(names)} in all)" if len(names) > limit else "")

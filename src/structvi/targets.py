@@ -1,0 +1,240 @@
+"""What is to be approximated: a network with likelihood and prior, or any log density."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .evaluation import Evaluation, Mode, training_key
+from .families.algebra import sum_weights
+from .parameters import Parameters
+from .priors import Prior
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+TARGET_KEYS = ("target", "targets", "label", "labels", "y")
+
+
+class Target(Protocol):
+    """An unnormalised log posterior over `space`."""
+
+    space: Parameters
+
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        """log p(data, θ), or an unbiased estimate of it from a batch: [S, P] → [S].
+
+        `fixed` is passed only by families with point-estimated blocks: named tensors that are the same in every draw
+        and are missing from `theta`.
+        """
+        ...
+
+
+class LogDensity:
+    """Any log density, not necessarily normalised.
+
+    Args:
+        fn: sees one draw as a dict of named tensors (and the batch, where `log_joint` is given one) and returns a
+            scalar; it is batched over draws for you.
+        parameters: the space.
+        evaluation: "auto", "vmap" or "loop" over draws.
+        chunk: how many draws vmap takes at once.
+
+    Example:
+        >>> space = Parameters({"z": torch.zeros(2)})
+        >>> LogDensity(lambda p: -0.5 * p["z"].square().sum(), space).log_joint(torch.ones(3, 2))
+        tensor([-1., -1., -1.])
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Tensor],
+        parameters: Parameters,
+        *,
+        evaluation: Mode = "auto",
+        chunk: int | None = None,
+    ):
+        if not callable(fn):
+            raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
+        if not isinstance(parameters, Parameters):
+            raise TypeError(f"LogDensity expects Parameters, got {type(parameters).__name__}")
+        self.fn = fn
+        self.space = parameters
+        self.evaluation = Evaluation(evaluation, chunk)
+
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        space = self.space.without(fixed)
+
+        def one(row: Tensor) -> Tensor:
+            named = {**space.unravel(row), **fixed}
+            arguments = (named,) if batch is None else (named, batch)
+            return _scalar(self.fn(*arguments), "the log density")
+
+        return self.evaluation(one, theta)
+
+
+class BayesianModel(nn.Module):
+    """log p(T, θ | X) = (N/B) Σ_batch log p(t | y_θ(x)) + log p(θ) for a network y_θ, unbiased for uniform batches.
+
+    The network is never changed or copied: it is called with the drawn weights in place of its own. Trainable tensors
+    that are not in `parameters` are held at the values the network has.
+
+    Args:
+        net: the network.
+        likelihood: called with (output, target), gives log p(t | y) of each observation [B, ..].
+        prior: called with (parameters, theta [S, P]), gives log p(θ) [S].
+        num_data: N, the size of the whole data set.
+        parameters: the random tensors; all trainable ones by default.
+        forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
+        evaluation: how S weights are evaluated: "vmap", "loop", or "auto", which probes once whether vmap is right.
+        chunk: how many draws vmap takes at once.
+
+    Batches are pairs (input, target), where a tuple of inputs is passed as several arguments, or dicts with one of
+    the keys "target", "targets", "label", "labels", "y": of the rest a single entry is passed as the argument,
+    several as keywords.
+
+    Example:
+        >>> from structvi import NormalPrior, likelihoods
+        >>> net = nn.Linear(3, 1)
+        >>> model = BayesianModel(net, likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), num_data=100)
+        >>> model.log_joint(torch.zeros(2, 4), (torch.zeros(10, 3), torch.zeros(10, 1))).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        likelihood: Callable[[Any, Tensor], Tensor],
+        prior: Prior,
+        num_data: int,
+        *,
+        parameters: Parameters | None = None,
+        forward: Callable[[nn.Module, Any], tuple[Any, Tensor]] | None = None,
+        evaluation: Mode = "auto",
+        chunk: int | None = None,
+    ):
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"BayesianModel expects an nn.Module, got {type(net).__name__}")
+        for name, value in (("likelihood", likelihood), ("prior", prior)):
+            if not callable(value):
+                raise TypeError(f"the {name} must be callable, got {value!r}")
+        if isinstance(likelihood, type) or isinstance(prior, type):
+            raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")
+        if not isinstance(num_data, int) or isinstance(num_data, bool) or num_data < 1:
+            raise ValueError(f"num_data must be the number of observations in the whole data set, got {num_data!r}")
+        self.net = net
+        self.likelihood = likelihood
+        self.prior = prior
+        self.num_data = num_data
+        self.space = Parameters.of(net) if parameters is None else parameters
+        self.user_forward = forward
+        self.evaluation = Evaluation(evaluation, chunk)
+        known = dict(net.named_parameters())
+        for name, shape in zip(self.space.names, self.space.shapes, strict=True):
+            if name not in known or known[name].shape != shape:
+                raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
+
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        return self.log_likelihood(theta, batch, fixed) + self.log_prior(theta, fixed)
+
+    def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        """log p(θ): [S, P] → [S]."""
+        value = self.prior(self.space, self.space.join(theta, fixed))
+        if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
+            came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the prior must return [S] = [{theta.shape[0]}], got {came}")
+        return value
+
+    def log_likelihood(self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        """(N/B) Σ_batch log p(t | y_θ(x)): [S, P] → [S]."""
+        if batch is None:
+            raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
+        space = self.space.without(fixed)
+
+        def one(row: Tensor) -> Tensor:
+            output, target = self._call({**space.unravel(row), **fixed}, batch)
+            B = _batch_size(target)
+            if B > self.num_data:
+                raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
+            log_prob = self.likelihood(output, target)
+            if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
+                came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
+                raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
+            return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype) * (self.num_data / B)
+
+        return self.evaluation(one, theta, (frozenset(fixed), training_key(self.net)))
+
+    def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
+        """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
+        arguments, keywords = _arguments(inputs)
+        space = self.space.without(fixed)
+        return self.evaluation(
+            lambda row: self._network({**space.unravel(row), **fixed}, arguments, keywords),
+            theta,
+            ("outputs", frozenset(fixed), training_key(self.net)),
+        )
+
+    def _call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Tensor]:
+        if self.user_forward is not None:
+            with_weights = _Bound(self, random)
+            result = self.user_forward(with_weights, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError("forward= must return a pair (output, target)")
+            return result
+        inputs, target = split_batch(batch)
+        arguments, keywords = _arguments(inputs)
+        return self._network(random, arguments, keywords), target
+
+    def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """The network with these tensors in place of its own; what it does to its buffers is not kept."""
+        held = {name: p.detach() for name, p in self.net.named_parameters() if name not in random}
+        buffers = {name: b.clone() for name, b in self.net.named_buffers()} if self.net.training else {}
+        return functional_call(self.net, {**held, **buffers, **random}, tuple(arguments), dict(keywords))
+
+
+class _Bound(nn.Module):
+    """The network as a user's `forward=` sees it: a call uses the drawn weights."""
+
+    def __init__(self, model: BayesianModel, random: Mapping[str, Tensor]):
+        super().__init__()
+        self._model, self._random = (model,), random
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._model[0]._network(self._random, arguments, keywords)
+
+
+def split_batch(batch: Any) -> tuple[Any, Tensor]:
+    """A batch as its inputs and its target."""
+    if isinstance(batch, Mapping):
+        keys = [key for key in TARGET_KEYS if key in batch]
+        if len(keys) != 1:
+            raise ValueError(f"a dict batch needs exactly one of the keys {TARGET_KEYS}, got {sorted(map(str, batch))}")
+        rest = {key: value for key, value in batch.items() if key != keys[0]}
+        if not rest:
+            raise ValueError(f"the batch has a target {keys[0]!r} but no input")
+        return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[keys[0]]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    came = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    raise TypeError(f"a batch must be (input, target) or a dict, got {came}; for others give forward=(net, batch) → …")
+
+
+def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _batch_size(target: Any) -> int:
+    if not isinstance(target, Tensor) or target.ndim == 0 or target.shape[0] == 0:
+        came = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(f"the target must be a tensor [B, ..] with B ≥ 1, got {came}")
+    return target.shape[0]
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+        came = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} must return a floating scalar for one draw, got {came}; sum over its elements")
+    return value.reshape(())
