@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from inspect import signature
 from math import ceil
 
 import torch
@@ -281,13 +282,22 @@ def _reinitialised(net: nn.Module) -> dict[str, Tensor]:
         return {}
     with torch.no_grad():
         for module in reversed(list(twin.modules())):
-            for method in ("reset_parameters", "_reset_parameters"):
-                if callable(reset := getattr(module, method, None)):
-                    reset()
-            if callable(initialise := getattr(module, "_init_weights", None)):
-                for part in module.modules():
-                    initialise(part)
+            for method in ("reset_parameters", "_reset_parameters", "_init_weights"):
+                if callable(initialise := getattr(module, method, None)):
+                    _call_initialiser(initialise, module)
     return dict(twin.named_parameters())
+
+
+def _call_initialiser(initialise: Callable[..., object], module: nn.Module) -> None:
+    """`reset()` of a layer, or `initialise(part)` that a model applies to each of its parts."""
+    required = [
+        p for p in signature(initialise).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    if not required:
+        initialise()
+    elif len(required) == 1:
+        for part in reversed(list(module.modules())):
+            initialise(part)
 
 
 def _few(names: Iterable[str], limit: int = 8) -> str:
