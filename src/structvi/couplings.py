@@ -6,7 +6,7 @@ group, and groups are independent: standard errors are taken over groups.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,9 @@ class Unscented:
     """
 
     def __init__(self, directions: int | None = None, crossed: bool = True, shared_diagonal: bool = False):
-        if directions is not None and (not isinstance(directions, int) or directions < 1):
+        if directions is not None and (
+            not isinstance(directions, int) or isinstance(directions, bool) or directions < 1
+        ):
             raise ValueError(f"directions must be None (all K of them) or an integer ≥ 1, got {directions!r}")
         self.directions = directions
         self.crossed = bool(crossed)
@@ -106,7 +108,7 @@ class Unscented:
 class _DefaultUnscented(Unscented):
     """`unscented` itself is the default configuration; called with settings it makes another one."""
 
-    def __call__(self, *args, **keywords):
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         if len(args) + len(keywords.keys() & {"groups", "P", "K"}) < 3:
             return Unscented(*args, **keywords)
         return super().__call__(*args, **keywords)

@@ -1,14 +1,15 @@
 """The one objective: the evidence lower bound, in nats for the whole data set."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .couplings import Coupling, paired
 from .families.algebra import sum_weights
-from .families.base import Density, Draws, Family
-from .targets import BayesianModel, Target
+from .families.base import Density, Draws, Family, check_draw
+from .priors import learns
+from .targets import BayesianModel, LogDensity, Target
 
 Estimator = Literal["path", "log_q", "entropy"]
 
@@ -72,23 +73,58 @@ def elbo_groups(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """`elbo` of each group of draws, [groups]: their mean is the estimate, their spread its standard error."""
+    terms = elbo_terms(
+        family, target, batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator
+    )
+    return terms.fit - terms.complexity
+
+
+class Terms(NamedTuple):
+    """The two sides of the bound, for each group of draws; elbo = fit − complexity, tempered fit − λ·complexity."""
+
+    fit: Tensor  # [groups]: E log p(data | θ); of a target that is not split, E log p(data, θ)
+    complexity: Tensor  # [groups]: KL[q‖prior]; of a target that is not split, E log q
+
+
+def elbo_terms(
+    family: Family,
+    target: Target,
+    batch: Any = None,
+    *,
+    groups: int = 1,
+    coupling: Coupling = paired,
+    estimator: Estimator = "path",
+    generator: torch.Generator | None = None,
+) -> Terms:
+    """How well the draws fit the data and what they cost, apart: what `elbo` subtracts."""
     if not isinstance(family, Family):
         raise TypeError(
             f"elbo expects a family, got {type(family).__name__}; pass the family, not the density it builds"
         )
+    check_draw(groups, coupling, generator)
     _check_spaces(family, target)
     density = family()
     _check_estimator(density, estimator)
+    _check_prior(density, target)
     draws = density.draw(groups, coupling, generator)
-    values = log_joint(target, draws, batch)
+    _check_draws(density, draws, groups)
+    log_likelihood, log_prior = log_joint(target, draws, batch)
+    cost = -log_prior
     if density.has_density and estimator != "entropy":
         point = draws.theta if draws.latent is None else draws.latent
-        values = values - log_q(density, point, path=estimator == "path")
-    weighted = draws.weight * values
-    per_group = weighted.sum().expand(groups) if density.enumerates else groups * weighted.reshape(groups, -1).sum(-1)
+        cost = cost + log_q(density, point, path=estimator == "path")
+
+    def grouped(values: Tensor) -> Tensor:
+        weighted = draws.weight * values
+        if density.enumerates:
+            return weighted.sum().expand(groups)
+        return groups * weighted.reshape(groups, -1).sum(-1)
+
+    complexity = grouped(cost) + density.latent_kl()
     if density.has_density and estimator == "entropy":
-        per_group = per_group + density.entropy()
-    return per_group - density.latent_kl()
+        expected = f"{type(density).__name__}.entropy() must return a scalar"
+        complexity = complexity - _shaped(density.entropy(), (), expected)
+    return Terms(grouped(log_likelihood), complexity)
 
 
 def log_q(density: Density, theta: Tensor, path: bool) -> Tensor:
@@ -97,44 +133,87 @@ def log_q(density: Density, theta: Tensor, path: bool) -> Tensor:
     The second term is zero in value and carries the gradient. (The shorter Σ score·θ has another value, and with it
     another gradient for whatever multiplies it, such as the proportions of a mixture.)
     """
+    expected = f"{type(density).__name__}.log_prob must return [S] = [{theta.shape[0]}] for theta [S, P]"
     if not path:
-        return density.log_prob(theta)
+        return _shaped(density.log_prob(theta), theta.shape[:1], expected)
     with torch.no_grad():
         fixed = theta.detach()
-        value, score = density.log_prob(fixed), density.score(fixed)
+        value = _shaped(density.log_prob(fixed), theta.shape[:1], expected)
+        score = _shaped(density.score(fixed), theta.shape, f"{type(density).__name__}.score must return [S, P]")
     return value + sum_weights(score * (theta - fixed)).to(value.dtype)
 
 
-def log_joint(target: Target, draws: Draws, batch: Any) -> Tensor:
-    """The target at the draws, checked: [S]."""
+def log_joint(target: Target, draws: Draws, batch: Any) -> tuple[Tensor, Tensor]:
+    """Log likelihood and log prior at the draws, checked: [S], [S]. A target that is not split has all in the first."""
     theta, _, fixed, latent = draws
+    if isinstance(target, BayesianModel):
+        values = target.log_likelihood(theta, batch, fixed)
+        prior = target.log_prior(theta if latent is None else latent, fixed)
+        _check_finite(values, "log likelihood")
+        _check_finite(prior, "log prior")
+        return values, prior
     if latent is not None:
-        if not isinstance(target, BayesianModel):
-            raise TypeError("this family masks weights and needs a BayesianModel, whose likelihood and prior are apart")
-        values = target.log_likelihood(theta, batch, fixed) + target.log_prior(latent, fixed)
-    elif fixed:
+        raise TypeError("this family masks weights and needs a BayesianModel, whose likelihood and prior are apart")
+    if isinstance(target, LogDensity):
         values = target.log_joint(theta, batch, fixed)
     else:
-        values = target.log_joint(theta, batch)
-    if not isinstance(values, Tensor) or values.shape != theta.shape[:1]:
-        came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"the target's log_joint must return [S] = [{theta.shape[0]}] for theta [S, P], got {came}")
+        values = target.log_joint(target.space.join(theta, fixed), batch)
+    _shaped(values, theta.shape[:1], f"the target's log_joint must return [S] = [{theta.shape[0]}] for theta [S, P]")
+    _check_finite(values, "log joint")
+    return values, torch.zeros_like(values)
+
+
+def _check_finite(values: Tensor, what: str) -> None:
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         count, S = int((~finite).sum()), values.shape[0]
         raise NonFiniteError(
-            f"the log joint is not finite at {count} of {S} draws (first: {values[~finite][0].item()}); "
+            f"the {what} is not finite at {count} of {S} draws (first: {values[~finite][0].item()}); "
             "look for a scale that is too wide, a log or a division in the model, or data that are not finite"
         )
-    return values
+
+
+def _shaped(value: Tensor, shape: tuple[int, ...], expected: str) -> Tensor:
+    """`value`, whose shape is `shape`: another one might broadcast to a wrong bound."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{expected}, got {came}")
+    return value
+
+
+def _check_draws(density: Density, draws: Draws, groups: int) -> None:
+    name = type(density).__name__
+    if not isinstance(draws, Draws):
+        raise TypeError(f"{name}.draw must return Draws(theta [S, P], weight [S]), got {type(draws).__name__}")
+    theta, weight = draws.theta, draws.weight
+    S = theta.shape[0] if theta.ndim else 0
+    if theta.ndim != 2 or weight.shape != (S,) or S == 0 or (S % groups and not density.enumerates):
+        raise ValueError(
+            f"{name}.draw gave theta {tuple(theta.shape)} and weight {tuple(weight.shape)}; "
+            f"expected [S, P] and [S] with S a multiple of groups = {groups}"
+        )
 
 
 def _check_spaces(family: Family, target: Target) -> None:
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
+            "write BayesianModel(net, likelihood, prior, num_data), or LogDensity(fn, parameters) for a function"
+        )
     space, own = target.space, family.space
     if own is not None and own is not space and (own.names, own.shapes) != (space.names, space.shapes):
         raise ValueError(
-            f"family and target are over different parameters: P = {own.size} and {space.size}; "
-            "bind the family to target.space"
+            f"family and target are over different parameters: P = {own.size} ({', '.join(own.names[:4])}, ..) and "
+            f"P = {space.size} ({', '.join(space.names[:4])}, ..); bind the family to target.space"
+        )
+
+
+def _check_prior(density: Density, target: Target) -> None:
+    if not density.bound and isinstance(target, BayesianModel) and learns(target.prior):
+        raise ValueError(
+            f"the {type(target.prior).__name__} learns its scale, and {type(density).__name__} has point masses: the "
+            "prior's density at a point grows without bound as point and scale go to zero, so there is no optimum. "
+            "Give the scale as a number (learn=False), or use a family with a density for all weights"
         )
 
 

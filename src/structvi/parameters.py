@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
-from math import ceil
+from math import ceil, inf
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from .random import borrowed_stream
 
 Select = str | Sequence[str] | Callable[[str, Tensor], bool]
 
-#: Smallest initialisation scale of a tensor in a network: what a bias or a shift that starts at zero is given.
+#: Smallest initialisation scale of a tensor that starts constant in a network, such as a bias that starts at zero.
 SCALE_FLOOR = 0.05
 #: Of a tensor that belongs to no network (a log density's), where there is no layer to ask. With the families' default
 #: fraction of a tenth, scales start at 0.3: of 0.1, 0.3 and 1 the best on random Gaussians.
@@ -38,7 +39,13 @@ class Parameters:
         tensor([6., 7., 8.])
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, net: nn.Module | None = None):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        net: nn.Module | None = None,
+        known_scales: Mapping[str, float] = MappingProxyType({}),
+    ):
         if not isinstance(tensors, Mapping):
             raise TypeError(
                 f"Parameters expects a mapping of names to tensors, got {type(tensors).__name__}; "
@@ -56,6 +63,7 @@ class Parameters:
         self.device: torch.device = first.device
         self.initial: Tensor = torch.cat([t.detach().reshape(-1) for t in tensors.values()])  # [P]
         self._net = net
+        self._known_scales = {name: scale for name, scale in known_scales.items() if name in tensors}
         self._scales: Tensor | None = None
         self._subsets: dict[frozenset[str], Parameters] = {}
 
@@ -104,12 +112,21 @@ class Parameters:
             )
         return cls(picked, net=net)
 
-    def append(self, tensors: Mapping[str, Tensor]) -> "Parameters":
-        """A larger space: these tensors, then `tensors` at the end of θ (a likelihood's random noise, say)."""
+    def append(self, tensors: Mapping[str, Tensor], scale: float | None = None) -> "Parameters":
+        """A larger space: these tensors, then `tensors` at the end of θ (a likelihood's random noise, say).
+
+        `scale` is the initialisation scale of the new ones, which no layer knows.
+        """
         taken = set(self.names) & set(tensors)
         if taken:
             raise ValueError(f"the names {sorted(taken)} are taken already")
-        return Parameters({**self.unravel(self.initial), **tensors}, net=self._net)
+        known = self._known_scales if scale is None else {**self._known_scales, **dict.fromkeys(tensors, scale)}
+        return Parameters({**self.unravel(self.initial), **tensors}, net=self._net, known_scales=known)
+
+    def at(self, theta: Tensor) -> "Parameters":
+        """The same space, with the same scales, whose current values are θ [P]."""
+        known = dict(zip(self.names, self.scales.tolist(), strict=True))
+        return Parameters(self.unravel(theta), net=self._net, known_scales=known)
 
     def subset(self, names: Iterable[str]) -> "Parameters":
         """The space of some of these tensors, in this space's order, with their scales and fresh draws."""
@@ -117,7 +134,7 @@ class Parameters:
         if key not in self._subsets:
             self._indices(*key)
             chosen = {name: t for name, t in self.unravel(self.initial).items() if name in key}
-            self._subsets[key] = Parameters(chosen, net=self._net)
+            self._subsets[key] = Parameters(chosen, net=self._net, known_scales=self._known_scales)
         return self._subsets[key]
 
     def without(self, names: Iterable[str]) -> "Parameters":
@@ -131,6 +148,16 @@ class Parameters:
             return theta
         shared = {name: tensor.expand(theta.shape[0], *tensor.shape) for name, tensor in fixed.items()}
         return self.ravel({**self.without(fixed).unravel(theta), **shared})
+
+    @property
+    def from_network(self) -> bool:
+        """Whether these are tensors of a network, rather than of a log density."""
+        return self._net is not None
+
+    def matching(self, select: Select, what: str = "select") -> tuple[str, ...]:
+        """The names that a pattern, several, or a predicate choose; a pattern that matches none is an error."""
+        chosen = _matcher(select, what, self.names)
+        return tuple(name for name, tensor in self.unravel(self.initial).items() if chosen(name, tensor))
 
     def __deepcopy__(self, memo: dict) -> "Parameters":
         return self  # a value that is never changed; the network it knows is not to be copied
@@ -162,7 +189,7 @@ class Parameters:
         # split, not slicing: the backward of a slice allocates a full-size gradient for each
         parts = torch.split(theta, list(self.numels), dim=-1)
         return {
-            name: part.view(*theta.shape[:-1], *shape)
+            name: part.view((*theta.shape[:-1], *shape))
             for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
 
@@ -177,6 +204,8 @@ class Parameters:
         leading: torch.Size | None = None
         for name, shape in zip(self.names, self.shapes, strict=True):
             tensor = tensors[name]
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
             lead = tensor.shape[: tensor.ndim - len(shape)]
             if tensor.shape[len(lead) :] != shape:
                 raise ValueError(
@@ -195,19 +224,27 @@ class Parameters:
         """[len(names)]: each tensor's initialisation scale.
 
         The root mean square of what its layer's own initialisation draws, where the layer has one (`reset_parameters`,
-        `_reset_parameters`, `_init_weights`), otherwise of the current values; at least `SCALE_FLOOR` in a network,
-        for tensors that start at zero (biases, the shifts of normalisation layers), and `FREE_SCALE_FLOOR` elsewhere.
+        `_reset_parameters`, `_init_weights`), otherwise of the current values; at least `SCALE_FLOOR` for tensors of
+        a network that start constant (biases, the shifts of normalisation layers: a constant says nothing of its
+        scale), and at least `FREE_SCALE_FLOOR` without a network.
+        Tensors that were appended with a scale have that one.
         """
         if self._scales is None:
             # small tensors need several draws for a root mean square that means something
             draws = min(32, ceil(1024 / min(self.numels)), max(1, 10_000_000 // self.size)) if self._net else 1
             generator = torch.Generator().manual_seed(0)
             square = torch.zeros(len(self), dtype=torch.float64)
+            low, high = square + inf, square - inf
             for _ in range(draws):
                 parts = torch.split(self.fresh(generator).double(), list(self.numels))
                 square += torch.stack([part.square().mean() for part in parts]).cpu() / draws
-            floor = SCALE_FLOOR if self._net is not None else FREE_SCALE_FLOOR
-            self._scales = square.sqrt().clamp(min=floor).to(self.initial)
+                low = torch.stack([part.min() for part in parts]).cpu().minimum(low)
+                high = torch.stack([part.max() for part in parts]).cpu().maximum(high)
+            floor = FREE_SCALE_FLOOR if self._net is None else SCALE_FLOOR * (low == high).double()
+            scales = square.sqrt().clamp(min=floor)
+            for name, scale in self._known_scales.items():
+                scales[self.names.index(name)] = scale
+            self._scales = scales.to(self.initial)
         return self._scales
 
     @property
@@ -251,6 +288,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             common = max(groups.values(), key=len)
             offenders = {str(key): _few(names) for key, names in groups.items() if names is not common}
             raise ValueError(f"random tensors must share one {what}; most are like {common[0]!r}, but {offenders}")
+    if next(iter(tensors.values())).is_meta:
+        raise ValueError("the tensors are on the meta device and hold no values; materialise the network first")
     empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
     if empty:
         raise ValueError(f"the tensors {empty} have no elements; exclude them")
@@ -262,6 +301,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
 def _matcher(select: Select, what: str, names: Sequence[str]) -> Callable[[str, Tensor], bool]:
     if callable(select):
         return select
+    if not isinstance(select, Iterable):
+        raise TypeError(f"{what} takes glob patterns or a predicate (name, tensor) → bool, got {select!r}")
     patterns = (select,) if isinstance(select, str) else tuple(select)
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -275,7 +316,7 @@ def _reinitialised(net: nn.Module) -> dict[str, Tensor]:
     """The parameters of a copy of `net` after its layers' own initialisation, innermost modules first."""
     try:
         twin = copy.deepcopy(net)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # a tensor with a graph; a lock, a file or a generator
         warnings.warn(
             f"the network cannot be copied ({error}): its current values stand in for fresh ones", stacklevel=2
         )

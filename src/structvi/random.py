@@ -12,6 +12,8 @@ def borrowed_stream(generator: torch.Generator | None = None) -> Iterator[None]:
 
     Without a generator the seed comes from the global stream, which advances by that one number.
     """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
     device = None if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

@@ -2,30 +2,33 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from .evaluation import Evaluation, Mode, training_key
 from .families.algebra import sum_weights
+from .likelihoods import Likelihood
 from .parameters import Parameters
-from .priors import Prior
+from .priors import Prior, SeparablePrior, log_prior
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
 
+@runtime_checkable
 class Target(Protocol):
     """An unnormalised log posterior over `space`."""
 
     space: Parameters
 
-    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+    def log_joint(self, theta: Tensor, batch: Any = None) -> Tensor:
         """log p(data, θ), or an unbiased estimate of it from a batch: [S, P] → [S].
 
-        `fixed` is passed only by families with point-estimated blocks: named tensors that are the same in every draw
-        and are missing from `theta`.
+        `BayesianModel` and `LogDensity` also take `fixed`, from families with point-estimated blocks: named tensors
+        that are the same in every draw and are missing from `theta`. For other targets they are joined to `theta`.
         """
         ...
 
@@ -64,6 +67,7 @@ class LogDensity:
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         space = self.space.without(fixed)
+        _check_theta(theta, space)
 
         def one(row: Tensor) -> Tensor:
             named = {**space.unravel(row), **fixed}
@@ -81,9 +85,10 @@ class BayesianModel(nn.Module):
 
     Args:
         net: the network.
-        likelihood: called with (output, target), gives log p(t | y) of each observation [B, ..].
-        prior: called with (parameters, theta [S, P]), gives log p(θ) [S].
-        num_data: N, the size of the whole data set.
+        likelihood: called with (output, target), gives log p(t | y) of each observation [B, ..]. Random tensors of
+            its own (an unknown noise) are appended to the space as "likelihood.<name>" and have its prior.
+        prior: called with (parameters, theta [S, P]), gives log p(θ) [S]; of the network's tensors, `net_space`.
+        num_data: N, the size of the whole data set; None until it is known (`model.num_data = N`).
         parameters: the random tensors; all trainable ones by default.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
         evaluation: how S weights are evaluated: "vmap", "loop", or "auto", which probes once whether vmap is right.
@@ -91,7 +96,7 @@ class BayesianModel(nn.Module):
 
     Batches are pairs (input, target), where a tuple of inputs is passed as several arguments, or dicts with one of
     the keys "target", "targets", "label", "labels", "y": of the rest a single entry is passed as the argument,
-    several as keywords.
+    several as keywords. A target may be a pair (t, mask), see `likelihoods`; B is the number of rows of t.
 
     Example:
         >>> from structvi import NormalPrior, likelihoods
@@ -104,12 +109,12 @@ class BayesianModel(nn.Module):
     def __init__(
         self,
         net: nn.Module,
-        likelihood: Callable[[Any, Tensor], Tensor],
+        likelihood: Callable[[Any, Any], Tensor],
         prior: Prior,
-        num_data: int,
+        num_data: int | None,
         *,
         parameters: Parameters | None = None,
-        forward: Callable[[nn.Module, Any], tuple[Any, Tensor]] | None = None,
+        forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
         evaluation: Mode = "auto",
         chunk: int | None = None,
     ):
@@ -121,43 +126,86 @@ class BayesianModel(nn.Module):
                 raise TypeError(f"the {name} must be callable, got {value!r}")
         if isinstance(likelihood, type) or isinstance(prior, type):
             raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")
-        if not isinstance(num_data, int) or isinstance(num_data, bool) or num_data < 1:
-            raise ValueError(f"num_data must be the number of observations in the whole data set, got {num_data!r}")
+        if parameters is not None and not isinstance(parameters, Parameters):
+            raise TypeError(
+                f"parameters= expects Parameters, got {type(parameters).__name__}; write Parameters.of(net, select)"
+            )
+        if forward is not None and not callable(forward):
+            raise TypeError(f"forward= must be a function (net, batch) → (output, target), got {forward!r}")
         self.net = net
         self.likelihood = likelihood
         self.prior = prior
-        self.num_data = num_data
-        self.space = Parameters.of(net) if parameters is None else parameters
+        self._num_data: int | None = None
+        if num_data is not None:
+            self.num_data = num_data
+        self.net_space = Parameters.of(net) if parameters is None else parameters
         self.user_forward = forward
         self.evaluation = Evaluation(evaluation, chunk)
         known = dict(net.named_parameters())
-        for name, shape in zip(self.space.names, self.space.shapes, strict=True):
+        for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
+        if isinstance(prior, SeparablePrior):
+            prior.check(self.net_space)
+        own = likelihood.random_tensors() if isinstance(likelihood, Likelihood) else {}
+        #: the likelihood's random tensors: their names in `space` → their names in the likelihood
+        self.likelihood_names = {f"likelihood.{name}": name for name in own}
+        self.space = self.net_space
+        if own:
+            appended = {f"likelihood.{name}": tensor.detach().to(self.space.initial) for name, tensor in own.items()}
+            self.space = self.net_space.append(appended, scale=1.0)
+
+    @property
+    def num_data(self) -> int:
+        if self._num_data is None:
+            raise ValueError("num_data, the number of observations in the whole data set, is not known yet: set it")
+        return self._num_data
+
+    @num_data.setter
+    def num_data(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"num_data must be the number of observations in the whole data set, got {value!r}")
+        self._num_data = value
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         return self.log_likelihood(theta, batch, fixed) + self.log_prior(theta, fixed)
 
     def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """log p(θ): [S, P] → [S]."""
-        value = self.prior(self.space, self.space.join(theta, fixed))
-        if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
-            came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"the prior must return [S] = [{theta.shape[0]}], got {came}")
+        _check_theta(theta, self.space.without(fixed))
+        shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
+        size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
+        net, _ = torch.split(theta, [size, theta.shape[-1] - size], dim=-1)
+        value = _per_draw(log_prior(self.prior, self.net_space, net, shared), theta, "prior")
+        if isinstance(self.likelihood, Likelihood) and self.likelihood_names:
+            own = self.likelihood.log_prior(self.likelihood_values(theta, fixed))
+            value = value + _per_draw(own, theta, "likelihood's log_prior")
         return value
+
+    def likelihood_values(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
+        """The likelihood's random tensors at the draws θ [S, P], by its own names: [S, *shape] each."""
+        shared = {name: tensor.expand(theta.shape[0], *tensor.shape) for name, tensor in fixed.items()}
+        named = {**self.space.without(fixed).unravel(theta), **shared}
+        return {own: named[name] for name, own in self.likelihood_names.items()}
 
     def log_likelihood(self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """(N/B) Σ_batch log p(t | y_θ(x)): [S, P] → [S]."""
         if batch is None:
             raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
         space = self.space.without(fixed)
+        _check_theta(theta, space)
 
         def one(row: Tensor) -> Tensor:
-            output, target = self._call({**space.unravel(row), **fixed}, batch)
+            named = {**space.unravel(row), **fixed}
+            own = {name: named.pop(full) for full, name in self.likelihood_names.items()}
+            output, target = self._call(named, batch)
             B = _batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
-            log_prob = self.likelihood(output, target)
+            if isinstance(self.likelihood, nn.Module):
+                log_prob = functional_call(self.likelihood, own, (output, target))
+            else:
+                log_prob = self.likelihood(output, target)
             if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
                 came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
                 raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
@@ -169,13 +217,16 @@ class BayesianModel(nn.Module):
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
         arguments, keywords = _arguments(inputs)
         space = self.space.without(fixed)
-        return self.evaluation(
-            lambda row: self._network({**space.unravel(row), **fixed}, arguments, keywords),
-            theta,
-            ("outputs", frozenset(fixed), training_key(self.net)),
-        )
+        _check_theta(theta, space)
 
-    def _call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Tensor]:
+        def one(row: Tensor) -> Any:
+            named = {**space.unravel(row), **fixed}
+            named = {name: tensor for name, tensor in named.items() if name not in self.likelihood_names}
+            return self._network(named, arguments, keywords)
+
+        return self.evaluation(one, theta, ("outputs", frozenset(fixed), training_key(self.net)))
+
+    def _call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
         if self.user_forward is not None:
             with_weights = _Bound(self, random)
             result = self.user_forward(with_weights, batch)
@@ -183,13 +234,16 @@ class BayesianModel(nn.Module):
                 raise TypeError("forward= must return a pair (output, target)")
             return result
         inputs, target = split_batch(batch)
+        _batch_size(target)  # an empty batch is named before the network meets it
         arguments, keywords = _arguments(inputs)
         return self._network(random, arguments, keywords), target
 
     def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """The network with these tensors in place of its own; what it does to its buffers is not kept."""
         held = {name: p.detach() for name, p in self.net.named_parameters() if name not in random}
-        buffers = {name: b.clone() for name, b in self.net.named_buffers()} if self.net.training else {}
+        # a part may train inside a network in eval mode
+        learning = any(module.training for module in self.net.modules())
+        buffers = {name: b.clone() for name, b in self.net.named_buffers()} if learning else {}
         return functional_call(self.net, {**held, **buffers, **random}, tuple(arguments), dict(keywords))
 
 
@@ -204,7 +258,7 @@ class _Bound(nn.Module):
         return self._model[0]._network(self._random, arguments, keywords)
 
 
-def split_batch(batch: Any) -> tuple[Any, Tensor]:
+def split_batch(batch: Any) -> tuple[Any, Any]:
     """A batch as its inputs and its target."""
     if isinstance(batch, Mapping):
         keys = [key for key in TARGET_KEYS if key in batch]
@@ -226,11 +280,28 @@ def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
+def _check_theta(theta: Any, space: Parameters) -> None:
+    if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[0] == 0 or theta.shape[1] != space.size:
+        came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
+        raise ValueError(
+            f"expected theta of shape [S, P] with S ≥ 1 and P = {space.size}, got {came}; for one point add a row axis"
+        )
+
+
 def _batch_size(target: Any) -> int:
+    if isinstance(target, tuple | list) and len(target) == 2:
+        target, _ = target  # (t, mask)
     if not isinstance(target, Tensor) or target.ndim == 0 or target.shape[0] == 0:
         came = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
         raise ValueError(f"the target must be a tensor [B, ..] with B ≥ 1, got {came}")
     return target.shape[0]
+
+
+def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
+        came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the {what} must return [S] = [{theta.shape[0]}], got {came}")
+    return value
 
 
 def _scalar(value: Any, what: str) -> Tensor:

@@ -1,22 +1,30 @@
 """Variational families: one family, one file; first its density (the mathematics), then its module (the state)."""
 
 from .base import Density, DistributionDensity, Draws, Family
+from .blocks import Blocks
+from .fitted_dropout import FittedDropout
 from .full import FullNormal
 from .gaussian import Gaussian, kl
+from .mc_dropout import MCDropout
 from .mean_field import MeanField
+from .mixture import Mixture
 from .point import MAP
 from .precision import StructuredPrecision
 from .structured import StructuredNormal
 
 __all__ = [
     "MAP",
+    "Blocks",
     "Density",
     "DistributionDensity",
     "Draws",
     "Family",
+    "FittedDropout",
     "FullNormal",
     "Gaussian",
+    "MCDropout",
     "MeanField",
+    "Mixture",
     "StructuredNormal",
     "StructuredPrecision",
     "kl",

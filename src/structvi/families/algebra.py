@@ -7,7 +7,8 @@ does not grow with P, and nothing of size P is ever copied to float64.
 import torch
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 4096  # weights whose products are added in their own precision
+_SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
 
 
 def _blocks(P: int) -> list[int]:
@@ -35,9 +36,33 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
     return blocks.sum(0, dtype=torch.float64) + (x_rest @ factor_rest).double()
 
 
-def capacitance(factor: Tensor) -> Tensor:
-    """Lower Cholesky factor of I_K + FᵀF in float64: [P, K] → [K, K]."""
-    gram = project(factor.mT, factor)
+class _Gram(torch.autograd.Function):
+    """Fᵀ diag(r)² F in float64, from slabs of rows: neither r∘F nor anything else of size PK is kept for backward."""
+
+    @staticmethod
+    def forward(factor: Tensor, ratio: Tensor) -> Tensor:
+        K = factor.shape[-1]
+        gram = factor.new_zeros(K, K, dtype=torch.float64)
+        for rows, r in zip(factor.split(_SLAB), ratio.split(_SLAB), strict=True):
+            slab = rows * r.unsqueeze(-1)
+            gram += project(slab.mT, slab)
+        return gram
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        factor, ratio = ctx.saved_tensors
+        product = factor @ (gradient + gradient.mT).to(factor.dtype)  # [P, K]
+        ratio_gradient = ratio * torch.linalg.vecdot(product, factor)
+        return product * ratio.square().unsqueeze(-1), ratio_gradient
+
+
+def capacitance(factor: Tensor, ratio: Tensor) -> Tensor:
+    """Lower Cholesky factor of I_K + Fᵀ diag(r)² F in float64: [P, K], [P] → [K, K]."""
+    gram = _Gram.apply(factor, ratio)
     return torch.linalg.cholesky(gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
 
 

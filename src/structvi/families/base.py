@@ -1,9 +1,9 @@
 """The protocols: a family (state, an `nn.Module`) is called and gives a density (mathematics, a value)."""
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent
 
+from ..configurable import configuration
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..random import borrowed_stream
@@ -59,6 +60,11 @@ class Density(ABC):
     @property
     def P(self) -> int:
         return self.mean.shape[-1]
+
+    @property
+    def bound(self) -> bool:
+        """Whether the ELBO is a lower bound: False where part of q is a point mass, whose entropy is dropped."""
+        return self.has_density
 
     @abstractmethod
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
@@ -184,7 +190,7 @@ class DistributionDensity(Density):
         return self.distribution.event_shape[0]
 
     def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
-        check_draw(groups, coupling)
+        check_draw(groups, coupling, generator)
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             theta = self.distribution.rsample((groups,))
         return Draws(theta, theta.new_full((groups,), 1 / groups))
@@ -247,8 +253,7 @@ class Family(nn.Module, ABC):
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments: what `bind` and `load` rebuild the family from."""
-        names = list(inspect.signature(type(self).__init__).parameters)[1:]
-        return {name: getattr(self, name) for name in names}
+        return configuration(self)
 
     @property
     def is_bound(self) -> bool:
@@ -314,15 +319,18 @@ def check_start(initial_mean: str, initial_scale: float) -> None:
     """The constructor arguments that the families share."""
     if initial_mean not in ("current", "fresh", "zero"):
         raise ValueError(f'initial_mean must be "current", "fresh" or "zero", got {initial_mean!r}')
-    if not isinstance(initial_scale, int | float) or not 0 < initial_scale < float("inf"):
+    if not isinstance(initial_scale, int | float) or isinstance(initial_scale, bool) or not 0 < initial_scale < inf:
         raise ValueError(
             f"initial_scale must be a positive number, a fraction of each tensor's scale, got {initial_scale!r}"
         )
 
 
-def check_rank(rank: int) -> None:
+def check_factor(rank: int, initial_factor: float) -> None:
+    """The constructor arguments of a low-rank factor."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
         raise ValueError(f"rank must be an integer ≥ 0, got {rank!r}")
+    if not isinstance(initial_factor, int | float) or isinstance(initial_factor, bool) or not 0 <= initial_factor < inf:
+        raise ValueError(f"initial_factor must be a number ≥ 0, got {initial_factor!r}")
 
 
 def check_rank_fits(rank: int, P: int) -> None:

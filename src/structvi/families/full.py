@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
+from .algebra import sum_weights
 from .base import MAX_DENSE, Family, check_start, initial_mean
 from .gaussian import Gaussian, LowRank
 
@@ -19,6 +20,9 @@ class FullNormalDensity(Gaussian):
 
     def precision_product(self, x: Tensor) -> Tensor:
         return torch.cholesky_solve(x.mT, self.cholesky).mT
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return sum_weights(torch.linalg.solve_triangular(self.cholesky, x.mT, upper=False).mT.square())
 
     def half_log_det(self) -> Tensor:
         return self.cholesky.diagonal().log().sum(dtype=torch.float64)

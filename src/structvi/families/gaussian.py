@@ -21,10 +21,10 @@ class LowRank(NamedTuple):
 
 
 class Gaussian(Density):
-    """N(mean, Σ). A shape of covariance is four methods: the rest follows.
+    """N(mean, Σ). A shape of covariance is six methods: the rest follows.
 
-    `transform` maps noise to deviations from the mean; `precision_product` is Λ x, `half_log_det` is ½ log det Σ,
-    and `low_rank` and `precision_diagonal` give Σ and diag Λ in the form in which traces are cheap.
+    `transform` maps noise to deviations from the mean; `precision_product` is Λ x, `quadratic` xᵀΛx, `half_log_det`
+    ½ log det Σ, and `low_rank` and `precision_diagonal` give Σ and diag Λ in the form in which traces are cheap.
     """
 
     #: [P]
@@ -39,6 +39,10 @@ class Gaussian(Density):
     @abstractmethod
     def precision_product(self, x: Tensor) -> Tensor:
         """Λ x for the rows of x: [S, P] → [S, P]."""
+
+    @abstractmethod
+    def quadratic(self, x: Tensor) -> Tensor:
+        """xᵀ Λ x for the rows of x, in float64: [S, P] → [S]."""
 
     @abstractmethod
     def half_log_det(self) -> Tensor:
@@ -65,20 +69,30 @@ class Gaussian(Density):
         check_draw(groups, coupling, generator, self.mean.device)
         P, K = self.P, self.rank
         noise = coupling(groups, P, K, generator, self.mean.dtype, self.mean.device)
-        shapes = tuple(tuple(getattr(x, "shape", ())) for x in noise)
+        if not isinstance(noise, tuple) or len(noise) != 2 or not all(isinstance(x, Tensor) for x in noise):
+            raise TypeError(
+                f"the coupling {coupling!r} must return Noise(diagonal [S, P], low_rank [S, K]), "
+                f"got {type(noise).__name__}"
+            )
+        shapes = tuple(tuple(x.shape) for x in noise)
         S = shapes[0][0] if shapes[0] else 0
-        if len(shapes) != 2 or shapes != ((S, P), (S, K)) or S == 0 or S % groups:
+        if shapes != ((S, P), (S, K)) or S == 0 or S % groups:
             raise ValueError(
                 f"the coupling {coupling!r} gave noise of shapes {shapes}; expected [S, {P}] and [S, {K}] with S a "
                 f"multiple of groups = {groups}"
+            )
+        if any(x.dtype != self.mean.dtype or x.device != self.mean.device for x in noise):
+            raise ValueError(
+                f"the coupling {coupling!r} gave noise of {noise[0].dtype} on {noise[0].device} and {noise[1].dtype} "
+                f"on {noise[1].device}; the weights are {self.mean.dtype} on {self.mean.device}: pass on `dtype` and "
+                "`device`"
             )
         theta = self.mean + self.transform(*noise)
         return Draws(theta, theta.new_full((S,), 1 / S))
 
     def log_prob(self, theta: Tensor) -> Tensor:
         x = self._check_theta(theta) - self.mean
-        quadratic = sum_weights(x * self.precision_product(x))
-        return (-0.5 * quadratic - self.half_log_det() - 0.5 * self.P * log(2 * pi)).to(x.dtype)
+        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * self.P * log(2 * pi)).to(x.dtype)
 
     def score(self, theta: Tensor) -> Tensor:
         with torch.no_grad():
@@ -118,7 +132,7 @@ def kl(q: Density, p: Density) -> Tensor:
         raise ValueError(f"q is over {q.P} numbers and p over {p.P}")
     d, V, C = q.low_rank()
     x = (p.mean - q.mean).unsqueeze(0)  # [1, P]
-    quadratic = sum_weights(x * p.precision_product(x)).squeeze(0)
+    quadratic = p.quadratic(x).squeeze(0)
     trace = sum_weights(d * p.precision_diagonal())
     if V.shape[-1]:
         columns = V.mT  # [K, P]

@@ -20,6 +20,9 @@ class DiagonalNormal(Gaussian):
     def precision_product(self, x: Tensor) -> Tensor:
         return x / self.scale.square()
 
+    def quadratic(self, x: Tensor) -> Tensor:
+        return sum_weights((x / self.scale).square())
+
     def half_log_det(self) -> Tensor:
         return sum_weights(self.scale.log())
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
 from .algebra import capacitance, half_log_det, project, solve, sum_weights
-from .base import Family, check_rank, check_rank_fits, check_start, initial_mean
+from .base import Family, check_factor, check_rank_fits, check_start, initial_mean
 from .gaussian import Gaussian, LowRank
 from .structured import normal
 
@@ -23,29 +23,39 @@ class StructuredPrecisionDensity(Gaussian):
     def __init__(self, mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor):
         self.location, self.scale, self.factor, self.unit = mean, scale, factor, unit
         self.rank = factor.shape[-1]
-        self._cholesky_cache: dict[bool, Tensor] = {}
+        self._graphed: Tensor | None = None
+        self._plain: Tensor | None = None
 
     def _cholesky(self) -> Tensor:
-        """Of M, once with a graph and once without: a value computed under no_grad is never used for gradients."""
-        with_graph = torch.is_grad_enabled()
-        if with_graph not in self._cholesky_cache:
-            self._cholesky_cache[with_graph] = capacitance(self.factor * (self.scale / self.unit).unsqueeze(-1))
-        return self._cholesky_cache[with_graph]
+        """Of M. Kept for the life of the density, with its graph where one is wanted: a value computed under no_grad
+        is never used for gradients."""
+        if torch.is_grad_enabled():
+            if self._graphed is None:
+                self._graphed = capacitance(self.factor, self.scale / self.unit)
+            return self._graphed
+        if self._plain is None:
+            self._plain = (
+                capacitance(self.factor, self.scale / self.unit) if self._graphed is None else self._graphed.detach()
+            )
+        return self._plain
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        deviation = self.scale * diagonal
         if self.rank:
             r = self.scale / self.unit
-            inner = low_rank - project(diagonal * r, self.factor)  # [S, K]
-            inner = solve(self._cholesky(), inner).to(diagonal.dtype)
-            diagonal = torch.addcmul(diagonal, inner @ self.factor.mT, r)
-        return self.scale * diagonal
+            inner = solve(self._cholesky(), low_rank - project(diagonal * r, self.factor)).to(diagonal.dtype)  # [S, K]
+            deviation = torch.addcmul(deviation, inner @ self.factor.mT, self.scale * r)
+        return deviation
 
     def precision_product(self, x: Tensor) -> Tensor:
         product = x / self.scale.square()
         if self.rank:
             inner = project(x / self.unit, self.factor).to(x.dtype)  # [S, K]
-            product = product + inner @ self.factor.mT / self.unit
+            product = torch.addcdiv(product, inner @ self.factor.mT, self.unit)
         return product
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return sum_weights((x / self.scale).square()) + project(x / self.unit, self.factor).square().sum(-1)
 
     def half_log_det(self) -> Tensor:
         return sum_weights(self.scale.log()) - half_log_det(self._cholesky())
@@ -97,7 +107,7 @@ class StructuredPrecision(Family):
         initial_factor: float = 0.1,
     ):
         super().__init__()
-        check_rank(rank)
+        check_factor(rank, initial_factor)
         check_start(initial_mean, initial_scale)
         self.rank = rank
         self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, LowRankMultivariateNormal, Normal
 
 from .algebra import capacitance, half_log_det, project, solve, sum_weights
-from .base import Family, check_rank, check_rank_fits, check_start, initial_mean
+from .base import Family, check_factor, check_rank_fits, check_start, initial_mean
 from .gaussian import Gaussian, LowRank
 
 
@@ -22,17 +22,24 @@ class StructuredNormalDensity(Gaussian):
     def __init__(self, mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor):
         self.location, self.scale, self.factor, self.unit = mean, scale, factor, unit
         self.rank = factor.shape[-1]
-        self._cholesky_cache: dict[bool, Tensor] = {}
+        self._graphed: Tensor | None = None
+        self._plain: Tensor | None = None
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return torch.addcmul(self.scale * diagonal, low_rank @ self.factor.mT, self.unit)
 
     def _cholesky(self) -> Tensor:
-        """Of M, once with a graph and once without: a value computed under no_grad is never used for gradients."""
-        with_graph = torch.is_grad_enabled()
-        if with_graph not in self._cholesky_cache:
-            self._cholesky_cache[with_graph] = capacitance(self.factor * (self.unit / self.scale).unsqueeze(-1))
-        return self._cholesky_cache[with_graph]
+        """Of M. Kept for the life of the density, with its graph where one is wanted: a value computed under no_grad
+        is never used for gradients."""
+        if torch.is_grad_enabled():
+            if self._graphed is None:
+                self._graphed = capacitance(self.factor, self.unit / self.scale)
+            return self._graphed
+        if self._plain is None:
+            self._plain = (
+                capacitance(self.factor, self.unit / self.scale) if self._graphed is None else self._graphed.detach()
+            )
+        return self._plain
 
     def precision_product(self, x: Tensor) -> Tensor:
         x = x / self.scale
@@ -41,6 +48,12 @@ class StructuredNormalDensity(Gaussian):
             inner = solve(self._cholesky(), project(x * r, self.factor)).to(x.dtype)  # [S, K]
             x = torch.addcmul(x, inner @ self.factor.mT, r, value=-1)
         return x / self.scale
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        x = x / self.scale
+        projected = project(x * (self.unit / self.scale), self.factor)  # [S, K]
+        reduced = torch.linalg.solve_triangular(self._cholesky(), projected.mT, upper=False)
+        return sum_weights(x.square()) - reduced.square().sum(0)
 
     def half_log_det(self) -> Tensor:
         return sum_weights(self.scale.log()) + half_log_det(self._cholesky())
@@ -93,7 +106,7 @@ class StructuredNormal(Family):
         initial_factor: float = 0.1,
     ):
         super().__init__()
-        check_rank(rank)
+        check_factor(rank, initial_factor)
         check_start(initial_mean, initial_scale)
         self.rank = rank
         self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor

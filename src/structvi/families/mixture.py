@@ -1,0 +1,327 @@
+"""Mixtures: Σ_c π_c q_c(θ) of parts of any family, with learned proportions."""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    LowRankMultivariateNormal,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+)
+
+from ..couplings import Coupling, Noise, naive
+from ..parameters import Parameters
+from .algebra import project, sum_weights
+from .base import Density, Draws, Family, check_draw
+from .full import FullNormalDensity
+from .gaussian import Gaussian, kl
+from .structured import normal
+
+
+class MixtureDensity(Density):
+    """Σ_c π_c q_c(θ); everything through the parts' own algebra.
+
+    Draws are stratified: every group has the draws of every part, and a draw of part c weighs π_c over their number.
+    The weights carry the gradient of the proportions.
+
+    Args:
+        parts: the densities q_c, over the same P weights; all have a density, or none (point masses).
+        log_proportions: log π_c, [C].
+        common_noise: one noise for all parts of the same shape, or noise of its own for each.
+    """
+
+    def __init__(self, parts: Sequence[Density], log_proportions: Tensor, common_noise: bool = True):
+        _check_densities(parts)
+        self.parts, self.log_proportions, self.common_noise = parts, log_proportions, common_noise
+        self.has_density = parts[0].has_density
+
+    @property
+    def proportions(self) -> Tensor:
+        """π: [C]"""
+        return self.log_proportions.exp()
+
+    @property
+    def P(self) -> int:
+        return self.parts[0].P
+
+    @property
+    def mean(self) -> Tensor:
+        return self.proportions @ self._means()
+
+    @property
+    def variance(self) -> Tensor:
+        within = torch.stack([part.variance for part in self.parts])
+        return self.proportions @ (within + (self._means() - self.mean).square())
+
+    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+        """`groups` groups of the draws of all parts, part after part within a group."""
+        check_draw(groups, coupling, generator, self.log_proportions.device)
+        tape: dict[tuple[int, int, int], Noise] = {}
+        thetas, weights = [], []
+        for part, proportion in zip(self.parts, self.proportions, strict=True):
+            own = _recorded(coupling, tape) if self.common_noise else coupling
+            draws = part.draw(groups, own, generator)
+            thetas.append(draws.theta.unflatten(0, (groups, -1)))  # [G, size, P]
+            weights.append(proportion * draws.weight.unflatten(0, (groups, -1)))
+        return Draws(torch.cat(thetas, dim=1).flatten(0, 1), torch.cat(weights, dim=1).flatten())
+
+    def offers(self, method: str) -> bool:
+        return method != "entropy" and all(part.offers(method) for part in self.parts)
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """log Σ_c π_c q_c(θ); of point masses the log probability of the point."""
+        return self._log_joint(theta).logsumexp(0)
+
+    def score(self, theta: Tensor) -> Tensor:
+        """Σ_c r_c(θ) ∇ log q_c(θ), with responsibilities r_c = π_c q_c / Σ π q."""
+        if not self.has_density:
+            raise NotImplementedError("a mixture of point masses has no density and so no score")
+        with torch.no_grad():
+            responsibilities = self._log_joint(theta).softmax(0)  # [C, S]
+            score = torch.zeros_like(theta)
+            for r, part in zip(responsibilities, self.parts, strict=True):
+                score = torch.addcmul(score, r.unsqueeze(-1), part.score(theta))
+        return score
+
+    def entropy(self) -> Tensor:
+        raise NotImplementedError(
+            "the entropy of a mixture has no closed form: use estimator='path' or 'log_q', which need only log_prob; "
+            "entropy_bounds() gives a lower and an upper bound"
+        )
+
+    def entropy_bounds(self) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound of the entropy in nats, Σ_c π_c (H(q_c) − log Σ_k π_k exp(−D_ck)).
+
+        Between Gaussians D is the Bhattacharyya distance for the lower and KL[q_c‖q_k] for the upper bound (Kolchinsky
+        and Tracey, Entropy 19:361, 2017): both are exact where parts coincide or do not overlap. For other parts
+        0 ≤ D ≤ ∞: Σ π_c H(q_c), and that plus the entropy of π.
+        """
+        C = len(self.parts)
+        H = torch.stack([part.entropy() for part in self.parts])
+        gaussians = [part for part in self.parts if isinstance(part, Gaussian)]
+        if len(gaussians) == C:
+            least = torch.stack([_bhattacharyya(q, p) for q in gaussians for p in gaussians]).reshape(C, C)
+            most = torch.stack([kl(q, p) for q in gaussians for p in gaussians]).reshape(C, C)
+        else:
+            least = H.new_zeros(C, C)
+            most = torch.full_like(least, torch.inf).fill_diagonal_(0.0)
+        lower, upper = (
+            self.proportions @ (H - (self.log_proportions - distance).logsumexp(-1)) for distance in (least, most)
+        )
+        return lower, upper
+
+    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        deviations = self._means() - self.mean
+        between = deviations[:, rows].mT @ (self.proportions.unsqueeze(-1) * deviations[:, columns])
+        for proportion, part in zip(self.proportions, self.parts, strict=True):
+            between = between + proportion * part._covariance_block(rows, columns)
+        return between
+
+    def to_distribution(self) -> Distribution:
+        return MixtureSameFamily(
+            Categorical(logits=self.log_proportions), _batched([part.to_distribution() for part in self.parts])
+        )
+
+    def _means(self) -> Tensor:
+        return torch.stack([part.mean for part in self.parts])  # [C, P]
+
+    def _log_joint(self, theta: Tensor) -> Tensor:
+        """log π_c + log q_c(θ): [S, P] → [C, S]."""
+        self._check_theta(theta)
+        return torch.stack([part.log_prob(theta) for part in self.parts]) + self.log_proportions.unsqueeze(-1)
+
+
+class Mixture(Family):
+    """Σ_c π_c q_c(θ): parts of any family with learned proportions; with `StructuredNormal` parts, sGMM-VI.
+
+    A mixture of `MAP` is a deep ensemble with weights. The parts of a recipe start apart: at fresh draws of the
+    network's initialisation; without a network (a log density) at draws of N(current values, scale²), every second
+    one the mirror image of the one before. To start elsewhere, bind parts at points of your own and pass the list.
+
+    A part does not see a mode that its draws never reach: two parts that start on the same side of a target with two
+    modes end on the same one. Fit to `annealed(target, progress)`, where all parts begin wide.
+
+    Args:
+        part: a recipe, or a list of recipes, or a list of bound families over the same tensors: the mixture of
+            those is bound, and holds them, not copies.
+        components: how many parts are made of a recipe; 2 if not given.
+        common_noise: give all parts the same noise, as the original code does, instead of noise of their own. It
+            does not pay: 2 parts, 16 draws a step, gradient variance relative to independent noise.
+
+    Example:
+        >>> from structvi import MeanField, StructuredNormal
+        >>> space = Parameters({"z": torch.zeros(2)})
+        >>> q = Mixture(StructuredNormal(rank=1), components=3).bind(space)
+        >>> q().draw(groups=4).theta.shape, q().proportions.shape
+        (torch.Size([12, 2]), torch.Size([3]))
+        >>> points = [Parameters({"z": torch.full((2,), start)}) for start in (-3.0, 3.0)]
+        >>> Mixture([MeanField().bind(point) for point in points]).is_bound
+        True
+    """
+
+    logits: Tensor
+
+    def __init__(self, part: Family | Sequence[Family], components: int | None = None, common_noise: bool = True):
+        super().__init__()
+        parts = _parts(part, components)
+        self.components, self.common_noise = len(parts), bool(common_noise)
+        self.parts = nn.ModuleList(parts)
+        if self.is_bound:
+            spaces = [own.space for own in parts if own.space is not None]
+            _check_shared(spaces)
+            self.space = spaces[0] if spaces else None
+            self.logits = nn.Parameter(next(self.parts.parameters()).new_zeros(self.components))
+
+    @property
+    def part(self) -> list[Family]:
+        return list(self.parts)  # pyright: ignore[reportReturnType]
+
+    @property
+    def is_bound(self) -> bool:
+        return all(part.is_bound for part in self.part)
+
+    def initialise(self, parameters, generator):
+        spaces = _apart(parameters, self.components, generator)
+        bound = [part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True)]
+        self.parts = nn.ModuleList(bound)
+        self.logits = nn.Parameter(parameters.initial.new_zeros(self.components))
+
+    def forward(self) -> MixtureDensity:
+        return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1), self.common_noise)
+
+
+def _parts(part: Family | Sequence[Family], components: int | None) -> list[Family]:
+    """The constructor's arguments as a list of recipes, or of bound families."""
+    if components is not None and (not isinstance(components, int) or isinstance(components, bool) or components < 1):
+        raise ValueError(f"components must be an integer ≥ 1, got {components!r}")
+    if isinstance(part, Family):
+        if part.is_bound:
+            raise ValueError(
+                f"this {type(part).__name__} is bound already and its copies would coincide; "
+                "give a recipe, or a list of families bound at points of their own"
+            )
+        return [copy.deepcopy(part) for _ in range(2 if components is None else components)]
+    if not isinstance(part, Sequence) or not all(isinstance(one, Family) for one in part):
+        raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
+    if not part:
+        raise ValueError("Mixture needs at least one part, got an empty list")
+    if components not in (None, len(part)):
+        raise ValueError(f"components={components} but the list has {len(part)} parts; leave components out")
+    bound = [one.is_bound for one in part]
+    if any(bound) and not all(bound):
+        raise ValueError(
+            f"the parts of a mixture must be all recipes or all bound, got bound = {bound}; "
+            "bind all of them, or none and the mixture"
+        )
+    if all(bound) and len(set(part)) < len(part):
+        raise ValueError("the same bound family is in the list twice; bind each part by itself")
+    return list(part)
+
+
+def _check_shared(spaces: Sequence[Parameters]) -> None:
+    for space in spaces[1:]:
+        first = spaces[0]
+        if (space.names, space.shapes, space.dtype) != (first.names, first.shapes, first.dtype):
+            raise ValueError(
+                f"the parts of a mixture must share their tensors, got\n{first!r}\nand\n{space!r}\n"
+                "bind all of them to spaces with the same names, shapes and dtype"
+            )
+
+
+def _check_densities(parts: Sequence[Density]) -> None:
+    sizes = {part.P for part in parts}
+    if len(sizes) > 1:
+        raise ValueError(f"the parts of a mixture must be over the same weights, got P = {sorted(sizes)}")
+    kinds = {part.has_density for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(
+            "all parts of a mixture must have a density, or none (point masses), got "
+            + ", ".join(f"{type(part).__name__}: {part.has_density}" for part in parts)
+        )
+    for part in parts:
+        if part.bound != part.has_density:
+            raise ValueError(
+                f"{type(part).__name__} cannot be part of a mixture: some of its tensors are point masses, "
+                "and the parts' densities cannot be compared; use families that have a density for all tensors"
+            )
+        if part.enumerates or isinstance(part.latent_kl(), Tensor):
+            raise ValueError(
+                f"{type(part).__name__} cannot be part of a mixture: it adds latent variables to the model, "
+                "whose KL is not that of a mixture"
+            )
+
+
+def _apart(parameters: Parameters, components: int, generator: torch.Generator | None) -> list[Parameters]:
+    """The space as each part finds it: with current values of its own, so that the parts of one recipe differ."""
+    if components == 1:
+        return [parameters]
+    starts = [parameters.fresh(generator) for _ in range(components)]
+    if torch.equal(starts[0], parameters.initial):  # no layer to ask
+        half = parameters.scale * normal(((components + 1) // 2, parameters.size), parameters.initial, generator)
+        starts = list(parameters.initial + torch.stack([half, -half], dim=1).flatten(0, 1))[:components]
+    return [parameters.at(start) for start in starts]
+
+
+def _recorded(coupling: Coupling, tape: dict[tuple[int, int, int], Noise]) -> Coupling:
+    """The coupling as one part sees it: its first call gives the noise of every other part's first call, and so on.
+
+    Noise of other sizes (parts of another rank) is made for itself.
+    """
+    calls = count()
+
+    def common(groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+        key = (next(calls), P, K)
+        if key not in tape:
+            tape[key] = coupling(groups, P, K, generator, dtype, device)
+        return tape[key]
+
+    return common
+
+
+def _bhattacharyya(q: Gaussian, p: Gaussian) -> Tensor:
+    """−log ∫ √(q p) = ⅛ xᵀΣ̄⁻¹x + ½ log det Σ̄ − ¼ log det Σ_q Σ_p for x = μ_q − μ_p and Σ̄ = (Σ_q + Σ_p)/2."""
+    x = q.mean - p.mean
+    of_q, of_p = q.low_rank(), p.low_rank()
+    d = (of_q.d + of_p.d) / 2
+    V = torch.cat([of_q.V, of_p.V], dim=-1)  # [P, K]
+    if V.shape[-1] >= q.P or bool((d == 0).any()):  # not low rank, or no diagonal to build on
+        middle = FullNormalDensity(x, torch.linalg.cholesky((q.covariance() + p.covariance()) / 2))
+        quadratic, half_log_det = middle.quadratic(x.unsqueeze(0)).squeeze(0), middle.half_log_det()
+    else:
+        C = torch.block_diag(of_q.C, of_p.C).double() / 2
+        W, y = V / d.sqrt().unsqueeze(-1), (x / d.sqrt()).unsqueeze(0)
+        inner = torch.eye(len(C), dtype=C.dtype, device=C.device) + C @ project(W.mT, W)  # [K, K]
+        projected = project(y, W)  # [1, K]
+        quadratic = sum_weights(y.square()).squeeze(0) - (projected @ torch.linalg.solve(inner, C @ projected.mT)).sum()
+        half_log_det = sum_weights(d.log()) / 2 + torch.linalg.slogdet(inner).logabsdet / 2
+    return (quadratic / 8 + half_log_det - (q.half_log_det() + p.half_log_det()) / 2).to(x.dtype)
+
+
+def _batched(parts: Sequence[Distribution]) -> Distribution:
+    """Distributions of one type as one with a batch axis."""
+
+    def stack(of: Callable[[Distribution], Tensor]) -> Tensor:
+        return torch.stack([of(part) for part in parts])
+
+    kinds = {type(part) for part in parts}
+    if kinds == {MultivariateNormal}:
+        return MultivariateNormal(stack(lambda d: d.mean), scale_tril=stack(lambda d: d.scale_tril))  # pyright: ignore
+    if kinds == {Independent} and all(type(part.base_dist) is Normal for part in parts):  # pyright: ignore
+        return Independent(Normal(stack(lambda d: d.mean), stack(lambda d: d.stddev)), 1)
+    if kinds == {LowRankMultivariateNormal} and len({part.cov_factor.shape for part in parts}) == 1:  # pyright: ignore
+        return LowRankMultivariateNormal(
+            stack(lambda d: d.mean),
+            stack(lambda d: d.cov_factor),  # pyright: ignore
+            stack(lambda d: d.cov_diag),  # pyright: ignore
+        )
+    raise NotImplementedError(
+        "torch's MixtureSameFamily needs parts of one type and rank, got "
+        + ", ".join(sorted(kind.__name__ for kind in kinds))
+    )

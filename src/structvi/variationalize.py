@@ -1,0 +1,180 @@
+"""The front door: a network becomes a posterior that can be fitted, asked for predictions and kept."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .couplings import Coupling, paired
+from .elbo import Estimator, elbo_terms
+from .evaluation import Mode
+from .families.base import Family
+from .families.structured import StructuredNormal
+from .parameters import Parameters, Select
+from .priors import NormalPrior, Prior
+from .targets import BayesianModel
+
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+
+
+class Posterior(nn.Module):
+    """A network with likelihood, prior and variational family: what `variationalize` returns.
+
+    - `posterior(x)` is `posterior.predict(x)`: a `Predictive`.
+    - `.train()` and `.eval()` change nothing about the posterior: it stays a distribution, and the network's own
+      mode is set for the time of a call by `dropout` and `batch_norm` alone.
+    - `.to(device)` moves everything: variational parameters, network, likelihood, prior.
+    - `.parameters()` are what a fit learns: the variational parameters, and those of likelihood and prior. The
+      network's own tensors are read, never changed.
+
+    Args:
+        model: the network with likelihood and prior.
+        family: bound to `model.space`.
+        dropout: "off", or "on": the network's own dropout layers stay active in `fit` and `predict`.
+        batch_norm: "frozen", "deterministic" or "reestimated", see `variationalize`.
+    """
+
+    def __init__(
+        self,
+        model: BayesianModel,
+        family: Family,
+        *,
+        dropout: Literal["off", "on"] = "off",
+        batch_norm: Literal["frozen", "deterministic", "reestimated"] = "frozen",
+    ):
+        super().__init__()
+        self.model = model
+        self.family = family
+        self.dropout = dropout
+        self.batch_norm = batch_norm
+
+    @property
+    def space(self) -> Parameters:
+        return self.model.space
+
+    @property
+    def net(self) -> nn.Module:
+        return self.model.net
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
+        own = f"{prefix}.model.net." if prefix else "model.net."
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not name.startswith(own):
+                yield name, parameter
+
+    def train(self, mode: bool = True) -> "Posterior":
+        self.training = mode
+        return self
+
+    @contextmanager
+    def network_mode(self) -> Iterator[None]:
+        """Inside, the network is in eval mode but for what `dropout` and `batch_norm` ask; afterwards as it was."""
+        before = [(module, module.training) for module in self.net.modules()]
+        try:
+            for module, _ in before:
+                active = isinstance(module, _DROPOUTS) and self.dropout == "on"
+                active = active or (isinstance(module, _BATCH_NORMS) and self.batch_norm == "reestimated")
+                module.training = active
+            yield
+        finally:
+            for module, training in before:
+                module.training = training
+
+    def loss(
+        self,
+        batch: Any,
+        *,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """−(E log lik − λ KL[q‖prior]) / N in nats per observation, for a loop of your own."""
+        with self.network_mode():
+            terms = elbo_terms(
+                self.family,
+                self.model,
+                batch,
+                groups=groups,
+                coupling=coupling,
+                estimator=estimator,
+                generator=generator,
+            )
+        return -(terms.fit - temperature * terms.complexity).mean() / self.model.num_data
+
+
+def variationalize(
+    net: nn.Module,
+    likelihood: Callable[[Any, Any], Tensor],
+    family: Family | None = None,
+    prior: Prior | None = None,
+    *,
+    num_data: int | None = None,
+    select: Select = "*",
+    exclude: Select = (),
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    evaluation: Mode = "auto",
+    chunk: int | None = None,
+    dropout: Literal["off", "on"] = "off",
+    batch_norm: Literal["frozen", "deterministic", "reestimated"] = "frozen",
+    generator: torch.Generator | None = None,
+) -> Posterior:
+    """Turn a network into a variational posterior over its weights.
+
+    Args:
+        net: any module; it is never changed.
+        likelihood: such as `likelihoods.Categorical()` or `likelihoods.Gaussian("point")`.
+        family: a recipe; `StructuredNormal(rank=8)` by default.
+        prior: `NormalPrior(1.0)` by default.
+        num_data: N; `fit` takes it from the loader's data set where it is not given.
+        select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
+        forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
+        evaluation, chunk: how S weights are evaluated, see `BayesianModel`.
+        dropout: the network's own dropout layers are "off" in `fit` and `predict`, or "on" in both, on top of the
+            family.
+        batch_norm: running statistics are "frozen" as the network has them, and the affine weights random as all
+            others; or, "deterministic", the affine weights are held too; or, "reestimated", layers use the
+            statistics of the batch for every draw, in `fit` the minibatch and in `predict` a reference batch.
+        generator: of the family's start.
+
+    Example:
+        >>> from structvi import likelihoods
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> bayes = variationalize(net, likelihoods.Categorical(), num_data=100)
+        >>> bayes.loss((torch.zeros(10, 3), torch.zeros(10, dtype=torch.long))).requires_grad
+        True
+    """
+    for name, value, known in (
+        ("dropout", dropout, ("off", "on")),
+        ("batch_norm", batch_norm, ("frozen", "deterministic", "reestimated")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    parameters = Parameters.of(net, select, exclude)
+    if batch_norm == "deterministic":
+        affine = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in net.named_modules()
+            if isinstance(module, _BATCH_NORMS)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        parameters = parameters.without(affine & set(parameters.names))
+    model = BayesianModel(
+        net,
+        likelihood,
+        NormalPrior(1.0) if prior is None else prior,
+        num_data,
+        parameters=parameters,
+        forward=forward,
+        evaluation=evaluation,
+        chunk=chunk,
+    )
+    recipe = StructuredNormal(rank=min(8, model.space.size)) if family is None else family
+    if not isinstance(recipe, Family):
+        raise TypeError(f"family must be a recipe such as StructuredNormal(rank=8), got {recipe!r}")
+    bound = recipe if recipe.space is not None else recipe.bind(model.space, generator)
+    return Posterior(model, bound, dropout=dropout, batch_norm=batch_norm)

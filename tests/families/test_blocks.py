@@ -1,0 +1,387 @@
+"""Blocks against the dense block-diagonal truth, and what becomes of point-estimated blocks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Independent, MultivariateNormal, StudentT
+
+import structvi as vi
+from structvi.families.blocks import BlockDiagonalNormal
+from structvi.testing import LAWS, check_family
+
+
+class Heavy(vi.Family):
+    """A user's family by a torch distribution."""
+
+    def initialise(self, parameters, generator):
+        self.loc = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+
+    def forward(self):
+        return Independent(StudentT(torch.full_like(self.loc, 7.0), self.loc, self.log_scale.exp()), 1)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def interleaved(dtype=torch.float64):
+    """Two blocks that alternate in θ."""
+    shapes = {"a.weight": (2, 2), "a.bias": (2,), "b.weight": (3,), "b.bias": (1,)}
+    return vi.Parameters(
+        {name: torch.randn(shape, generator=generator(), dtype=dtype) for name, shape in shapes.items()}
+    )
+
+
+def shaken(family, space, seed=1):
+    """Bound, with every variational parameter moved off its start."""
+    bound = family.bind(space, generator(seed))
+    with torch.no_grad():
+        for parameter in bound.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator(seed), dtype=parameter.dtype))
+    return bound
+
+
+def dense_truth(bound):
+    """Mean and covariance from the blocks themselves, scattered to their places."""
+    space = bound.space
+    mean = torch.zeros(space.size, dtype=space.dtype)
+    covariance = torch.zeros(space.size, space.size, dtype=space.dtype)
+    for b, part in enumerate(bound.parts):
+        names = [name for name, owner in zip(space.names, bound.owners, strict=True) if owner == b]
+        index = torch.cat([torch.arange(space.size)[space.slice(name)] for name in names])
+        mean[index] = part().mean.detach()
+        covariance[index.unsqueeze(-1), index] = part().covariance().detach()
+    return mean, covariance
+
+
+def make(large, small):
+    """For `check_family`: several blocks where the space has several tensors."""
+    return lambda space: (vi.Blocks(large) if len(space) > 1 else vi.Blocks(small)).bind(space, generator(3))
+
+
+#: the slowest law; on spaces of one number, where it is checked for other than Gaussians, there is one block
+QUICK = [law for law in LAWS if law != "unbiased"]
+
+
+def test_gaussian_blocks_obey_every_law():
+    blocks = {"a.*": vi.StructuredNormal(2), "b.*": vi.StructuredNormal(1)}
+    verdicts = check_family(make(blocks, {"*": vi.StructuredNormal(1)}))
+    assert set(verdicts.values()) == {"held"}
+
+
+def test_blocks_of_other_gaussians_obey_the_laws():
+    blocks = {"a.*": vi.StructuredPrecision(1), "b.*": vi.FullNormal()}
+    verdicts = check_family(make(blocks, {"*": vi.FullNormal()}), laws=QUICK)
+    assert set(verdicts.values()) == {"held"}
+
+
+def test_blocks_with_a_users_distribution_obey_the_laws():
+    verdicts = check_family(make({"a.*": Heavy(), "b.*": vi.StructuredNormal(1)}, {"*": Heavy()}), laws=QUICK)
+    assert {law for law, verdict in verdicts.items() if verdict != "held"} == {"dense", "positions", "distribution"}
+
+
+def test_blocks_with_a_point_estimate_obey_the_laws():
+    laws = ["draws", "reproducible", "blocks", "score", "gradients", "precision", "state_dict"]
+    verdicts = check_family(make({"a.*": vi.MAP(), "b.*": vi.StructuredNormal(1)}, {"*": vi.MAP()}), laws=laws)
+    assert verdicts == {law: "held" for law in laws}
+
+
+def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
+    space = interleaved()
+    bound = shaken(vi.Blocks({"*.weight": vi.StructuredNormal(3), "*.bias": vi.StructuredNormal(2)}), space)
+    q = bound()
+    mean, covariance = dense_truth(bound)
+    truth = MultivariateNormal(mean, covariance)
+    theta = q.draw(16, vi.naive, generator()).theta.detach()
+    torch.testing.assert_close(q.mean, mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(q.covariance(), covariance, rtol=0, atol=1e-12)
+    torch.testing.assert_close(q.variance, covariance.diagonal(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(q.log_prob(theta), truth.log_prob(theta), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(q.entropy(), truth.entropy(), rtol=1e-10, atol=1e-10)
+    expected = -torch.linalg.solve(covariance, (theta - mean).mT).mT
+    torch.testing.assert_close(q.score(theta), expected, rtol=1e-9, atol=1e-9)
+    assert q.covariance("a.weight", "b.weight").abs().max() > 0, "one block correlates across layers"
+    assert torch.equal(q.covariance("a.weight", "b.bias"), torch.zeros(4, 1, dtype=torch.float64))
+    other = shaken(vi.FullNormal(), space, seed=5)()
+    dense_kl = torch.distributions.kl_divergence(truth, other.to_distribution())
+    torch.testing.assert_close(vi.kl(q, other), dense_kl, rtol=1e-9, atol=1e-9)
+    reverse = torch.distributions.kl_divergence(other.to_distribution(), truth)
+    torch.testing.assert_close(vi.kl(other, q), reverse, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_interleaved_blocks_equal_those_of_the_dense_gaussian():
+    space = interleaved()
+    bound = shaken(vi.Blocks({"*.weight": vi.StructuredNormal(3), "*.bias": vi.FullNormal()}), space)
+    theta = bound().draw(4, vi.naive, generator()).theta.detach()
+    q = bound()
+    parameters = list(bound.parameters())
+    got = torch.autograd.grad(q.log_prob(theta).sum(), parameters)
+    q = bound()
+    dense = MultivariateNormal(q.mean, q.covariance())
+    expected = torch.autograd.grad(dense.log_prob(theta).sum(), parameters)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("coupling", [vi.naive, vi.paired, vi.unscented], ids=["naive", "paired", "unscented"])
+def test_one_block_is_the_family_itself(coupling):
+    space = interleaved()
+    alone = vi.StructuredNormal(2).bind(space, generator())
+    block = vi.Blocks({"*": vi.StructuredNormal(2)}).bind(space, generator())
+    assert torch.equal(alone().draw(3, coupling, generator(1)).theta, block().draw(3, coupling, generator(1)).theta)
+    theta = torch.randn(5, space.size, generator=generator(2), dtype=space.dtype)
+    assert torch.equal(alone().log_prob(theta), block().log_prob(theta))
+    assert torch.equal(alone().entropy(), block().entropy())
+    assert torch.equal(alone().covariance("a.weight", "b.bias"), block().covariance("a.weight", "b.bias"))
+
+
+def test_unscented_draws_of_different_ranks_are_joint_and_independent_across_blocks():
+    space = interleaved()
+    bound = shaken(vi.Blocks({"a.*": vi.StructuredNormal(4), "b.*": vi.StructuredNormal(1)}), space)
+    q = bound()
+    groups = 4000
+    theta = q.draw(groups, vi.unscented, generator()).theta.detach()
+    assert theta.shape == (groups * vi.unscented.group_size(5), space.size)
+    centred = (theta - q.mean.detach()).reshape(groups, -1, space.size)
+    products = torch.einsum("gsp,gsq->gpq", centred, centred) / centred.shape[1]
+    error = products.std(0) / groups**0.5
+    # 100 elements, most of them exactly cancelled within a group: 5.5 standard errors over groups and rounding
+    assert ((products.mean(0) - q.covariance().detach()).abs() <= 5.5 * error + 1e-12).all()
+
+
+# ------------------------------------------------------------------------------------------------- point estimates
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
+        self.head = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.backbone(x))
+
+
+def regression(prior=None, **settings):
+    torch.manual_seed(0)
+    net = Net().double()
+    data = (torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64))
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.5), prior or vi.NormalPrior(1.0), 40, **settings)
+    return net, model, data
+
+
+BLOCKS = {"backbone.*": vi.MAP(), "head.*": vi.StructuredNormal(2)}
+
+
+def test_point_blocks_stay_out_of_theta_and_are_marked():
+    _, model, _ = regression()
+    q = vi.Blocks(BLOCKS).bind(model.space, generator())()
+    theta, weight, fixed, latent = q.draw(3, vi.unscented, generator())
+    assert theta.shape == (3 * 8, 10)
+    assert latent is None
+    torch.testing.assert_close(weight, torch.full((24,), 1 / 24, dtype=torch.float64))
+    assert list(fixed) == [name for name in model.space.names if name.startswith("backbone")]
+    assert q.has_density
+    assert not q.bound
+    assert q.mean.shape == q.variance.shape == (model.space.size,)
+    assert not q.covariance("backbone.0.weight").any()
+    assert not q.covariance("backbone.0.weight", "head.bias").any()
+    head = vi.StructuredNormal(2).bind(model.space.subset(["head.weight", "head.bias"]), generator())()
+    torch.testing.assert_close(q.entropy(), head.entropy())
+    torch.testing.assert_close(q.log_prob(theta), head.log_prob(theta))
+    torch.testing.assert_close(q.score(theta), head.score(theta))
+    assert vi.Blocks({"*": vi.StructuredNormal(2)}).bind(model.space)().bound
+
+
+@pytest.mark.parametrize("evaluation", ["vmap", "loop"])
+@pytest.mark.parametrize("prior", ["separable", "sum", "callable"])
+@pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
+def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimator):
+    by_pattern = vi.NormalPrior({"head.*": 0.5, "*": 2.0})
+    priors = {"separable": by_pattern, "sum": by_pattern + vi.LaplacePrior(3.0), "callable": by_pattern.forward}
+    _, model, data = regression(priors[prior], evaluation=evaluation)
+    family = shaken(vi.Blocks(BLOCKS), model.space)
+    settings = {"groups": 2, "coupling": vi.paired, "estimator": estimator}
+    value = vi.elbo(family, model, data, **settings, generator=generator(4))
+    gradients = torch.autograd.grad(value, list(family.parameters()))
+    # by hand, from [S, P] of all weights
+    q = family()
+    theta, _, fixed, _ = q.draw(2, vi.paired, generator(4))
+    joint = model.log_joint(model.space.join(theta, fixed), data)
+    if estimator == "entropy":
+        expected = joint.mean() + q.entropy()
+    elif estimator == "log_q":
+        expected = (joint - q.log_prob(theta)).mean()
+    else:
+        frozen = vi.Blocks(BLOCKS).bind(model.space, generator(1))
+        frozen.load_state_dict(family.state_dict())
+        expected = (joint - frozen.requires_grad_(False)().log_prob(theta)).mean()
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+    for got, want in zip(gradients, torch.autograd.grad(expected, list(family.parameters())), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+
+
+def test_a_target_that_knows_no_fixed_tensors_sees_all_weights():
+    _, model, data = regression()
+
+    class Mine:
+        space = model.space
+
+        def log_joint(self, theta, batch=None):
+            return model.log_joint(theta, batch)
+
+    family = shaken(vi.Blocks(BLOCKS), model.space)
+    values = [vi.elbo(family, target, data, groups=2, generator=generator(4)) for target in (Mine(), model)]
+    torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=1e-12)
+
+
+def test_log_densities_take_point_blocks_too():
+    space = interleaved()
+    target = vi.LogDensity(lambda p: -0.5 * sum((x - 1).square().sum() for x in p.values()), space)
+    family = vi.Blocks({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(space)
+    optimizer = torch.optim.Adam(family.parameters(), lr=0.05)
+    for step in range(400):
+        optimizer.zero_grad()
+        (-vi.elbo(family, target, groups=4, generator=generator(step))).backward()
+        optimizer.step()
+    # the optimum: the point at the mode, q_b = N(1, I); the path gradient vanishes there
+    torch.testing.assert_close(family().mean, torch.ones(space.size, dtype=space.dtype), rtol=0, atol=1e-3)
+    torch.testing.assert_close(family().variance[-4:], torch.ones(4, dtype=space.dtype), rtol=0, atol=1e-2)
+
+
+def test_vmap_passes_the_backbone_once():
+    _, model, data = regression(evaluation="vmap")
+    family = vi.Blocks(BLOCKS).bind(model.space)
+    shapes = []
+    hook = model.net.backbone.register_forward_hook(
+        lambda module, inputs, output: shapes.append(torch._C._functorch.is_batchedtensor(output))
+    )
+    vi.elbo(family, model, data, groups=8)
+    hook.remove()
+    assert shapes == [False], "one call of the backbone, on a tensor without an axis of draws"
+
+
+def test_points_alone_are_a_point_mass():
+    _, model, data = regression()
+    blocks = vi.Blocks({"backbone.*": vi.MAP(), "head.*": vi.MAP()}).bind(model.space)
+    alone = vi.MAP().bind(model.space)
+    assert not blocks().has_density
+    assert torch.equal(blocks().mean, alone().mean)
+    torch.testing.assert_close(vi.elbo(blocks, model, data), vi.elbo(alone, model, data))
+
+
+def test_blocks_of_dropout_and_gaussians():
+    space = interleaved()
+    q = vi.Blocks({"a.*": vi.MCDropout(0.5), "b.*": vi.MeanField()}).bind(space)()
+    draws = q.draw(500, vi.paired, generator())
+    assert draws.theta.shape == (1000, space.size)
+    assert q.has_density
+    assert not q.bound
+    kept = draws.theta[:, space.slice("a.weight")] != 0
+    # 4000 masks: five standard errors of a proportion at one half
+    assert abs(kept.double().mean() - 0.5) < 5 * 0.5 / 4000**0.5
+    own = vi.MeanField().bind(space.subset(["b.weight", "b.bias"]))()
+    torch.testing.assert_close(q.log_prob(draws.theta), own.log_prob(draws.theta[:, 6:]))
+    assert not q.score(draws.theta)[:, :6].any()
+
+
+def test_random_noise_of_the_likelihood_can_be_a_block():
+    torch.manual_seed(0)
+    net = Net().double()
+    data = (torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64))
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian("random"), vi.NormalPrior(1.0), 10)
+    all_of = {"backbone.*": vi.MAP(), "head.*": vi.MAP(), "likelihood.*": vi.MeanField()}
+    for blocks in (all_of, {"likelihood.*": vi.MAP(), "*": vi.MeanField()}):
+        family = vi.Blocks(blocks).bind(model.space)
+        theta, _, fixed, _ = family().draw(2, vi.naive, generator())
+        joined = model.space.join(theta, fixed)
+        torch.testing.assert_close(model.log_joint(theta, data, fixed), model.log_joint(joined, data))
+
+
+def test_state_dict_and_configuration():
+    space = interleaved()
+    first = shaken(vi.Blocks({"a.*": vi.MAP(), "b.*": vi.StructuredNormal(1)}), space)
+    second = vi.Blocks({"a.*": vi.MAP(), "b.*": vi.StructuredNormal(1)}).bind(space)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first().mean, second().mean)
+    assert list(first.config()["blocks"]) == ["a.*", "b.*"]
+    assert first.config()["blocks"]["b.*"].config()["rank"] == 1
+
+
+def test_all_gaussian_blocks_are_one_gaussian():
+    q = vi.Blocks({"a.*": vi.MeanField(), "b.*": vi.StructuredNormal(2)}).bind(interleaved())()
+    assert isinstance(q, BlockDiagonalNormal)
+    assert q.rank == 2
+    assert q.bound
+
+
+SPACE = interleaved()
+BAD = {
+    "not a dict": (lambda: vi.Blocks([vi.MAP()]), TypeError, "expects a dict of patterns and families, got list"),
+    "empty": (lambda: vi.Blocks({}), ValueError, "at least one pattern"),
+    "pattern": (lambda: vi.Blocks({3: vi.MAP()}), TypeError, "patterns must be strings, got 3"),
+    "class": (lambda: vi.Blocks({"*": vi.MAP}), TypeError, r"needs a family such as MAP\(\)"),
+    "bound part": (lambda: vi.Blocks({"*": vi.MAP().bind(SPACE)}), ValueError, "bound already; give a recipe"),
+    "nested": (lambda: vi.Blocks({"*": vi.Blocks({"*": vi.MAP()})}), ValueError, "all patterns in one dict"),
+    "unmatched": (
+        lambda: vi.Blocks({"a.*": vi.MAP()}).bind(SPACE),
+        ValueError,
+        "matches b.weight, b.bias; add one",
+    ),
+    "overlap": (
+        lambda: vi.Blocks({"a.*": vi.MAP(), "*.bias": vi.MAP(), "b.weight": vi.MAP()}).bind(SPACE),
+        ValueError,
+        "a.bias match several, such as",
+    ),
+    "unused": (
+        lambda: vi.Blocks({"*": vi.MAP(), "haed.*": vi.MAP()}).bind(SPACE),
+        ValueError,
+        r"\['haed.\*'\] are left without a tensor",
+    ),
+    "own weights": (
+        lambda: vi.Blocks({"a.*": Weighted(), "b.*": vi.MeanField()}).bind(SPACE)().draw(2),
+        ValueError,
+        "WeightedDensity cannot be a block: it weights its own draws",
+    ),
+    "full theta": (
+        lambda: vi.Blocks({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(SPACE)().log_prob(SPACE.initial[None]),
+        ValueError,
+        "P = 4, got .1, 10.: the blocks that are point estimates",
+    ),
+    "unbound": (lambda: vi.Blocks({"*": vi.MAP()})(), ValueError, "recipe without variational parameters"),
+}
+
+
+class WeightedDensity(vi.Density):
+    mean = torch.zeros(6, dtype=torch.float64)
+
+    def draw(self, groups=1, coupling=vi.naive, generator=None):
+        weight = torch.arange(1.0, groups + 1, dtype=torch.float64)
+        return vi.Draws(torch.zeros(groups, 6, dtype=torch.float64), weight / weight.sum())
+
+
+class Weighted(vi.Family):
+    def initialise(self, parameters, generator):
+        self.x = nn.Parameter(torch.zeros(1))
+
+    def forward(self):
+        return WeightedDensity()
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_inputs(case):
+    action, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        action()
+
+
+def test_a_learned_prior_is_refused_with_point_blocks():
+    _, model, data = regression(vi.NormalPrior(1.0, learn=True))
+    with pytest.raises(ValueError, match="learns its scale, and BlocksDensity has point masses"):
+        vi.elbo(vi.Blocks(BLOCKS).bind(model.space), model, data)
+    with pytest.raises(ValueError, match="PointMass has point masses"):
+        vi.elbo(vi.MAP().bind(model.space), model, data)
+    assert torch.isfinite(vi.elbo(vi.MeanField().bind(model.space), model, data))

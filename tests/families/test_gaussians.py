@@ -1,0 +1,203 @@
+"""What the law suite cannot ask of every family: KL between shapes, closed-form optima, memory, large P."""
+
+import copy
+import weakref
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import structvi as vi
+from structvi.families.algebra import capacitance
+from structvi.families.full import FullNormalDensity
+from structvi.testing import dense_moments
+
+P = 6
+SPACE = vi.Parameters(
+    {"a.weight": torch.zeros(2, 2, dtype=torch.float64), "b.bias": torch.ones(2, dtype=torch.float64)}
+)
+SHAPES = {
+    "mean field": vi.MeanField(),
+    "structured": vi.StructuredNormal(2),
+    "structured, rank P": vi.StructuredNormal(P),
+    "precision": vi.StructuredPrecision(2),
+    "full": vi.FullNormal(),
+}
+
+
+def generic(recipe, seed):
+    generator = torch.Generator().manual_seed(seed)
+    family = recipe.bind(SPACE, generator)
+    with torch.no_grad():
+        for parameter in family.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return family
+
+
+@pytest.mark.parametrize(("left", "right"), list(product(SHAPES, repeat=2)))
+def test_kl_between_any_two_shapes_equals_the_dense_one(left, right):
+    q, p = generic(SHAPES[left], 0), generic(SHAPES[right], 1)
+    dense = torch.distributions.kl_divergence(
+        *(torch.distributions.MultivariateNormal(*dense_moments(density)) for density in (q(), p()))
+    )
+    assert vi.kl(q(), p()).item() == pytest.approx(dense.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kl_gradient_equals_that_of_the_dense_formula(name):
+    q, p = generic(SHAPES[name], 0), generic(vi.FullNormal(), 1)
+    covariance = q().covariance()
+    truth = torch.distributions.kl_divergence(
+        torch.distributions.MultivariateNormal(q().mean, covariance),
+        torch.distributions.MultivariateNormal(p().mean, p().covariance()),
+    )
+    for family in (q, p):
+        expected = torch.autograd.grad(truth, list(family.parameters()), retain_graph=True)
+        actual = torch.autograd.grad(vi.kl(q(), p()), list(family.parameters()))
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_kl_of_a_density_with_itself_is_zero():
+    for recipe in SHAPES.values():
+        density = generic(recipe, 0)()
+        assert abs(vi.kl(density, density).item()) < 1e-12
+
+
+def test_mean_field_optimum_on_a_gaussian_is_its_closed_form():
+    """s_i² = 1/Λ_ii and the mean of the target; a deterministic optimum of the closed-form KL."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(P, P, generator=generator, dtype=torch.float64)
+    target = FullNormalDensity(
+        torch.randn(P, generator=generator, dtype=torch.float64), torch.linalg.cholesky(A @ A.mT)
+    )
+    q = vi.MeanField().bind(SPACE)
+    optimizer = torch.optim.LBFGS(
+        q.parameters(), max_iter=500, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = vi.kl(q(), target)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(q().variance, 1 / torch.linalg.inv(A @ A.mT).diagonal(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(q().mean, target.mean, rtol=1e-6, atol=1e-6)
+
+
+def test_a_stochastic_fit_reaches_the_same_optimum():
+    """1000 steps of Adam with the path estimator: the noise that is left moves log s by less than 0.05."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(P, P, generator=generator, dtype=torch.float64) / 2 + torch.eye(P, dtype=torch.float64)
+    precision = A @ A.mT
+    target = vi.LogDensity(
+        lambda t: -0.5 * (x := torch.cat([t["a.weight"].reshape(-1), t["b.bias"]])) @ precision @ x, SPACE
+    )
+    q = vi.MeanField().bind(SPACE)
+    optimizer = torch.optim.Adam(q.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    for _ in range(1000):
+        optimizer.zero_grad()
+        (-vi.elbo(q, target, groups=4, generator=generator)).backward()
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(q().variance.log(), -precision.diagonal().log(), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("recipe", [vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.FullNormal()])
+def test_covariance_reaches_across_layers(recipe):
+    density = generic(recipe, 0)()
+    block = density.covariance("a.weight", "b.bias")
+    assert block.shape == (4, 2)
+    assert block.abs().max() > 1e-3
+    _, dense = dense_moments(density)
+    torch.testing.assert_close(block, dense[:4, 4:], rtol=1e-9, atol=1e-12)
+    assert generic(vi.MeanField(), 0)().covariance("a.weight", "b.bias").abs().max() == 0
+
+
+@pytest.mark.parametrize("recipe", [vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+def test_a_value_computed_without_gradients_is_not_used_for_them(recipe):
+    """The K×K factor is kept for one step: a first look under no_grad must not cut the graph of the second."""
+    family = generic(recipe, 0)
+    theta = torch.ones(2, P, dtype=torch.float64)
+    fresh = torch.autograd.grad(family().log_prob(theta).sum(), family.factor)[0]
+    density = family()
+    with torch.no_grad():
+        density.log_prob(theta)
+        density.entropy()
+    again = torch.autograd.grad(density.log_prob(theta).sum(), family.factor)[0]
+    torch.testing.assert_close(fresh, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", [vi.StructuredNormal(4), vi.StructuredPrecision(4), vi.MeanField()])
+def test_float32_sums_over_many_weights_keep_their_digits(recipe):
+    """P = 50,001, blocks added in float64: what is left is the rounding of single terms, 6e-8 of their sum."""
+    space = vi.Parameters({"z": torch.zeros(50_001)})
+    single = recipe.bind(space, torch.Generator().manual_seed(0))
+    double = copy.deepcopy(single).double()
+    theta = single().draw(3, vi.naive, torch.Generator().manual_seed(1)).theta.detach()
+    for value, truth in (
+        (single().log_prob(theta), double().log_prob(theta.double())),
+        (single().entropy(), double().entropy()),
+    ):
+        torch.testing.assert_close(value.double(), truth, rtol=0, atol=1e-7 * 3 * 50_001)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Live bytes of storages made inside, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.sizes = 0, 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in before or key in self.sizes:
+                continue
+            self.sizes[key] = storage.nbytes()
+            self.live += self.sizes[key]
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, key)
+        return result
+
+    def _free(self, key):
+        self.live -= self.sizes.pop(key, 0)
+
+
+@pytest.mark.parametrize("recipe", [vi.StructuredNormal(32), vi.StructuredPrecision(32)])
+@pytest.mark.parametrize("graph", [True, False])
+def test_memory_is_linear_in_draws_and_rank(recipe, graph):
+    """P = 10⁶, K = 32, S = 8: draw, log_prob, score and entropy hold at most 1.5 (PK + 3SP) numbers at once."""
+    count, K, S = 1_000_000, 32, 8
+    family = recipe.bind(vi.Parameters({"z": torch.zeros(count)}), torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(graph), PeakBytes() as tracker:
+        density = family()
+        theta = density.draw(S, vi.naive, torch.Generator().manual_seed(0)).theta
+        density.log_prob(theta)
+        density.score(theta.detach())
+        density.entropy()
+    allowed = 1.5 * (count * K + 3 * S * count) * 4
+    assert tracker.peak <= allowed, f"{tracker.peak / allowed:.2f} of what is allowed"
+    assert tracker.peak >= 2 * S * count * 4  # the tracker saw at least the draws and their noise
+
+
+def test_gram_gradients():
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(9, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    ratio = torch.rand(9, generator=generator, dtype=torch.float64).add_(0.5).requires_grad_()
+    torch.testing.assert_close(
+        capacitance(factor, ratio) @ capacitance(factor, ratio).mT,
+        torch.eye(3, dtype=torch.float64) + factor.mT @ torch.diag(ratio**2) @ factor,
+    )
+    assert torch.autograd.gradcheck(capacitance, (factor, ratio))
+    assert torch.autograd.gradgradcheck(capacitance, (factor, ratio))

@@ -1,0 +1,84 @@
+"""The objective: values of the three estimators, point masses, refusals. Unbiasedness is in families/test_laws."""
+
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+
+SPACE = vi.Parameters({"z": torch.zeros(3, dtype=torch.float64)})
+PRECISION = torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.2], [0.0, 0.2, 3.0]], dtype=torch.float64)
+TARGET = vi.LogDensity(lambda p: -0.5 * p["z"] @ PRECISION @ p["z"], SPACE)
+LOG_EVIDENCE = 0.5 * (3 * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64)) - torch.logdet(PRECISION))
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def exact_elbo(q):
+    normal = torch.distributions.MultivariateNormal
+    target = normal(torch.zeros(3, dtype=torch.float64), precision_matrix=PRECISION)
+    return LOG_EVIDENCE - torch.distributions.kl_divergence(normal(q().mean, q().covariance()), target)
+
+
+@pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredPrecision(1), vi.FullNormal()])
+def test_the_value_is_the_elbo_in_nats(recipe, estimator):
+    """4000 groups, five standard errors over groups."""
+    q = recipe.bind(SPACE, seeded())
+    values = vi.elbo_groups(q, TARGET, groups=4000, estimator=estimator, generator=seeded()).detach()
+    error = values.std() / 4000**0.5
+    assert abs(values.mean() - exact_elbo(q)) < 5 * error + 1e-9
+
+
+def test_path_and_log_q_have_the_same_value_on_the_same_draws():
+    q = vi.StructuredNormal(2).bind(SPACE, seeded())
+    path, log_q = (vi.elbo(q, TARGET, groups=5, estimator=e, generator=seeded()) for e in ("path", "log_q"))
+    torch.testing.assert_close(path, log_q, rtol=1e-12, atol=0)
+
+
+def test_elbo_is_the_mean_over_groups():
+    q = vi.StructuredNormal(2).bind(SPACE, seeded())
+    groups = vi.elbo_groups(q, TARGET, groups=5, coupling=vi.unscented, generator=seeded())
+    assert groups.shape == (5,)
+    torch.testing.assert_close(groups.mean(), vi.elbo(q, TARGET, groups=5, coupling=vi.unscented, generator=seeded()))
+
+
+def test_same_seed_same_bits():
+    q = vi.StructuredNormal(2).bind(SPACE, seeded())
+
+    def gradients():
+        q.zero_grad()
+        vi.elbo(q, TARGET, groups=3, coupling=vi.unscented, generator=seeded(7)).backward()
+        return [p.grad.clone() for p in q.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+@pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
+def test_a_point_mass_maximises_the_log_joint(estimator):
+    q = vi.MAP().bind(vi.Parameters({"z": torch.ones(3, dtype=torch.float64)}))
+    value = vi.elbo(q, TARGET, estimator=estimator)
+    point = torch.ones(3, dtype=torch.float64)
+    assert value.item() == pytest.approx((-0.5 * point @ PRECISION @ point).item())
+    (gradient,) = torch.autograd.grad(value, q.point)
+    torch.testing.assert_close(gradient, -PRECISION @ point)
+
+
+def test_a_network_and_a_log_density_of_the_same_model_agree():
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1).double()
+    x, t = torch.randn(20, 2).double(), torch.randn(20, 1).double()
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=0.5), vi.NormalPrior(2.0), num_data=20)
+
+    def log_joint(p):
+        y = x @ p["weight"].mT + p["bias"]
+        prior = sum(torch.distributions.Normal(0.0, 2.0).log_prob(v).sum() for v in p.values())
+        return torch.distributions.Normal(y, 0.5).log_prob(t).sum() + prior
+
+    density = vi.LogDensity(log_joint, model.space)
+    q = vi.StructuredNormal(1).bind(model.space, seeded())
+    torch.testing.assert_close(
+        vi.elbo(q, model, (x, t), groups=4, generator=seeded()), vi.elbo(q, density, groups=4, generator=seeded())
+    )

@@ -1,0 +1,345 @@
+"""Parameters: selection, views, initialisation scales and fresh draws."""
+
+import threading
+from math import sqrt
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from structvi import BayesianModel, NormalPrior, Parameters, likelihoods
+from structvi.parameters import FREE_SCALE_FLOOR, SCALE_FLOOR
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+class Tied(nn.Module):
+    """A language model's habit: the output layer's weight is the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Embedding(5, 3)
+        self.decode = nn.Linear(3, 5)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        ("select", "exclude", "names"),
+        [
+            ("*", (), ("0.weight", "0.bias", "2.weight", "2.bias")),
+            ("2.*", (), ("2.weight", "2.bias")),
+            ("?.weight", (), ("0.weight", "2.weight")),
+            (["2.bias", "0.*"], (), ("0.weight", "0.bias", "2.bias")),  # in the network's order
+            ("*", "*.bias", ("0.weight", "2.weight")),
+            ("*", ["0.*", "2.bias"], ("2.weight",)),
+            ("0.*", "*.bias", ("0.weight",)),
+            (lambda name, tensor: tensor.ndim == 2, (), ("0.weight", "2.weight")),
+            (lambda name, tensor: name.startswith("2"), lambda name, tensor: tensor.ndim == 1, ("2.weight",)),
+        ],
+    )
+    def test_by_pattern_and_by_predicate(self, select, exclude, names):
+        assert Parameters.of(mlp(), select, exclude).names == names
+
+    def test_values_shapes_and_places(self):
+        net = mlp().double()
+        space = Parameters.of(net)
+        assert space.size == sum(p.numel() for p in net.parameters()) == len(space.initial)
+        assert (space.dtype, space.device) == (torch.float64, torch.device("cpu"))
+        for name, tensor in net.named_parameters():
+            assert torch.equal(space.initial[space.slice(name)], tensor.detach().reshape(-1))
+        assert not space.initial.requires_grad
+
+    def test_initial_is_a_copy(self):
+        net = nn.Linear(2, 1, bias=False)
+        space = Parameters.of(net)
+        before = space.initial.clone()
+        with torch.no_grad():
+            net.weight += 1
+        assert torch.equal(space.initial, before)
+
+    @pytest.mark.parametrize("pattern", ["encode.weight", "decode.weight", "*"])
+    def test_tied_tensors_are_taken_once_by_any_of_their_names(self, pattern):
+        space = Parameters.of(Tied(), pattern)
+        assert [name for name in space.names if "weight" in name] == ["encode.weight"]
+
+    def test_tied_tensor_is_excluded_by_its_other_name(self):
+        assert Parameters.of(Tied(), "*", "decode.weight").names == ("decode.bias",)
+
+    def test_a_drawn_tied_tensor_is_used_in_both_places(self):
+        net = Tied()
+        model = BayesianModel(net, likelihoods.Categorical(), NormalPrior(), num_data=4)
+        theta = torch.randn(2, model.space.size)
+        x = torch.tensor([0, 1, 4])
+        outputs = model.outputs(theta, x)
+        for row, output in zip(theta, outputs, strict=True):
+            named = model.space.unravel(row)
+            weight, bias = named["encode.weight"], named["decode.bias"]
+            torch.testing.assert_close(output, weight[x] @ weight.T + bias)
+            torch.testing.assert_close(output, functional_call(net, named, (x,)))
+
+    def test_frozen_tensors_and_buffers_are_left_out(self):
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        net[0].bias.requires_grad_(False)
+        assert Parameters.of(net).names == ("0.weight", "1.weight", "1.bias")
+
+    def test_unselected_tensors_are_held_at_their_present_values(self):
+        net = mlp()
+        model = BayesianModel(
+            net, likelihoods.Gaussian(1.0), NormalPrior(), num_data=5, parameters=Parameters.of(net, "2.*")
+        )
+        with torch.no_grad():
+            net[0].bias += 1  # after the selection: the present values count, not those at selection time
+        x, t = torch.randn(5, 3), torch.randn(5, 2)
+        theta = torch.randn(3, model.space.size, requires_grad=True)
+        hidden = net[1](net[0](x))
+        weight, bias = model.space.unravel(theta)["2.weight"], model.space.unravel(theta)["2.bias"]
+        torch.testing.assert_close(model.outputs(theta, x), hidden @ weight.mT + bias.unsqueeze(1))
+        model.log_joint(theta, (x, t)).sum().backward()
+        assert theta.grad is not None
+        assert bool((theta.grad != 0).all())
+        assert all(p.grad is None for p in net.parameters())
+
+    def test_parts_of_different_dtype_name_the_fewer(self):
+        net = mlp()
+        net[2].double()
+        with pytest.raises(ValueError, match=r"share one dtype.*'0\.weight'.*torch\.float64.*2\.weight, 2\.bias"):
+            Parameters.of(net)
+        assert Parameters.of(net, "0.*").dtype == torch.float32
+
+    def test_parts_on_different_devices_name_the_fewer(self):
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4, bias=False, device="meta"))
+        with pytest.raises(ValueError, match=r"share one device.*'0\.weight'.*meta.*1\.weight"):
+            Parameters.of(net)
+
+
+class TestViews:
+    space = Parameters({"a": torch.zeros(2, 3), "s": torch.zeros(()), "b": torch.zeros(4)})
+
+    @pytest.mark.parametrize("leading", [(), (5,), (2, 5)])
+    def test_unravel_gives_views_and_ravel_inverts(self, leading):
+        theta = torch.randn(*leading, self.space.size)
+        named = self.space.unravel(theta)
+        assert {name: t.shape for name, t in named.items()} == {
+            "a": (*leading, 2, 3),
+            "s": leading,
+            "b": (*leading, 4),
+        }
+        assert torch.equal(self.space.ravel(named), theta)
+        for name, tensor in named.items():
+            assert tensor.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr()
+            tensor.fill_(7.0)  # written through
+            assert bool((theta[..., self.space.slice(name)] == 7.0).all())
+        assert bool((theta == 7.0).all())
+
+    def test_order_of_the_numbers(self):
+        named = self.space.unravel(torch.arange(11.0))
+        assert named["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert named["s"].item() == 6
+        assert named["b"].tolist() == [7, 8, 9, 10]
+
+    def test_gradient_passes_through(self):
+        theta = torch.randn(3, self.space.size, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda x: tuple(t.square() for t in self.space.unravel(x).values()), theta)
+        named = self.space.unravel(theta)
+        (gradient,) = torch.autograd.grad((named["a"].sum() + 2 * named["b"].sum()), theta)
+        assert gradient.tolist() == [[1.0] * 6 + [0.0] + [2.0] * 4] * 3
+
+    def test_unravel_under_vmap(self):
+        theta = torch.randn(3, self.space.size)
+        mapped = torch.func.vmap(lambda row: self.space.unravel(row)["a"])(theta)
+        assert torch.equal(mapped, self.space.unravel(theta)["a"])
+
+    def test_subset_without_and_join(self):
+        small = self.space.without(["s"])
+        assert small.names == ("a", "b")
+        assert small is self.space.subset(["b", "a"])
+        theta = torch.randn(3, small.size)
+        shared = torch.tensor(5.0, requires_grad=True)
+        whole = self.space.join(theta, {"s": shared})
+        assert bool((whole[:, 6] == 5.0).all())
+        assert torch.equal(whole[:, torch.arange(11) != 6], theta)
+        assert torch.autograd.grad(whole.sum(), shared)[0].item() == 3.0
+
+    def test_append_puts_them_last(self):
+        larger = self.space.append({"c": torch.ones(2)})
+        assert larger.names == ("a", "s", "b", "c")
+        assert torch.equal(larger.initial, torch.cat([self.space.initial, torch.ones(2)]))
+
+
+class Transformer(nn.Module):
+    """The habit of a model hub: the root initialises each part."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(40, 50)
+        self.norm = nn.LayerNorm(50)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+class OwnInitialiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(40, 50)
+
+    def _init_weights(self):
+        nn.init.normal_(self.linear.weight, std=0.3)
+        nn.init.constant_(self.linear.bias, 0.01)
+
+
+class NoInitialiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([3.0, -4.0]))
+        self.shift = nn.Parameter(torch.zeros(2))
+
+
+#: network → name → root mean square of its initialisation. torch's layers draw U(±1/√fan_in), whose rms is
+#: 1/√(3 fan_in); an LSTM's fan is its hidden size; attention's joint projection is Xavier's: √(2/(fan_in + fan_out)).
+SCALES = {
+    "Linear": (lambda: nn.Linear(50, 64), {"weight": 1 / sqrt(150), "bias": 1 / sqrt(150)}),
+    "wide Linear": (lambda: nn.Linear(5000, 32), {"weight": 1 / sqrt(15000), "bias": 1 / sqrt(15000)}),
+    "Conv2d": (lambda: nn.Conv2d(3, 32, 5), {"weight": 1 / sqrt(225), "bias": 1 / sqrt(225)}),
+    "Embedding": (lambda: nn.Embedding(100, 16), {"weight": 1.0}),
+    "LSTM": (
+        lambda: nn.LSTM(5, 16),
+        {name + "_l0": 1 / sqrt(48) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
+    ),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(32, 4),
+        {
+            "in_proj_weight": sqrt(2 / (32 + 96)),
+            "in_proj_bias": SCALE_FLOOR,
+            "out_proj.weight": 1 / sqrt(96),
+            "out_proj.bias": SCALE_FLOOR,
+        },
+    ),
+    "LayerNorm": (lambda: nn.LayerNorm(32), {"weight": 1.0, "bias": SCALE_FLOOR}),
+    "BatchNorm": (lambda: nn.BatchNorm1d(32), {"weight": 1.0, "bias": SCALE_FLOOR}),
+    "_init_weights(module)": (
+        Transformer,
+        {"linear.weight": 0.02, "linear.bias": SCALE_FLOOR, "norm.weight": 1.0, "norm.bias": SCALE_FLOOR},
+    ),
+    "_init_weights()": (OwnInitialiser, {"linear.weight": 0.3, "linear.bias": SCALE_FLOOR}),
+    "no initialiser": (NoInitialiser, {"gain": sqrt(12.5), "shift": SCALE_FLOOR}),
+}
+
+
+class TestScales:
+    @pytest.mark.parametrize("layer", SCALES)
+    def test_root_mean_square_of_the_layers_own_initialisation(self, layer):
+        make, expected = SCALES[layer]
+        net = make()
+        if layer != "no initialiser":
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.fill_(100.0)  # training has moved the weights: their values must not count
+        space = Parameters.of(net)
+        assert set(space.names) == set(expected)
+        for name, scale in zip(space.names, space.scales.tolist(), strict=True):
+            # at least 1024 numbers are drawn for each; the rms of n normal numbers has relative error 0.71/√n
+            assert scale == pytest.approx(expected[name], rel=5 * 0.71 / sqrt(1024)), name
+            if expected[name] in (SCALE_FLOOR, 1.0) and layer != "Embedding":  # constants are exact
+                assert scale == pytest.approx(expected[name], rel=1e-6)
+
+    def test_floor_is_for_constants_alone(self):
+        net = NoInitialiser()
+        with torch.no_grad():
+            net.gain.copy_(torch.tensor([3e-4, -4e-4]))
+            net.shift.fill_(1e-5)
+        assert Parameters.of(net).scales.tolist() == pytest.approx([sqrt(12.5e-8), SCALE_FLOOR])
+
+    def test_without_a_network(self):
+        space = Parameters({"z": torch.zeros(3), "w": torch.full((2,), -10.0)})
+        assert space.scales.tolist() == [FREE_SCALE_FLOOR, 10.0]
+        assert space.scale.tolist() == [FREE_SCALE_FLOOR] * 3 + [10.0] * 2
+
+    def test_scale_of_a_single_number_is_averaged_over_draws(self):
+        space = Parameters.of(nn.Linear(3, 1), "bias")
+        # 32 draws of U(±1/√3), whose rms is 1/3; 0.447/√32 is the relative error of the rms of uniform numbers
+        assert space.scales.item() == pytest.approx(1 / 3, rel=5 * 0.447 / sqrt(32))
+
+    def test_same_scales_whatever_the_global_stream_and_it_is_left_alone(self):
+        net = mlp()
+        torch.manual_seed(1)
+        state = torch.get_rng_state()
+        first = Parameters.of(net).scales
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.manual_seed(2)
+        assert torch.equal(Parameters.of(net).scales, first)
+
+    def test_subset_has_the_same_network(self):
+        space = Parameters.of(mlp())
+        assert space.subset(["2.bias"]).scales.item() == pytest.approx(1 / sqrt(12), rel=0.4)  # 0.447/√64 · 5 = 0.28
+
+
+class TestFresh:
+    def test_of_a_seed(self):
+        space = Parameters.of(mlp())
+        state = torch.get_rng_state()
+        a, b, c = (space.fresh(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+        assert torch.equal(a, b)
+        assert bool((a != c).all())
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_generator_advances(self):
+        space, generator = Parameters.of(mlp()), torch.Generator().manual_seed(1)
+        assert not torch.equal(space.fresh(generator), space.fresh(generator))
+
+    def test_without_a_generator_the_global_stream_gives_the_seed(self):
+        space = Parameters.of(mlp())
+        torch.manual_seed(3)
+        a, b = space.fresh(), space.fresh()
+        torch.manual_seed(3)
+        assert torch.equal(space.fresh(), a)
+        assert not torch.equal(a, b)
+
+    def test_the_network_is_left_as_it_was(self):
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        net(torch.randn(8, 3))  # running statistics off their initial values
+        before = {name: t.clone() for name, t in net.state_dict().items()}
+        Parameters.of(net).fresh(torch.Generator().manual_seed(1))
+        assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+    def test_current_values_where_a_layer_has_no_initialiser(self):
+        class Mixed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gain = nn.Parameter(torch.tensor([3.0, -4.0]))
+                self.linear = nn.Linear(2, 2)
+
+        space = Parameters.of(Mixed())
+        fresh = space.unravel(space.fresh(torch.Generator().manual_seed(1)))
+        assert fresh["gain"].tolist() == [3.0, -4.0]
+        assert bool((fresh["linear.weight"] != space.unravel(space.initial)["linear.weight"]).all())
+
+    def test_without_a_network_it_is_a_copy_of_the_initial_values(self):
+        space = Parameters({"z": torch.ones(3)})
+        fresh = space.fresh(torch.Generator())
+        assert torch.equal(fresh, space.initial)
+        assert fresh.data_ptr() != space.initial.data_ptr()
+
+    @pytest.mark.parametrize("what", ["a tensor with a graph", "a lock"])
+    def test_a_network_that_cannot_be_copied_warns(self, what):
+        net = nn.Linear(3, 4)
+        net.cache = net.weight * 2 if what == "a tensor with a graph" else threading.Lock()
+        space = Parameters.of(net)
+        with pytest.warns(UserWarning, match="cannot be copied.*current values stand in"):
+            assert torch.equal(space.fresh(torch.Generator()), space.initial)
+        with pytest.warns(UserWarning, match="cannot be copied"):
+            assert space.scales.tolist() == pytest.approx([p.square().mean().sqrt().item() for p in net.parameters()])
+
+
+def test_repr_names_the_tensors_and_shortens():
+    assert "w: (2, 3)" in repr(Parameters({"w": torch.zeros(2, 3)}))
+    assert "… 9 more" in repr(Parameters({f"t{i}": torch.zeros(1) for i in range(20)}))

@@ -1,0 +1,272 @@
+"""Targets: the log joint against a computation by hand, batches of every form, outputs of every form."""
+
+from math import log, pi
+
+import pytest
+import torch
+from torch import nn
+
+from structvi import BayesianModel, LogDensity, NormalPrior, Parameters, elbo, likelihoods
+from structvi.families import MeanField
+
+NOISE, PRIOR, N, B = 0.3, 0.7, 12, 6
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data(rows: int = B) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 3, dtype=torch.float64), torch.randn(rows, 2, dtype=torch.float64)
+
+
+def regression(net: nn.Module | None = None, **options) -> BayesianModel:
+    return BayesianModel(net or mlp(), likelihoods.Gaussian(NOISE), NormalPrior(PRIOR), num_data=N, **options)
+
+
+def draws(model: BayesianModel, S: int = 4) -> torch.Tensor:
+    return torch.randn(S, model.space.size, dtype=torch.float64, requires_grad=True)
+
+
+def mlp_by_hand(row: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    W, b, V, c = row.split([12, 4, 8, 2])
+    return (x @ W.view(4, 3).T + b).tanh() @ V.view(2, 4).T + c
+
+
+def normal(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return -0.5 * (x / scale).square() - log(scale) - 0.5 * log(2 * pi)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("evaluation", ["auto", "vmap", "loop"])
+class TestByHand:
+    def check(self, model, theta, batch, by_hand):
+        value = model.log_joint(theta, batch)
+        expected = torch.stack([by_hand(row) for row in theta])
+        close(value, expected)
+        (gradient,) = torch.autograd.grad(value.sum(), theta)
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), theta)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
+
+    def test_gaussian(self, evaluation):
+        model = regression(evaluation=evaluation)
+        x, t = data()
+
+        def by_hand(row):
+            return N / B * normal(t - mlp_by_hand(row, x), NOISE).sum() + normal(row, PRIOR).sum()
+
+        self.check(model, draws(model), (x, t), by_hand)
+
+    def test_categorical(self, evaluation):
+        model = BayesianModel(mlp(), likelihoods.Categorical(), NormalPrior(PRIOR), num_data=N, evaluation=evaluation)
+        x, labels = data()[0], torch.tensor([0, 1, 1, 0, 1, 0])
+
+        def by_hand(row):
+            logits = mlp_by_hand(row, x)
+            log_prob = logits[torch.arange(B), labels] - logits.exp().sum(-1).log()
+            return N / B * log_prob.sum() + normal(row, PRIOR).sum()
+
+        self.check(model, draws(model), (x, labels), by_hand)
+
+    def test_log_density_with_and_without_a_batch(self, evaluation):
+        space = Parameters({"a": torch.zeros(2, 2).double(), "b": torch.zeros(()).double()})
+
+        def fn(p, batch=1.0):
+            return (p["a"] @ p["a"].T).sum() * batch + p["b"].sin()
+
+        target = LogDensity(fn, space, evaluation=evaluation)
+        theta = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+        for batch in (None, 2.5):
+            self.check(
+                target,
+                theta,
+                batch,
+                lambda row, factor=batch or 1.0: (
+                    (row[:4].view(2, 2) @ row[:4].view(2, 2).T).sum() * factor + row[4].sin()
+                ),
+            )
+
+
+class TestMinibatches:
+    def test_mean_over_a_partition_is_the_full_data(self):
+        model = regression()
+        x, t = data(N)
+        theta = draws(model)
+        full = model.log_joint(theta, (x, t))
+        parts = [model.log_joint(theta, (x[i : i + 4], t[i : i + 4])) for i in range(0, N, 4)]
+        close(torch.stack(parts).mean(0), full)
+        (gradient,) = torch.autograd.grad(torch.stack(parts).mean(0).sum(), theta)
+        close(gradient, torch.autograd.grad(full.sum(), theta)[0])
+
+    def test_uneven_parts_count_by_their_size(self):
+        model = regression()
+        x, t = data(N)
+        theta = draws(model)
+        likelihood = sum(
+            (j - i) / N * model.log_likelihood(theta, (x[i:j], t[i:j])) for i, j in ((0, 5), (5, 7), (7, 12))
+        )
+        close(likelihood, model.log_likelihood(theta, (x, t)))
+
+    def test_the_prior_counts_once_whatever_the_batch(self):
+        model = regression()
+        theta = draws(model)
+        close(model.log_prior(theta), normal(theta, PRIOR).sum(-1))
+        batch = data(3)
+        close(model.log_joint(theta, batch) - model.log_likelihood(theta, batch), model.log_prior(theta))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x, gain):
+        return gain * self.linear(x)
+
+
+class TestBatches:
+    @pytest.mark.parametrize("key", ["target", "targets", "label", "labels", "y"])
+    def test_pairs_lists_and_dicts_are_the_same(self, key):
+        model = regression()
+        x, t = data()
+        theta = draws(model)
+        expected = model.log_joint(theta, (x, t))
+        close(model.log_joint(theta, [x, t]), expected)
+        close(model.log_joint(theta, {"image": x, key: t}), expected)
+        close(model.log_joint(theta, {key: t, "image": x}), expected)
+
+    def test_several_inputs_by_position_and_by_name(self):
+        model = regression(TwoInputs())
+        x, t = data()
+        gain = torch.rand(B, 1, dtype=torch.float64)
+        theta = draws(model)
+        W, b = (model.space.unravel(theta)[name] for name in ("linear.weight", "linear.bias"))
+        y = gain * (x @ W.mT + b.unsqueeze(1))
+        expected = N / B * normal(t - y, NOISE).sum((1, 2)) + normal(theta, PRIOR).sum(-1)
+        for batch in (((x, gain), t), [[x, gain], t], {"gain": gain, "x": x, "target": t}, ({"gain": gain, "x": x}, t)):
+            close(model.log_joint(theta, batch), expected)
+        for inputs in ((x, gain), [x, gain], {"gain": gain, "x": x}):
+            close(model.outputs(theta, inputs), y)
+
+    @pytest.mark.parametrize("evaluation", ["vmap", "loop"])
+    def test_forward_of_the_users_own(self, evaluation):
+        seen = []
+
+        def forward(net, batch):
+            seen.append(type(batch))
+            return net(batch["pixels"] / 2), batch["extra"]["truth"]
+
+        net = mlp()
+        model = regression(net, forward=forward, evaluation=evaluation)
+        x, t = data()
+        theta = draws(model)
+        close(
+            model.log_joint(theta, {"pixels": 2 * x, "extra": {"truth": t}}), regression(net).log_joint(theta, (x, t))
+        )
+        assert set(seen) == {dict}
+
+    def test_forward_may_call_the_network_twice(self):
+        net = mlp()
+        model = regression(net, forward=lambda net, batch: (net(batch[0]) + net(-batch[0]), batch[1]))
+        x, t = data()
+        theta = draws(model)
+        y = torch.stack([mlp_by_hand(row, x) + mlp_by_hand(row, -x) for row in theta])
+        close(model.log_likelihood(theta, (x, t)), N / B * normal(t - y, NOISE).sum((1, 2)))
+
+
+class TestOutputs:
+    def test_tensor(self):
+        model = regression()
+        x, _ = data()
+        theta = draws(model)
+        close(model.outputs(theta, x), torch.stack([mlp_by_hand(row, x) for row in theta]))
+        assert model.outputs(theta[:1], x).shape == (1, B, 2)
+
+    @pytest.mark.parametrize("evaluation", ["auto", "vmap", "loop"])
+    def test_dicts_and_tuples_keep_their_form(self, evaluation):
+        class Heads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(3, 2, dtype=torch.float64)
+
+            def forward(self, x):
+                y = self.linear(x)
+                return {"mean": y, "more": (y.exp(), [y.sum(-1)])}
+
+        model = regression(Heads(), evaluation=evaluation)
+        x, _ = data()
+        theta = draws(model)
+        outputs = model.outputs(theta, x)
+        y = outputs["mean"]
+        W, b = (model.space.unravel(theta)[name] for name in ("linear.weight", "linear.bias"))
+        close(y, x @ W.mT + b.unsqueeze(1))
+        close(outputs["more"][0], y.exp())
+        close(outputs["more"][1][0], y.sum(-1))
+        assert isinstance(outputs["more"], tuple)
+
+    def test_a_likelihood_may_take_the_dict(self):
+        class Heads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(3, 2, dtype=torch.float64)
+
+            def forward(self, x):
+                return {"mean": self.linear(x)}
+
+        def likelihood(output, target):
+            return normal(target - output["mean"], NOISE)
+
+        model = BayesianModel(Heads(), likelihood, NormalPrior(PRIOR), num_data=N)
+        plain = regression(nn.Linear(3, 2, dtype=torch.float64))
+        theta, batch = draws(model), data()
+        close(model.log_joint(theta, batch), plain.log_joint(theta, batch))
+
+
+class TestFixed:
+    """Tensors that every draw shares: apart from theta, with a gradient of their own."""
+
+    def test_log_joint_with_fixed_tensors_equals_that_of_the_whole(self):
+        model = regression()
+        x, t = data()
+        theta = draws(model)
+        shared = {name: tensor[0].detach().requires_grad_() for name, tensor in model.space.unravel(theta).items()}
+        fixed = {name: shared[name] for name in ("0.weight", "0.bias")}
+        rest = model.space.without(fixed)
+        small = rest.ravel({name: model.space.unravel(theta)[name] for name in rest.names})
+        whole = model.space.join(small, fixed)
+        value, expected = model.log_joint(small, (x, t), fixed), model.log_joint(whole, (x, t))
+        close(value, expected)
+        got = torch.autograd.grad(value.sum(), [theta, *fixed.values()], retain_graph=True)
+        for a, b in zip(got, torch.autograd.grad(expected.sum(), [theta, *fixed.values()]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        close(model.outputs(small, x, fixed), model.outputs(whole, x))
+
+    def test_log_density(self):
+        space = Parameters({"a": torch.zeros(2), "b": torch.zeros(3)})
+        target = LogDensity(lambda p: p["a"].sum() * p["b"].sum(), space)
+        theta, b = torch.randn(4, 2), torch.randn(3)
+        torch.testing.assert_close(target.log_joint(theta, None, {"b": b}), theta.sum(-1) * b.sum())
+
+
+def test_the_network_is_the_users_own_and_unchanged():
+    net = mlp()
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    model = regression(net)
+    model.log_joint(draws(model), data()).sum().backward()
+    assert model.net is net
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_target_of_the_users_own():
+    class Mine:
+        space = Parameters({"z": torch.zeros(2)})
+
+        def log_joint(self, theta, batch=None):
+            return -0.5 * theta.square().sum(-1)
+
+    q = MeanField().bind(Mine.space)
+    assert elbo(q, Mine(), groups=3).requires_grad
