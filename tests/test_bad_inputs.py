@@ -580,7 +580,11 @@ TABLE = {
     "model: num_data zero": (lambda: model(num_data=0), ValueError, r"number of observations.*got 0"),
     "model: num_data negative": (lambda: model(num_data=-5), ValueError, r"number of observations.*got -5"),
     "model: num_data float": (lambda: model(num_data=60.0), ValueError, r"number of observations.*got 60\.0"),
-    "model: num_data None": (lambda: model(num_data=None), ValueError, r"number of observations.*got None"),
+    "model: num_data not set": (
+        lambda: model(num_data=None).log_joint(torch.zeros(2, model().space.size), (X, T)),
+        ValueError,
+        r"num_data.* is not known yet: set it",
+    ),
     "model: num_data bool": (lambda: model(num_data=True), ValueError, r"number of observations.*got True"),
     "model: parameters a dict": (
         lambda: model(parameters={"0.weight": T}),

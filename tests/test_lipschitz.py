@@ -359,24 +359,30 @@ def steepest_slope(net, inputs):
 
 @pytest.mark.parametrize("family", [vi.MAP(), vi.StructuredNormal(2)], ids=["MAP", "StructuredNormal"])
 def test_a_network_trained_with_it_is_flatter(family):
-    """Same start, same draws, same budget; the slope is the largest input gradient over a grid, at the mean weights."""
+    """Same start, same draws, same budget: the largest input gradient over the data's range, at the mean weights.
+
+    The truth sin x has slope 1, so the data do not ask for a steeper function than the regularised ones.
+    """
     x = torch.linspace(-2, 2, 40).unsqueeze(-1)
-    data = (x, torch.sin(4 * x) + 0.1 * torch.randn(x.shape, generator=generator(1)))
-    grid = torch.linspace(-3, 3, 601).unsqueeze(-1)
-    slopes = {}
-    for strength in (None, 5.0):
+    data = (x, torch.sin(x) + 0.3 * torch.randn(x.shape, generator=generator(1)))
+    grid = torch.linspace(-2, 2, 401).unsqueeze(-1)
+    slopes, errors = [], []
+    for strength in (None, 3.0, 10.0):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
         prior = vi.NormalPrior(1.0) if strength is None else vi.NormalPrior(1.0) + vi.LipschitzPrior(net, x, strength)
-        model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.1), prior, 40)
+        model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.3), prior, 40)
         q = family.bind(model.space, generator(2))
         optimizer = torch.optim.Adam(q.parameters(), lr=0.01)
         draw = generator(3)
-        for _ in range(250):
+        for _ in range(300):
             optimizer.zero_grad()
             (-vi.elbo(q, model, data, generator=draw) / 40).backward()
             optimizer.step()
         fitted = copy.deepcopy(net)
         fitted.load_state_dict(model.space.unravel(q().mean.detach()))
-        slopes[strength] = steepest_slope(fitted, grid)
-    assert slopes[5.0] < 0.8 * slopes[None], slopes
+        slopes.append(steepest_slope(fitted, grid))
+        errors.append((fitted(grid) - torch.sin(grid)).square().mean().sqrt().item())
+    assert slopes[1] < 0.95 * slopes[0]
+    assert slopes[2] < 0.8 * slopes[0]
+    assert max(errors) < 0.3, "flatter, and not by giving up the fit"

@@ -59,6 +59,13 @@ def at_most_P(recipe, rank):
     return lambda space: recipe(min(rank, space.size)).bind(space, torch.Generator().manual_seed(3))
 
 
+def two_blocks(first, rest):
+    """The first tensor, where there are two, and the rest."""
+    return lambda space: vi.Blocks({space.names[0]: first, "*": rest} if len(space) > 1 else {"*": rest}).bind(
+        space, torch.Generator().manual_seed(3)
+    )
+
+
 FAMILIES = {
     "MAP": vi.MAP(),
     "MeanField": vi.MeanField(),
@@ -70,6 +77,12 @@ FAMILIES = {
     "StructuredPrecision(1)": vi.StructuredPrecision(1),
     "StructuredPrecision(3)": at_most_P(vi.StructuredPrecision, 3),
     "FullNormal": vi.FullNormal(),
+    "Blocks": two_blocks(vi.StructuredPrecision(1), vi.StructuredNormal(1)),
+    "Blocks with MAP": two_blocks(vi.MAP(), vi.StructuredNormal(1)),
+    "Mixture": lambda space: vi.Mixture(vi.StructuredNormal(1), 2).bind(space, torch.Generator().manual_seed(3)),
+    "Mixture of MAP": vi.Mixture(vi.MAP(), 3),
+    "MCDropout": vi.MCDropout(keep=0.8),
+    "FittedDropout": vi.FittedDropout(prior_keep=0.8),
     "a user's Student-t": UserStudentT(),
     "a user's pushforward": UserPushforward(),
 }

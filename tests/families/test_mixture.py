@@ -1,0 +1,550 @@
+"""Mixtures against dense truth, quadrature and their own parts."""
+
+import copy
+from math import log, pi
+
+import pytest
+import torch
+from benchmarks.mixture_noise import bimodal, bound_at_random, fit, found
+from torch import nn
+from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal, Normal, StudentT
+
+import structvi as vi
+from structvi.elbo import log_q
+from structvi.families.gaussian import Gaussian
+from structvi.families.mixture import MixtureDensity, _bhattacharyya
+from structvi.testing import LAWS, check_family, dense_moments
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def space(P=3, start=0.0):
+    return vi.Parameters({"a": torch.full((1,), start).double(), "b": torch.full((P - 1,), start).double()})
+
+
+def moved(family, seed=0, size=0.3):
+    """Off the symmetric starting values."""
+    g = generator(seed)
+    with torch.no_grad():
+        for parameter in family.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=g, dtype=parameter.dtype))
+    return family
+
+
+def mixed(P=3, common_noise=True, size=0.3, initial_scale=0.3):
+    """One part of every Gaussian shape, overlapping."""
+    recipes = [
+        vi.MeanField(initial_scale=initial_scale),
+        vi.StructuredNormal(1, initial_scale=initial_scale),
+        vi.StructuredPrecision(2, initial_scale=initial_scale),
+        vi.FullNormal(initial_scale=initial_scale),
+    ]
+    return moved(vi.Mixture([r.bind(space(P), generator(1)) for r in recipes], common_noise=common_noise), size=size)
+
+
+def dense_parts(density):
+    return [dense_moments(part) for part in density.parts]
+
+
+class Heavy(vi.Family):
+    """A user's own family, by a torch distribution."""
+
+    def initialise(self, parameters, generator):
+        self.loc = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+
+    def forward(self):
+        return Independent(StudentT(torch.full_like(self.loc, 5.0), self.loc, self.log_scale.exp()), 1)
+
+
+class TestDensity:
+    def test_log_prob_against_dense_normals(self):
+        q = mixed()
+        theta = 2 * torch.randn(50, 3, generator=generator(), dtype=torch.float64)
+        parts = [MultivariateNormal(mean, covariance).log_prob(theta) for mean, covariance in dense_parts(q())]
+        truth = (q.logits.softmax(-1).unsqueeze(-1) * torch.stack(parts).exp()).sum(0).log()
+        torch.testing.assert_close(q().log_prob(theta), truth, rtol=1e-10, atol=0)
+
+    def test_gradients_of_log_prob_against_dense(self):
+        q = vi.Mixture([vi.MeanField(initial_scale=s).bind(space(3, m)) for s, m in ((0.5, 0.0), (0.2, 1.0))])
+        moved(q)
+        theta = torch.randn(5, 3, generator=generator(), dtype=torch.float64)
+        parameters = list(q.parameters())
+        got = torch.autograd.grad(q().log_prob(theta).sum(), parameters)
+        dense = torch.stack(
+            [
+                log_pi
+                + Normal(part.get_parameter("mean"), part.get_parameter("log_scale").exp()).log_prob(theta).sum(-1)
+                for log_pi, part in zip(q.logits.log_softmax(-1), q.part, strict=True)
+            ]
+        )
+        truth = torch.autograd.grad(dense.exp().sum(0).log().sum(), parameters)
+        for one, other in zip(got, truth, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+    def test_score_against_automatic_differentiation(self):
+        density = mixed()()
+        theta = 3 * torch.randn(20, 3, generator=generator(), dtype=torch.float64)
+        torch.testing.assert_close(density.score(theta), vi.Density.score(density, theta), rtol=1e-9, atol=1e-9)
+
+    def test_score_far_from_all_parts_is_finite(self):
+        density = mixed()()
+        theta = torch.full((1, 3), 1e6, dtype=torch.float64)
+        assert bool(torch.isfinite(density.score(theta)).all())
+        assert bool(torch.isfinite(density.log_prob(theta)).all())
+
+    def test_moments_by_the_law_of_total_variance(self):
+        q = mixed(P=4)
+        density, weights = q(), q.logits.softmax(-1).detach()
+        moments = dense_parts(density)
+        mean = sum(w * m for w, (m, _) in zip(weights, moments, strict=True))
+        second = sum(w * (S + torch.outer(m, m)) for w, (m, S) in zip(weights, moments, strict=True))
+        covariance = second - torch.outer(mean, mean)
+        torch.testing.assert_close(density.mean.detach(), mean, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(density.covariance().detach(), covariance, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(density.variance.detach(), covariance.diagonal(), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(density.covariance("a", "b").detach(), covariance[:1, 1:], rtol=1e-9, atol=1e-10)
+
+    def test_integrates_to_one(self):
+        density = moved(vi.Mixture(vi.StructuredNormal(1, initial_scale=0.3), 3).bind(space(2), generator()))()
+        theta, volume = grid(20.0)
+        assert (density.log_prob(theta).exp().sum() * volume).item() == pytest.approx(1, abs=1e-9)
+
+    def test_far_variances_do_not_cancel(self):
+        """Mean 1e4, scale 0.3 in float32: Σ π μ² − mean² would keep no digit."""
+        start = vi.Parameters({"z": torch.full((2,), 1e4)})
+        recipe = vi.MeanField(initial_scale=3e-5)
+        density = vi.Mixture([recipe.bind(start), recipe.bind(start)])()
+        torch.testing.assert_close(density.variance, torch.full((2,), 0.09), rtol=1e-4, atol=0)
+
+
+def grid(half_width, points=1201):
+    """A square grid over ℝ² and its volume element: trapezoids converge exponentially for smooth densities."""
+    axis = torch.linspace(-half_width, half_width, points, dtype=torch.float64)
+    return torch.cartesian_prod(axis, axis), (axis[1] - axis[0]).item() ** 2
+
+
+class TestDraws:
+    def test_stratified_and_group_major(self):
+        q = mixed()
+        draws = q().draw(5, vi.paired, generator())
+        assert draws.theta.shape == (5 * 4 * 2, 3)
+        weight = draws.weight.reshape(5, 4, 2)
+        expected = (q.logits.softmax(-1) / 10).reshape(1, 4, 1).expand(5, 4, 2)
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=0)
+        # antithetic pairs: in every group and stratum the draws average to the part's mean
+        centres = draws.theta.reshape(5, 4, 2, 3).mean(2)
+        means = torch.stack([part().mean for part in q.part]).expand(5, 4, 3)
+        torch.testing.assert_close(centres, means, rtol=1e-12, atol=1e-12)
+
+    def test_parts_of_different_rank_have_draws_of_different_number(self):
+        recipes = [vi.StructuredNormal(1), vi.StructuredNormal(3), vi.MeanField()]
+        for common_noise in (True, False):
+            q = vi.Mixture(recipes, common_noise=common_noise).bind(space(), generator())
+            draws = q().draw(2, vi.unscented, generator())
+            sizes = [4, 12, 2]
+            assert draws.theta.shape[0] == 2 * sum(sizes)
+            groups = draws.weight.reshape(2, -1)
+            for group in groups:
+                for stratum, size in zip(group.split(sizes), sizes, strict=True):
+                    torch.testing.assert_close(stratum, torch.full_like(stratum, 1 / 3 / 2 / size))
+
+    def test_weights_carry_the_gradient_of_the_proportions(self):
+        q = mixed()
+        weight = q().draw(3, vi.naive, generator()).weight.reshape(3, 4)
+        (got,) = torch.autograd.grad(weight[:, 0].sum(), q.logits)
+        proportions = q.logits.softmax(-1).detach()
+        truth = proportions[0] * (torch.eye(4, dtype=torch.float64)[0] - proportions)
+        torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-14)
+
+    def test_common_noise_is_the_same_for_parts_of_one_rank(self):
+        for common_noise in (True, False):
+            q = moved(vi.Mixture(vi.MeanField(), 2, common_noise=common_noise).bind(space(), generator()))
+            theta = q().draw(4, vi.naive, generator()).theta.reshape(4, 2, 3)
+            noise = [(theta[:, c] - part().mean) / part().variance.sqrt() for c, part in enumerate(q.part)]
+            assert torch.allclose(noise[0], noise[1]) is common_noise
+
+    def test_common_noise_keeps_calls_of_one_part_apart(self):
+        """A part that asks for noise twice gets two noises: its halves stay independent."""
+
+        class Halves(vi.Density):
+            mean = torch.zeros(4)
+
+            def draw(self, groups=1, coupling=vi.naive, generator=None):
+                halves = [coupling(groups, 2, 0, generator, torch.float32, None).diagonal for _ in range(2)]
+                return vi.Draws(torch.cat(halves, dim=-1), torch.full((groups,), 1 / groups))
+
+        density = MixtureDensity([Halves(), Halves()], torch.full((2,), 0.5).log(), common_noise=True)
+        theta = density.draw(3, vi.naive, generator()).theta.reshape(3, 2, 4)
+        assert not torch.equal(theta[..., :2], theta[..., 2:])
+        assert torch.equal(theta[:, 0], theta[:, 1])
+
+    def test_groups_of_the_elbo_are_groups_of_draws(self):
+        q, target = mixed(), vi.LogDensity(lambda p: -0.5 * p["b"].square().sum(), space())
+        together = vi.elbo_groups(q, target, groups=3, coupling=vi.paired, generator=generator())
+        draws = q().draw(3, vi.paired, generator())
+        values = target.log_joint(draws.theta) - q().log_prob(draws.theta)
+        by_hand = (q.logits.softmax(-1).reshape(1, 4, 1) * values.reshape(3, 4, 2)).mean(2).sum(1)
+        torch.testing.assert_close(together, by_hand, rtol=1e-10, atol=1e-10)
+
+
+class TestOne:
+    @pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredNormal(2), vi.MAP()], ids=repr)
+    @pytest.mark.parametrize("common_noise", [True, False])
+    def test_a_mixture_of_one_is_its_part(self, recipe, common_noise):
+        part = recipe.bind(space(), generator(3))
+        q = vi.Mixture(recipe, components=1, common_noise=common_noise).bind(space(), generator(3))
+        one, other = part().draw(4, vi.unscented, generator()), q().draw(4, vi.unscented, generator())
+        assert torch.equal(one.theta, other.theta)
+        assert torch.equal(one.weight, other.weight)
+        assert torch.equal(part().log_prob(one.theta), q().log_prob(one.theta))
+        target = vi.LogDensity(lambda p: -p["b"].square().sum() - p["a"].sum(), space())
+        values = [vi.elbo(family, target, groups=3, generator=generator()) for family in (part, q)]
+        assert values[0].item() == values[1].item()
+        for mine, theirs in zip(
+            torch.autograd.grad(values[0], list(part.parameters())),
+            torch.autograd.grad(values[1], list(q.parts.parameters())),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+        if part().has_density:
+            torch.testing.assert_close(part().score(one.theta), q().score(one.theta), rtol=1e-12, atol=0)
+            for bound in q().entropy_bounds():
+                torch.testing.assert_close(bound, part().entropy(), rtol=1e-12, atol=0)
+
+
+class TestGradients:
+    """A one-dimensional mixture and target, where the ELBO and its gradients are quadratures."""
+
+    @staticmethod
+    def family(common_noise):
+        line = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
+        q = vi.Mixture([vi.MeanField().bind(line) for _ in range(3)], common_noise=common_noise)
+        with torch.no_grad():
+            q.logits.copy_(torch.tensor([0.3, -0.5, 0.1]))
+            for part, mean, scale in zip(q.part, (-1.5, 0.2, 2.0), (0.7, 0.5, 1.2), strict=True):
+                part.get_parameter("mean").fill_(mean)
+                part.get_parameter("log_scale").fill_(log(scale))
+        return q
+
+    @staticmethod
+    def log_p(z):
+        return torch.logaddexp(-0.5 * (z - 1).square() + log(0.6), -0.5 * ((z + 2) / 0.8).square() - log(2.0))
+
+    @pytest.mark.parametrize("common_noise", [True, False])
+    @pytest.mark.parametrize("estimator", ["path", "log_q"])
+    @pytest.mark.parametrize("coupling", [vi.naive, vi.paired], ids=["naive", "paired"])
+    def test_against_quadrature(self, estimator, coupling, common_noise):
+        """Means over 1500 estimates of 8 groups, 5 standard errors; the quadrature's error is below 1e-9."""
+        q = self.family(common_noise)
+        parameters = list(q.parameters())
+        z = torch.linspace(-30, 30, 20001, dtype=torch.float64)
+        log_q = q().log_prob(z.unsqueeze(-1))
+        truth_value = (log_q.exp() * (self.log_p(z) - log_q)).sum() * (z[1] - z[0])
+        truth = torch.cat([g.reshape(-1) for g in torch.autograd.grad(truth_value, parameters)])
+        assert truth[:3].abs().min() > 0.01, "the proportions' gradients must not vanish for this test to mean anything"
+        target = vi.LogDensity(lambda p: self.log_p(p["z"]).sum(), q.space, evaluation="vmap")
+        g, samples, values = generator(2), [], []
+        for _ in range(1500):
+            value = vi.elbo(q, target, groups=8, coupling=coupling, estimator=estimator, generator=g)
+            samples.append(torch.cat([x.reshape(-1) for x in torch.autograd.grad(value, parameters)]))
+            values.append(value.detach())
+        samples, values = torch.stack(samples), torch.stack(values)
+        for got, expected in ((samples, truth), (values, truth_value.detach())):
+            error = got.std(0) / len(got) ** 0.5
+            assert bool(((got.mean(0) - expected).abs() < 5 * error).all())
+
+    def test_path_is_zero_where_q_is_the_target(self):
+        """For locations and scales draw by draw; for proportions only summed over a group, as the target is log q + 7."""
+        q = mixed()
+        frozen = copy.deepcopy(q).requires_grad_(False)
+        draws = q().draw(1, vi.naive, generator())
+        value = frozen().log_prob(draws.theta) + 7 - log_q(q(), draws.theta, path=True)
+        parts = [p for p in q.parts.parameters() if p.numel()]
+        for weight, one in zip(draws.weight, value, strict=True):
+            gradients = torch.autograd.grad(weight * one, [*parts, q.logits], retain_graph=True, allow_unused=True)
+            assert max(g.abs().max().item() for g in gradients[:-1] if g is not None) < 1e-12
+            assert gradients[-1].abs().max().item() > 0.1
+        (total,) = torch.autograd.grad((draws.weight * value).sum(), q.logits)
+        assert total.abs().max().item() < 1e-12
+
+    def test_the_entropy_estimator_is_refused(self):
+        target = vi.LogDensity(lambda p: -p["b"].square().sum(), space())
+        with pytest.raises(ValueError, match="'path' or 'log_q'"):
+            vi.elbo(mixed(), target, estimator="entropy")
+
+
+class TestEntropy:
+    def test_has_no_closed_form(self):
+        with pytest.raises(NotImplementedError, match=r"'path' or 'log_q'.*entropy_bounds"):
+            mixed()().entropy()
+
+    @pytest.mark.parametrize("distance", [0.0, 0.7, 2.0, 6.0])
+    def test_lies_between_the_bounds(self, distance):
+        starts = [space(2, s * distance) for s in (-1, 0, 1)]
+        recipes = [vi.StructuredNormal(1), vi.FullNormal(), vi.MeanField()]
+        q = vi.Mixture([r.bind(start, generator()) for r, start in zip(recipes, starts, strict=True)])
+        with torch.no_grad():
+            q.logits.copy_(torch.tensor([0.5, -0.5, 0.0]))
+        with torch.no_grad():
+            density = q()
+            theta, volume = grid(12.0)
+            log_q = density.log_prob(theta)
+            truth = -(log_q.exp() * log_q).sum().item() * volume
+            lower, upper = (bound.item() for bound in density.entropy_bounds())
+            simple = sum(p * part.entropy() for p, part in zip(density.proportions, density.parts, strict=True)).item()
+            categorical = -(density.proportions @ density.log_proportions).item()
+        assert lower - 1e-7 <= truth <= upper + 1e-7
+        assert simple - 1e-12 <= lower
+        assert upper <= simple + categorical + 1e-12
+        if distance == 6.0:
+            assert upper - lower < 1e-6
+
+    def test_coinciding_parts_have_the_entropy_of_one(self):
+        part = moved(vi.FullNormal().bind(space()))
+        density = vi.Mixture([copy.deepcopy(part) for _ in range(3)])()
+        for bound in density.entropy_bounds():
+            torch.testing.assert_close(bound, part().entropy(), rtol=1e-10, atol=0)
+
+    @pytest.mark.parametrize("P", [7, 12])
+    def test_bhattacharyya_against_dense(self, P):
+        """P = 12 by low-rank algebra, where ranks are small, P = 7 by dense matrices where full normals take part."""
+        recipes = [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.FullNormal()]
+        densities = [moved(recipe.bind(space(P), generator(i)), seed=i)() for i, recipe in enumerate(recipes)]
+        densities.append(moved(vi.StructuredNormal(1).bind(space(P), generator(9)), seed=9)())
+        for q in densities:
+            for p in densities:
+                assert isinstance(q, Gaussian)
+                assert isinstance(p, Gaussian)
+                (m, S), (n, T) = dense_moments(q), dense_moments(p)
+                middle, x = (S + T) / 2, m - n
+                truth = x @ torch.linalg.solve(middle, x) / 8 + torch.logdet(middle) / 2
+                truth = truth - (torch.logdet(S) + torch.logdet(T)) / 4
+                torch.testing.assert_close(_bhattacharyya(q, p).detach(), truth, rtol=1e-8, atol=1e-9)
+
+    def test_parts_that_are_not_gaussian_have_the_simple_bounds(self):
+        density = vi.Mixture(Heavy(), 2).bind(space(), generator())()
+        entropy = torch.stack([part.entropy().sum() for part in density.parts]).mean()
+        lower, upper = density.entropy_bounds()
+        torch.testing.assert_close(lower, entropy, rtol=1e-12, atol=0)
+        torch.testing.assert_close(upper, entropy + log(2), rtol=1e-12, atol=0)
+
+
+class TestPoints:
+    def test_an_ensemble_of_points(self):
+        q = vi.Mixture(vi.MAP(), components=3).bind(space(), generator())
+        with torch.no_grad():
+            q.logits.copy_(torch.tensor([1.0, 0.0, -1.0]))
+        density = q()
+        assert not density.has_density
+        assert not density.bound
+        draws = density.draw(2, vi.paired, generator())
+        assert draws.theta.shape == (6, 3)
+        torch.testing.assert_close(
+            density.log_prob(density.parts[1].mean.detach().unsqueeze(0)), density.log_proportions[1:2]
+        )
+        assert density.log_prob(torch.zeros(1, 3, dtype=torch.float64)).item() == -torch.inf
+        with pytest.raises(NotImplementedError, match="no score"):
+            density.score(draws.theta)
+
+    def test_two_points_at_one_place_add_their_mass(self):
+        q = vi.Mixture([vi.MAP().bind(space()) for _ in range(2)])
+        assert q().log_prob(torch.zeros(1, 3, dtype=torch.float64)).item() == pytest.approx(0, abs=1e-12)
+
+    def test_the_objective_is_the_weighted_log_joint(self):
+        q = vi.Mixture(vi.MAP(), components=2).bind(space(), generator())
+        target = vi.LogDensity(lambda p: -p["b"].square().sum() - p["a"].sum(), space())
+        points = torch.stack([part().mean for part in q.part])
+        assert vi.elbo(q, target).item() == pytest.approx(target.log_joint(points).mean().item(), rel=1e-12)
+
+    def test_all_parts_have_densities_or_none(self):
+        q = vi.Mixture([vi.MAP(), vi.MeanField()]).bind(space(), generator())
+        with pytest.raises(ValueError, match=r"must have a density, or none .* PointMass: False, DiagonalNormal: True"):
+            q()
+
+    def test_partial_point_masses_are_refused(self):
+        q = vi.Mixture(vi.Blocks({"a": vi.MAP(), "b": vi.MeanField()})).bind(space(), generator())
+        with pytest.raises(ValueError, match="BlocksDensity cannot be part of a mixture: some of its tensors"):
+            q()
+
+    def test_families_that_add_latents_are_refused(self):
+        q = vi.Mixture(vi.FittedDropout(prior_keep=0.5)).bind(space(), generator())
+        with pytest.raises(ValueError, match="cannot be part of a mixture: it adds latent variables"):
+            q()
+
+
+class TestBinding:
+    def test_a_recipe_is_not_bound(self):
+        recipe = vi.Mixture(vi.MeanField(), components=3)
+        assert not recipe.is_bound
+        with pytest.raises(ValueError, match="recipe"):
+            recipe()
+        bound = recipe.bind(space(), generator())
+        assert bound.is_bound
+        assert not recipe.is_bound
+        assert len(bound.part) == 3
+
+    def test_bound_parts_make_a_bound_mixture(self):
+        parts = [vi.MeanField().bind(space(3, start)) for start in (-3.0, 3.0)]
+        q = vi.Mixture(parts)
+        assert q.is_bound
+        assert q.space is parts[0].space
+        assert q.part[0] is parts[0]
+        torch.testing.assert_close(q().mean.detach(), torch.zeros(3, dtype=torch.float64))
+        with pytest.raises(ValueError, match="bound already"):
+            q.bind(space())
+
+    def test_free_parts_start_at_mirrored_draws_of_the_scale(self):
+        """1000 spaces of one number, scale 3: each start is N(0, 3²) to 5 standard errors, pairs are mirror images."""
+        P = 1000
+        free = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
+        q = vi.Mixture(vi.MeanField(), components=3).bind(free, generator())
+        starts = torch.stack([part().mean for part in q.part]).detach()
+        assert torch.equal(starts[0], -starts[1])
+        assert not torch.equal(starts[0], starts[2])
+        for start in starts:
+            assert start.mean().abs().item() < 5 * 3 / P**0.5
+            assert abs(start.square().mean().item() / 9 - 1) < 5 * (2 / P) ** 0.5
+        assert torch.equal(q.part[2]().variance, q.part[0]().variance)
+        torch.testing.assert_close(q.part[0]().variance.sqrt(), torch.full_like(starts[0], 0.3))
+
+    def test_free_parts_start_around_the_current_values(self):
+        q = vi.Mixture(vi.StructuredNormal(1)).bind(space(3, 100.0), generator())
+        torch.testing.assert_close(q().mean.detach(), torch.full((3,), 100.0).double(), rtol=1e-12, atol=0)
+
+    def test_parts_of_a_network_start_at_fresh_draws(self):
+        net = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))
+        parameters = vi.Parameters.of(net)
+        q = vi.Mixture(vi.MAP(), components=3).bind(parameters, generator())
+        starts = [part().mean.detach() for part in q.part]
+        for start in starts:
+            assert not torch.equal(start, parameters.initial)
+            limit = parameters.unravel(start)["0.weight"].abs().max().item()
+            assert 0.8 * 3**-0.5 < limit < 3**-0.5, "torch draws U(±1/√fan_in)"
+        assert len({tuple(start.tolist()) for start in starts}) == 3
+
+    def test_parts_of_a_network_without_initialisation_start_apart(self):
+        class Raw(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.ones(4))
+
+        q = vi.Mixture(vi.MAP()).bind(vi.Parameters.of(Raw()), generator())
+        assert not torch.equal(q.part[0]().mean, q.part[1]().mean)
+
+    def test_blocks_start_apart_too(self):
+        recipe = vi.Blocks({"a": vi.MeanField(), "b": vi.StructuredNormal(1)})
+        q = vi.Mixture(recipe).bind(space(), generator())
+        assert not torch.equal(q.part[0]().mean, q.part[1]().mean)
+        theta = torch.randn(4, 3, generator=generator(), dtype=torch.float64)
+        torch.testing.assert_close(q().score(theta), vi.Density.score(q(), theta), rtol=1e-9, atol=1e-9)
+
+    def test_the_seed_decides(self):
+        first, again, other = (vi.Mixture(vi.StructuredNormal(1)).bind(space(), generator(s)) for s in (1, 1, 2))
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+        assert not torch.equal(first().parts[0].mean, other().parts[0].mean)
+
+    def test_mixtures_nest(self):
+        inner = vi.Mixture(vi.MeanField(), components=2)
+        q = moved(vi.Mixture(inner, components=2).bind(space(), generator()))
+        flat = [(p, part) for p, mix in zip(q().proportions, q().parts, strict=True) for part in [mix]]
+        weights = torch.cat([p * mix.proportions for p, mix in flat])
+        flattened = MixtureDensity([part for _, mix in flat for part in mix.parts], weights.log())
+        theta = torch.randn(6, 3, generator=generator(), dtype=torch.float64)
+        torch.testing.assert_close(q().log_prob(theta), flattened.log_prob(theta), rtol=1e-10, atol=0)
+        assert q().draw(2).weight.sum().item() == pytest.approx(1)
+
+    def test_state_dict_and_configuration(self):
+        recipe = vi.Mixture([vi.MeanField(), vi.StructuredNormal(2)], common_noise=False)
+        first = moved(recipe.bind(space(), generator(1)))
+        second = type(recipe)(**recipe.config()).bind(space(), generator(2))
+        second.load_state_dict(first.state_dict())
+        assert not second.common_noise
+        one, two = (q().draw(3, vi.unscented, generator()) for q in (first, second))
+        assert torch.equal(one.theta, two.theta)
+        assert torch.equal(one.weight, two.weight)
+
+    def test_float32(self):
+        q = mixed()
+        single = copy.deepcopy(q).float()
+        theta = torch.randn(5, 3, generator=generator(), dtype=torch.float64)
+        assert single().log_prob(theta.float()).dtype == torch.float32
+        torch.testing.assert_close(single().log_prob(theta.float()).double(), q().log_prob(theta), rtol=1e-4, atol=1e-4)
+        assert single().draw(2, vi.paired).theta.dtype == torch.float32
+        fresh = vi.Mixture(vi.FullNormal()).bind(vi.Parameters({"z": torch.zeros(2)}), generator())
+        assert {p.dtype for p in fresh.parameters()} == {torch.float32}
+
+    @pytest.mark.parametrize(
+        ("make", "error", "message"),
+        [
+            (lambda: vi.Mixture([]), ValueError, "at least one part"),
+            (lambda: vi.Mixture(3), TypeError, "a family or a list of families, got 3"),
+            (lambda: vi.Mixture([vi.MeanField(), "MAP"]), TypeError, "a family or a list of families"),
+            (lambda: vi.Mixture(vi.MeanField(), components=0), ValueError, "components must be an integer ≥ 1, got 0"),
+            (lambda: vi.Mixture(vi.MeanField(), components=True), ValueError, "components must be an integer"),
+            (lambda: vi.Mixture([vi.MeanField()], components=2), ValueError, "components=2 but the list has 1"),
+            (lambda: vi.Mixture(vi.MeanField().bind(space())), ValueError, "its copies would coincide"),
+            (
+                lambda: vi.Mixture([vi.MeanField(), vi.MeanField().bind(space())]),
+                ValueError,
+                r"all recipes or all bound, got bound = \[False, True\]",
+            ),
+            (lambda: vi.Mixture([vi.MeanField().bind(space())] * 2), ValueError, "in the list twice"),
+            (
+                lambda: vi.Mixture([vi.MeanField().bind(space(3)), vi.MeanField().bind(space(4))]),
+                ValueError,
+                "must share their tensors",
+            ),
+        ],
+    )
+    def test_bad_input(self, make, error, message):
+        with pytest.raises(error, match=message):
+            make()
+
+
+class TestDistribution:
+    @pytest.mark.parametrize(
+        "recipe",
+        [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(1), vi.FullNormal()],
+        ids=lambda recipe: type(recipe).__name__,
+    )
+    def test_equals_torchs_mixture(self, recipe):
+        density = moved(vi.Mixture(recipe, 3).bind(space(), generator()))()
+        distribution = density.to_distribution()
+        assert isinstance(distribution, MixtureSameFamily)
+        theta = torch.randn(9, 3, generator=generator(), dtype=torch.float64)
+        torch.testing.assert_close(distribution.log_prob(theta), density.log_prob(theta), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(distribution.variance, density.variance, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize(
+        "recipes", [[vi.MeanField(), vi.FullNormal()], [vi.StructuredNormal(1), vi.StructuredNormal(2)]]
+    )
+    def test_parts_of_different_types_are_refused(self, recipes):
+        with pytest.raises(NotImplementedError, match="parts of one type and rank"):
+            vi.Mixture(recipes).bind(space(), generator())().to_distribution()
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_laws(law):
+    def make(parameters):
+        recipes = [vi.StructuredNormal(1), vi.MeanField()]
+        return moved(vi.Mixture(recipes).bind(parameters, generator(3)))
+
+    check_family(make, laws=[law])
+
+
+class TestModes:
+    """Two parts bound at points of N(0, 3²I), the target cooling from T = 11; every seed of `benchmarks` is there."""
+
+    @pytest.mark.parametrize(
+        ("recipe", "m", "seed"), [(vi.MeanField(), 3.0, 1), (vi.StructuredNormal(1), 5.0, 0)], ids=["±3", "±5"]
+    )
+    def test_finds_both(self, recipe, m, seed):
+        g = generator(seed)
+        q = bound_at_random(recipe, g)
+        fit(q, bimodal(m), g, anneal=True, stage=False)
+        both, proportion = found(q, m)
+        assert both
+        assert abs(proportion - 0.7) <= 0.02

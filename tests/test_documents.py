@@ -1,0 +1,45 @@
+"""What README and CONTRIBUTING show runs as written."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_runs_as_written():
+    namespace: dict = {}
+    for block in blocks("README.md"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert len(blocks("README.md")) >= 2
+
+
+def test_the_skeleton_of_a_family_obeys_every_law():
+    from structvi.testing import check_family
+
+    namespace: dict = {}
+    exec(compile(blocks("CONTRIBUTING.md")[0], "CONTRIBUTING.md", "exec"), namespace)
+    verdicts = check_family(namespace["Logistic"]())
+    held = {law for law, verdict in verdicts.items() if verdict == "held"}
+    assert held >= {"normalised", "score", "unbiased", "path_zero", "gradients", "moments"}
+
+
+def test_no_local_link_is_broken():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("example", ["quickstart"])
+def test_an_example_draws_its_picture(example, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "picture.png"
+    monkeypatch.setattr("sys.argv", [f"{example}.py", "--steps", "20", "--out", str(out)])
+    runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
+    assert out.read_bytes().startswith(b"\x89PNG")
