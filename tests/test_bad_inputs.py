@@ -723,6 +723,164 @@ TABLE = {
 }
 
 
+MENU = {
+    "mixture: no component": (lambda: vi.Mixture(vi.MeanField(), 0), ValueError, r"integer ≥ 1, got 0"),
+    "mixture: no part": (lambda: vi.Mixture([]), ValueError, r"at least one part"),
+    "mixture: not a family": (lambda: vi.Mixture(3), TypeError, r"a family or a list of families, got 3"),
+    "mixture: bound part": (lambda: vi.Mixture(family(), 2), ValueError, r"bound already.*copies would coincide"),
+    "mixture: bound and unbound": (lambda: vi.Mixture([family(), vi.MAP()]), ValueError, r"all recipes or all bound"),
+    "mixture: same part twice": (lambda: vi.Mixture([(q := family()), q]), ValueError, r"in the list twice"),
+    "mixture: other spaces": (
+        lambda: vi.Mixture([family(vi.MAP()), family(vi.MAP(), OTHER)]),
+        ValueError,
+        r"must share their tensors",
+    ),
+    "mixture: points and densities": (
+        lambda: density(vi.Mixture([vi.MAP(), vi.MeanField()])),
+        ValueError,
+        r"all parts of a mixture must have a density, or none",
+    ),
+    "mixture: closed-form entropy": (
+        lambda: vi.elbo(family(vi.Mixture(vi.MeanField(), 2)), TARGET, estimator="entropy"),
+        ValueError,
+        r"use estimator='path' or 'log_q'",
+    ),
+    "blocks: no dict": (lambda: vi.Blocks([vi.MAP()]), TypeError, r"a dict of patterns and families, got list"),
+    "blocks: empty": (lambda: vi.Blocks({}), ValueError, r"at least one pattern"),
+    "blocks: not a family": (lambda: vi.Blocks({"*": "MAP"}), TypeError, r"needs a family such as MAP\(\)"),
+    "blocks: nested": (lambda: vi.Blocks({"*": vi.Blocks({"*": vi.MAP()})}), ValueError, r"one dict"),
+    "blocks: unmatched": (lambda: family(vi.Blocks({"a": vi.MAP()})), ValueError, r"matches b; add one"),
+    "blocks: overlapping": (
+        lambda: family(vi.Blocks({"a": vi.MAP(), "[ab]": vi.MeanField()})),
+        ValueError,
+        r"match several",
+    ),
+    "blocks: unused": (
+        lambda: family(vi.Blocks({"c": vi.MAP(), "*": vi.MeanField()})),
+        ValueError,
+        r"\['c'\] are left without a tensor",
+    ),
+    "blocks: a mixture inside": (
+        lambda: density(vi.Blocks({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})).draw(2),
+        ValueError,
+        r"weights its own draws",
+    ),
+    "dropout: keep above 1": (lambda: vi.MCDropout(keep=1.5), ValueError, r"in \[0, 1\], got 1\.5"),
+    "dropout: per layer": (lambda: vi.MCDropout(per="layer"), ValueError, r'"weight", "input" or "output"'),
+    "dropout: everything exempt": (
+        lambda: vi.MCDropout().bind(vi.Parameters.of(net(), "*.bias")),
+        ValueError,
+        r"exempt from dropout",
+    ),
+    "dropout: too many states": (
+        lambda: density(vi.MCDropout(), vi.Parameters({"z": torch.zeros(21)})).support(),
+        ValueError,
+        r"2\^21 states.*at most 20",
+    ),
+    "fitted dropout: prior_keep 1": (lambda: vi.FittedDropout(prior_keep=1.0), ValueError, r"inside \(0, 1\)"),
+    "fitted dropout: unknown q": (lambda: vi.FittedDropout(q="beta"), ValueError, r'"logistic_normal", got .beta'),
+    "fitted dropout: gates for bernoulli": (
+        lambda: vi.FittedDropout(gates=vi.MeanField()),
+        ValueError,
+        r'gates are for q="logistic_normal"',
+    ),
+    "fitted dropout: density over weights, no model": (
+        lambda: vi.elbo(family(vi.FittedDropout(weights=vi.MeanField())), TARGET, groups=2),
+        TypeError,
+        r"needs a BayesianModel",
+    ),
+    "prior: pattern without tensor": (
+        lambda: model(prior=vi.NormalPrior({"head.*": 1.0, "*": 1.0})),
+        ValueError,
+        r"left without a tensor",
+    ),
+    "prior: negative scale by pattern": (lambda: vi.NormalPrior({"*": -1.0}), ValueError, r"positive number"),
+    "prior: Student-t without freedom": (lambda: vi.StudentTPrior(df=0.0, scale=1.0), ValueError, r"positive number"),
+    "prior: Student-t per layer": (
+        lambda: vi.StudentTPrior(df=3.0, scale=1.0, per="layer"),
+        ValueError,
+        r'"weight" or "tensor"',
+    ),
+    "prior: Laplace of zero": (lambda: vi.LaplacePrior(0.0), ValueError, r"positive number"),
+    "prior: sum of nothing": (lambda: vi.SumPrior([]), ValueError, r"list of priors"),
+    "prior: sum with a learned one": (
+        lambda: vi.SumPrior([vi.NormalPrior(1.0, learn=True), vi.LaplacePrior(1.0)]),
+        ValueError,
+        r"fit it alone",
+    ),
+    "prior: distribution of another shape": (
+        lambda: model(prior=vi.DistributionPrior({"*": Normal(torch.zeros(7), 1.0)})),
+        ValueError,
+        r"scalar distribution or one of the tensor's shape",
+    ),
+    "prior: learned under MAP": (
+        lambda: vi.elbo((m := model(prior=vi.NormalPrior(1.0, learn=True))) and vi.MAP().bind(m.space), m, (X, T)),
+        ValueError,
+        r"learn",
+    ),
+    "Lipschitz: a recurrent layer": (
+        lambda: vi.LipschitzPrior(nn.Sequential(nn.LSTM(3, 4)), X, 1.0),
+        ValueError,
+        r"cannot bound the layer '0' \(LSTM\)",
+    ),
+    "Lipschitz: no batch": (lambda: vi.LipschitzPrior(net(), torch.zeros(()), 1.0), ValueError, r"batch of inputs"),
+    "Lipschitz: negative strength": (lambda: vi.LipschitzPrior(net(), X, -1.0), ValueError, r"positive number"),
+    "Lipschitz: BatchNorm in train mode": (
+        lambda: vi.LipschitzPrior(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), X, 1.0),
+        ValueError,
+        r"BatchNorm in train mode.*eval mode",
+    ),
+    "noise: unknown word": (lambda: likelihoods.Gaussian("learned"), ValueError, r'"point", "random" or "head"'),
+    "noise: prior without randomness": (
+        lambda: likelihoods.Gaussian("point", noise_prior=torch.distributions.Gamma(1.0, 1.0)),
+        ValueError,
+        r'needs noise="random"',
+    ),
+    "noise: prior over all numbers": (
+        lambda: likelihoods.Gaussian("random", noise_prior=Normal(0.0, 1.0)),
+        ValueError,
+        r"variance σ².*positive",
+    ),
+    "noise: odd number of channels": (
+        lambda: log_joint((X, torch.zeros(6, 1)), model(likelihoods.Gaussian("head"), network=nn.Linear(3, 3))),
+        ValueError,
+        r"even number of channels",
+    ),
+    "mask: not boolean": (lambda: log_joint((X, (T, torch.ones(6, 2)))), ValueError, r"a mask must be boolean"),
+    "mask: other shape": (
+        lambda: log_joint((X, (T, torch.ones(6, dtype=torch.bool)))),
+        ValueError,
+        r"of the target's shape \(6, 2\)",
+    ),
+    "class weights: too few": (
+        lambda: log_joint((X, LABELS), model(likelihoods.Categorical(class_weights=[1.0]))),
+        ValueError,
+        r"1 class_weights for 2 classes",
+    ),
+    "counts: negative": (
+        lambda: log_joint((X, T - 1), model(likelihoods.Poisson())),
+        ValueError,
+        r"counts 0, 1, 2",
+    ),
+    "Bernoulli: labels of 2": (
+        lambda: log_joint((X, T + 2), model(likelihoods.Bernoulli())),
+        ValueError,
+        r"labels must lie in 0 … 1",
+    ),
+    "variationalize: unknown dropout": (
+        lambda: vi.variationalize(net(), likelihoods.Gaussian(1.0), dropout="yes"),
+        ValueError,
+        r"dropout must be one of",
+    ),
+    "variationalize: a family's name": (
+        lambda: vi.variationalize(net(), likelihoods.Gaussian(1.0), "mean field"),
+        TypeError,
+        r"a recipe such as StructuredNormal\(rank=8\)",
+    ),
+}
+TABLE |= MENU
+
+
 class Pair(nn.Sequential):
     def forward(self, x):
         y = super().forward(x)
@@ -744,4 +902,4 @@ def test_bad_input(case):
 
 
 def test_the_table_is_long_enough():
-    assert len(TABLE) >= 55
+    assert len(TABLE) >= 80

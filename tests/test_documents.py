@@ -36,7 +36,7 @@ def test_no_local_link_is_broken():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("example", ["quickstart"])
+@pytest.mark.parametrize("example", ["quickstart", "flow"])
 def test_an_example_draws_its_picture(example, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     out = tmp_path / "picture.png"

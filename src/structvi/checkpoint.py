@@ -1,7 +1,7 @@
 """One file of tensors and a description: written whole or not at all, and believed only where its SHA-256 agrees.
 
-The format is safetensors with one metadata entry, "structvi": the canonical JSON of {"description", "format", "sha256"}.
-Reading it never runs code.
+The format is safetensors with one entry of metadata, "structvi": the canonical JSON of {"description", "format",
+"sha256"}. Reading it never runs code.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ class CheckpointError(ValueError):
 def write(path: str | os.PathLike, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
     """Write one file atomically: afterwards `path` holds all of it, or what it held before.
 
-    A temporary file in the same directory is written, flushed to the disk and renamed. Where one of the steps fails, the
-    temporary file is removed and the error passed on.
+    A temporary file in the same directory is written, flushed to the disk and renamed. Where one of these steps fails,
+    the temporary file is removed and the error passed on.
 
     Args:
         path: the file; one that is there is replaced.
@@ -47,6 +47,9 @@ def write(path: str | os.PathLike, tensors: Mapping[str, Tensor], description: M
         ({'x': tensor([1., 1.])}, {'step': 3})
     """
     path = Path(path)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got {tensor!r}")
     # clones: safetensors refuses tensors that share memory
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     description = json.loads(_canonical(dict(description)))
@@ -107,7 +110,7 @@ def _digest(tensors: Mapping[str, Tensor], description: Any) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         sha.update(_canonical([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        sha.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
