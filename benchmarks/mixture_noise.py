@@ -60,7 +60,7 @@ def fit(
 def found(q: vi.Mixture, m: float) -> tuple[bool, float]:
     """Whether each mode has a part within half a standard deviation, and the proportion on the mode of weight 0.7."""
     with torch.no_grad():
-        means, proportions = torch.stack([part().mean for part in q.part]), q().proportions
+        means, proportions = torch.stack([part().mean for part in q.part]), q.proportions
         modes = torch.tensor([[m, m], [-m, -m]], dtype=torch.float64)
         distance = torch.cdist(means, modes)  # [C, 2]
         both = bool((distance.min(0).values < 0.5).all())

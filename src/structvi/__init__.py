@@ -1,8 +1,10 @@
 """structvi: any PyTorch model, or any log density, becomes a variational posterior."""
 
-from . import likelihoods
+from . import likelihoods, metrics, plots
+from .checkpoint import CheckpointError
 from .couplings import Noise, naive, paired, unscented
 from .elbo import NonFiniteError, elbo, elbo_groups
+from .estimate import Estimate, full_elbo
 from .families import (
     MAP,
     Blocks,
@@ -18,8 +20,12 @@ from .families import (
     StructuredPrecision,
     kl,
 )
+from .history import FitResult, History
+from .keeping import load
 from .lipschitz import LipschitzPrior
+from .metrics import Metrics
 from .parameters import Parameters
+from .predictive import Predictive
 from .priors import DistributionPrior, LaplacePrior, NormalPrior, StudentTPrior, SumPrior
 from .targets import BayesianModel, LogDensity
 from .tempering import Tempered, annealed
@@ -31,23 +37,29 @@ __all__ = [
     "MAP",
     "BayesianModel",
     "Blocks",
+    "CheckpointError",
     "Density",
     "DistributionPrior",
     "Draws",
+    "Estimate",
     "Family",
+    "FitResult",
     "FittedDropout",
     "FullNormal",
+    "History",
     "LaplacePrior",
     "LipschitzPrior",
     "LogDensity",
     "MCDropout",
     "MeanField",
+    "Metrics",
     "Mixture",
     "Noise",
     "NonFiniteError",
     "NormalPrior",
     "Parameters",
     "Posterior",
+    "Predictive",
     "StructuredNormal",
     "StructuredPrecision",
     "StudentTPrior",
@@ -56,10 +68,14 @@ __all__ = [
     "annealed",
     "elbo",
     "elbo_groups",
+    "full_elbo",
     "kl",
     "likelihoods",
+    "load",
+    "metrics",
     "naive",
     "paired",
+    "plots",
     "unscented",
     "variationalize",
 ]

@@ -113,18 +113,19 @@ def elbo_terms(
     if density.has_density and estimator != "entropy":
         point = draws.theta if draws.latent is None else draws.latent
         cost = cost + log_q(density, point, path=estimator == "path")
-
-    def grouped(values: Tensor) -> Tensor:
-        weighted = draws.weight * values
-        if density.enumerates:
-            return weighted.sum().expand(groups)
-        return groups * weighted.reshape(groups, -1).sum(-1)
-
-    complexity = grouped(cost) + density.latent_kl()
+    complexity = per_group(cost, density, draws, groups) + density.latent_kl()
     if density.has_density and estimator == "entropy":
         expected = f"{type(density).__name__}.entropy() must return a scalar"
         complexity = complexity - _shaped(density.entropy(), (), expected)
-    return Terms(grouped(log_likelihood), complexity)
+    return Terms(per_group(log_likelihood, density, draws, groups), complexity)
+
+
+def per_group(values: Tensor, density: Density, draws: Draws, groups: int) -> Tensor:
+    """The weighted mean of values at the draws [S], for each group of draws: [groups]."""
+    weighted = draws.weight * values
+    if density.enumerates:
+        return weighted.sum().expand(groups)
+    return groups * weighted.reshape(groups, -1).sum(-1)
 
 
 def log_q(density: Density, theta: Tensor, path: bool) -> Tensor:

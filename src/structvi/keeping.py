@@ -103,14 +103,13 @@ def load(
             + ", ".join(f"{part}=…" for part in needed)
             + ")"
         )
+    _check_tensors(saved, tensors, path)
     random, held = _tensors_of(net, saved.random)
     _check_network(saved, random, held, path)
 
     parts = {part: saved.parts[part] if given[part] is None else given[part] for part in _PARTS}
     space = Parameters(random, net=net)
-    model = BayesianModel(
-        net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward
-    )
+    model = BayesianModel(net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward)
     model.evaluation = saved.evaluation
     bound = parts["family"]
     if not bound.is_bound:  # its values come from the file: any start will do
@@ -146,6 +145,8 @@ class _Saved(NamedTuple):
             raise CheckpointError(f"{path} holds no posterior: its description is of kind {description.get('kind')!r}")
         try:
             own = {part: description[part]["own"] for part in _PARTS if "own" in description[part]}
+            if description["forward"] not in (True, False):
+                raise ValueError("forward must be true or false")
             if description["forward"]:
                 own["forward"] = "(net, batch) → (output, target)"
             mode, chunk, choices, last = description["evaluation"]
@@ -178,7 +179,7 @@ def _describe(part: Any) -> dict[str, Any]:
 
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters of these names, as far as there are such, and all else that the network's state dict has."""
-    parameters = dict(net.named_parameters())
+    parameters: dict[str, Tensor] = dict(net.named_parameters())
     persistent = net.state_dict().keys()
     buffers = {name: buffer for name, buffer in net.named_buffers() if name in persistent}
     random = {name: parameters.pop(name) for name in names if name in parameters}
@@ -205,6 +206,14 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
 
 def _text(entry: tuple) -> str:
     return " ".join(str(list(item) if isinstance(item, tuple) else item) for item in entry)
+
+
+def _check_tensors(saved: _Saved, tensors: Mapping[str, Tensor], path: Any) -> None:
+    """The file's tensors are those that its description speaks of; the parts check their own."""
+    stray = [name for name in tensors if name.split(".")[0] not in (*_PARTS, "network")]
+    different = _differences(saved.held if saved.hashes is None else {}, _table(_under("network", tensors)))
+    if stray or different:
+        raise CheckpointError(f"{path} does not hold the tensors that it describes: {stray}\n" + "\n".join(different))
 
 
 def _check_network(saved: _Saved, random: Mapping[str, Tensor], held: Mapping[str, Tensor], path: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from .evaluation import Evaluation, Mode, training_key
 from .families.algebra import sum_weights
@@ -141,6 +142,8 @@ class BayesianModel(nn.Module):
         self.net_space = Parameters.of(net) if parameters is None else parameters
         self.user_forward = forward
         self.evaluation = Evaluation(evaluation, chunk)
+        #: mixed precision: the network alone runs in this type, and its outputs are converted back
+        self.precision: torch.dtype | None = None
         known = dict(net.named_parameters())
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
@@ -190,12 +193,21 @@ class BayesianModel(nn.Module):
 
     def log_likelihood(self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """(N/B) Σ_batch log p(t | y_θ(x)): [S, P] → [S]."""
+        total, B = self.batch_log_likelihood(theta, batch, fixed)
+        return total * (self.num_data / B)
+
+    def batch_log_likelihood(
+        self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING
+    ) -> tuple[Tensor, int]:
+        """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B."""
         if batch is None:
             raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
         space = self.space.without(fixed)
         _check_theta(theta, space)
+        B = 0
 
         def one(row: Tensor) -> Tensor:
+            nonlocal B
             named = {**space.unravel(row), **fixed}
             own = {name: named.pop(full) for full, name in self.likelihood_names.items()}
             output, target = self._call(named, batch)
@@ -209,9 +221,9 @@ class BayesianModel(nn.Module):
             if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
                 came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
                 raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
-            return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype) * (self.num_data / B)
+            return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
-        return self.evaluation(one, theta, (frozenset(fixed), training_key(self.net)))
+        return self.evaluation(one, theta, (frozenset(fixed), training_key(self.net))), B
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
@@ -244,7 +256,16 @@ class BayesianModel(nn.Module):
         # a part may train inside a network in eval mode
         learning = any(module.training for module in self.net.modules())
         buffers = {name: b.clone() for name, b in self.net.named_buffers()} if learning else {}
-        return functional_call(self.net, {**held, **buffers, **random}, tuple(arguments), dict(keywords))
+        tensors = {**held, **buffers, **random}
+        if self.precision is None:
+            return functional_call(self.net, tensors, tuple(arguments), dict(keywords))
+        with torch.autocast(next(iter(tensors.values())).device.type, self.precision):
+            output = functional_call(self.net, tensors, tuple(arguments), dict(keywords))
+        return tree_map(lambda x: x.to(self.space.dtype) if _is_floating(x) else x, output)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
 class _Bound(nn.Module):

@@ -1,14 +1,15 @@
 """The front door: a network becomes a posterior that can be fitted, asked for predictions and kept."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .couplings import Coupling, paired
-from .elbo import Estimator, elbo_terms
+from .elbo import Estimator, Terms, elbo_terms
 from .evaluation import Mode
 from .families.base import Family
 from .families.structured import StructuredNormal
@@ -16,8 +17,18 @@ from .parameters import Parameters, Select
 from .priors import NormalPrior, Prior
 from .targets import BayesianModel
 
+if TYPE_CHECKING:
+    from .estimate import Estimate
+    from .history import FitResult
+    from .metrics import Metrics
+    from .predictive import Predictive
+
+DROPOUT = ("off", "on")
+BATCH_NORM = ("frozen", "deterministic", "reestimated")
+
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+# the last three drop inside themselves, or skip their own dropout layers on a fast path that only training closes
+_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Posterior(nn.Module):
@@ -94,8 +105,21 @@ class Posterior(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """−(E log lik − λ KL[q‖prior]) / N in nats per observation, for a loop of your own."""
+        terms = self.terms(batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator)
+        return -(terms.fit - temperature * terms.complexity).mean() / self.model.num_data
+
+    def terms(
+        self,
+        batch: Any,
+        *,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        generator: torch.Generator | None = None,
+    ) -> Terms:
+        """E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
         with self.network_mode():
-            terms = elbo_terms(
+            return elbo_terms(
                 self.family,
                 self.model,
                 batch,
@@ -104,7 +128,78 @@ class Posterior(nn.Module):
                 estimator=estimator,
                 generator=generator,
             )
-        return -(terms.fit - temperature * terms.complexity).mean() / self.model.num_data
+
+    def fit(self, loader: Iterable[Any], **options: Any) -> "FitResult":
+        """Fit to the data, see `structvi.fitting.fit` for all options: `posterior.fit(loader, epochs=20)`."""
+        from .fitting import fit
+
+        return fit(self, loader, **options)
+
+    def grow(self, loader: Iterable[Any], **options: Any) -> "FitResult":
+        """Refine a fitted posterior, `rank=` or `components=`, see `structvi.refining.grow`; never makes it worse."""
+        from .refining import grow
+
+        return grow(self, loader, **options)
+
+    def elbo(
+        self,
+        loader: Iterable[Any],
+        *,
+        groups: int = 64,
+        coupling: Coupling = paired,
+        generator: torch.Generator | None = None,
+    ) -> "Estimate":
+        """The ELBO over all data, in nats, with its standard error: every batch sees the same draws."""
+        from .batches import Batches
+        from .estimate import full_elbo
+
+        batches = Batches(loader, device=next(self.parameters()).device)
+        with self.network_mode():
+            return full_elbo(
+                self.family, self.model, batches.everything(), groups=groups, coupling=coupling, generator=generator
+            )
+
+    def predict(self, x: Any, draws: int = 64, **options: Any) -> "Predictive":
+        """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `prediction.predict` for the options."""
+        from .prediction import predict
+
+        return predict(self, x, draws, **options)
+
+    def forward(self, x: Any, draws: int = 64, **options: Any) -> "Predictive":
+        return self.predict(x, draws, **options)
+
+    def evaluate(self, loader: Iterable[Any], draws: int = 64, **options: Any) -> "Metrics":
+        """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
+        from .metrics import evaluate
+
+        return evaluate(self, loader, draws, **options)
+
+    def sample_network(self, generator: torch.Generator | None = None) -> nn.Module:
+        """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
+        from .prediction import sample_network
+
+        return sample_network(self, generator)
+
+    def mean_network(self) -> nn.Module:
+        """A copy of the network at the posterior mean of its weights."""
+        from .prediction import mean_network
+
+        return mean_network(self)
+
+    def save(self, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
+        """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.
+
+        In it are the variational parameters, those of likelihood and prior, and a description of all of them; no code
+        and no pickle. Functions and classes that you wrote yourself are not: `load` asks for them by name.
+
+        Args:
+            path: the file; one that is there is replaced.
+            network: "store" the network's tensors that are not random too, held ones and buffers; or only their
+                "hash": `load` then refuses a network where they are not the same.
+        """
+        from .keeping import save
+
+        save(self, path, network)
 
 
 def variationalize(
@@ -149,8 +244,8 @@ def variationalize(
         True
     """
     for name, value, known in (
-        ("dropout", dropout, ("off", "on")),
-        ("batch_norm", batch_norm, ("frozen", "deterministic", "reestimated")),
+        ("dropout", dropout, DROPOUT),
+        ("batch_norm", batch_norm, BATCH_NORM),
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")

@@ -1,18 +1,18 @@
 """Mixtures against dense truth, quadrature and their own parts."""
 
 import copy
-from math import log, pi
+from math import log
 
 import pytest
 import torch
-from benchmarks.mixture_noise import bimodal, bound_at_random, fit, found
 from torch import nn
 from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal, Normal, StudentT
 
 import structvi as vi
+from benchmarks.mixture_noise import bimodal, bound_at_random, fit, found
 from structvi.elbo import log_q
 from structvi.families.gaussian import Gaussian
-from structvi.families.mixture import MixtureDensity, _bhattacharyya
+from structvi.families.mixture import LOGIT_UNIT, MixtureDensity, _bhattacharyya
 from structvi.testing import LAWS, check_family, dense_moments
 
 
@@ -154,9 +154,9 @@ class TestDraws:
     def test_weights_carry_the_gradient_of_the_proportions(self):
         q = mixed()
         weight = q().draw(3, vi.naive, generator()).weight.reshape(3, 4)
-        (got,) = torch.autograd.grad(weight[:, 0].sum(), q.logits)
+        (got,) = torch.autograd.grad(weight[:, 0].sum(), q.raw_logits)
         proportions = q.logits.softmax(-1).detach()
-        truth = proportions[0] * (torch.eye(4, dtype=torch.float64)[0] - proportions)
+        truth = LOGIT_UNIT * proportions[0] * (torch.eye(4, dtype=torch.float64)[0] - proportions)
         torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-14)
 
     def test_common_noise_is_the_same_for_parts_of_one_rank(self):
@@ -223,7 +223,7 @@ class TestGradients:
         line = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
         q = vi.Mixture([vi.MeanField().bind(line) for _ in range(3)], common_noise=common_noise)
         with torch.no_grad():
-            q.logits.copy_(torch.tensor([0.3, -0.5, 0.1]))
+            q.raw_logits.copy_(torch.tensor([0.3, -0.5, 0.1]) / LOGIT_UNIT)
             for part, mean, scale in zip(q.part, (-1.5, 0.2, 2.0), (0.7, 0.5, 1.2), strict=True):
                 part.get_parameter("mean").fill_(mean)
                 part.get_parameter("log_scale").fill_(log(scale))
@@ -235,20 +235,21 @@ class TestGradients:
 
     @pytest.mark.parametrize("common_noise", [True, False])
     @pytest.mark.parametrize("estimator", ["path", "log_q"])
-    @pytest.mark.parametrize("coupling", [vi.naive, vi.paired], ids=["naive", "paired"])
-    def test_against_quadrature(self, estimator, coupling, common_noise):
-        """Means over 1500 estimates of 8 groups, 5 standard errors; the quadrature's error is below 1e-9."""
+    def test_against_quadrature(self, estimator, common_noise):
+        """Means over 400 estimates of 64 groups, 5 standard errors; the quadrature's error is below 1e-9."""
         q = self.family(common_noise)
         parameters = list(q.parameters())
         z = torch.linspace(-30, 30, 20001, dtype=torch.float64)
         log_q = q().log_prob(z.unsqueeze(-1))
         truth_value = (log_q.exp() * (self.log_p(z) - log_q)).sum() * (z[1] - z[0])
         truth = torch.cat([g.reshape(-1) for g in torch.autograd.grad(truth_value, parameters)])
-        assert truth[:3].abs().min() > 0.01, "the proportions' gradients must not vanish for this test to mean anything"
+        assert truth[:3].abs().min() > 0.01 * LOGIT_UNIT, (
+            "the proportions' gradients must not vanish for this test to mean anything"
+        )
         target = vi.LogDensity(lambda p: self.log_p(p["z"]).sum(), q.space, evaluation="vmap")
         g, samples, values = generator(2), [], []
-        for _ in range(1500):
-            value = vi.elbo(q, target, groups=8, coupling=coupling, estimator=estimator, generator=g)
+        for _ in range(400):
+            value = vi.elbo(q, target, groups=64, coupling=vi.naive, estimator=estimator, generator=g)
             samples.append(torch.cat([x.reshape(-1) for x in torch.autograd.grad(value, parameters)]))
             values.append(value.detach())
         samples, values = torch.stack(samples), torch.stack(values)
@@ -257,17 +258,17 @@ class TestGradients:
             assert bool(((got.mean(0) - expected).abs() < 5 * error).all())
 
     def test_path_is_zero_where_q_is_the_target(self):
-        """For locations and scales draw by draw; for proportions only summed over a group, as the target is log q + 7."""
+        """For locations and scales draw by draw; for proportions summed over a group, as the target is log q + 7."""
         q = mixed()
         frozen = copy.deepcopy(q).requires_grad_(False)
         draws = q().draw(1, vi.naive, generator())
         value = frozen().log_prob(draws.theta) + 7 - log_q(q(), draws.theta, path=True)
         parts = [p for p in q.parts.parameters() if p.numel()]
         for weight, one in zip(draws.weight, value, strict=True):
-            gradients = torch.autograd.grad(weight * one, [*parts, q.logits], retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(weight * one, [*parts, q.raw_logits], retain_graph=True, allow_unused=True)
             assert max(g.abs().max().item() for g in gradients[:-1] if g is not None) < 1e-12
-            assert gradients[-1].abs().max().item() > 0.1
-        (total,) = torch.autograd.grad((draws.weight * value).sum(), q.logits)
+            assert gradients[-1].abs().max().item() > 0.02
+        (total,) = torch.autograd.grad((draws.weight * value).sum(), q.raw_logits)
         assert total.abs().max().item() < 1e-12
 
     def test_the_entropy_estimator_is_refused(self):
@@ -287,7 +288,7 @@ class TestEntropy:
         recipes = [vi.StructuredNormal(1), vi.FullNormal(), vi.MeanField()]
         q = vi.Mixture([r.bind(start, generator()) for r, start in zip(recipes, starts, strict=True)])
         with torch.no_grad():
-            q.logits.copy_(torch.tensor([0.5, -0.5, 0.0]))
+            q.raw_logits.copy_(torch.tensor([0.5, -0.5, 0.0]) / LOGIT_UNIT)
         with torch.no_grad():
             density = q()
             theta, volume = grid(12.0)
@@ -336,7 +337,7 @@ class TestPoints:
     def test_an_ensemble_of_points(self):
         q = vi.Mixture(vi.MAP(), components=3).bind(space(), generator())
         with torch.no_grad():
-            q.logits.copy_(torch.tensor([1.0, 0.0, -1.0]))
+            q.raw_logits.copy_(torch.tensor([1.0, 0.0, -1.0]))
         density = q()
         assert not density.has_density
         assert not density.bound
@@ -535,16 +536,12 @@ def test_laws(law):
     check_family(make, laws=[law])
 
 
-class TestModes:
-    """Two parts bound at points of N(0, 3²I), the target cooling from T = 11; every seed of `benchmarks` is there."""
-
-    @pytest.mark.parametrize(
-        ("recipe", "m", "seed"), [(vi.MeanField(), 3.0, 1), (vi.StructuredNormal(1), 5.0, 0)], ids=["±3", "±5"]
-    )
-    def test_finds_both(self, recipe, m, seed):
-        g = generator(seed)
-        q = bound_at_random(recipe, g)
-        fit(q, bimodal(m), g, anneal=True, stage=False)
-        both, proportion = found(q, m)
-        assert both
-        assert abs(proportion - 0.7) <= 0.02
+def test_both_modes_are_found_from_any_start():
+    """Two parts bound at points of N(0, 3²I), both nearer to one mode, the target cooling from T = 11."""
+    g = generator(1)
+    q = bound_at_random(vi.MeanField(), g)
+    assert bool((torch.stack([part().mean for part in q.part]).sum(-1) > 0).all())
+    fit(q, bimodal(5.0), g, anneal=True, stage=False)
+    both, proportion = found(q, 5.0)
+    assert both
+    assert abs(proportion - 0.7) <= 0.02

@@ -1,6 +1,7 @@
 """Monte Carlo dropout: θ̂∘z with Bernoulli masks z, and what every family of masked weights shares."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from math import prod
 from typing import Literal
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters, Select
+from ..patterns import assign, check_patterns
 from .algebra import sum_weights
 from .base import Density, Draws, Family, check_start, initial_mean
+from .dropout_layers import dropped_layers
 from .mean_field import DiagonalNormal
 from .point import PointMass
 
@@ -222,16 +225,19 @@ class MCDropout(Family):
     """Monte Carlo dropout: θ = θ̂∘z, z ~ B(keep), P parameters θ̂. Point masses: no density, no lower bound.
 
     The objective is E_z[log lik(θ̂∘z) + log prior(θ̂∘z)]. `keep` is the probability to keep, and kept weights are not
-    rescaled: for `torch.nn.Dropout(p)`, which drops with probability p and multiplies by 1/(1 − p), take keep = 1 − p
-    and weights times keep. keep = 1 is MAP, keep = 0 puts all mass at the origin.
+    rescaled. keep = 1 is MAP, keep = 0 puts all mass at the origin. `torch.nn.Dropout(p)` drops with probability p and
+    multiplies by 1/(1 − p): as masks on the inputs of the layer after it, it is keep = 1 − p with θ̂ = W/(1 − p), see
+    `from_network`.
 
     Args:
-        keep: the probability that a mask is one, in [0, 1].
+        keep: the probability that a mask is one, in [0, 1]; or a dict of glob patterns on tensor names and such
+            probabilities: tensors that no pattern matches are then never dropped.
         per: a mask to every "weight", or shared by the weights of an "input" unit (second axis of a tensor) or of
             an "output" unit (first axis).
         exempt: tensors that are never dropped, by glob pattern or predicate; None for those of fewer than two axes in
-            a network (biases, norms), and for none of a log density's.
-        initial_mean: θ̂ starts at the network's "current" values, at a "fresh" draw of its initialisation or at "zero".
+            a network (biases, norms), and for none of a log density's. Not with a dict for `keep`.
+        initial_mean: θ̂ starts at the network's "current" values, at these divided by keep ("rescaled": then E θ is
+            what the network has), at a "fresh" draw of its initialisation or at "zero".
 
     Example:
         >>> from structvi import Parameters
@@ -247,24 +253,71 @@ class MCDropout(Family):
 
     def __init__(
         self,
-        keep: float = 0.9,
+        keep: float | Mapping[str, float] = 0.9,
         per: Per = "weight",
         exempt: Select | None = None,
         initial_mean: str = "current",
     ):
         super().__init__()
-        if not isinstance(keep, int | float) or isinstance(keep, bool) or not 0 <= keep <= 1:
-            raise ValueError(f"keep must be a probability to keep, in [0, 1], got {keep!r}")
+        by_name = isinstance(keep, Mapping)
+        if by_name:
+            check_patterns(keep, "MCDropout")
+            if exempt is not None:
+                raise ValueError("with a dict for keep the tensors that no pattern matches are exempt: drop exempt=")
+        for value in keep.values() if by_name else [keep]:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+                raise ValueError(f"keep must be a probability to keep, in [0, 1], got {value!r}")
+            if value == 0 and initial_mean == "rescaled":
+                raise ValueError('initial_mean="rescaled" divides by keep, which must not be 0')
         check_per(per)
-        check_start(initial_mean, 1.0)
+        check_start("current" if initial_mean == "rescaled" else initial_mean, 1.0)
         self.keep, self.per, self.exempt, self.initial_mean = keep, per, exempt, initial_mean
+        self._keeps: list[float] = []  # of each tensor, once bound
+
+    @classmethod
+    def from_network(cls, net: nn.Module) -> "MCDropout":
+        """The posterior that a network with `nn.Dropout` layers is, where dropout stays active to predict.
+
+        Each dropout layer becomes masks on the inputs of the layer after it, with keep = 1 − p and θ̂ = W/(1 − p).
+        Use it with `variationalize(net, .., dropout="off")`, the default: else weights and activations are dropped.
+
+        The output for one input has the law it has in train mode. Masks belong to a draw of the weights, so that a
+        draw is one function for all inputs of a batch, where torch drops anew in every row.
+
+        Args:
+            net: its dropout layers must be in `nn.Sequential`, directly before the layer whose inputs they drop:
+                `Dropout` before `Linear`, `Dropout1d`, `2d`, `3d` (whole channels) before a convolution.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+            >>> MCDropout.from_network(net).keep
+            {'3.weight': 0.8}
+        """
+        return cls(dropped_layers(net), per="input", initial_mean="rescaled")
 
     def initialise(self, parameters, generator):
-        self.layout = Layout(parameters, self.per, self.exempt)
-        self.point = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+        if isinstance(self.keep, Mapping):
+            matched = parameters.matching(tuple(self.keep), "keep")
+            owners = assign(matched, tuple(self.keep), "MCDropout")
+            keeps = {name: tuple(self.keep.values())[owner] for name, owner in zip(matched, owners, strict=True)}
+            self.layout = Layout(parameters, self.per, lambda name, tensor: name not in keeps)
+            self._keeps = [keeps.get(name, 1.0) for name in parameters.names]
+        else:
+            self.layout = Layout(parameters, self.per, self.exempt)
+            self._keeps = [self.keep] * len(parameters)
+        if self.initial_mean == "rescaled":
+            current = initial_mean(parameters, "current", generator)
+            self.point = nn.Parameter(current / self.layout.spread(self._keep(current)))
+        else:
+            self.point = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+
+    def _keep(self, like: Tensor) -> Tensor:
+        """The probability of each mask: [M]"""
+        pairs = zip(self.layout.counts, self._keeps, strict=True)
+        return torch.cat([like.new_full((count,), keep) for count, keep in pairs])
 
     def forward(self) -> DroppedPoint:
-        keep = self.point.new_full((self.layout.M,), self.keep)
+        keep = self._keep(self.point.detach())
         return DroppedPoint(PointMass(self.point), self.layout, keep.log(), torch.log1p(-keep))
 
 

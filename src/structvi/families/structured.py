@@ -122,6 +122,19 @@ class StructuredNormal(Family):
     def forward(self) -> StructuredNormalDensity:
         return StructuredNormalDensity(self.mean, self.log_scale.exp(), self.factor, self.unit)
 
+    def factor_off(self) -> None:
+        """Hold the factor at zero: mean and scales alone, N(μ, diag(s)²)."""
+        with torch.no_grad():
+            self.factor.zero_()
+        self.factor.requires_grad_(False)
+
+    def start_factor(self, generator: torch.Generator | None = None, size: float = 0.01) -> None:
+        """Let the factor learn, from N(0, size²) relative to the present scales."""
+        with torch.no_grad():
+            self.unit.copy_(self.log_scale.exp())
+            self.factor.copy_(size * normal(tuple(self.factor.shape), self.factor, generator))
+        self.factor.requires_grad_(True)
+
 
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal noise for initial values: made where the generator is, moved to where it is used."""

@@ -27,12 +27,12 @@ def random_gaussians(targets: int, P: int, generator: torch.Generator) -> tuple[
     return mean, V @ V.mT
 
 
-def best_kl(covariance: Tensor, rank: int, form: str, starts: int = 8, steps: int = 2000) -> Tensor:
+def best_kl(covariance: Tensor, rank: int, form: str, starts: int = 32, steps: int = 1000) -> Tensor:
     """min_q KL[q‖p] in nats for each target covariance [T, P, P], over the given form and rank: [T].
 
     Args:
         covariance: of the targets, in float64.
-        rank: K, from 0 to P.
+        rank: K, from 0 (mean field, closed form) to P (which contains the target).
         form: "covariance" or "precision".
         starts: deterministic starts; the best is taken.
         steps: of Adam on the profile, decayed to nothing, over all starts and targets at once.
@@ -41,8 +41,10 @@ def best_kl(covariance: Tensor, rank: int, form: str, starts: int = 8, steps: in
     T, P = precision.shape[:2]
     if rank >= P:
         return torch.zeros(T, dtype=precision.dtype)
+    if rank == 0:  # mean field: s_i² = 1/Λ_ii
+        return 0.5 * (precision.diagonal(dim1=-2, dim2=-1).log().sum(-1) - torch.linalg.slogdet(precision).logabsdet)
     log_scale = _starts(precision, starts)  # [starts, T, P]
-    if form == "precision" and rank:
+    if form == "precision":
         log_scale = _factor_analysis_em(precision, log_scale, rank)
     best = _profile_kl(log_scale, precision, rank, form)
     variable = log_scale.clone().requires_grad_()
@@ -65,12 +67,10 @@ def _profile_kl(log_scale: Tensor, precision: Tensor, rank: int, form: str) -> T
     values = torch.linalg.eigvalsh(scale.unsqueeze(-1) * precision * scale.unsqueeze(-2))  # ascending
     values = values.clamp(min=torch.finfo(values.dtype).tiny)
     loss = values - 1 - values.log()
-    if rank:
-        chosen = values[..., :rank] < 1 if form == "covariance" else values[..., -rank:] > 1
-        part = loss[..., :rank] if form == "covariance" else loss[..., -rank:]
-        rest = loss[..., rank:] if form == "covariance" else loss[..., :-rank]
-        loss = torch.cat([torch.where(chosen, 0.0, part), rest], dim=-1)
-    return 0.5 * loss.sum(-1)
+    chosen = values[..., :rank] < 1 if form == "covariance" else values[..., -rank:] > 1
+    part = loss[..., :rank] if form == "covariance" else loss[..., -rank:]
+    rest = loss[..., rank:] if form == "covariance" else loss[..., :-rank]
+    return 0.5 * (torch.where(chosen, 0.0, part).sum(-1) + rest.sum(-1))
 
 
 def _starts(precision: Tensor, starts: int) -> Tensor:
@@ -82,7 +82,8 @@ def _starts(precision: Tensor, starts: int) -> Tensor:
     for index in range(starts):
         between = (index % 3) / 2
         noise = torch.randn(conditional.shape, generator=generator, dtype=conditional.dtype)
-        points.append(torch.lerp(conditional, marginal, between) + (0.0 if index < 3 else 0.5) * noise)
+        departure = 0.0 if index < 3 else 0.5 * (1 + index % 4)
+        points.append(torch.lerp(conditional, marginal, between) + departure * noise)
     return torch.stack(points)
 
 

@@ -1,0 +1,100 @@
+"""The command line: `structvi reproduce`, `structvi families`."""
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from . import __version__
+
+MISSING = 'the command line needs the extra "reproduce": pip install "structvi[reproduce]"'
+
+
+class Part(StrEnum):
+    table1 = "table1"
+    table2 = "table2"
+    figure1 = "figure1"
+    figure2 = "figure2"
+    figure3 = "figure3"
+    couplings = "couplings"
+    all = "all"
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app = _app()
+    except ModuleNotFoundError as error:
+        sys.exit(f"structvi: {error.name} is not installed; {MISSING}")
+    app()
+
+
+def _app() -> Any:
+    """The typer application; typer is an optional extra and imported here."""
+    import matplotlib  # noqa: F401  (asked for now, rather than after minutes of computing)
+    import rich  # noqa: F401
+    import typer
+
+    app = typer.Typer(
+        help="Variational posteriors for any PyTorch module or log density.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    def version(asked: bool) -> None:
+        if asked:
+            print(f"structvi {__version__}")
+            raise typer.Exit
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        context: typer.Context,
+        _version: Annotated[
+            bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    @app.command()
+    def reproduce(
+        part: Annotated[Part, typer.Argument(help="What to redo.")] = Part.all,
+        out: Annotated[Path, typer.Option(help="Folder for report.html, results.json, pictures and tables.")] = Path(
+            "report"
+        ),
+        seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+        quick: Annotated[bool, typer.Option("--quick", help="Three targets instead of ten.")] = False,
+    ) -> None:
+        """Redo the tables and figures of "Is MC Dropout Bayesian?"."""
+        from .reproduce.run import PARTS, check_folder
+        from .reproduce.run import reproduce as run
+        from .reproduce.settings import Settings
+        from .reproduce.settings import quick as quick_settings
+
+        try:
+            check_folder(out)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
+        settings = quick_settings(seed) if quick else Settings(seed)
+        parts = list(PARTS) if part is Part.all else [part.value]
+        try:
+            run(parts, settings, out, workers=max(1, min(8, os.cpu_count() or 1)))
+        except KeyboardInterrupt:
+            print("interrupted: nothing was written", file=sys.stderr)
+            raise typer.Exit(130) from None
+        print(f"{out / 'report.html'}")
+
+    @app.command()
+    def families() -> None:
+        """What each family costs, for P weights and rank K, and what it can say."""
+        from .reproduce.costs import table
+
+        print(table())
+
+    return app
+
+
+if __name__ == "__main__":
+    main()

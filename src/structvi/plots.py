@@ -1,0 +1,203 @@
+"""Pictures of predictions and of how far they can be trusted; matplotlib is the extra "plots"."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical
+
+from .metrics import Metrics
+from .predictive import Predictive
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREY = "#2f6db5", "#d9722e", "#6b6b6b"
+
+
+def predictive_band(
+    x: Tensor,
+    predictive: Predictive,
+    data: tuple[Tensor, Tensor] | None = None,
+    level: float = 0.95,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """The predictive of one number against one input: mean, interval of t, and ±2 standard deviations of y in it.
+
+    Args:
+        x: the inputs of the prediction, [B] or [B, 1], in any order.
+        predictive: outputs [S, B] or [S, B, 1].
+        data: observations (x, t) to show as points.
+        level: the probability of the interval of t.
+        ax: where to draw; a new figure by default.
+
+    Example:
+        >>> import torch
+        >>> from structvi import likelihoods
+        >>> pred = Predictive(torch.zeros(1, 5, 1), torch.ones(1), likelihoods.Gaussian(0.1))
+        >>> predictive_band(torch.arange(5.0), pred).get_ylabel()
+        't'
+    """
+    ax = _axes(ax)
+    x = _column("x", x, x.shape[0])
+    mean, y, spread = (
+        _column("the prediction", value, x.numel())
+        for value in (predictive.mean, predictive.function_mean, predictive.function_variance.sqrt())
+    )
+    low, high = (_column("the interval", end, x.numel()) for end in predictive.interval(level))
+    order = x.argsort()
+    at, mean, y, spread, low, high = (value[order].numpy() for value in (x, mean, y, spread, low, high))
+    ax.fill_between(at, low, high, color=BLUE, alpha=0.15, linewidth=0, label=f"{100 * level:g} % of observations")
+    ax.fill_between(at, y - 2 * spread, y + 2 * spread, color=BLUE, alpha=0.35, linewidth=0, label="function, ±2 std")
+    ax.plot(at, mean, color=BLUE, linewidth=1.8, label="mean")
+    if data is not None:
+        seen, t = (_column("data", value, data[0].shape[0]) for value in data)
+        ax.scatter(seen.numpy(), t.numpy(), s=12, color="black", alpha=0.7, linewidth=0, zorder=3, label="data")
+    ax.set_xlabel("x")
+    ax.set_ylabel("t")
+    ax.margins(x=0)
+    return _finish(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, columnspacing=1.2, handlelength=1.4)
+
+
+def reliability_diagram(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
+    """How often labels are right against the confidence in them; the bars below show how many there are.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
+        >>> metrics = bayes.evaluate([(torch.randn(9, 3), torch.zeros(9).long())])
+        >>> reliability_diagram(metrics).get_xlabel()
+        'confidence'
+    """
+    if metrics.reliability is None:
+        raise ValueError("reliability is for class labels: these metrics are of numbers; look at their coverage")
+    ax = _axes(ax, square=True)
+    count, confidence, accuracy = (
+        values.numpy()
+        for values in (metrics.reliability.count, metrics.reliability.confidence, metrics.reliability.accuracy)
+    )
+    share = 0.2 * count / count.max()
+    ax.bar(confidence, share, width=0.035, color=GREY, alpha=0.3, linewidth=0, label="labels in the bin (scaled)")
+    ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated")
+    ax.vlines(confidence, confidence, accuracy, color=ORANGE, linewidth=2, alpha=0.6)
+    ax.plot(confidence, accuracy, "o-", color=BLUE, linewidth=1.5, markersize=5, label=f"ECE {metrics.ece:.3f}")
+    ax.set_xlabel("confidence")
+    ax.set_ylabel("frequency of being right")
+    ax.set_xlim(0, 1.02)
+    ax.set_ylim(0, 1.02)
+    ax.set_aspect("equal")
+    return _finish(ax, loc="upper left")
+
+
+def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
+    """The mean risk of the most certain observations against their fraction: rising where uncertainty is worth it.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(3, 1), likelihoods.Gaussian(0.5), num_data=10)
+        >>> risk_coverage(bayes.evaluate([(torch.randn(9, 3), torch.zeros(9, 1))])).get_ylabel()
+        'mean squared error'
+    """
+    if metrics.risk_coverage is None:
+        raise ValueError("these metrics have no risk–coverage curve: the likelihood gave no uncertainty of t")
+    ax = _axes(ax)
+    coverage, risk = metrics.risk_coverage.coverage.numpy(), metrics.risk_coverage.risk.numpy()
+    ax.plot(coverage, risk, color=BLUE, linewidth=1.8, label=f"most certain first, area {metrics.aurc:.4g}")
+    ax.axhline(risk[-1], color=GREY, linewidth=1, linestyle="--", label="random order")
+    ax.set_xlabel("coverage: fraction kept")
+    ax.set_ylabel("mean squared error" if metrics.accuracy is None else "error rate")
+    ax.set_xlim(0, 1)
+    ax.set_ylim(bottom=0)
+    return _finish(ax, loc="best")
+
+
+def uncertainty_map(
+    image: Tensor, predictive: Predictive, index: int = 0, ax: "Sequence[Axes] | None" = None
+) -> "Sequence[Axes]":
+    """An image beside its epistemic and aleatoric uncertainty, pixel by pixel, each on a colour scale from 0.
+
+    For labels these are mutual information and expected entropy in nats, for numbers standard deviations.
+
+    Args:
+        image: the inputs, [B, H, W] or [B, channels, H, W]; of three or more channels the first three are colours.
+        predictive: of these inputs, per pixel.
+        index: which of the B.
+        ax: three axes; a new figure by default.
+
+    Example:
+        >>> import torch
+        >>> from structvi import likelihoods
+        >>> pred = Predictive(torch.randn(8, 1, 3, 6, 6), torch.full((8,), 1 / 8), likelihoods.Categorical())
+        >>> len(uncertainty_map(torch.rand(1, 1, 6, 6), pred))
+        3
+    """
+    if isinstance(predictive.components, Categorical | Bernoulli):
+        maps = (predictive.mutual_information, predictive.expected_entropy)
+        titles = ("epistemic: mutual information", "aleatoric: expected entropy")
+    else:
+        maps = (predictive.epistemic.sqrt(), predictive.aleatoric.sqrt())
+        titles = ("epistemic: std", "aleatoric: std")
+    epistemic, aleatoric = (_plane(values[index]).numpy() for values in maps)
+    if ax is None:
+        _, axes = _pyplot().subplots(1, 3, figsize=(10, 3.4), layout="constrained")
+        ax = list(axes)
+    if len(ax) != 3:
+        raise ValueError(f"uncertainty_map draws three pictures: give three axes, got {len(ax)}")
+    picture = image[index].detach().cpu().float()
+    picture = picture.movedim(0, -1)[..., :3] if picture.ndim == 3 and picture.shape[0] >= 3 else _plane(picture)
+    low, high = picture.min(), picture.max()
+    ax[0].imshow(((picture - low) / (high - low).clamp(min=1e-12)).numpy(), cmap="gray", interpolation="nearest")
+    ax[0].set_title("input", fontsize=10)
+    for one, values, title in zip(ax[1:], (epistemic, aleatoric), titles, strict=True):
+        shown = one.imshow(
+            values, cmap="viridis", vmin=0, vmax=max(float(values.max()), 1e-12), interpolation="nearest"
+        )
+        one.figure.colorbar(shown, ax=one, shrink=0.8, pad=0.02)
+        one.set_title(title, fontsize=10)
+    for one in ax:
+        one.set_xticks([])
+        one.set_yticks([])
+    return ax
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError('plots need matplotlib: pip install "structvi[plots]"') from None
+    return plt
+
+
+def _axes(ax: "Axes | None", square: bool = False) -> "Axes":
+    if ax is not None:
+        return ax
+    return _pyplot().subplots(figsize=(4.6, 4.6) if square else (6.4, 4), layout="constrained")[1]
+
+
+def _finish(ax: "Axes", **legend: Any) -> "Axes":
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=9, **legend)
+    return ax
+
+
+def _column(what: str, values: Tensor, count: int) -> Tensor:
+    if values.numel() != count:
+        raise ValueError(
+            f"predictive_band shows one number against one input: {what} must have {count} elements, "
+            f"got {tuple(values.shape)}"
+        )
+    return values.detach().cpu().double().reshape(-1)
+
+
+def _plane(values: Tensor) -> Tensor:
+    """[H, W], from [H, W] or [channels, H, W] by the mean over channels."""
+    values = values.detach().cpu().float()
+    if values.ndim not in (2, 3):
+        raise ValueError(
+            f"uncertainty_map needs one value per pixel, [H, W] or [channels, H, W], got {tuple(values.shape)}"
+        )
+    return values if values.ndim == 2 else values.mean(0)

@@ -1,0 +1,218 @@
+"""MC dropout the practitioner's way: a network's own dropout layers as masks on weights, with the same law."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import conv2d
+
+import structvi as vi
+from structvi.families.dropout_layers import dropped_layers
+
+
+def mlp():
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Dropout(0.2), nn.Linear(2, 3), nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), nn.Linear(3, 1))
+    return net.double()
+
+
+def enumerated(net, x):
+    """Every output of the network in train mode and its probability, written out with torch's 1/(1 − p)."""
+    first, second = net[1], net[3]
+    outputs, probabilities = [], []
+    for masks in product([0.0, 1.0], repeat=5):
+        z = torch.tensor(masks, dtype=torch.float64)
+        hidden = torch.tanh(first.weight @ (x * z[:2] / 0.8) + first.bias)
+        outputs.append((second.weight @ (hidden * z[2:] / 0.5) + second.bias).squeeze())
+        probabilities.append((0.2 + 0.6 * z[:2]).prod() * 0.5**3)
+    return torch.stack(outputs).detach(), torch.stack(probabilities)
+
+
+def as_law(outputs, probabilities):
+    """{output: probability}, outputs to 10 digits: masks of a dropped unit may coincide."""
+    law = {}
+    for output, probability in zip(outputs.reshape(-1).tolist(), probabilities.tolist(), strict=True):
+        key = round(output, 10)
+        law[key] = law.get(key, 0.0) + probability
+    return law
+
+
+def of_posterior(net, x):
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MCDropout.from_network(net), num_data=1)
+    theta, probabilities = posterior.family().support()
+    with torch.no_grad(), posterior.network_mode():
+        return posterior.model.outputs(theta, x.unsqueeze(0)), probabilities, posterior
+
+
+def test_the_law_of_the_output_is_that_of_the_network_in_train_mode():
+    net, x = mlp(), torch.tensor([0.7, -1.3], dtype=torch.float64)
+    outputs, probabilities, _ = of_posterior(net, x)
+    got, expected = as_law(outputs, probabilities), as_law(*enumerated(net, x))
+    assert got.keys() == expected.keys()
+    assert len(expected) == 29  # of 32 masks, the four that drop all hidden units give the bias
+    for output in expected:
+        assert got[output] == pytest.approx(expected[output], rel=1e-12)
+
+
+def test_the_law_is_what_torch_draws():
+    """20 000 draws of torch's own dropout: each is one of these outputs, their frequencies within 5 σ of the law."""
+    net, x = mlp(), torch.tensor([0.7, -1.3], dtype=torch.float64)
+    law = as_law(*of_posterior(net, x)[:2])
+    n = 20_000
+    with torch.no_grad():
+        drawn = [round(value, 10) for value in net.train()(x.expand(n, 2)).reshape(-1).tolist()]
+    assert set(drawn) <= law.keys()
+    for output, probability in law.items():
+        sigma = (probability * (1 - probability) / n) ** 0.5
+        assert abs(drawn.count(output) / n - probability) < 5 * sigma
+
+
+def test_whole_channels_before_a_convolution():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Dropout2d(0.25), nn.Conv2d(2, 1, 2)).double()
+    x = torch.randn(2, 3, 3, dtype=torch.float64)
+    outputs, probabilities, _ = of_posterior(net, x)
+    for mask in product([0.0, 1.0], repeat=2):
+        z = torch.tensor(mask, dtype=torch.float64)
+        dropped = (x * z[:, None, None] / 0.75).unsqueeze(0)
+        expected = conv2d(dropped, net[1].weight, net[1].bias).detach()
+        (state,) = [s for s in range(4) if torch.allclose(outputs[s], expected, rtol=1e-12, atol=1e-12)]
+        assert probabilities[state].item() == pytest.approx((0.25 + 0.5 * z).prod().item(), rel=1e-12)
+
+
+def test_the_mean_is_the_network_in_eval_mode():
+    net = mlp()
+    _, _, posterior = of_posterior(net, torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close(posterior.family().mean, posterior.space.initial, rtol=1e-14, atol=0)
+
+
+def test_the_network_is_not_changed():
+    net = mlp()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    of_posterior(net, torch.zeros(2, dtype=torch.float64))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(module.training for module in net.modules())
+
+
+def test_it_learns_and_comes_back_from_a_file(tmp_path):
+    net = mlp()
+    x = torch.randn(8, 2, dtype=torch.float64)
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MCDropout.from_network(net), num_data=8)
+    posterior.loss((x, x[:, :1])).backward()
+    assert posterior.family.point.grad.abs().sum() > 0
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", mlp())
+    assert loaded.family.keep == {"1.weight": 0.8, "3.weight": 0.5}
+    for one, other in zip(loaded.family().support(), posterior.family().support(), strict=True):
+        assert torch.equal(one, other)
+
+
+# Which layers
+
+
+class Custom(nn.Module):
+    def __init__(self, head=None):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 1) if head is None else head
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def tied():
+    net = nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 3), nn.Linear(3, 3))
+    net[2].weight = net[1].weight
+    return net
+
+
+DROP = nn.Dropout(0.3)
+CONVERTED = [
+    (nn.Sequential(nn.Dropout(0.25), nn.Linear(2, 1)), {"1.weight": 0.75}),
+    (nn.Sequential(nn.Sequential(nn.ReLU(), nn.Dropout(0.25)), nn.Linear(2, 1)), {"1.weight": 0.75}),
+    (nn.Sequential(nn.Dropout(0.25), nn.Sequential(nn.Sequential(nn.Linear(2, 1)))), {"1.0.0.weight": 0.75}),
+    (nn.Sequential(nn.Dropout1d(0.5), nn.Conv1d(2, 1, 1), nn.Dropout(0.0)), {"1.weight": 0.5}),
+    (nn.Sequential(nn.Dropout3d(0.5), nn.Conv3d(2, 1, 1)), {"1.weight": 0.5}),
+    (Custom(), {"body.3.weight": 0.9}),
+    (nn.Sequential(Custom(), nn.Dropout(0.5), nn.Linear(1, 1)), {"0.body.3.weight": 0.9, "2.weight": 0.5}),
+    # one dropout layer in two places
+    (nn.Sequential(DROP, nn.Linear(2, 2), DROP, nn.Linear(2, 2)), {"1.weight": 0.7, "3.weight": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("net", "keeps"), CONVERTED)
+def test_which_layers_are_converted(net, keeps):
+    assert dropped_layers(net) == pytest.approx(keeps)
+
+
+REFUSED = [
+    (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), r"1 \(Dropout\): it is not in an nn.Sequential with a layer"),
+    (nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Linear(2, 2)), r"0 \(Dropout\): it is before ReLU"),
+    (nn.Sequential(nn.Dropout(0.5), nn.Conv2d(2, 2, 1)), r"0 \(Dropout\): it is before Conv2d.*before Linear"),
+    (nn.Sequential(nn.Dropout2d(0.5), nn.Conv2d(2, 2, 1, groups=2)), r"0 \(Dropout2d\).*groups = 2"),
+    (nn.Sequential(nn.AlphaDropout(0.5), nn.Linear(2, 2)), r"0 \(AlphaDropout\): it drops inside"),
+    (nn.Sequential(nn.Dropout(1.0), nn.Linear(2, 2)), r"0 \(Dropout\): p = 1"),
+    (tied(), r"0 \(Dropout\): the weight of 1 is used elsewhere too"),
+    (Custom(nn.Dropout(0.3)), r"head \(Dropout\): it is not in an nn.Sequential"),
+    (nn.LSTM(2, 3, num_layers=2, dropout=0.1), r"the network \(LSTM\): it drops inside of the layer"),
+    (nn.MultiheadAttention(4, 2, dropout=0.1), r"the network \(MultiheadAttention\): it drops inside"),
+    (nn.TransformerEncoderLayer(4, 2, 8), r"dropout1 \(Dropout\)"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "has no nn.Dropout layer with p > 0"),
+]
+
+
+@pytest.mark.parametrize(("net", "message"), REFUSED)
+def test_what_cannot_be_converted_is_named(net, message):
+    with pytest.raises(ValueError, match=message):
+        vi.MCDropout.from_network(net)
+
+
+def test_all_of_them_are_named():
+    net = nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.1))
+    with pytest.raises(ValueError, match=r"0 \(Dropout\)(.|\n)*4 \(Dropout\)(.|\n)*dropout=\"on\"") as caught:
+        vi.MCDropout.from_network(net)
+    assert "2 (Dropout)" not in str(caught.value)
+
+
+def test_what_is_no_network_is_refused():
+    with pytest.raises(TypeError, match=r"an nn\.Module, got float"):
+        vi.MCDropout.from_network(0.9)
+
+
+# Keep by name
+
+SPACE = vi.Parameters({"a": torch.ones(2), "b": torch.ones(1), "c": torch.full((1,), 2.0)})
+
+
+def test_keep_by_name():
+    density = vi.MCDropout({"a": 0.25, "c*": 1}, initial_mean="rescaled").bind(SPACE)()
+    assert torch.equal(density.keep, torch.tensor([0.25, 0.25, 1.0]))
+    assert torch.equal(density.mean, torch.tensor([1.0, 1.0, 1.0, 2.0]))
+    assert torch.equal(density.weights.mean, torch.tensor([4.0, 4.0, 1.0, 2.0]))
+    # Var θ̂z = θ̂² keep (1 − keep)
+    torch.testing.assert_close(density.variance, torch.tensor([3.0, 3.0, 0.0, 0.0]))
+
+
+def test_a_star_takes_the_rest():
+    density = vi.MCDropout({"a": 0.25, "*": 0.5}).bind(SPACE)()
+    torch.testing.assert_close(density.keep, torch.tensor([0.25, 0.25, 0.5, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: vi.MCDropout({}), ValueError, "at least one pattern"),
+        (lambda: vi.MCDropout({3: 0.5}), TypeError, "patterns must be strings"),
+        (lambda: vi.MCDropout({"a": 1.5}), ValueError, r"in \[0, 1\], got 1.5"),
+        (lambda: vi.MCDropout({"a": True}), ValueError, r"in \[0, 1\], got True"),
+        (lambda: vi.MCDropout({"a": 0.5}, exempt="b"), ValueError, "drop exempt="),
+        (lambda: vi.MCDropout(0, initial_mean="rescaled"), ValueError, "must not be 0"),
+        (lambda: vi.MCDropout(0.5, initial_mean="elsewhere"), ValueError, "initial_mean must be"),
+        (lambda: vi.MCDropout({"x": 0.5}).bind(SPACE), ValueError, "'x' matches none"),
+        (lambda: vi.MCDropout({"a": 0.5, "[ab]": 0.1}).bind(SPACE), ValueError, "match several"),
+    ],
+)
+def test_bad_inputs(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

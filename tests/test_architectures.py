@@ -1,0 +1,313 @@
+"""Real architectures the whole way: variationalize, fit, predict, save and load; the user's network stays as it is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+
+CATEGORICAL = vi.likelihoods.Categorical()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 6, num_layers=2, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    """An encoder layer, with its own dropout of 0.1, and attention by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.encoder(self.embed(x))
+        x, _ = self.attention(x, x, x, need_weights=False)
+        return self.head(x.mean(1))
+
+
+class Attending(nn.Module):
+    """Dropout is in the attention alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Tied(nn.Module):
+    """The embedding is the output layer's weight, as in language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.body(self.embed(x))))
+
+
+class Segmenter(nn.Module):
+    """Down, up and a skip connection."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.deep = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        skip = self.down(x)
+        return self.head(torch.cat([skip, self.up(self.deep(skip))], 1))
+
+
+def batch_norm():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 2),
+    )
+
+
+def with_dropout():
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+def images(n, generator):
+    return torch.randn(n, 1, 6, 6, generator=generator)
+
+
+def rows(n, generator):
+    return torch.randn(n, 3, generator=generator)
+
+
+def sequences(n, generator):
+    return torch.randn(n, 5, 3, generator=generator)
+
+
+def tokens(n, generator):
+    return torch.randint(7, (n,), generator=generator)
+
+
+#: network, inputs, shape of the targets, family, and further arguments of variationalize
+ARCHITECTURES = {
+    "batch norm, frozen": (batch_norm, images, (), vi.StructuredNormal(rank=2), {}),
+    "batch norm, deterministic": (batch_norm, images, (), vi.MeanField(), {"batch_norm": "deterministic"}),
+    "batch norm, re-estimated": (batch_norm, images, (), vi.MeanField(), {"batch_norm": "reestimated"}),
+    "LSTM": (Recurrent, sequences, (), vi.StructuredPrecision(rank=2), {}),
+    "LSTM, dropout on": (lambda: Recurrent(0.3), sequences, (), vi.MeanField(), {"dropout": "on"}),
+    "attention": (Attention, sequences, (), vi.StructuredNormal(rank=2), {}),
+    "attention, dropout on": (Attention, sequences, (), vi.MAP(), {"dropout": "on"}),
+    "tied weights": (Tied, tokens, (), vi.Mixture(vi.MeanField(), components=2), {}),
+    "dropout off": (with_dropout, rows, (), vi.FullNormal(), {}),
+    "dropout on": (with_dropout, rows, (), vi.StructuredNormal(rank=1), {"dropout": "on"}),
+    "segmentation": (Segmenter, images, (6, 6), vi.StructuredNormal(rank=2), {}),
+    "segmentation, random head": (Segmenter, images, (6, 6), vi.Blocks({"head.*": vi.FullNormal(), "*": vi.MAP()}), {}),
+}
+
+
+def trained(make, seed=0):
+    """A network in train mode whose batch norms have seen data."""
+    torch.manual_seed(seed)
+    net = make()
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    return net
+
+
+def snapshot(net):
+    return copy.deepcopy(net.state_dict()), [module.training for module in net.modules()], [
+        (parameter.requires_grad, parameter.grad) for parameter in net.parameters()
+    ]  # fmt: skip
+
+
+def assert_unchanged(net, before):
+    state, modes, gradients = before
+    now = net.state_dict()
+    assert now.keys() == state.keys()
+    assert [name for name in state if not torch.equal(now[name], state[name])] == []
+    assert [module.training for module in net.modules()] == modes
+    assert [(parameter.requires_grad, parameter.grad) for parameter in net.parameters()] == gradients
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_whole_way(tmp_path, name, training):
+    make, inputs, target, family, options = ARCHITECTURES[name]
+    net = trained(make).train(training)
+    x = inputs(24, generator())
+    t = torch.randint(2, (24, *target), generator=generator())
+    reference = {"reference": inputs(16, generator(1))} if options.get("batch_norm") == "reestimated" else {}
+    before = snapshot(net)
+
+    posterior = vi.variationalize(net, CATEGORICAL, family, **options)
+    start = [parameter.detach().clone() for parameter in posterior.parameters()]
+    result = posterior.fit(DataLoader(TensorDataset(x, t), batch_size=8), steps=4, average=False, progress=False)
+    assert result.steps == 4
+    assert any(not torch.equal(a, b) for a, b in zip(start, posterior.parameters(), strict=True))
+    assert posterior.model.num_data == 24
+    assert_unchanged(net, before)
+
+    pred = posterior.predict(x, draws=4, generator=generator(), **reference)
+    classes = {"tied weights": 7, "segmentation": 3, "segmentation, random head": 3}.get(name, 2)
+    assert pred.mean.shape == (24, classes, *target)
+    assert pred.entropy.shape == (24, *target)
+    torch.testing.assert_close(pred.mean.sum(1), torch.ones(24, *target))
+    assert torch.isfinite(pred.log_prob(t)).all()
+    assert_unchanged(net, before)
+
+    posterior.save(tmp_path / "q")
+    assert_unchanged(net, before)
+    loaded = vi.load(tmp_path / "q", trained(make, seed=1))
+    again = loaded.predict(x, draws=4, generator=generator(), **reference)
+    assert torch.equal(again.outputs, pred.outputs)
+    assert torch.equal(again.weights, pred.weights)
+    assert torch.equal(again.log_prob(t), pred.log_prob(t))
+    assert loaded.model.num_data == 24
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("make", [with_dropout, lambda: Recurrent(0.5), Attention, Attending])
+def test_dropout_off_is_deterministic_given_the_weights(make):
+    net = trained(make)
+    x = rows(6, generator()) if make is with_dropout else sequences(6, generator())
+    t = torch.randint(2, (6,), generator=generator())
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=6)
+    outputs = [posterior.predict(x, draws=3, generator=generator(seed)).outputs for seed in (0, 1)]
+    assert torch.equal(*outputs)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs[0][0], copy.deepcopy(net).eval()(x))
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(posterior.loss((x, t)))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("make", [with_dropout, lambda: Recurrent(0.5), Attention, Attending])
+def test_dropout_on_is_active_in_fit_and_predict(make):
+    net = trained(make).eval()  # the network's own mode does not matter
+    x = rows(6, generator()) if make is with_dropout else sequences(6, generator())
+    t = torch.randint(2, (6,), generator=generator())
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=6, dropout="on")
+    outputs = posterior.predict(x, draws=3, generator=generator()).outputs
+    assert outputs.shape[0] == 3  # a point estimate is no longer one function
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs, posterior.predict(x, draws=3, generator=generator()).outputs)
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(posterior.loss((x, t)))
+    assert not torch.equal(*losses)
+
+
+def test_dropout_on_drops_as_often_as_the_layer_says():
+    """20 000 elements dropped with p = 0.3, within 5 σ = 0.016; the others are y/(1 − p)."""
+    net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.3))
+    nn.init.ones_(net[0].bias)
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MAP(), num_data=1, dropout="on")
+    outputs = posterior.predict(torch.zeros(1000, 1), draws=20, generator=generator()).outputs
+    dropped = outputs == 0
+    assert abs(dropped.float().mean().item() - 0.3) < 0.016
+    torch.testing.assert_close(outputs[~dropped], torch.full_like(outputs[~dropped], 1 / 0.7))
+
+
+# Batch norm
+
+
+def test_frozen_batch_norm_uses_the_running_statistics():
+    net = trained(batch_norm)
+    x = images(5, generator())
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=5)
+    assert {"1.weight", "5.bias"} <= set(posterior.space.names)  # the affine weights are random as all others
+    with torch.no_grad():
+        expected = copy.deepcopy(net).eval()(x)
+    torch.testing.assert_close(posterior.predict(x).outputs[0], expected)
+    # one input alone gives what it gives in a batch
+    torch.testing.assert_close(posterior.predict(x[:1]).outputs[0], expected[:1])
+
+
+def test_deterministic_batch_norm_holds_the_affine_weights():
+    net = trained(batch_norm)
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MeanField(), num_data=5, batch_norm="deterministic")
+    held = {"1.weight", "1.bias", "5.weight", "5.bias"}
+    assert set(posterior.space.names) == {name for name, _ in net.named_parameters()} - held
+    # they take part with the values that the network has
+    x = images(5, generator())
+    before = posterior.predict(x, generator=generator()).outputs
+    with torch.no_grad():
+        net[5].bias.add_(1.0)
+    after = posterior.predict(x, generator=generator()).outputs
+    assert not torch.allclose(before, after)
+
+
+def test_reestimated_batch_norm_uses_the_statistics_of_the_reference():
+    net = trained(batch_norm)
+    x, reference = images(5, generator()), images(20, generator(1))
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=5, batch_norm="reestimated")
+    with pytest.raises(ValueError, match="reference="):
+        posterior.predict(x)
+    got = posterior.predict(x, reference=reference).outputs[0]
+    with torch.no_grad():
+        expected = copy.deepcopy(net).train()(torch.cat([reference, x]))[20:]
+        running = copy.deepcopy(net).eval()(x)
+    torch.testing.assert_close(got, expected)
+    assert not torch.allclose(got, running, atol=1e-2)
+
+
+def test_reestimated_batch_norm_fits_with_the_statistics_of_the_batch():
+    net = trained(batch_norm)
+    x, t = images(6, generator()), torch.randint(2, (6,), generator=generator())
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=6, batch_norm="reestimated")
+    with torch.no_grad():
+        log_likelihood = CATEGORICAL(copy.deepcopy(net).train()(x), t).sum()
+        expected = -(log_likelihood + posterior.model.log_prior(posterior.space.initial.unsqueeze(0))) / 6
+    torch.testing.assert_close(posterior.loss((x, t)).detach(), expected.squeeze())
+
+
+# Ties
+
+
+def test_tied_weights_are_one_random_tensor():
+    net = trained(Tied)
+    posterior = vi.variationalize(net, CATEGORICAL, vi.MeanField(initial_scale=1.0), num_data=5)
+    assert posterior.space.names == ("embed.weight", "body.weight", "body.bias", "out.bias")
+    x = torch.arange(7)
+    theta = posterior.family().draw(3, generator=generator()).theta
+    outputs = posterior.model.outputs(theta, x)
+    for row, output in zip(theta, outputs, strict=True):
+        twin = copy.deepcopy(net)
+        twin.load_state_dict(posterior.space.unravel(row.detach()), strict=False)
+        assert twin.out.weight is twin.embed.weight
+        torch.testing.assert_close(output, twin(x))

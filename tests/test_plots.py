@@ -1,0 +1,108 @@
+"""Plots show the numbers they are given."""
+
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi import likelihoods as lk
+from structvi import plots
+from structvi.predictive import Predictive
+
+mpl.use("Agg")
+plt = pytest.importorskip("matplotlib.pyplot")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def regression(B=20):
+    outputs = torch.randn(16, B, 1, generator=seeded())
+    return Predictive(outputs, torch.full((16,), 1 / 16), lk.Gaussian(0.3))
+
+
+def test_predictive_band():
+    pred, x = regression(), torch.randperm(20, generator=seeded()).float().unsqueeze(-1)
+    _, own = plt.subplots()
+    ax = plots.predictive_band(x, pred, data=(x, pred.mean), level=0.9, ax=own)
+    assert ax is own
+    order = x.squeeze().argsort()
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), pred.mean.squeeze()[order], rtol=1e-6)
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]
+    low, high = pred.interval(0.9)
+    assert band.min() == pytest.approx(low.min().item(), rel=1e-5)
+    assert band.max() == pytest.approx(high.max().item(), rel=1e-5)
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["90 % of observations", "function, ±2 std", "mean", "data"]
+    assert plots.predictive_band(x.squeeze(), pred).figure is not own.figure
+    with pytest.raises(ValueError, match="one number against one input"):
+        plots.predictive_band(x[:5], pred)
+
+
+def classifier_metrics():
+    bayes = vi.variationalize(nn.Linear(2, 3), lk.Categorical(), vi.MeanField(), num_data=9)
+    x = 4 * torch.randn(200, 2, generator=seeded())
+    return bayes.evaluate([(x, torch.randint(3, (200,), generator=seeded()))], draws=8, generator=seeded())
+
+
+def number_metrics():
+    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian(1.0), vi.MeanField(), num_data=9)
+    x = torch.randn(50, 2, generator=seeded())
+    return bayes.evaluate([(x, x[:, :1])], draws=8, generator=seeded())
+
+
+def test_reliability_diagram():
+    metrics = classifier_metrics()
+    ax = plots.reliability_diagram(metrics)
+    np.testing.assert_allclose(ax.lines[1].get_xdata(), metrics.reliability.confidence)
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), metrics.reliability.accuracy)
+    with pytest.raises(ValueError, match="for class labels"):
+        plots.reliability_diagram(number_metrics())
+
+
+@pytest.mark.parametrize(("make", "label"), [(classifier_metrics, "error rate"), (number_metrics, "mean squared")])
+def test_risk_coverage(make, label):
+    metrics = make()
+    ax = plots.risk_coverage(metrics)
+    assert ax.get_ylabel().startswith(label)
+    assert ax.lines[0].get_ydata()[-1] == pytest.approx(metrics.risk_coverage.risk[-1].item())
+    bare = vi.variationalize(nn.Linear(2, 1), lambda y, t: -(y - t).abs(), vi.MeanField(), num_data=9)
+    with pytest.raises(ValueError, match="no risk–coverage curve"):
+        plots.risk_coverage(bare.evaluate([(torch.zeros(3, 2), torch.zeros(3, 1))], draws=2))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("likelihood", [lk.Categorical(), lk.Gaussian(1.0)])
+def test_uncertainty_map(channels, likelihood):
+    outputs = torch.randn(8, 2, 4, 5, 6, generator=seeded())
+    pred = Predictive(outputs, torch.full((8,), 1 / 8), likelihood)
+    image = torch.rand(2, channels, 5, 6, generator=seeded())
+    axes = plots.uncertainty_map(image, pred, index=1)
+    epistemic, aleatoric = (np.asarray(ax.images[0].get_array()) for ax in axes[1:])
+    if isinstance(likelihood, lk.Categorical):
+        np.testing.assert_allclose(epistemic, pred.mutual_information[1], rtol=1e-6)
+        np.testing.assert_allclose(aleatoric, pred.expected_entropy[1], rtol=1e-6)
+    else:
+        np.testing.assert_allclose(epistemic, pred.epistemic[1].sqrt().mean(0), rtol=1e-6)
+        np.testing.assert_allclose(aleatoric, 1.0, rtol=1e-6)
+    with pytest.raises(ValueError, match="three axes"):
+        plots.uncertainty_map(image, pred, ax=axes[:2])
+    with pytest.raises(ValueError, match="per pixel"):
+        plots.uncertainty_map(image, regression())
+
+
+def test_matplotlib_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"structvi\[plots\]"):
+        plots.predictive_band(torch.arange(20.0), regression())
