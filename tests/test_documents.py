@@ -13,7 +13,8 @@ def blocks(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
 
 
-def test_the_readme_runs_as_written():
+def test_the_readme_runs_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace: dict = {}
     for block in blocks("README.md"):
         exec(compile(block, "README.md", "exec"), namespace)

@@ -52,7 +52,8 @@ def _table2(results: dict) -> dict[str, list[str]]:
         f"{data['centres']} regularly spaced centres on [{data['range'][0]:g}, {data['range'][1]:g}], kernel width "
         f"{data['kernel_width']:.3f}, N = {data['observations']} uniform inputs, σ = {data['noise']} known, "
         f"θ ~ N(0, I). The exact posterior is normal; log p*(θ*) has median {own['exact_log_p_true']:.2f} (about 15 "
-        f"in problems of the paper’s kind). Dropout keeps with probability {KEEP}; sGMM-VI has {COMPONENTS} parts of rank 2."
+        f"in problems of the paper’s kind). Dropout keeps with probability {KEEP}; sGMM-VI has {COMPONENTS} parts of "
+        "rank 2."
     ]
     falling = [rows["sN-VI", k]["kl_p_q"] for k in (1, 2, 4, 10)]
     order = (
@@ -146,8 +147,8 @@ def _couplings(results: dict) -> dict[str, list[str]]:
     before = [
         "The paper’s section 4 recommends coupled draws (paired, unscented) and log q at the draws instead of the "
         f"closed-form entropy. Gradient variance of the ELBO at {own['evaluations_per_step']} evaluations of log p, "
-        "rank 4, on 8-dimensional normals, summed over coordinates, early (20 steps) and late in a fit; “shared” is the "
-        "original code’s one diagonal noise for all directions; path drops the part of ∇log q that is zero on average. "
+        "rank 4, on 8-dimensional normals, summed over coordinates, early (20 steps) and late in a fit; “shared” is "
+        "the original code’s one diagonal noise for all directions; path drops the part of ∇log q that is zero on average. "
         "Targets are normal, so the gradient of the mean is linear in the noise and mirrored draws make its "
         "variance zero: that part is better here than on a network."
     ]
@@ -169,7 +170,8 @@ def _couplings(results: dict) -> dict[str, list[str]]:
         if lower:
             outcome = f"holds for {_join([f'the {part}' for part in lower])}{' only' if len(lower) == 1 else ''}."
         after.append(
-            f"{phase.capitalize()}, log_q against the closed-form entropy with unscented draws: the paper’s advice {outcome}"
+            f"{phase.capitalize()}, log_q against the closed-form entropy with unscented draws: the paper’s "
+            f"advice {outcome}"
         )
         gain = [
             ratio(column, "unscented", "path", ("unscented", "log_q"), phase) for column in ("var_scale", "var_factor")

@@ -27,7 +27,7 @@ class Settings:
     targets: int = 10
     steps: int = 700
     starts: int = 2
-    regression_steps: int = 400
+    regression_steps: int = 300
     regression_rate: float = 0.1
     evaluations: int = 64
     learning_rate: float = 0.3
@@ -48,4 +48,4 @@ class Settings:
 
 def quick(seed: int = 0) -> Settings:
     """Three targets instead of ten; the fits are the same."""
-    return Settings(seed=seed, targets=3, coupling_targets=3, coupling_repeats=60, coupling_steps=200)
+    return Settings(seed=seed, targets=3, coupling_targets=2, coupling_repeats=40, coupling_steps=150)
