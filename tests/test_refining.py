@@ -243,3 +243,24 @@ def test_mixture_from_networks():
         vi.Mixture.from_networks(nets, part=vi.MeanField(initial_mean="zero"))
     with pytest.raises(ValueError, match="list of at least one network"):
         vi.Mixture.from_networks([], part=vi.MeanField())
+
+
+@pytest.mark.parametrize("noise", ["point", "random"])
+def test_an_unknown_noise_starts_at_the_trained_networks_residuals(noise):
+    """Left at 1, a noise of 0.1 makes every scale ten times too wide, and the fit forgets what was trained."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 2)
+    net = torch.nn.Linear(2, 1)
+    t = net(x).detach() + 0.1 * torch.randn(400, 1)
+    t[:50] = 100.0  # masked: a tenth of the data that must not count
+    mask = torch.ones_like(t, dtype=torch.bool)
+    mask[:50] = False
+    batches = [(x[i : i + 100], (t[i : i + 100], mask[i : i + 100])) for i in range(0, 400, 100)]
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise), vi.MeanField(), num_data=400)
+    start_trained(posterior, Batches(batches, 0, torch.device("cpu")))
+    if noise == "point":
+        found = posterior.model.likelihood.log_noise.exp().item()
+    else:
+        found = posterior.space.unravel(posterior.family().mean)["likelihood.log_noise"].exp().item()
+    assert found == pytest.approx(0.1, rel=0.15)  # 350 residuals: a standard error of 4 %
+    assert posterior.family().variance.sqrt()[:2].max() < 0.02  # 0.1/√350 = 0.005, and not 1/√350 = 0.05

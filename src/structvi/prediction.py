@@ -110,7 +110,7 @@ class DrawChunks:
     def _call(self, draws: Draws, row: Tensor, batch: Any) -> tuple[Any, Any]:
         model = self.posterior.model
         named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
-        return model._call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
+        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
 
     def _with_reference(self, inputs: Any) -> tuple[Any, int]:
         """The inputs below the reference's rows, and how many those are."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from .families.point import MAP
 from .families.precision import StructuredPrecision
 from .families.structured import StructuredNormal, normal
 from .history import FitResult
+from .likelihoods import Gaussian, split_mask
 from .random import borrowed_stream
 from .targets import BayesianModel
 
@@ -37,8 +39,10 @@ NEW_WEIGHT = 0.1
 def start_trained(posterior: "Posterior", batches: Batches) -> None:
     """Means at the network's present values, scales from a diagonal Fisher: s_i² = 1/(Σ_n (∂ log p_n/∂θ_i)² + π_i).
 
-    One pass over the data. π_i is the prior's precision, −∂² log p(θ)/∂θ_i² at the mean; where that is not positive
-    (a Laplace prior), scales are at most the tensor's initialisation scale.
+    One pass over the data. An unknown noise, "point" or "random", starts at the root mean square of the network's
+    residuals, in a pass of its own: left at its initial value it would set the scales of all weights.
+    π_i is the prior's precision, −∂² log p(θ)/∂θ_i² at the mean; where that is not positive (a Laplace prior), scales
+    are at most the tensor's initialisation scale.
     """
     model = posterior.model
     tensors = dict(model.net.named_parameters())
@@ -46,11 +50,35 @@ def start_trained(posterior: "Posterior", batches: Batches) -> None:
     theta = model.space.ravel({name: tensors.get(name, appended[name]).detach() for name in model.space.names})
     theta = theta.to(next(posterior.parameters()).device)
     with posterior.network_mode():
+        theta = _with_residual_noise(model, theta, batches.everything())
         information = diagonal_fisher(model, theta, batches.everything())
     prior = prior_precision(model, theta)
     scale = (information + prior).rsqrt().to(theta)
     scale = torch.where(prior > 0, scale, scale.minimum(model.space.scale.to(theta)))
     _place(posterior.family, model.space.unravel(theta), model.space.unravel(scale))
+
+
+@torch.no_grad()
+def _with_residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> Tensor:
+    """θ [P], and the likelihood, with an unknown Gaussian noise at the residuals' root mean square."""
+    likelihood = model.likelihood
+    if not isinstance(likelihood, Gaussian) or likelihood.noise not in ("point", "random"):
+        return theta
+    named = dict(model.space.unravel(theta.clone()))
+    network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}
+    square, count = 0.0, 0
+    for batch in batches:
+        output, target = model.call(network, batch)
+        t, mask = split_mask(target)
+        residual = (t - output).double() if mask is None else (t - output)[mask].double()
+        square, count = square + float(residual.square().sum()), count + residual.numel()
+    log_noise = 0.5 * log(max(square / max(count, 1), torch.finfo(theta.dtype).tiny))
+    if likelihood.noise == "point":
+        likelihood.log_noise.fill_(log_noise)
+        return theta
+    for name in model.likelihood_names:
+        named[name] = torch.full_like(named[name], log_noise)
+    return model.space.ravel(named)
 
 
 def diagonal_fisher(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> Tensor:

@@ -210,7 +210,7 @@ class BayesianModel(nn.Module):
             nonlocal B
             named = {**space.unravel(row), **fixed}
             own = {name: named.pop(full) for full, name in self.likelihood_names.items()}
-            output, target = self._call(named, batch)
+            output, target = self.call(named, batch)
             B = _batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
@@ -238,7 +238,8 @@ class BayesianModel(nn.Module):
 
         return self.evaluation(one, theta, ("outputs", frozenset(fixed), training_key(self.net)))
 
-    def _call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
+    def call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
+        """Output and target of a batch, for the network with these tensors in place of its own."""
         if self.user_forward is not None:
             with_weights = _Bound(self, random)
             result = self.user_forward(with_weights, batch)
