@@ -53,6 +53,10 @@ def model(likelihood=None, prior=None, num_data=60, network=None, **options) -> 
     return vi.BayesianModel(network or net(), likelihood, prior, num_data, **options)
 
 
+def posterior(likelihood=None) -> vi.Posterior:
+    return vi.variationalize(net(), likelihood or likelihoods.Gaussian(0.5), vi.MeanField(), num_data=6)
+
+
 def log_joint(batch, target: vi.BayesianModel | None = None):
     """Of a batch, at one draw (a plain call) and at several (the probe of vmap): both must say the same."""
     target = target or model()
@@ -569,12 +573,27 @@ TABLE = {
         TypeError,
         r"expects an nn\.Module, got",
     ),
+    "model: DataParallel": (
+        lambda: model(network=nn.DataParallel(net())),
+        TypeError,
+        r"DataParallel cannot be called with drawn weights; give the network inside it, net\.module",
+    ),
     "model: likelihood class": (
         lambda: model(likelihoods.Categorical),
         TypeError,
         r"must be objects, not classes: write NormalPrior\(1\.0\), Categorical\(\)",
     ),
     "model: likelihood by name": (lambda: model("gaussian"), TypeError, r"likelihood must be callable, got 'gaussian'"),
+    "model: a loss as likelihood": (
+        lambda: model(nn.CrossEntropyLoss(reduction="none")),
+        TypeError,
+        r"CrossEntropyLoss is a loss, to be made small; .*Categorical\(\)",
+    ),
+    "model: a distribution as prior": (
+        lambda: model(prior=Normal(0.0, 1.0)),
+        TypeError,
+        r"prior must be callable, got Normal.*write NormalPrior\(1\.0\) or DistributionPrior",
+    ),
     "model: prior class": (lambda: model(prior=vi.NormalPrior), TypeError, r"must be objects, not classes"),
     "model: prior a number": (lambda: model(prior=1.0), TypeError, r"prior must be callable, got 1\.0"),
     "model: num_data zero": (lambda: model(num_data=0), ValueError, r"number of observations.*got 0"),
@@ -583,7 +602,7 @@ TABLE = {
     "model: num_data not set": (
         lambda: model(num_data=None).log_joint(torch.zeros(2, model().space.size), (X, T)),
         ValueError,
-        r"num_data.* is not known yet: set it",
+        r"num_data.* is not known yet: set it, give num_data= to variationalize, or fit first",
     ),
     "model: num_data bool": (lambda: model(num_data=True), ValueError, r"number of observations.*got True"),
     "model: parameters a dict": (
@@ -866,6 +885,39 @@ MENU = {
         lambda: log_joint((X, T + 2), model(likelihoods.Bernoulli())),
         ValueError,
         r"labels must lie in 0 … 1",
+    ),
+    "batch: three parts": (
+        lambda: log_joint((X, X, T)),
+        TypeError,
+        r"got tuple of 3; for others give variationalize a function forward=, such as lambda net, batch",
+    ),
+    "evaluate: a data set": (
+        lambda: posterior().evaluate(torch.utils.data.TensorDataset(X, T)),
+        TypeError,
+        r"expected a DataLoader.*got TensorDataset",
+    ),
+    "evaluate: x and t": (lambda: posterior().evaluate(X, T), ValueError, r"draws must be .*got a tensor \(6, 2\)"),
+    "predict: an array": (lambda: posterior().predict(X.numpy()), TypeError, r"got ndarray; .*torch\.as_tensor"),
+    "predict: a loader": (
+        lambda: posterior().predict(torch.utils.data.DataLoader(X)),
+        TypeError,
+        r"inputs as tensors, got DataLoader; .*or use evaluate",
+    ),
+    "predict: one input without its batch axis": (
+        lambda: posterior(likelihoods.Categorical()).predict(X[0]),
+        ValueError,
+        r"\[S, B, C, \.\.\] of S draws, got .*add a batch axis: x\.unsqueeze\(0\)",
+    ),
+    "save: no such directory": (
+        lambda: posterior().save("no such directory/a.safetensors"),
+        FileNotFoundError,
+        r"cannot write no such directory/a\.safetensors: there is no directory no such directory; make it first",
+    ),
+    "save: a directory": (lambda: posterior().save("."), IsADirectoryError, r"it is a directory; give the name of"),
+    "fit: without gradients": (
+        lambda: torch.no_grad()(posterior().fit)([(X, T)], steps=1),
+        ValueError,
+        r"needs gradients: call it outside torch\.no_grad\(\) and torch\.inference_mode\(\)",
     ),
     "variationalize: unknown dropout": (
         lambda: vi.variationalize(net(), likelihoods.Gaussian(1.0), dropout="yes"),

@@ -1,5 +1,6 @@
 """The fit: it reaches the closed form, its options do what they say, and it ends cleanly whatever happens."""
 
+import inspect
 import sys
 
 import pytest
@@ -437,6 +438,24 @@ def test_a_step_that_is_not_finite_is_undone_and_its_batch_named():
     assert not same(states[3], states[2])
 
 
+def test_data_that_are_not_finite_have_no_verdict_of_convergence():
+    x, t = data().tensors
+    x[50, 0] = torch.nan
+    result = linear().fit(DataLoader(TensorDataset(x, t), batch_size=20), epochs=4, progress=False)
+    assert result.elbo.value == -torch.inf
+    assert result.verdict == "no finite ELBO: print(result) says which batch and why"
+    assert "4 steps undone, not finite; the first at batch 2 of epoch 0" in str(result)
+
+
+def test_a_batch_with_an_error_is_named():
+    labels = torch.zeros(60, dtype=torch.long)
+    labels[50] = 2
+    bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField())
+    with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes") as caught:
+        bayes.fit(DataLoader(TensorDataset(torch.zeros(60, 3), labels), batch_size=20), epochs=1, progress=False)
+    assert caught.value.__notes__ == ["in batch 2 of epoch 0"]
+
+
 def test_five_in_a_row_stop_the_fit_at_the_last_good_state():
     posterior = linear()
     states = [parameters(posterior)]
@@ -521,6 +540,51 @@ def test_loaders_of_all_kinds():
     assert any("N = 90 as the model was told" in note for note in told.notes)
 
 
+def test_another_fit_takes_the_length_of_its_own_data():
+    part = DataLoader(torch.utils.data.Subset(data(), range(20)), batch_size=20)
+    bayes = linear()
+    assert bayes.fit(loader(), steps=2, progress=False).notes == []
+    assert bayes.model.num_data == N
+    result = bayes.fit(part, steps=2, progress=False)
+    assert bayes.model.num_data == 20
+    assert result.notes == [f"N = 20, of this loader's data set; in the fit before it was {N}"]
+    told = linear(num_data=N)
+    result = told.fit(part, steps=2, progress=False)
+    assert told.model.num_data == N
+    assert result.notes == [f"N = {N} as the model was told; the loader's data set has 20 observations"]
+
+
+def test_batch_norm_that_has_seen_no_data_is_noted():
+    net = nn.Sequential(nn.Linear(D, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)).double()
+
+    def notes(**options):
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField(), **options)
+        return bayes.fit(loader(), steps=2, progress=False).notes
+
+    assert len(notes()) == 1
+    assert notes()[0].startswith("batch norm has seen no data in 1: ")
+    assert notes(batch_norm="reestimated") == []
+    net(data().tensors[0])  # in training mode: the running statistics move
+    assert notes() == []
+
+
+def test_methods_show_the_signatures_of_what_they_do():
+    assert "epochs" in inspect.signature(vi.Posterior.fit).parameters
+    assert "rank" in inspect.signature(vi.Posterior.grow).parameters
+    assert "coupling" in inspect.signature(vi.Posterior.predict).parameters
+    assert "levels" in inspect.signature(vi.Posterior.evaluate).parameters
+    assert "weight decay" in vi.Posterior.fit.__doc__
+
+
+def test_what_a_posterior_and_a_result_print():
+    net = nn.Sequential(nn.Linear(D, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField(), select="2.*")
+    assert "5 of the network's 21 weights are random, N not known yet" in repr(bayes)
+    result = bayes.fit(loader(), steps=2, progress=False)
+    assert f"5 of the network's 21 weights are random, N = {N}" in repr(bayes)
+    assert repr(result) == str(result)
+
+
 def test_what_must_be_known_is_in_the_notes():
     point = linear(vi.MAP()).fit(loader(), epochs=1, progress=False)
     assert not point.bound
@@ -590,6 +654,7 @@ def test_bad_values(options, message):
     [
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS"),
         ({"optimizer": lambda p: 3}, "torch optimizer"),
+        ({"optimizer": "adam"}, "torch optimizer or a function .* got .adam"),
         ({"scheduler": 3}, "LRScheduler"),
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "metric"),
     ],

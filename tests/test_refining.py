@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.batches import Batches
-from structvi.refining import diagonal_fisher, prior_precision, start_trained
+from structvi.refining import _with_components, diagonal_fisher, prior_precision, start_trained
 
 N, D, NOISE = 40, 3, 0.5
 
@@ -264,3 +264,12 @@ def test_an_unknown_noise_starts_at_the_trained_networks_residuals(noise):
         found = posterior.space.unravel(posterior.family().mean)["likelihood.log_noise"].exp().item()
     assert found == pytest.approx(0.1, rel=0.15)  # 350 residuals: a standard error of 4 %
     assert posterior.family().variance.sqrt()[:2].max() < 0.02  # 0.1/√350 = 0.005, and not 1/√350 = 0.05
+
+
+def test_new_parts_of_a_mixture_weigh_a_tenth_together():
+    space = vi.Parameters({"z": torch.zeros(3)})
+    generator = torch.Generator().manual_seed(0)
+    two = _with_components(vi.MeanField().bind(space), 2, generator)
+    torch.testing.assert_close(two.proportions, torch.tensor([0.9, 0.1]))
+    four = _with_components(two, 4, generator)
+    torch.testing.assert_close(four.proportions, torch.tensor([0.81, 0.09, 0.05, 0.05]))

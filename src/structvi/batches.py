@@ -17,6 +17,13 @@ from torch.utils.data import (
 )
 
 
+def check_iterable(loader: Any) -> None:
+    if not isinstance(loader, Iterable):  # a data set is none
+        raise TypeError(
+            f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}"
+        )
+
+
 class Batches:
     """A `DataLoader`, or any re-iterable of batches, as a fit reads it.
 
@@ -37,10 +44,7 @@ class Batches:
     """
 
     def __init__(self, loader: Iterable[Any], seed: int = 0, device: torch.device | None = None):
-        if not isinstance(loader, Iterable):
-            raise TypeError(
-                f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}"
-            )
+        check_iterable(loader)
         if isinstance(loader, Iterator):
             raise TypeError(
                 f"a {type(loader).__name__} can be read only once, and a fit reads the data many times; "

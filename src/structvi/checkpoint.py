@@ -47,6 +47,10 @@ def write(path: str | os.PathLike, tensors: Mapping[str, Tensor], description: M
         ({'x': tensor([1., 1.])}, {'step': 3})
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no directory {path.parent}; make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a directory; give the name of a file in it")
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got {tensor!r}")

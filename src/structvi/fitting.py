@@ -100,9 +100,11 @@ def fit(
     _check(epochs, steps, warmup, kl_warmup, temperature, accumulate, clip, staged, precision, start, every)
     if device is not None:
         posterior.to(device)
+    if not torch.is_grad_enabled():
+        raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
     where = next(posterior.parameters()).device
     batches = Batches(loader, seed, where)
-    notes = _set_num_data(posterior, batches)
+    notes = _set_num_data(posterior, batches) + _unused_batch_norm(posterior)
     if epochs is not None:
         if batches.length is None:
             raise ValueError("the loader does not know how many batches it has: give steps= instead of epochs=")
@@ -163,12 +165,35 @@ def _set_num_data(posterior: "Posterior", batches: Batches) -> list[str]:
                 "N, the number of observations, is needed to weigh a minibatch against the prior, and this loader does "
                 "not know it: give num_data= to variationalize, or a DataLoader over a data set with a length"
             )
-        model.num_data = batches.num_data
+        model.num_data, model.num_data_of_loader = batches.num_data, True
+    elif model.num_data_of_loader and batches.num_data not in (None, model.num_data):
+        before, model.num_data = model.num_data, batches.num_data
+        return [f"N = {model.num_data}, of this loader's data set; in the fit before it was {before}"]
     elif batches.num_data is not None and batches.num_data != model.num_data:
         return [
             f"N = {model.num_data} as the model was told; the loader's data set has {batches.num_data} observations"
         ]
     return []
+
+
+def _unused_batch_norm(posterior: "Posterior") -> list[str]:
+    """Layers frozen at the statistics they were made with do not normalise."""
+    if posterior.batch_norm == "reestimated":
+        return []
+    unused = [
+        name
+        for name, module in posterior.net.named_modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        and module.running_mean is not None
+        and module.running_var is not None
+        and bool((module.running_mean == 0).all() and (module.running_var == 1).all())
+    ]
+    if not unused:
+        return []
+    return [
+        f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not normalise; "
+        'train the network first, or variationalize with batch_norm="reestimated"'
+    ]
 
 
 def _check(

@@ -124,14 +124,14 @@ class Skipped:
     reason: str
 
 
-@dataclass
+@dataclass(repr=False)
 class FitResult:
     """What a fit came to. `print(result)` says all of it.
 
     Attributes:
         verdict: "converged", "still improving at … nats per epoch", "not shown to have converged" where the noise could
-            hide a gain of a hundredth of a nat an observation, or "stopped by you". Rates are those at the highest
-            learning rate: one that has fallen to zero hides what is left to gain.
+            hide a gain of a hundredth of a nat an observation, "stopped by you", or "no finite ELBO". Rates are those
+            at the highest learning rate: one that has fallen to zero hides what is left to gain.
         elbo: of the posterior that was kept, in nats for the whole data set at λ = 1, with its standard error.
         kept: which of `candidates` was kept.
         candidates: the posteriors that were compared, on common draws.
@@ -169,3 +169,5 @@ class FitResult:
             compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
             lines.append(f"kept: {self.kept}; compared on common draws: {compared}")
         return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__  # a notebook shows what print does

@@ -252,6 +252,11 @@ class Categorical(_Classes):
         return -cross_entropy(output, labels.long(), reduction="none")
 
     def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        if output.ndim < 3:
+            raise ValueError(
+                f"Categorical expects logits [S, B, C, ..] of S draws, got {tuple(output.shape)}; for one input add a "
+                "batch axis: x.unsqueeze(0)"
+            )
         return CategoricalDistribution(logits=output.movedim(2, -1), validate_args=False)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal
 
+from .batches import check_iterable
 from .couplings import Coupling, naive
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .prediction import DrawChunks, on_device
@@ -111,6 +112,7 @@ def evaluate(
         >>> sorted(dict(evaluate(bayes, [(torch.zeros(5, 3), torch.zeros(5, 1))], draws=4)))
         ['aurc', 'count', 'coverage', 'crps', 'draws', 'nlpd', 'nlpd_se', 'rmse']
     """
+    check_iterable(loader)
     chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
     totals = _Totals(tuple(levels))
     for batch in loader:

@@ -22,7 +22,7 @@ def make_optimizer(parameters: list[Tensor], optimizer: OptimizerLike | None, lr
         return torch.optim.Adam(parameters, lr=DEFAULT_LR if lr is None else lr)
     if lr is not None:
         raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+    made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer or a function of parameters to one, got {made!r}")
     if isinstance(made, torch.optim.LBFGS):

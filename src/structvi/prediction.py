@@ -4,9 +4,11 @@ import copy
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
 
 from .couplings import Coupling, naive
 from .evaluation import training_key
@@ -44,7 +46,8 @@ class DrawChunks:
     ):
         for name, value in (("draws", draws), ("chunk", chunk)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
+                came = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"{name} must be an integer ≥ 1, got {came}")
         check_draw(1, coupling, generator)
         if posterior.batch_norm == "reestimated" and reference is None:
             raise ValueError(
@@ -160,6 +163,11 @@ def predict(
         >>> pred.mean.shape, pred.mutual_information.shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
+    if isinstance(x, np.ndarray | DataLoader | Dataset):
+        raise TypeError(
+            f"predict expects the network's inputs as tensors, got {type(x).__name__}; of an array make one with "
+            "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
+        )
     chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
     parts = [chunks.predictive(index, x) for index in range(len(chunks))]
     outputs = [part.outputs for part in parts]

@@ -16,7 +16,7 @@ from .families.base import Family
 from .families.blocks import Blocks
 from .families.full import FullNormal
 from .families.mean_field import MeanField
-from .families.mixture import Mixture
+from .families.mixture import LOGIT_UNIT, Mixture
 from .families.point import MAP
 from .families.precision import StructuredPrecision
 from .families.structured import StructuredNormal, normal
@@ -302,7 +302,7 @@ def _with_components(family: Family, components: int, generator: torch.Generator
         added.append(part)
     mixture = Mixture([*copy.deepcopy(parts), *added])
     share = torch.cat([(1 - NEW_WEIGHT) * weights, weights.new_full((new,), NEW_WEIGHT / new)])
-    mixture.logits.copy_(share.log())
+    mixture.raw_logits.copy_(share.log() / LOGIT_UNIT)
     return mixture
 
 

@@ -185,11 +185,15 @@ class Run:
         """Gradients of −(E log lik − λ KL)/N into the parameters; the ELBO of each group and the gradient's norm."""
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros(())
-        for micro in batch:
-            terms = self.posterior.terms(
-                micro, groups=self.options.groups, coupling=self.coupling, estimator=self.estimator,
-                generator=self.generator,
-            )  # fmt: skip
+        for offset, micro in enumerate(batch):
+            try:
+                terms = self.posterior.terms(
+                    micro, groups=self.options.groups, coupling=self.coupling, estimator=self.estimator,
+                    generator=self.generator,
+                )  # fmt: skip
+            except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                error.add_note(f"in batch {self.index + offset} of epoch {self.epoch}")
+                raise
             objective = (terms.fit - temperature * terms.complexity).mean()
             if not bool(torch.isfinite(objective)):
                 raise NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
@@ -317,8 +321,11 @@ class Run:
             data = "all data" if seen <= most else f"{most} of {seen} batches"
             comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
         done = self.epoch + (self.index / self.batches.length if self.batches.length else 0)
+        verdict = "stopped by you" if stopped else self.verdict()
+        if not stopped and elbo.value == -inf:
+            verdict = "no finite ELBO: print(result) says which batch and why"
         return FitResult(
-            "stopped by you" if stopped else self.verdict(), elbo, kept, candidates, comparison, self.history,
+            verdict, elbo, kept, candidates, comparison, self.history,
             self.step, done, self.options.temperature, density.bound,
             self.batches.exact and self.generator.device.type == "cpu", self.skipped,
             self._notes(density.bound),

@@ -122,9 +122,20 @@ class BayesianModel(nn.Module):
         super().__init__()
         if not isinstance(net, nn.Module):
             raise TypeError(f"BayesianModel expects an nn.Module, got {type(net).__name__}")
-        for name, value in (("likelihood", likelihood), ("prior", prior)):
+        if isinstance(net, nn.DataParallel):
+            raise TypeError("DataParallel cannot be called with drawn weights; give the network inside it, net.module")
+        for name, value, such in (
+            ("likelihood", likelihood, 'likelihoods.Categorical() or likelihoods.Gaussian("point")'),
+            ("prior", prior, 'NormalPrior(1.0) or DistributionPrior({"*": Normal(0.0, 1.0)})'),
+        ):
             if not callable(value):
-                raise TypeError(f"the {name} must be callable, got {value!r}")
+                raise TypeError(f"the {name} must be callable, got {value!r}; write {such}, for example")
+        if isinstance(likelihood, nn.modules.loss._Loss):
+            raise TypeError(
+                f"{type(likelihood).__name__} is a loss, to be made small; the likelihood is log p(t | y) of each "
+                "observation, to be made large: take one of structvi.likelihoods, such as Categorical() for "
+                "CrossEntropyLoss"
+            )
         if isinstance(likelihood, type) or isinstance(prior, type):
             raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")
         if parameters is not None and not isinstance(parameters, Parameters):
@@ -137,6 +148,8 @@ class BayesianModel(nn.Module):
         self.likelihood = likelihood
         self.prior = prior
         self._num_data: int | None = None
+        #: whether a fit took N from its loader: another fit then takes that of its own
+        self.num_data_of_loader = False
         if num_data is not None:
             self.num_data = num_data
         self.net_space = Parameters.of(net) if parameters is None else parameters
@@ -161,7 +174,10 @@ class BayesianModel(nn.Module):
     @property
     def num_data(self) -> int:
         if self._num_data is None:
-            raise ValueError("num_data, the number of observations in the whole data set, is not known yet: set it")
+            raise ValueError(
+                "num_data, the number of observations in the whole data set, is not known yet: set it, give num_data= "
+                "to variationalize, or fit first, which takes it from the loader"
+            )
         return self._num_data
 
     @num_data.setter
@@ -293,7 +309,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     came = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
-    raise TypeError(f"a batch must be (input, target) or a dict, got {came}; for others give forward=(net, batch) → …")
+    raise TypeError(
+        f"a batch must be (input, target) or a dict, got {came}; for others give variationalize a function forward=, "
+        "such as lambda net, batch: (net(*batch[:-1]), batch[-1])"
+    )
 
 
 def _arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -3,25 +3,22 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from . import fitting, metrics, prediction, refining
+from .batches import Batches
 from .couplings import Coupling, paired
 from .elbo import Estimator, Terms, elbo_terms
+from .estimate import Estimate, full_elbo
 from .evaluation import Mode
 from .families.base import Family
 from .families.structured import StructuredNormal
 from .parameters import Parameters, Select
 from .priors import NormalPrior, Prior
 from .targets import BayesianModel
-
-if TYPE_CHECKING:
-    from .estimate import Estimate
-    from .history import FitResult
-    from .metrics import Metrics
-    from .predictive import Predictive
 
 DROPOUT = ("off", "on")
 BATCH_NORM = ("frozen", "deterministic", "reestimated")
@@ -61,6 +58,11 @@ class Posterior(nn.Module):
         self.family = family
         self.dropout = dropout
         self.batch_norm = batch_norm
+
+    def extra_repr(self) -> str:
+        weights = sum(parameter.numel() for parameter in self.net.parameters())
+        N = "N not known yet" if self.model._num_data is None else f"N = {self.model.num_data}"
+        return f"{self.model.net_space.size} of the network's {weights} weights are random, {N}"
 
     @property
     def space(self) -> Parameters:
@@ -129,17 +131,27 @@ class Posterior(nn.Module):
                 generator=generator,
             )
 
-    def fit(self, loader: Iterable[Any], **options: Any) -> "FitResult":
-        """Fit to the data, see `structvi.fitting.fit` for all options: `posterior.fit(loader, epochs=20)`."""
-        from .fitting import fit
+    # functions of a posterior as its methods: with their own signatures and documentation
 
-        return fit(self, loader, **options)
+    fit = fitting.fit
+    """Fit to the data, see `structvi.fitting.fit`: `posterior.fit(loader, epochs=20)`."""
 
-    def grow(self, loader: Iterable[Any], **options: Any) -> "FitResult":
-        """Refine a fitted posterior, `rank=` or `components=`, see `structvi.refining.grow`; never makes it worse."""
-        from .refining import grow
+    grow = refining.grow
+    """Refine a fitted posterior, `rank=` or `components=`, see `structvi.refining.grow`; never makes it worse."""
 
-        return grow(self, loader, **options)
+    predict = prediction.predict
+    """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.prediction.predict`."""
+
+    forward = prediction.predict
+
+    evaluate = metrics.evaluate
+    """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
+
+    sample_network = prediction.sample_network
+    """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
+
+    mean_network = prediction.mean_network
+    """A copy of the network at the posterior mean of its weights."""
 
     def elbo(
         self,
@@ -148,43 +160,13 @@ class Posterior(nn.Module):
         groups: int = 64,
         coupling: Coupling = paired,
         generator: torch.Generator | None = None,
-    ) -> "Estimate":
+    ) -> Estimate:
         """The ELBO over all data, in nats, with its standard error: every batch sees the same draws."""
-        from .batches import Batches
-        from .estimate import full_elbo
-
         batches = Batches(loader, device=next(self.parameters()).device)
         with self.network_mode():
             return full_elbo(
                 self.family, self.model, batches.everything(), groups=groups, coupling=coupling, generator=generator
             )
-
-    def predict(self, x: Any, draws: int = 64, **options: Any) -> "Predictive":
-        """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `prediction.predict` for the options."""
-        from .prediction import predict
-
-        return predict(self, x, draws, **options)
-
-    def forward(self, x: Any, draws: int = 64, **options: Any) -> "Predictive":
-        return self.predict(x, draws, **options)
-
-    def evaluate(self, loader: Iterable[Any], draws: int = 64, **options: Any) -> "Metrics":
-        """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
-        from .metrics import evaluate
-
-        return evaluate(self, loader, draws, **options)
-
-    def sample_network(self, generator: torch.Generator | None = None) -> nn.Module:
-        """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
-        from .prediction import sample_network
-
-        return sample_network(self, generator)
-
-    def mean_network(self) -> nn.Module:
-        """A copy of the network at the posterior mean of its weights."""
-        from .prediction import mean_network
-
-        return mean_network(self)
 
     def save(self, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
         """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.

@@ -62,25 +62,12 @@ def costs() -> list[Cost]:
 
 def table() -> str:
     """The rows as text."""
-    head = (
-        "family",
-        "parameters",
-        "bytes with Adam",
-        "flops a draw",
-        "draws a group",
-        "density",
-        "modes",
-        "covariance",
-    )
-    rows = [head]
+    head = ("family", "parameters", "bytes with Adam", "flops a draw", "draws a group")
+    rows: list[tuple[str, ...]] = [(*head, "density", "multimodal", "covariance")]
     for cost in costs():
-        says = (
-            "yes" if cost.density else "no",
-            "many" if cost.multimodal else "one",
-            "yes" if cost.covariance else "no",
-        )
+        says = ["yes" if able else "no" for able in (cost.density, cost.multimodal, cost.covariance)]
         rows.append((cost.family, cost.parameters, cost.memory, cost.flops, cost.draws, *says))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("─" * width for width in widths))
     notes = (

@@ -52,7 +52,7 @@ def one_fit(settings: Settings, name: str, method: Method) -> dict:
     target = Batched(space(z=2), lambda theta: log_density(name, theta))
     generator = settings.generator("figure2", name, method)
     steps, rate = settings.regression_steps, settings.regression_rate
-    density = fit(method.recipe(0.3), target, settings, generator, steps=steps, rate=rate, anneal=method.anneal).density
+    density = fit(method.recipe(0.3), target, settings, generator, steps=steps, rate=rate, anneal=method.anneal)
     if method.name == "MAP":
         return {"points": [density.mean.tolist()], "probabilities": [1.0]}
     if method.name == "MC dropout":

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from . import couplings, figure1, figure2, figure3
+from .commentary import NOTHING
 
 COLOURS = {
     "MAP": "#e08214",
@@ -16,8 +17,6 @@ COLOURS = {
     "sGMM-VI": "#5b3a9c",
     "exact": "#444444",
 }
-#: gradient variances below this are rounding
-ZERO = 1e-20
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -130,10 +129,9 @@ def _figure2(data: dict) -> Any:
             )
             if method == "MC dropout":
                 for px, py, p in zip(x, y, mass, strict=True):
-                    ax.annotate(
-                        f"{100 * p:.0f} %", (px, py), xytext=(8, -13), textcoords="offset points", fontsize=8.5,
-                        color=COLOURS[method], zorder=6,
-                    )  # fmt: skip
+                    label = f"{100 * p:.0f} %"
+                    where = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
+                    ax.annotate(label, (px, py), **where, fontsize=8.5, color=COLOURS[method], zorder=6)
         ax.set(xlabel="θ₁", title=titles[name], xlim=figure2.EXTENT, ylim=figure2.EXTENT)
     axes[0].set_ylabel("θ₂")
     names = {
@@ -172,10 +170,9 @@ def _figure3(data: dict) -> Any:
         ax.plot(exact["x"], exact["t"], ".", color="#9a6b3f", markersize=2.5, alpha=0.7, label="data")
         ax.plot(x, exact["truth"], color="black", linewidth=1.3, label="true function")
         ax.set(title=title, xlabel="x")
-        ax.text(
-            0.03, 0.03, f"nearest to θ*: {panels[name]['nearest']:.2f}", transform=ax.transAxes, fontsize=9,
-            bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2},
-        )  # fmt: skip
+        box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2}
+        nearest = f"nearest to θ*: {panels[name]['nearest']:.2f}"
+        ax.text(0.03, 0.03, nearest, transform=ax.transAxes, fontsize=9, bbox=box)
     shown = torch.cat([exact["t"], exact["truth"], data["panels"]["MC dropout"]["curves"].flatten()])
     margin = 0.12 * (shown.max() - shown.min()).item()
     axes[0].set(ylabel="y", xlim=(x[0], x[-1]), ylim=(shown.min().item() - margin, shown.max().item() + 0.3 * margin))
@@ -186,7 +183,7 @@ def _figure3(data: dict) -> Any:
 def _couplings(data: dict) -> Any:
     from matplotlib.lines import Line2D
 
-    figure, axes = _new(4, 13, 3.9, width_ratios=(1, 1, 1, 1.4))
+    figure, axes = _new(4, 14, 4, width_ratios=(1, 1, 1, 1.2))
     colours = {"path": "#1f5fa8", "log_q": "#c2243b", "entropy": "#8a8a8a"}
     names = list(couplings.COUPLINGS)
     late = {(row["coupling"], row["estimator"]): row for row in data["rows"] if row["phase"] == "late"}
@@ -197,16 +194,16 @@ def _couplings(data: dict) -> Any:
             where = [index + shift for index in range(len(names))]
             ax.plot(where, values, "o", color=colours[estimator], markersize=7)
         ax.set_yscale("log")
-        ax.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=8.5)
+        ax.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=8)
         ax.set_title(f"Gradient variance, {title}", fontsize=10)
         ax.set_xlim(-0.6, len(names) - 0.4)
         ax.grid(axis="y", color="#eeeeee")
         ax.set_axisbelow(True)
-        positive = [late[name, e][column] for name in names for e in colours if late[name, e][column] > ZERO]
+        positive = [late[name, e][column] for name in names for e in colours if late[name, e][column] > NOTHING]
         bottom = min(positive) / 10
         ax.set_ylim(bottom, 3 * max(positive))
         for index, name in enumerate(names):
-            if all(late[name, estimator][column] <= ZERO for estimator in colours):
+            if all(late[name, estimator][column] <= NOTHING for estimator in colours):
                 ax.text(index, 1.5 * bottom, "zero", ha="center", va="bottom", color="#333333", fontsize=9)
     per_step, every = data["evaluations_per_step"], data["steps_between_values"]
     ax = axes[3]

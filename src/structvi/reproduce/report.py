@@ -6,7 +6,7 @@ from base64 import b64encode
 from html import escape
 from typing import Any
 
-from .commentary import commentary
+from .commentary import commentary, number
 
 TITLES = {
     "table1": "Table 1. Random 8-dimensional Gaussians",
@@ -26,6 +26,7 @@ HEADINGS = {
     "optimum_kl_q_p": "family’s best KL[q‖p]",
     "excess": "excess",
     "excess_max": "largest excess",
+    "stochastic_excess": "excess, Adam",
     "seconds": "seconds a fit",
     "log_q_true": "log q(θ*)",
     "paper_log_q_true": "paper’s log q(θ*)",
@@ -48,6 +49,7 @@ COLUMNS = {
         "optimum_kl_q_p",
         "excess",
         "excess_max",
+        "stochastic_excess",
         "seconds",
     ],
     "table2": ["method", "rank", "paper_log_q_true", "log_q_true", "paper_kl_p_q", "kl_p_q"],
@@ -91,25 +93,6 @@ def csv_files(results: dict[str, Any]) -> dict[str, str]:
             writer.writerows(rows)
             files[f"{name}.csv"] = buffer.getvalue()
     return files
-
-
-def number(value: Any) -> str:
-    """As a reader wants it: three or four figures, powers of ten only where there is no other way."""
-    if value is None:
-        return "–"
-    if isinstance(value, str):
-        return {"inf": "+∞", "-inf": "−∞"}.get(value, value)
-    if isinstance(value, int):
-        return str(value)
-    if value != 0 and abs(value) < 1e-20:
-        return "0"
-    if value != 0 and abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.0e}".split("e")
-        return f"{mantissa.replace('-', '−')}·10{str(int(exponent)).translate(_SUPERSCRIPT)}"
-    return f"{value:.{3 if abs(value) < 100 else 1}f}".replace("-", "−")
-
-
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def table(name: str, results: dict[str, Any]) -> str:

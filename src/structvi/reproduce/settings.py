@@ -13,26 +13,26 @@ class Settings:
     Args:
         seed: of everything random.
         targets: random Gaussians of table 1 and data sets of table 2.
-        steps, learning_rate: of Adam in table 1; rates decay to zero along a half cosine.
-        starts: independent fits in table 1 of which the one with the greatest estimated ELBO is kept, for families
-            with a factor of rank below P: they have local optima, and their factors start at random.
-        regression_steps, regression_rate: of Adam everywhere else, from one start.
+        starts: fits of L-BFGS in table 1 of which the one with the greatest ELBO is kept, for families with a factor of
+            rank below P: they have local optima, and their factors start at random.
+        iterations: of L-BFGS, at most.
+        steps, learning_rate: of Adam in table 1's stochastic fits; rates decay to zero along a half cosine.
+        regression_steps, regression_rate: of Adam everywhere else.
         evaluations: of the log density in one step, divided into as many groups as the coupling allows.
-        selection_draws: of the estimate that compares starts.
         kl_draws: from the exact posterior, where KL[p‖q] has no closed form.
         coupling_targets, coupling_repeats, coupling_steps: sizes of the comparison of couplings.
     """
 
     seed: int = 0
     targets: int = 10
-    steps: int = 700
-    starts: int = 2
+    starts: int = 4
+    iterations: int = 500
+    steps: int = 500
     regression_steps: int = 300
     regression_rate: float = 0.1
     evaluations: int = 64
     learning_rate: float = 0.3
     betas: tuple[float, float] = (0.8, 0.95)
-    selection_draws: int = 16384
     kl_draws: int = 65536
     coupling_targets: int = 5
     coupling_repeats: int = 200

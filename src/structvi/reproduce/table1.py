@@ -1,11 +1,14 @@
 """Table 1: random 8-dimensional Gaussians, fitted with every method, beside the best that each family can do."""
 
+from math import inf
+from time import perf_counter
+
 import torch
 from torch import Tensor
 
 from ..families import kl
 from ..families.full import FullNormalDensity
-from .fits import Batched, fit, median, space
+from .fits import Batched, fit, fit_fixed, median, space
 from .jobs import Job
 from .methods import Method, methods
 from .optima import best_kl, random_gaussians
@@ -30,19 +33,26 @@ def jobs(settings: Settings) -> list[Job]:
 
 
 def one_fit(settings: Settings, method: Method, index: int) -> dict:
-    """KL in both directions and the time of one method on one target."""
+    """KL in both directions and the time of one method on one target, and KL[q‖p] of a stochastic fit."""
     means, covariances = targets(settings)
     exact = FullNormalDensity(means[index], torch.linalg.cholesky(covariances[index]))
-    generator = settings.generator("table1", method, index)
-    starts = settings.starts if method.rank in range(1, P) else 1
     target = Batched(space(z=P), exact.log_prob)
-    steps, rate = settings.steps, settings.learning_rate
-    density, seconds = fit(method.recipe(SCALE), target, settings, generator, steps=steps, rate=rate, starts=starts)
-    finite = density.has_density
+    generator = settings.generator("table1", method, index)
+    recipe = method.recipe(SCALE)
+    began = perf_counter()
+    stochastic = fit(recipe, target, settings, generator, steps=settings.steps, rate=settings.learning_rate)
+    if not _form(method):  # point masses
+        return {"seconds": perf_counter() - began, "kl_p_q": inf, "kl_q_p": inf, "stochastic_kl_q_p": inf}
+    began = perf_counter()
+    starts = settings.starts if method.rank in range(1, P) else 1
+    density = fit_fixed(recipe, target, generator, starts=starts, iterations=settings.iterations)
+    seconds = perf_counter() - began
+    # not below zero, where rounding takes it when q is p
     return {
         "seconds": seconds,
-        "kl_p_q": kl(exact, density).item() if finite else torch.inf,
-        "kl_q_p": kl(density, exact).item() if finite else torch.inf,
+        "kl_p_q": max(0.0, kl(exact, density).item()),
+        "kl_q_p": max(0.0, kl(density, exact).item()),
+        "stochastic_kl_q_p": max(0.0, kl(stochastic, exact).item()),
     }
 
 
@@ -67,17 +77,19 @@ def assemble(settings: Settings, results: list) -> dict:
     table = []
     for row in rows:
         found = [results.pop(0) for _ in range(settings.targets)]
-        known = optima.get(row)
         line = {"method": row.name, "rank": row.rank}
         for name in ("kl_p_q", "kl_q_p"):
             values = [one[name] for one in found]
             line |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-        # a fit that beats the search is itself the best known
-        best = None if known is None else [min(a, one["kl_q_p"]) for a, one in zip(known, found, strict=True)]
-        excess = None if best is None else [one["kl_q_p"] - b for one, b in zip(found, best, strict=True)]
-        line["optimum_kl_q_p"] = None if best is None else median(best)
-        line["excess"] = None if excess is None else median(excess)
-        line["excess_max"] = None if excess is None else max(excess)
+        line |= {"optimum_kl_q_p": None, "excess": None, "excess_max": None, "stochastic_excess": None}
+        if row in optima:
+            # a fit that beats the search is itself the best known
+            least = [min(a, one["kl_q_p"], one["stochastic_kl_q_p"]) for a, one in zip(optima[row], found, strict=True)]
+            excess = [one["kl_q_p"] - a for a, one in zip(least, found, strict=True)]
+            line["optimum_kl_q_p"], line["excess"], line["excess_max"] = median(least), median(excess), max(excess)
+            line["stochastic_excess"] = median(
+                [one["stochastic_kl_q_p"] - a for a, one in zip(least, found, strict=True)]
+            )
         line["paper_kl_p_q"] = PAPER.get(row.label)
         line["seconds"] = median([one["seconds"] for one in found])
         table.append(line)

@@ -54,7 +54,7 @@ def fit_regression(method: Method, target: Target, settings: Settings, generator
     """Likewise for every target that is a posterior given data."""
     recipe = method.recipe(SCALE, exempt=("log_noise",) if "log_noise" in target.space else ())
     steps, rate = settings.regression_steps, settings.regression_rate
-    return fit(recipe, target, settings, generator, steps=steps, rate=rate, anneal=method.anneal).density
+    return fit(recipe, target, settings, generator, steps=steps, rate=rate, anneal=method.anneal)
 
 
 def known_noise(settings: Settings, method: Method, index: int) -> dict:
