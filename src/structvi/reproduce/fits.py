@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from math import inf, sqrt
 from typing import Any
 
@@ -12,10 +11,14 @@ from torch import Tensor
 from ..couplings import Noise, unscented
 from ..elbo import NonFiniteError, elbo
 from ..families import Density, Family
+from ..families.gaussian import Gaussian
 from ..parameters import Parameters
 from ..targets import Target
 from ..tempering import annealed
 from .settings import Settings
+
+#: searches of one start, the first and those begun again
+SEARCHES = 4
 
 
 def groups_for(density: Density, evaluations: int) -> int:
@@ -61,52 +64,68 @@ def fit_fixed(recipe: Family, target: Target, generator: torch.Generator, *, sta
     """Deterministic: L-BFGS on one fixed set of draws, `sigma_points`; the best of several starts by ELBO.
 
     On these draws the ELBO of a quadratic log density is exact, and what remains is the family's error. Nothing but
-    the log density is used.
+    the log density is used. For Gaussian families.
     """
-    best: tuple[float, Density] | None = None
+    best, density = -inf, None
     for _ in range(starts):
         family = recipe.bind(target.space, generator)
         value = _maximise(family, target, generator, iterations)
-        if best is None or value > best[0]:
-            best = value, family.requires_grad_(False)()
-    assert best is not None
-    return best[1]
+        if value > best:
+            best, density = value, family.requires_grad_(False)()
+    assert density is not None
+    return density
+
+
+class _Edge(Exception):
+    """The search has left the numbers for which the family's algebra is exact."""
 
 
 def _maximise(family: Family, target: Target, generator: torch.Generator, iterations: int) -> float:
-    noise: list[Noise] = []
+    """The greatest ELBO found; the family is left there.
 
-    def fixed(groups: int, P: int, K: int, *_: Any) -> Noise:
-        if not noise:
-            noise.append(sigma_points(P, K, generator))
-        return noise[0]
-
-    optimizer = torch.optim.LBFGS(
-        family.parameters(),
-        max_iter=iterations,
-        history_size=30,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-8,  # nats: further on lies only the boundary
-        line_search_fn="strong_wolfe",
-    )
+    Optima often lie on the boundary, a scale going to 0 or ∞, where the ELBO is flat and a long step ends where
+    rounding spoils log det Σ. Such a step is not taken: the search begins again from the best point, without memory.
+    """
+    density = family()
+    assert isinstance(density, Gaussian)
+    noise = sigma_points(density.P, density.rank, generator)
     best, state = -inf, copy.deepcopy(family.state_dict())
 
     def loss() -> Tensor:
         nonlocal best, state
         optimizer.zero_grad()
-        value = elbo(family, target, coupling=fixed, estimator="entropy")
+        value = elbo(family, target, coupling=lambda *_: noise, estimator="entropy")
+        if not _accurate(family(), noise):
+            raise _Edge
         if value.item() > best:
             best, state = value.item(), copy.deepcopy(family.state_dict())
         (-value).backward()
         return -value
 
-    # optima lie on the boundary, scale → 0: a search that steps over the edge of the floating numbers ends there
-    with suppress(torch.linalg.LinAlgError, NonFiniteError):  # pyright: ignore[reportPrivateImportUsage]
-        optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    for _ in range(SEARCHES):
+        optimizer = torch.optim.LBFGS(
+            family.parameters(),
+            max_iter=iterations,
+            history_size=30,
+            tolerance_grad=1e-9,
+            tolerance_change=1e-8,  # nats
+            line_search_fn="strong_wolfe",
+        )
+        try:
+            optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+            break
+        except (_Edge, NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+            family.load_state_dict(state)
     family.load_state_dict(state)
-    # far out on the boundary rounding spoils log det Σ, and with it the entropy: log q at the draws disagrees
-    with torch.no_grad():
-        return min(best, elbo(family, target, coupling=fixed, estimator="log_q").item())
+    return best
+
+
+@torch.no_grad()
+def _accurate(density: Density, noise: Noise) -> bool:
+    """Whether E_q (θ − μ)ᵀΛ(θ − μ) = P, which draws and precision together must give, to six digits."""
+    assert isinstance(density, Gaussian)
+    spread = density.quadratic(density.transform(*noise)).mean().item()
+    return abs(spread / density.P - 1) < 1e-6
 
 
 def sigma_points(P: int, K: int, generator: torch.Generator) -> Noise:
