@@ -41,8 +41,9 @@ def start_trained(posterior: "Posterior", batches: Batches) -> None:
 
     One pass over the data. An unknown noise, "point" or "random", starts at the root mean square of the network's
     residuals, in a pass of its own: left at its initial value it would set the scales of all weights.
-    π_i is the prior's precision, −∂² log p(θ)/∂θ_i² at the mean; where that is not positive (a Laplace prior), scales
-    are at most the tensor's initialisation scale.
+    π_i is the prior's precision, −∂² log p(θ)/∂θ_i² at the mean. Scales are at most the tensor's initialisation scale:
+    a network that fits its data has an empirical Fisher near zero, and scales at the prior's forget what was trained
+    (digits, mean field, 60 epochs: an ELBO of −1408 nats with that limit and −1837 without).
     """
     model = posterior.model
     tensors = dict(model.net.named_parameters())
@@ -54,7 +55,7 @@ def start_trained(posterior: "Posterior", batches: Batches) -> None:
         information = diagonal_fisher(model, theta, batches.everything())
     prior = prior_precision(model, theta)
     scale = (information + prior).rsqrt().to(theta)
-    scale = torch.where(prior > 0, scale, scale.minimum(model.space.scale.to(theta)))
+    scale = scale.minimum(model.space.scale.to(theta))
     _place(posterior.family, model.space.unravel(theta), model.space.unravel(scale))
 
 

@@ -154,7 +154,7 @@ def law_score(make: Make, seed: int) -> None:
 def law_normalised(make: Make, seed: int) -> None:
     """The density integrates to one over ℝ and ℝ², and −∫ q log q is its entropy, by quadrature."""
     for P in (1, 2):
-        density = _with_log_prob(make(_space(P))())
+        density = _with_log_prob(make(_space(P))(), everywhere=True)
         theta, volume = _quadrature(density)
         log_q = density.log_prob(theta)
         _close((log_q.exp() * volume).sum(), torch.tensor(1.0), 1e-6, f"P = {P}: ∫ q")
@@ -250,7 +250,7 @@ def law_unbiased(make: Make, seed: int) -> None:
 def law_path_zero(make: Make, seed: int) -> None:
     """Where q = p the path gradient is zero to rounding in every single group of draws."""
     family = make(_space(7))
-    _with_log_prob(family())
+    _with_log_prob(family(), everywhere=True)
     frozen = copy.deepcopy(family).requires_grad_(False)
     target = _FunctionTarget(family, lambda theta: frozen().log_prob(theta))
     generator = _generator(seed)
@@ -432,9 +432,11 @@ def _gaussian(density: Density) -> Gaussian:
     return density
 
 
-def _with_log_prob(density: Density) -> Density:
-    if not density.bound or not density.offers("log_prob"):
-        raise NotApplicable(f"{type(density).__name__} has no density over all weights to evaluate")
+def _with_log_prob(density: Density, everywhere: bool = False) -> Density:
+    """The density, where it has one to evaluate: over all weights, or over those that are not point masses."""
+    if not (density.bound if everywhere else density.has_density) or not density.offers("log_prob"):
+        over = "over all weights " if everywhere else ""
+        raise NotApplicable(f"{type(density).__name__} has no density {over}to evaluate")
     return density
 
 
