@@ -7,6 +7,7 @@ from structvi.reproduce.settings import Settings
 
 TINY = Settings(
     targets=2,
+    optimum_starts=2,
     starts=2,
     iterations=5,
     steps=8,
@@ -14,7 +15,7 @@ TINY = Settings(
     kl_draws=256,
     coupling_targets=2,
     coupling_repeats=4,
-    coupling_steps=20,
+    coupling_steps=30,
 )
 
 

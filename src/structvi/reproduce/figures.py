@@ -60,7 +60,7 @@ def _figure1(data: dict) -> Any:
     for posterior, shade in zip(data["posteriors"], shades, strict=True):
         mean = torch.tensor(posterior["mean"], dtype=torch.float64).unsqueeze(-1)
         factor = torch.linalg.cholesky(torch.tensor(posterior["covariance"], dtype=torch.float64))
-        ellipse = mean + 2 * factor @ circle
+        ellipse = (mean + 2 * factor @ circle).numpy()
         left.fill(*ellipse, color=shade, alpha=0.25, linewidth=0)
         left.plot(*ellipse, color=shade, label=f"posterior, N = {posterior['observations']} (2σ)")
     left.plot(*data["nearest"], "*", color="#2e7d32", markersize=13, label="nearest reachable point")
@@ -104,16 +104,16 @@ def _figure2(data: dict) -> Any:
     figure, axes = _new(2, 10, 5.7, sharey=True)
     titles = {"unimodal": "A correlated posterior", "bimodal": "A posterior with two modes"}
     n = figure2.GRID
-    axis = torch.linspace(*figure2.EXTENT, n, dtype=torch.float64)
+    axis = torch.linspace(*figure2.EXTENT, n, dtype=torch.float64).numpy()
     handles: dict[str, Any] = {}
     for (name, methods), ax in zip(data.items(), axes, strict=True):
         density = figure2.log_density(name, figure2.grid()).exp().reshape(n, n)
-        ax.imshow(density, origin="lower", extent=(*figure2.EXTENT, *figure2.EXTENT), cmap="Blues", alpha=0.75)
+        ax.imshow(density.numpy(), origin="lower", extent=(*figure2.EXTENT, *figure2.EXTENT), cmap="Blues", alpha=0.75)
         ax.axhline(0, color="white", linewidth=1)
         ax.axvline(0, color="white", linewidth=1)
         shown = ["MF-VI", "sN-VI"] + (["sGMM-VI"] if name == "bimodal" else [])
         for method in shown:
-            log_q = methods[method]["log_q"].reshape(n, n)
+            log_q = methods[method]["log_q"].reshape(n, n).numpy()
             peak = log_q.max().item()
             levels = sorted(peak + log(1 - mass) for mass in (0.5, 0.9))
             style = {"MF-VI": "solid", "sN-VI": "solid", "sGMM-VI": "dashed"}[method]
@@ -167,15 +167,19 @@ def _figure3(data: dict) -> Any:
             lines, colors=COLOURS[name], linewidths=0.4 if thin else 0.7, alpha=0.16 if thin else 0.35, rasterized=True
         )
         ax.add_collection(collection)
-        ax.plot(exact["x"], exact["t"], ".", color="#9a6b3f", markersize=2.5, alpha=0.7, label="data")
-        ax.plot(x, exact["truth"], color="black", linewidth=1.3, label="true function")
+        ax.plot(exact["x"].numpy(), exact["t"].numpy(), ".", color="#9a6b3f", markersize=2.5, alpha=0.7, label="data")
+        ax.plot(x.numpy(), exact["truth"].numpy(), color="black", linewidth=1.3, label="true function")
         ax.set(title=title, xlabel="x")
         box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2}
         nearest = f"nearest to θ*: {panels[name]['nearest']:.2f}"
         ax.text(0.03, 0.03, nearest, transform=ax.transAxes, fontsize=9, bbox=box)
     shown = torch.cat([exact["t"], exact["truth"], data["panels"]["MC dropout"]["curves"].flatten()])
     margin = 0.12 * (shown.max() - shown.min()).item()
-    axes[0].set(ylabel="y", xlim=(x[0], x[-1]), ylim=(shown.min().item() - margin, shown.max().item() + 0.3 * margin))
+    axes[0].set(
+        ylabel="y",
+        xlim=(x[0].item(), x[-1].item()),
+        ylim=(shown.min().item() - margin, shown.max().item() + 0.3 * margin),
+    )
     axes[-1].legend(loc="upper right", fontsize=9, handlelength=1.5, framealpha=0.85, frameon=True, edgecolor="none")
     return figure
 

@@ -13,6 +13,7 @@ class Settings:
     Args:
         seed: of everything random.
         targets: random Gaussians of table 1 and data sets of table 2.
+        optimum_starts: of the deterministic search for the best of each family.
         starts: fits of L-BFGS in table 1 of which the one with the greatest ELBO is kept, for families with a factor of
             rank below P: they have local optima, and their factors start at random.
         iterations: of L-BFGS, at most.
@@ -25,7 +26,8 @@ class Settings:
 
     seed: int = 0
     targets: int = 10
-    starts: int = 4
+    optimum_starts: int = 32
+    starts: int = 6
     iterations: int = 500
     steps: int = 500
     regression_steps: int = 300

@@ -71,7 +71,7 @@ def optimum(settings: Settings, method: Method) -> list[float]:
     """The least KL[q‖p] known to the deterministic search, for each target."""
     _, covariances = targets(settings)
     rank = P if method.rank is None else method.rank
-    return best_kl(covariances, rank, _form(method)).tolist()
+    return best_kl(covariances, rank, _form(method), starts=settings.optimum_starts).tolist()
 
 
 def _form(method: Method) -> str:
