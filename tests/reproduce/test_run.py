@@ -13,7 +13,8 @@ import torch
 from structvi import __version__
 from structvi.reproduce import run, table1
 from structvi.reproduce.commentary import commentary, number
-from structvi.reproduce.jobs import Job, progress
+from structvi.reproduce.jobs import Job
+from structvi.reproduce.jobs import run as run_jobs
 from structvi.reproduce.run import compute, record, reproduce, write
 
 COLUMNS = {
@@ -167,12 +168,11 @@ def test_computing_leaves_the_number_of_threads(settings):
 
 
 def test_progress_says_what_runs_and_how_far_it_is(capsys):
-    with progress(4.0) as advance:
-        for label in ("a", "b"):
-            advance(Job(label, print, (), weight=2.0))
+    jobs = [Job("a", max, (1, 2), weight=2.0), Job("b", max, (3, 4), weight=2.0)]
+    assert run_jobs(jobs, workers=1) == [2, 4]
     lines = capsys.readouterr().err.splitlines()
-    assert re.match(r" 50 %  a +about \d+ s left", lines[0])
-    assert re.match(r"100 %  b +about 0 s left", lines[1])
+    assert re.match(r" 50 %  b +about \d+ s left", lines[0])
+    assert re.match(r"100 %  done +about 0 s left", lines[1])
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,24 @@ def run(jobs: list[Job], workers: int) -> list:
     An interrupt cancels what has not begun, waits for what has, and is passed on.
     """
     results: list[Any] = [None] * len(jobs)
-    with progress(sum(job.weight for job in jobs)) as advance:
+    left = list(range(len(jobs)))  # in order: the first of them is running
+    with progress(jobs) as advance:
+
+        def finish(index: int, result: Any) -> None:
+            results[index] = result
+            left.remove(index)
+            advance(jobs[index].weight, jobs[left[0]].label if left else "done")
+
         if workers == 1:
             with _one_thread():
                 for index, job in enumerate(jobs):
-                    results[index] = job.function(*job.arguments)
-                    advance(job)
+                    finish(index, job.function(*job.arguments))
             return results
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
         try:
             futures = {pool.submit(job.function, *job.arguments): index for index, job in enumerate(jobs)}
             for future in as_completed(futures):
-                results[futures[future]] = future.result()
-                advance(jobs[futures[future]])
+                finish(futures[future], future.result())
         finally:
             pool.shutdown(cancel_futures=True)
     return results
@@ -63,29 +68,33 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+Advance = Callable[[float, str], None]
+
+
 @contextmanager
-def progress(total: float) -> Iterator[Callable[[Job], None]]:
-    """A bar on a terminal, else a line on stderr at every tenth."""
+def progress(jobs: list[Job]) -> Iterator[Advance]:
+    """Called with the weight of what is done and what runs now: a bar on a terminal, else a line at every tenth."""
+    total = sum(job.weight for job in jobs)
     if sys.stderr.isatty():
-        with _bar(total) as advance_bar:
+        with _bar(total, jobs[0].label) as advance_bar:
             yield advance_bar
         return
     began, done, said = perf_counter(), 0.0, 0
 
-    def advance(job: Job) -> None:
+    def advance(weight: float, running: str) -> None:
         nonlocal done, said
-        done += job.weight
+        done += weight
         tenth = int(10 * done / total + 1e-9)
         if tenth > said:
             said = tenth
             left = (perf_counter() - began) * (total - done) / done
-            print(f"{10 * tenth:3d} %  {job.label:<32}  about {max(left, 0):.0f} s left", file=sys.stderr, flush=True)
+            print(f"{10 * tenth:3d} %  {running:<38}  about {max(left, 0):.0f} s left", file=sys.stderr, flush=True)
 
     yield advance
 
 
 @contextmanager
-def _bar(total: float) -> Iterator[Callable[[Job], None]]:
+def _bar(total: float, first: str) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -105,5 +114,5 @@ def _bar(total: float) -> Iterator[Callable[[Job], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda job: bar.update(task, advance=job.weight, description=job.label)
+        task = bar.add_task(first, total=total)
+        yield lambda weight, running: bar.update(task, advance=weight, description=running)
