@@ -15,11 +15,12 @@ from .estimate import Estimate, full_elbo
 from .families.base import Family
 from .families.blocks import Blocks
 from .families.full import FullNormal
+from .families.low_rank import normal
 from .families.mean_field import MeanField
 from .families.mixture import LOGIT_UNIT, Mixture
 from .families.point import MAP
 from .families.precision import StructuredPrecision
-from .families.structured import StructuredNormal, normal
+from .families.structured import StructuredNormal
 from .history import FitResult
 from .likelihoods import Gaussian, split_mask
 from .random import borrowed_stream

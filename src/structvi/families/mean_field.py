@@ -50,6 +50,7 @@ class MeanField(Family):
         initial_scale: scales start at this fraction of each tensor's initialisation scale.
 
     Example:
+        >>> import torch
         >>> from structvi import Parameters
         >>> q = MeanField().bind(Parameters({"z": torch.zeros(3)}))
         >>> q().variance.shape

@@ -22,7 +22,7 @@ from .algebra import project, sum_weights
 from .base import Density, Draws, Family, check_draw
 from .full import FullNormalDensity
 from .gaussian import Gaussian, kl
-from .structured import normal
+from .low_rank import normal
 
 #: Logits learn relative to this unit: a step of an optimizer moves them a fifth as far as means and log scales. With
 #: unit 1 a part far from its mode loses its proportion, and with it its gradient, before it arrives: two modes at ±5,

@@ -1,16 +1,15 @@
 """Structured precision: N(μ, Λ⁻¹) with Λ = diag(1/s²) + WWᵀ."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
-from .algebra import capacitance, half_log_det, project, solve, sum_weights
-from .base import Family, check_factor, check_rank_fits, check_start, initial_mean
-from .gaussian import Gaussian, LowRank
-from .structured import normal
+from .algebra import half_log_det, project, solve, sum_weights
+from .gaussian import LowRank
+from .low_rank import LowRankDensity, LowRankFamily
 
 
-class StructuredPrecisionDensity(Gaussian):
+class StructuredPrecisionDensity(LowRankDensity):
     """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ with W = diag(1/unit) F: [P], [P], [P, K], [P].
 
     With r = scale / unit, G = r∘F and M = I_K + GᵀG, for ε ~ N(0, I_P) and z ~ N(0, I_K) the deviation
@@ -20,29 +19,14 @@ class StructuredPrecisionDensity(Gaussian):
     has covariance (I + GGᵀ)⁻¹, and times scale it has Λ⁻¹. W and G are never formed to draw or to measure.
     """
 
-    def __init__(self, mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor):
-        self.location, self.scale, self.factor, self.unit = mean, scale, factor, unit
-        self.rank = factor.shape[-1]
-        self._graphed: Tensor | None = None
-        self._plain: Tensor | None = None
-
-    def _cholesky(self) -> Tensor:
-        """Of M. Kept for the life of the density, with its graph where one is wanted: a value computed under no_grad
-        is never used for gradients."""
-        if torch.is_grad_enabled():
-            if self._graphed is None:
-                self._graphed = capacitance(self.factor, self.scale / self.unit)
-            return self._graphed
-        if self._plain is None:
-            self._plain = (
-                capacitance(self.factor, self.scale / self.unit) if self._graphed is None else self._graphed.detach()
-            )
-        return self._plain
+    @property
+    def ratio(self) -> Tensor:
+        return self.scale / self.unit
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         deviation = self.scale * diagonal
         if self.rank:
-            r = self.scale / self.unit
+            r = self.ratio
             inner = solve(self._cholesky(), low_rank - project(diagonal * r, self.factor)).to(diagonal.dtype)  # [S, K]
             deviation = torch.addcmul(deviation, inner @ self.factor.mT, self.scale * r)
         return deviation
@@ -73,7 +57,7 @@ class StructuredPrecisionDensity(Gaussian):
         return MultivariateNormal(self.mean, precision_matrix=torch.diag(self.scale.square().reciprocal()) + W @ W.mT)
 
 
-class StructuredPrecision(Family):
+class StructuredPrecision(LowRankFamily):
     """Diagonal plus low rank in the precision: Λ = diag(1/s²) + WWᵀ, W of rank K; P(K + 2) parameters.
 
     It pins down K directions that the data determine well and leaves the others as wide as the scales say: the right
@@ -94,44 +78,5 @@ class StructuredPrecision(Family):
         torch.Size([2])
     """
 
-    mean: Tensor
-    log_scale: Tensor
-    factor: Tensor
-    unit: Tensor
-
-    def __init__(
-        self,
-        rank: int,
-        initial_mean: str = "current",
-        initial_scale: float = 0.1,
-        initial_factor: float = 0.1,
-    ):
-        super().__init__()
-        check_factor(rank, initial_factor)
-        check_start(initial_mean, initial_scale)
-        self.rank = rank
-        self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor
-
-    def initialise(self, parameters, generator):
-        check_rank_fits(self.rank, parameters.size)
-        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
-        scale = self.initial_scale * parameters.scale
-        self.log_scale = nn.Parameter(scale.log())
-        self.factor = nn.Parameter(self.initial_factor * normal((parameters.size, self.rank), scale, generator))
-        self.register_buffer("unit", scale)
-
     def forward(self) -> StructuredPrecisionDensity:
         return StructuredPrecisionDensity(self.mean, self.log_scale.exp(), self.factor, self.unit)
-
-    def factor_off(self) -> None:
-        """Hold the factor at zero: mean and scales alone, N(μ, diag(s)²)."""
-        with torch.no_grad():
-            self.factor.zero_()
-        self.factor.requires_grad_(False)
-
-    def start_factor(self, generator: torch.Generator | None = None, size: float = 0.01) -> None:
-        """Let the factor learn, from N(0, size²) relative to the present scales."""
-        with torch.no_grad():
-            self.unit.copy_(self.log_scale.exp())
-            self.factor.copy_(size * normal(tuple(self.factor.shape), self.factor, generator))
-        self.factor.requires_grad_(True)

@@ -1,15 +1,15 @@
 """Structured covariance: N(μ, diag(s)² + UUᵀ), low rank over all weights, within and across layers."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution, Independent, LowRankMultivariateNormal, Normal
 
-from .algebra import capacitance, half_log_det, project, solve, sum_weights
-from .base import Family, check_factor, check_rank_fits, check_start, initial_mean
-from .gaussian import Gaussian, LowRank
+from .algebra import half_log_det, project, solve, sum_weights
+from .gaussian import LowRank
+from .low_rank import LowRankDensity, LowRankFamily
 
 
-class StructuredNormalDensity(Gaussian):
+class StructuredNormalDensity(LowRankDensity):
     """N(mean, diag(scale)² + UUᵀ) with U = diag(unit) F: [P], [P], [P, K], [P].
 
     With r = unit / scale, M = I_K + Fᵀ diag(r²) F and x = (θ − mean)/scale, Woodbury's identity gives
@@ -19,39 +19,24 @@ class StructuredNormalDensity(Gaussian):
     U itself is never formed to draw or to measure.
     """
 
-    def __init__(self, mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor):
-        self.location, self.scale, self.factor, self.unit = mean, scale, factor, unit
-        self.rank = factor.shape[-1]
-        self._graphed: Tensor | None = None
-        self._plain: Tensor | None = None
+    @property
+    def ratio(self) -> Tensor:
+        return self.unit / self.scale
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return torch.addcmul(self.scale * diagonal, low_rank @ self.factor.mT, self.unit)
 
-    def _cholesky(self) -> Tensor:
-        """Of M. Kept for the life of the density, with its graph where one is wanted: a value computed under no_grad
-        is never used for gradients."""
-        if torch.is_grad_enabled():
-            if self._graphed is None:
-                self._graphed = capacitance(self.factor, self.unit / self.scale)
-            return self._graphed
-        if self._plain is None:
-            self._plain = (
-                capacitance(self.factor, self.unit / self.scale) if self._graphed is None else self._graphed.detach()
-            )
-        return self._plain
-
     def precision_product(self, x: Tensor) -> Tensor:
         x = x / self.scale
         if self.rank:
-            r = self.unit / self.scale
+            r = self.ratio
             inner = solve(self._cholesky(), project(x * r, self.factor)).to(x.dtype)  # [S, K]
             x = torch.addcmul(x, inner @ self.factor.mT, r, value=-1)
         return x / self.scale
 
     def quadratic(self, x: Tensor) -> Tensor:
         x = x / self.scale
-        projected = project(x * (self.unit / self.scale), self.factor)  # [S, K]
+        projected = project(x * self.ratio, self.factor)  # [S, K]
         reduced = torch.linalg.solve_triangular(self._cholesky(), projected.mT, upper=False)
         return sum_weights(x.square()) - reduced.square().sum(0)
 
@@ -63,7 +48,7 @@ class StructuredNormalDensity(Gaussian):
         return LowRank(self.scale.square(), self.factor * self.unit.unsqueeze(-1), identity)
 
     def precision_diagonal(self) -> Tensor:
-        r = self.unit / self.scale
+        r = self.ratio
         inner = solve(self._cholesky(), self.factor.double()).to(r.dtype)  # [P, K]
         return (1 - r.square() * (inner * self.factor).sum(-1)) / self.scale.square()
 
@@ -73,7 +58,7 @@ class StructuredNormalDensity(Gaussian):
         return LowRankMultivariateNormal(self.mean, self.low_rank().V, self.scale.square())
 
 
-class StructuredNormal(Family):
+class StructuredNormal(LowRankFamily):
     """Diagonal plus low rank over the whole weight vector: N(μ, diag(s)² + UUᵀ), U of rank K; P(K + 2) parameters.
 
     The factor learns relative to a fixed unit, U = s₀∘F, with s₀ the scale when the factor starts: with U free an
@@ -93,50 +78,5 @@ class StructuredNormal(Family):
         torch.Size([2, 3])
     """
 
-    mean: Tensor
-    log_scale: Tensor
-    factor: Tensor
-    unit: Tensor
-
-    def __init__(
-        self,
-        rank: int,
-        initial_mean: str = "current",
-        initial_scale: float = 0.1,
-        initial_factor: float = 0.1,
-    ):
-        super().__init__()
-        check_factor(rank, initial_factor)
-        check_start(initial_mean, initial_scale)
-        self.rank = rank
-        self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor
-
-    def initialise(self, parameters, generator):
-        check_rank_fits(self.rank, parameters.size)
-        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
-        scale = self.initial_scale * parameters.scale
-        self.log_scale = nn.Parameter(scale.log())
-        self.factor = nn.Parameter(self.initial_factor * normal((parameters.size, self.rank), scale, generator))
-        self.register_buffer("unit", scale)
-
     def forward(self) -> StructuredNormalDensity:
         return StructuredNormalDensity(self.mean, self.log_scale.exp(), self.factor, self.unit)
-
-    def factor_off(self) -> None:
-        """Hold the factor at zero: mean and scales alone, N(μ, diag(s)²)."""
-        with torch.no_grad():
-            self.factor.zero_()
-        self.factor.requires_grad_(False)
-
-    def start_factor(self, generator: torch.Generator | None = None, size: float = 0.01) -> None:
-        """Let the factor learn, from N(0, size²) relative to the present scales."""
-        with torch.no_grad():
-            self.unit.copy_(self.log_scale.exp())
-            self.factor.copy_(size * normal(tuple(self.factor.shape), self.factor, generator))
-        self.factor.requires_grad_(True)
-
-
-def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal noise for initial values: made where the generator is, moved to where it is used."""
-    device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
