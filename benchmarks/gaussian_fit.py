@@ -3,7 +3,7 @@
     python -m benchmarks.gaussian_fit [--targets 10] [--seed 0] [--steps 1000] [--out results.json]
 
 Adam at 0.1 with cosine decay, one unscented group a step, float64, the families' default starts. The best known
-optimum of a family is the least of eight deterministic starts (structvi.reproduce.optima) and of all runs. About two
+optimum of a family is the least of 32 deterministic starts (structvi.reproduce.optima) and of all runs. About two
 minutes on one core.
 """
 

@@ -93,11 +93,13 @@ def assemble(settings: Settings, results: list) -> dict:
             values = [one[name] for one in found]
             line |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
         line |= {"optimum_kl_q_p": None, "excess": None, "excess_max": None, "stochastic_excess": None}
+        line["search_excess_max"] = None
         if row in optima:
             # a fit that beats the search is itself the best known
             least = [min(a, one["kl_q_p"], one["stochastic_kl_q_p"]) for a, one in zip(optima[row], found, strict=True)]
             excess = [one["kl_q_p"] - a for a, one in zip(least, found, strict=True)]
             line["optimum_kl_q_p"], line["excess"], line["excess_max"] = median(least), median(excess), max(excess)
+            line["search_excess_max"] = max(a - b for a, b in zip(optima[row], least, strict=True))
             line["stochastic_excess"] = median(
                 [one["stochastic_kl_q_p"] - a for a, one in zip(least, found, strict=True)]
             )
