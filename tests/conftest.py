@@ -1,7 +1,11 @@
 """What every test shares: one thread, and a global stream that starts the same in each."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 torch.set_num_threads(1)
 
@@ -9,3 +13,36 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Live bytes of storages made inside, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.sizes = 0, 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in before or key in self.sizes:
+                continue
+            self.sizes[key] = storage.nbytes()
+            self.live += self.sizes[key]
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, key)
+        return result
+
+    def _free(self, key):
+        self.live -= self.sizes.pop(key, 0)
+
+
+@pytest.fixture
+def peak_bytes():
+    """The tracker, for tests of memory."""
+    return PeakBytes

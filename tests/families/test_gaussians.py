@@ -1,13 +1,10 @@
 """What the law suite cannot ask of every family: KL between shapes, closed-form optima, memory, large P."""
 
 import copy
-import weakref
 from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import structvi as vi
 from structvi.families.algebra import capacitance
@@ -147,40 +144,13 @@ def test_float32_sums_over_many_weights_keep_their_digits(recipe):
         torch.testing.assert_close(value.double(), truth, rtol=0, atol=1e-7 * 3 * 50_001)
 
 
-class PeakBytes(TorchDispatchMode):
-    """Live bytes of storages made inside, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self.sizes = 0, 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in before or key in self.sizes:
-                continue
-            self.sizes[key] = storage.nbytes()
-            self.live += self.sizes[key]
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._free, key)
-        return result
-
-    def _free(self, key):
-        self.live -= self.sizes.pop(key, 0)
-
-
 @pytest.mark.parametrize("recipe", [vi.StructuredNormal(32), vi.StructuredPrecision(32)])
 @pytest.mark.parametrize("graph", [True, False])
-def test_memory_is_linear_in_draws_and_rank(recipe, graph):
+def test_memory_is_linear_in_draws_and_rank(recipe, graph, peak_bytes):
     """P = 10⁶, K = 32, S = 8: draw, log_prob, score and entropy hold at most 1.5 (PK + 3SP) numbers at once."""
     count, K, S = 1_000_000, 32, 8
     family = recipe.bind(vi.Parameters({"z": torch.zeros(count)}), torch.Generator().manual_seed(0))
-    with torch.set_grad_enabled(graph), PeakBytes() as tracker:
+    with torch.set_grad_enabled(graph), peak_bytes() as tracker:
         density = family()
         theta = density.draw(S, vi.naive, torch.Generator().manual_seed(0)).theta
         density.log_prob(theta)
