@@ -2,6 +2,7 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
+RESULTS := benchmarks/results
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 
 # Declared requirement on torchvision, never imported by what the benchmarks use: installed without dependencies.
@@ -39,8 +40,13 @@ lint: setup
 reproduce: setup
 	$(BIN)/structvi reproduce all --out report
 
+# a quarter of an hour on two cores
 bench: .venv/.installed-bench
-	$(BIN)/python -m benchmarks.gaussian_fit
+	$(BIN)/python -m benchmarks.step_cost --net mlp --out $(RESULTS)/step_cost_cpu.json
+	$(BIN)/python -m benchmarks.step_cost --net resnet18 transformer unet --batch 8 --ranks 0 4 --draws 1 --repeats 3 \
+		--out $(RESULTS)/step_cost_nets_cpu.json
+	$(BIN)/python -m benchmarks.scaling --out $(RESULTS)/scaling_cpu.json
+	$(BIN)/python -m benchmarks.gaussian_fit --out $(RESULTS)/gaussian_fit_cpu.json
 
 docs: .venv/.installed-docs
 	$(BIN)/mkdocs build --strict

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import Bernoulli, Independent, MultivariateNormal, Normal
 
 import structvi as vi
-from structvi import likelihoods
+from structvi import diagnostics, likelihoods
 from structvi.families.base import MAX_DENSE
 from structvi.families.mean_field import DiagonalNormal
 
@@ -512,6 +512,36 @@ TABLE = {
         ValueError,
         r"draw gave theta \(2, 3\) and weight \(2, 1\); expected \[S, P\] and \[S\]",
     ),
+    "fit: a network": (lambda: vi.fit(model(), vi.MeanField()), TypeError, r"log densities.*variationalize\(net"),
+    "fit: a function": (
+        lambda: vi.fit(lambda p: p["a"].sum(), vi.MeanField()),
+        TypeError,
+        r"LogDensity\(fn, parameters",
+    ),
+    "fit: no family": (lambda: vi.fit(TARGET, "full"), TypeError, r"expects a family, got str.*FullNormal\(\)"),
+    "fit: a density": (lambda: vi.fit(TARGET, density()), TypeError, r"expects a family, got StructuredNormalDensity"),
+    "fit: a point mass": (lambda: vi.fit(TARGET, vi.MAP()), ValueError, r"has no density"),
+    "fit: few draws": (lambda: vi.fit(TARGET, vi.StructuredNormal(2), draws=8), ValueError, r"2\(P \+ K\) = 10, got 8"),
+    "fit: odd draws": (lambda: vi.fit(TARGET, vi.MeanField(), draws=33), ValueError, r"draws must be even"),
+    "fit: draws": (lambda: vi.fit(TARGET, vi.MeanField(), draws=8.0), ValueError, r"draws must be None or an integer"),
+    "fit: starts": (lambda: vi.fit(TARGET, vi.MeanField(), starts=0), ValueError, r"starts must be .* ≥ 1, got 0"),
+    "fit: bound, starts": (lambda: vi.fit(TARGET, family(), starts=3), ValueError, r"goes on from where it is, got st"),
+    "fit: few evaluations": (
+        lambda: vi.fit(TARGET, vi.MeanField(), max_evaluations=100),
+        ValueError,
+        r"max_evaluations must be None or an integer ≥ 1280, got 100",
+    ),
+    "fit: tolerance": (
+        lambda: vi.fit(TARGET, vi.MeanField(), tolerance=0),
+        ValueError,
+        r"positive number of nats, got 0",
+    ),
+    "fit: other space": (lambda: vi.fit(TARGET, family(space=OTHER)), ValueError, r"over different parameters"),
+    "fit: too large": (
+        lambda: vi.fit(vi.LogDensity(lambda p: p["a"].sum(), LARGE), vi.MeanField()),
+        ValueError,
+        r"beyond 8192: maximise `elbo`",
+    ),
     "elbo: groups": (lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, groups=0), ValueError, r"integer ≥ 1, got 0"),
     "elbo: coupling": (lambda: vi.elbo(family(), TARGET, coupling="naive"), TypeError, r"callable.*got 'naive'"),
     "elbo: a seed": (lambda: vi.elbo(family(), TARGET, generator=0), TypeError, r"torch\.Generator, got int"),
@@ -624,6 +654,21 @@ TABLE = {
     "model: evaluation": (lambda: model(evaluation="fast"), ValueError, r'"auto", "vmap" or "loop", got \'fast\''),
     "model: chunk zero": (lambda: model(chunk=0), ValueError, r"chunk must be None or an integer ≥ 1, got 0"),
     "model: chunk bool": (lambda: model(chunk=True), ValueError, r"chunk must be None or an integer ≥ 1, got True"),
+    "model: deterministic": (
+        lambda: model(deterministic="no"),
+        ValueError,
+        r"deterministic must be True, False or None, got 'no'",
+    ),
+    "model: checkpointed vmap": (
+        lambda: model(evaluation="vmap", checkpoint_activations=True),
+        ValueError,
+        r'checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"',
+    ),
+    "model: precision": (
+        lambda: setattr(model(), "precision", torch.float32),
+        ValueError,
+        r"precision must be None, torch\.bfloat16 or torch\.float16, got torch\.float32",
+    ),
     "model: one point": (
         lambda: model().log_joint(torch.zeros(26), (X, T)),
         ValueError,
@@ -918,6 +963,69 @@ MENU = {
         lambda: torch.no_grad()(posterior().fit)([(X, T)], steps=1),
         ValueError,
         r"needs gradients: call it outside torch\.no_grad\(\) and torch\.inference_mode\(\)",
+    ),
+    "psis: too few draws": (
+        lambda: diagnostics.psis(torch.zeros(10)),
+        ValueError,
+        r"\[S\] of S ≥ 25 draws, got \(10,\)",
+    ),
+    "psis: impossible everywhere": (
+        lambda: diagnostics.psis(torch.full((30,), -torch.inf)),
+        ValueError,
+        r"maximum of -inf",
+    ),
+    "diagnose: a density": (lambda: diagnostics.diagnose(density(), TARGET), TypeError, r"got StructuredNormalDensity"),
+    "diagnose: a family and batches": (
+        lambda: diagnostics.diagnose(family(), [(X, T)]),
+        TypeError,
+        r"such as LogDensity",
+    ),
+    "diagnose: a family and a network": (lambda: diagnostics.diagnose(family(), model()), TypeError, r"needs its data"),
+    "diagnose: a posterior and a target": (lambda: posterior().diagnose(TARGET), TypeError, r"give the loader"),
+    "importance: no draws": (lambda: diagnostics.importance(family(), TARGET, 0), ValueError, r"integer ≥ 1, got 0"),
+    "gradient noise: one gradient": (
+        lambda: diagnostics.gradient_noise(family(), TARGET, repeats=1),
+        ValueError,
+        r"repeats must be an integer ≥ 2, got 1",
+    ),
+    "sbc: few replications": (
+        lambda: diagnostics.sbc(lambda g: (T, T), lambda t: t, replications=5),
+        ValueError,
+        r"replications must be an integer ≥ 20",
+    ),
+    "compare: families": (lambda: diagnostics.compare(family(), family(), [(X, T)]), TypeError, r"two posteriors"),
+    "compare: other tensors": (
+        lambda: diagnostics.compare(
+            posterior(), vi.variationalize(nn.Linear(3, 2), likelihoods.Gaussian(0.5), num_data=6), [(X, T)]
+        ),
+        ValueError,
+        r"different tensors, P = 26 and P = 8",
+    ),
+    "spectrum: of mean field": (
+        lambda: diagnostics.spectrum(family(vi.MeanField())),
+        TypeError,
+        r"DiagonalNormal has none: give a StructuredNormal",
+    ),
+    "worth: staged": (
+        lambda: diagnostics.worth(posterior(), [(X, T)], staged=True, steps=1),
+        ValueError,
+        r"neither staged= nor start=",
+    ),
+    "worth: no budget": (lambda: diagnostics.worth(posterior(), [(X, T)]), ValueError, r"one of epochs= and steps="),
+    "arviz: a network": (
+        lambda: diagnostics.to_arviz(net()),
+        TypeError,
+        r"posterior from variationalize or a bound family",
+    ),
+    "arviz: a family with data": (
+        lambda: diagnostics.to_arviz(family(), [(X, T)]),
+        TypeError,
+        r"a loader goes with a posterior",
+    ),
+    "predictive check: a function as likelihood": (
+        lambda: diagnostics.predictive_check(posterior(lambda y, t: -(y - t).square()), [(X, T)], draws=2),
+        TypeError,
+        r"the likelihood is a plain function",
     ),
     "variationalize: unknown dropout": (
         lambda: vi.variationalize(net(), likelihoods.Gaussian(1.0), dropout="yes"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, NormalPrior, Parameters, likelihoods
+from structvi import BayesianModel, LogDensity, MeanField, NormalPrior, Parameters, likelihoods, variationalize
+from structvi import evaluation as module
 from structvi.evaluation import Evaluation
 
 X, T = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(6, 1)
@@ -202,8 +203,8 @@ class TestChoice:
             calls.clear()
             model.log_joint(draws(model, 4), (X, T))
             history.append((model.evaluation.choice, len(calls)))
-        # a probe is two calls of the loop and one of vmap
-        assert history == [("vmap", 3 + 1), ("vmap", 1), ("loop", 3 + 4), ("loop", 4), ("vmap", 1)]
+        # a proof is two calls of the loop and one of vmap; two more of vmap measure what a draw takes
+        assert history == [("vmap", 5 + 1), ("vmap", 1), ("loop", 3 + 4), ("loop", 4), ("vmap", 1)]
 
     def test_a_part_that_trains_inside_a_network_in_eval_mode(self):
         net = batch_norm().eval()
@@ -216,7 +217,170 @@ class TestChoice:
     def test_repr_has_the_record(self):
         model = regression(mlp())
         model.log_joint(draws(model), (X, T))
-        assert "choice='vmap', reason='proven equal to the loop'" in repr(model.evaluation)
+        assert "choice='vmap', reason='proven equal to the loop" in repr(model.evaluation)
+        assert str(regression(mlp()).evaluation) == "one draw at a time"
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 1))
+
+
+def no_clock() -> float:
+    raise AssertionError("the rule reads no clock")
+
+
+class TestRule:
+    """Without a clock: what a seed gives depends on nothing but the seed."""
+
+    @pytest.fixture(autouse=True)
+    def clock(self, monkeypatch):
+        monkeypatch.setattr(module, "perf_counter", no_clock)
+
+    def test_a_kernel_for_each_draw_is_looped(self):
+        model = regression(conv())
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == "loop"
+        assert "kernel for each draw" in (model.evaluation.reason or "")
+
+    def test_a_network_that_is_itself_a_convolution(self):
+        model = regression(nn.Conv1d(3, 1, 1))
+        model.log_joint(draws(model), (X.unsqueeze(-1), T.unsqueeze(-1)))
+        assert "kernel for each draw" in (model.evaluation.reason or "")
+
+    @pytest.mark.parametrize("held", [True, False])
+    def test_one_kernel_for_all_draws_is_not(self, held):
+        net = conv()
+        head = Parameters.of(net, "3.*")
+        model = regression(net, parameters=head) if held else regression(net)
+        theta = (head.initial + torch.randn(5, head.size)).requires_grad_()
+        fixed = {} if held else {name: p for name, p in net.named_parameters() if name.startswith("1.")}
+        model.log_joint(theta, (X, T), fixed)
+        assert model.evaluation.choice == "vmap"
+
+    def test_a_large_draw_is_looped_and_what_draws_share_does_not_count(self):
+        x = torch.randn(256, 3)
+        # product, bias and tanh make 3·256·2000 numbers
+        net = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1))
+        whole = regression(net)
+        whole.outputs(draws(whole, 2), x)
+        assert whole.evaluation.choice == "loop"
+        assert "a draw takes 6.19 MB" in (whole.evaluation.reason or "")
+        head = regression(net, parameters=Parameters.of(net, "2.*"))
+        head.outputs(draws(head, 2), x)
+        assert head.evaluation.choice == "vmap"
+
+    def test_deterministic_everywhere(self):
+        assert [Evaluation().times(torch.device(d)) for d in ("cpu", "cuda")] == [False, True]
+        assert not Evaluation(deterministic=True).times(torch.device("cuda"))
+        assert not Evaluation("loop", deterministic=False).times(torch.device("cpu"))
+
+    def test_checkpointed_activations_are_looped(self):
+        model = regression(mlp(), checkpoint_activations=True)
+        model.log_joint(draws(model), (X, T))
+        assert (model.evaluation.choice, model.evaluation.reason) == (
+            "loop",
+            "activations are checkpointed, one draw at a time",
+        )
+
+
+class TestTimed:
+    """With a clock that the function itself moves: no test waits, or depends on the machine."""
+
+    @pytest.mark.parametrize(("seconds", "choice"), [(0.9, "vmap"), (1.1, "loop")])
+    @pytest.mark.parametrize("gradient", [True, False])
+    def test_the_faster_one_at_all_draws(self, monkeypatch, seconds, choice, gradient):
+        now, backwards, S = 0.0, 0, 5
+
+        def function(row):
+            nonlocal now
+            # inside vmap a row hides all S of them; a call of the loop takes one S-th of a second
+            now += seconds if torch._C._functorch.is_batchedtensor(row) else 1 / S
+            out = row.sin().sum()
+            if out.requires_grad:
+                out.register_hook(count) if not torch._C._functorch.is_batchedtensor(row) else None
+            return out
+
+        def count(_):
+            nonlocal backwards
+            backwards += 1
+
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+        evaluation = Evaluation(deterministic=False)
+        with torch.set_grad_enabled(gradient):
+            evaluation(function, torch.randn(S, 3))
+        assert evaluation.choice == choice
+        expected = f"timed at 5 draws: loop 1e+03 ms, vmap {1000 * seconds:.3g} ms"
+        assert evaluation.reason == expected
+        # the loop: two draws to prove, then 1 + REPEATS times all of them
+        assert backwards == 2 + (S * (1 + module.REPEATS) if gradient else 0)
+
+    def test_a_fit_that_was_timed_is_not_exact(self):
+        bayes = variationalize(mlp(), likelihoods.Gaussian(0.5), MeanField(), num_data=6, deterministic=False)
+        result = bayes.fit([(X, T)], steps=2, progress=False)
+        assert not result.exact
+        assert any("deterministic=True" in note for note in result.notes)
+
+
+class TestChunk:
+    def test_as_many_draws_as_memory_allows(self, monkeypatch, peak_bytes):
+        x = torch.randn(100, 3)
+        peaks, values = [], []
+        for memory in (2**30, 2**18):
+            monkeypatch.setattr(module, "MEMORY", memory)
+            model = regression(nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 1)))
+            with torch.no_grad():
+                model.outputs(draws(model, 2), x)  # the choice
+                with peak_bytes() as tracker:
+                    values.append(model.outputs(draws(model, 64) * 0 + 0.1, x))
+            peaks.append(tracker.peak)
+            assert model.evaluation.choice == "vmap"
+        # product, bias and tanh make 3·100·50 numbers a draw, 60 kB: four draws at once of 64
+        assert peaks[0] > 64 * 20_000
+        assert peaks[1] < 2 * 2**18
+        torch.testing.assert_close(values[0], values[1])
+        assert re.match("vmap, at most 4 draws at once", str(model.evaluation))
+
+    def test_a_chunk_of_the_users_own_is_kept(self):
+        model = regression(mlp(), chunk=2)
+        model.log_joint(draws(model), (X, T))
+        assert str(model.evaluation).startswith("vmap, at most 2 draws at once")
+
+    def test_no_memory_for_two(self, monkeypatch):
+        monkeypatch.setattr(module, "MEMORY", 600)
+        model = regression(mlp())
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == "loop"
+        assert "memory for one at a time" in (model.evaluation.reason or "")
+
+
+class TestRecord:
+    def test_a_record_that_is_set_is_used_as_it_is(self):
+        first, second = regression(mlp()), regression(mlp())
+        first.log_joint(draws(first), (X, T))
+        choices, last = first.evaluation.record
+        second.evaluation.record = {key: ("loop", "recorded", None) for key in choices}, last
+        assert second.evaluation.choice == "vmap"
+        second.log_joint(draws(second), (X, T))
+        assert (second.evaluation.choice, second.evaluation.reason) == ("loop", "recorded")
+
+    def test_it_is_in_the_result_and_a_resumed_fit_goes_the_same_way(self, tmp_path):
+        def stop(history):
+            if len(history) == 4:
+                raise KeyboardInterrupt
+
+        def posterior():
+            return variationalize(mlp(), likelihoods.Gaussian(0.5), MeanField(), num_data=6)
+
+        bayes, options = posterior(), {"steps": 8, "progress": False, "callback": stop}
+        result = bayes.fit([(X, T)], **options)
+        assert result.evaluation == str(bayes.model.evaluation)
+        assert f"draws: {result.evaluation}" in str(result)
+        assert result.evaluation.startswith("vmap")
+        # not what a probe would find: only the file can say so
+        choices, last = bayes.model.evaluation.record
+        bayes.model.evaluation.record = {key: ("loop", "recorded") for key in choices}, last
+        bayes.fit([(X, T)], checkpoint=tmp_path, **options)
+        assert posterior().fit([(X, T)], resume=tmp_path, **options).evaluation == "loop: recorded"
 
 
 class TestForced:

@@ -173,13 +173,17 @@ def test_the_settings_come_back(tmp_path):
         exclude="0.0.*",
         evaluation="loop",
         chunk=3,
+        deterministic=True,
+        checkpoint_activations=True,
         dropout="on",
         batch_norm="deterministic",
     )
     posterior.save(tmp_path / "q")
     loaded = vi.load(tmp_path / "q", nn.Sequential(network(), nn.BatchNorm1d(2), nn.Dropout(0.5)))
     assert (loaded.dropout, loaded.batch_norm) == ("on", "deterministic")
-    assert (loaded.model.evaluation.mode, loaded.model.evaluation.chunk) == ("loop", 3)
+    evaluation = loaded.model.evaluation
+    assert (evaluation.mode, evaluation.chunk, evaluation.deterministic) == ("loop", 3, True)
+    assert loaded.model.checkpoint_activations
     assert loaded.space.names == ("0.2.weight", "0.2.bias")
     with pytest.raises(ValueError, match=r"num_data.*is not known yet"):
         _ = loaded.model.num_data

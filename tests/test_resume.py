@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.optimizing import Adam
 from structvi import checkpoint
 
 STEPS, EVERY = 40, 3
@@ -96,15 +97,15 @@ def break_at(monkeypatch, where, when, count):
         "write": (checkpoint, "_write_bytes"),
         "fsync": (checkpoint, "_fsync"),
         "rename": (checkpoint, "_rename"),
-        "step": (torch.optim.Adam, "step"),
+        "step": (Adam, "step"),
     }[where]
     real, calls = getattr(owner, name), []
 
-    def faulty(*arguments):
+    def faulty(*arguments, **keywords):
         calls.append(None)
         if len(calls) == count and when == "before":
             raise Fault
-        value = real(*arguments)
+        value = real(*arguments, **keywords)
         if len(calls) == count:
             raise Fault
         return value
@@ -139,7 +140,7 @@ def killed_run(directory, where, count):
     calls = []
 
     def killing(real):
-        def wrapped(*arguments):
+        def wrapped(*arguments, **keywords):
             calls.append(None)
             if len(calls) == count:
                 if where == "write":  # half of the file is there
@@ -147,7 +148,7 @@ def killed_run(directory, where, count):
                     file.write(data[: len(data) // 2])
                     file.flush()
                 die()
-            return real(*arguments)
+            return real(*arguments, **keywords)
 
         return wrapped
 
@@ -156,7 +157,7 @@ def killed_run(directory, where, count):
     if where == "rename":
         checkpoint._rename = killing(checkpoint._rename)
     if where == "optimizer":
-        torch.optim.Adam.step = killing(torch.optim.Adam.step)
+        Adam.step = killing(Adam.step)
     fit(directory, callback=lambda history: die() if where == "callback" and len(history) == count else None)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, NormalPrior, Parameters, elbo, likelihoods
+from structvi import BayesianModel, LogDensity, NormalPrior, Parameters, elbo, likelihoods, variationalize
 from structvi.families import MeanField
 
 NOISE, PRIOR, N, B = 0.3, 0.7, 12, 6
@@ -249,6 +249,102 @@ class TestFixed:
         target = LogDensity(lambda p: p["a"].sum() * p["b"].sum(), space)
         theta, b = torch.randn(4, 2), torch.randn(3)
         torch.testing.assert_close(target.log_joint(theta, None, {"b": b}), theta.sum(-1) * b.sum())
+
+
+class TestCheckpointedActivations:
+    """The backward pass calls the network again: the same gradients from less memory."""
+
+    def gradients(self, net, batch, mode=None, **options):
+        model = regression(net, evaluation="loop", **options)
+        theta = draws(model)
+        torch.manual_seed(3)
+        value = model.log_joint(theta, batch).sum()
+        torch.manual_seed(4)  # what the stream is later on is not to matter
+        if mode is not None:
+            net.train(mode)
+        before = torch.get_rng_state()
+        (gradient,) = torch.autograd.grad(value, theta, retain_graph=True)
+        (again,) = torch.autograd.grad(value, theta)
+        assert torch.equal(gradient, again)
+        assert torch.equal(torch.get_rng_state(), before)
+        return value, gradient
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_same_bits_with_dropout_and_batch_norm(self, training):
+        net = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)
+        ).double()  # fmt: skip
+        batch, results = data(), []
+        for checkpointed in (False, True):
+            torch.manual_seed(2)
+            net.train(training)
+            # as after `Posterior.terms`, the network's mode has changed by the time of the backward pass
+            results.append(self.gradients(net, batch, mode=not training, checkpoint_activations=checkpointed))
+            assert all(module.training != training for module in net.modules())
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+    def test_a_buffer_that_the_call_changes(self):
+        class Counting(nn.Module):
+            """Its output depends on a buffer that it counts up: called again it has to start where it did."""
+
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(3, 2, dtype=torch.float64)
+                self.register_buffer("count", torch.ones(()))
+
+            def forward(self, x):
+                self.count += 1
+                return (self.linear(x) * self.count).sin()
+
+        batch, results = data(), []
+        for checkpointed in (False, True):
+            torch.manual_seed(2)
+            results.append(self.gradients(Counting(), batch, checkpoint_activations=checkpointed)[1])
+        assert torch.equal(results[0], results[1])
+
+    def test_fixed_tensors_and_a_forward_of_the_users_own(self):
+        net, batch, results = mlp(), data(), []
+        for checkpointed in (False, True):
+            torch.manual_seed(2)
+            model = regression(
+                net, forward=lambda net, batch: (net(batch[0]), batch[1]), checkpoint_activations=checkpointed
+            )
+            fixed = {"0.weight": net[0].weight}
+            theta = torch.randn(4, model.space.size - 12, dtype=torch.float64, requires_grad=True)
+            value = model.log_joint(theta, batch, fixed).sum()
+            results.append(torch.autograd.grad(value, [theta, net[0].weight]))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("dropout", ["on", "off"])
+    def test_a_fit_ends_in_the_same_bits(self, dropout):
+        ends = []
+        for options in ({"evaluation": "loop"}, {"checkpoint_activations": True}):
+            torch.manual_seed(2)
+            net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+            bayes = variationalize(
+                net, likelihoods.Gaussian(NOISE), MeanField(), num_data=N, dropout=dropout, **options
+            )  # fmt: skip
+            bayes.fit([data()], steps=5, progress=False)
+            ends.append(torch.cat([p.flatten() for p in bayes.parameters()]))
+        assert torch.equal(*ends)
+
+    def test_less_memory(self, peak_bytes):
+        net = nn.Sequential(nn.Linear(3, 40), *[nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(6)])
+        batch, peaks = (torch.randn(200, 3), torch.randn(200, 40)), []
+        for checkpointed in (False, True):
+            model = BayesianModel(
+                net, likelihoods.Gaussian(NOISE), NormalPrior(), 200, evaluation="loop",
+                checkpoint_activations=checkpointed,
+            )  # fmt: skip
+            theta = (0.1 * torch.randn(8, model.space.size)).requires_grad_()
+            with peak_bytes() as tracker:
+                value = model.log_likelihood(theta, batch).sum()
+                torch.autograd.grad(value, theta)
+            peaks.append(tracker.peak)
+        # eight draws of activations against one, and the [8, P] gradient in both
+        assert peaks[1] < 0.5 * peaks[0]
 
 
 def test_the_network_is_the_users_own_and_unchanged():

@@ -1,8 +1,9 @@
 """structvi: any PyTorch model, or any log density, becomes a variational posterior."""
 
-from . import likelihoods, metrics, plots
+from . import check, diagnostics, likelihoods, metrics, plots
 from .checkpoint import CheckpointError
 from .couplings import Noise, naive, paired, unscented
+from .deterministic import DensityFit, fit
 from .elbo import NonFiniteError, elbo, elbo_groups
 from .estimate import Estimate, full_elbo
 from .families import (
@@ -39,6 +40,7 @@ __all__ = [
     "Blocks",
     "CheckpointError",
     "Density",
+    "DensityFit",
     "DistributionPrior",
     "Draws",
     "Estimate",
@@ -66,8 +68,11 @@ __all__ = [
     "SumPrior",
     "Tempered",
     "annealed",
+    "check",
+    "diagnostics",
     "elbo",
     "elbo_groups",
+    "fit",
     "full_elbo",
     "kl",
     "likelihoods",

@@ -16,6 +16,9 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+#: (r, w): the r-th of w parts
+Part = tuple[int, int]
+
 
 def check_iterable(loader: Any) -> None:
     if not isinstance(loader, Iterable):  # a data set is none
@@ -35,6 +38,8 @@ class Batches:
         loader: what to read.
         seed: of the order.
         device: where batches are moved to; they stay where they are if None.
+        part: (r, w): every batch is the union of w of the loader's size, of which this one reads the r-th; where the
+            order is not made here, batches come as the loader gives them, and the loader must know its part.
 
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.arange(5.0), torch.arange(5.0))
@@ -43,7 +48,7 @@ class Batches:
         (5, 3, True)
     """
 
-    def __init__(self, loader: Iterable[Any], seed: int = 0, device: torch.device | None = None):
+    def __init__(self, loader: Iterable[Any], seed: int = 0, device: torch.device | None = None, part: Part = (0, 1)):
         check_iterable(loader)
         if isinstance(loader, Iterator):
             raise TypeError(
@@ -52,7 +57,7 @@ class Batches:
             )
         if isinstance(loader, Tensor):
             raise TypeError("expected batches, got a tensor; wrap it: DataLoader(TensorDataset(x, t), batch_size=128)")
-        self.loader, self.seed, self.device = loader, seed, device
+        self.loader, self.seed, self.device, self.part = loader, seed, device, part
         #: N, where the loader knows it
         self.num_data: int | None = None
         #: batches to an epoch, where that is known before one is read
@@ -77,6 +82,23 @@ class Batches:
     def exact(self) -> bool:
         return self.inexact is None
 
+    @property
+    def splits(self) -> bool:
+        """Whether the order is made here, and every batch can be split into parts."""
+        return self._own_order
+
+    def share(self, index: int) -> float:
+        """This part of a batch of the epoch over the whole of it: B_r / B."""
+        start, stop, count = self._range(index)
+        return (stop - start) / count
+
+    def _range(self, index: int) -> tuple[int, int, int]:
+        """From where to where in an epoch's order this part of a batch goes, and B: all parts are as long or by one."""
+        assert self._order is not None
+        (r, w), size, total = self.part, self._order.size * self.part[1], len(self._indices)
+        count = min(size, total - index * size)
+        return index * size + r * count // w, index * size + (r + 1) * count // w, count
+
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """The batches of one epoch, without the first `skip`."""
         if self._order is None or not self._own_order:
@@ -89,19 +111,22 @@ class Batches:
             # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             order = torch.randperm(len(order), generator=generator)
-        self._order.generator.manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        size = self._order.size
-        stop = len(order) - len(order) % size if self._order.drop_last else len(order)
-        positions = [self._indices[i] for i in order[:stop].tolist()]
-        self._order.lists = [positions[i : i + size] for i in range(skip * size, len(positions), size)]
+        self._order.generator.manual_seed((self.seed * 1_000_003 + epoch + 999_983 * self.part[0]) % 2**63)
+        assert self.length is not None
+        ranges = [self._range(index)[:2] for index in range(skip, self.length)]
+        # a part without observations reads one all the same: its share of the batch is zero
+        self._order.lists = [
+            [self._indices[i] for i in order[start : max(stop, start + 1)].tolist()] for start, stop in ranges
+        ]
         for batch in self._order.loader:
             yield self._moved(batch)
 
-    def everything(self, most: int | None = None) -> Iterator[Any]:
+    def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
         """Every observation once in a fixed order, where the loader allows it, else one pass over the loader.
 
         Args:
             most: at most this many batches: of map-style data evenly spread over the whole, else the first ones.
+            part: (r, w): of map-style data the r-th of w parts, each of one batch at least.
         """
         if self._order is None:
             for index, batch in enumerate(self.loader):
@@ -110,10 +135,11 @@ class Batches:
                 yield self._moved(batch)
             return
         size = self._order.size
-        count = -(-len(self._indices) // size)
+        r, w = part
+        count = max(w, -(-len(self._indices) // size))
         # strided, not consecutive: data sorted by class give every batch a bit of each
         lists = [self._indices[start::count] for start in range(count)]
-        self._order.lists = lists[:most]
+        self._order.lists = lists[: None if most is None else max(most, w)][r::w]
         for batch in self._order.loader:
             yield self._moved(batch)
 
@@ -157,6 +183,11 @@ class Batches:
         if loader.num_workers:
             self.inexact = "random numbers that the loader's worker processes draw are not kept"
         self._own_order, self._order.shuffled = True, shuffled
+        if self.part[1] > self.num_data:
+            raise ValueError(f"{self.part[1]} ranks share {self.num_data} observations: use fewer ranks")
+        if self.part[1] > 1:
+            size = self._order.size * self.part[1]
+            self.length = self.num_data // size if loader.drop_last else -(-self.num_data // size)
 
 
 class _Order:

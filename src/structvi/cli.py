@@ -1,4 +1,4 @@
-"""The command line: `structvi reproduce`, `structvi families`."""
+"""The command line: `structvi reproduce`, `structvi check`, `structvi families`."""
 
 import os
 import sys
@@ -85,6 +85,37 @@ def _app() -> Any:
             print("interrupted: nothing was written", file=sys.stderr)
             raise typer.Exit(130) from None
         print(f"{out / 'report.html'}")
+
+    @app.command()
+    def check(
+        methods: Annotated[str, typer.Option(help='Names with commas between, "ours", "peers" or "all".')] = "ours",
+        problems: Annotated[str, typer.Option(help='Names with commas between, or "all".')] = "all",
+        out: Annotated[Path, typer.Option(help="Folder for check.html, check.json and check.txt.")] = Path("report"),
+        seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+        quick: Annotated[bool, typer.Option("--quick", help="Six of the problems, the small ones.")] = False,
+    ) -> None:
+        """Is it Bayesian? Methods on problems whose posterior is known."""
+        from .check import suite
+        from .reproduce.run import check_folder
+
+        try:
+            names = suite.method_names(methods), suite.problem_names(problems, quick)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        try:
+            check_folder(out)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
+        try:
+            report = suite.run_named(*names, seed, workers=max(1, min(8, os.cpu_count() or 1)))
+        except ImportError as error:
+            sys.exit(f"structvi: {error}")
+        except KeyboardInterrupt:
+            print("interrupted: nothing was written", file=sys.stderr)
+            raise typer.Exit(130) from None
+        report.save(out)
+        print(report)
+        print(f"\n{out / 'check.html'}")
 
     @app.command()
     def families() -> None:

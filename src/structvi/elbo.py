@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .checking import reads
 from .couplings import Coupling, paired
 from .families.algebra import sum_weights
 from .families.base import Density, Draws, Family, check_draw
@@ -106,13 +107,17 @@ def elbo_terms(
     density = family()
     _check_estimator(density, estimator)
     _check_prior(density, target)
-    draws = density.draw(groups, coupling, generator)
+    at_draws = None
+    if density.has_density and estimator == "path":
+        draws, at_draws = density.draw_scored(groups, coupling, generator)
+    else:
+        draws = density.draw(groups, coupling, generator)
     _check_draws(density, draws, groups)
     log_likelihood, log_prior = log_joint(target, draws, batch)
     cost = -log_prior
     if density.has_density and estimator != "entropy":
         point = draws.theta if draws.latent is None else draws.latent
-        cost = cost + log_q(density, point, path=estimator == "path")
+        cost = cost + (log_q(density, point, path=estimator == "path") if at_draws is None else at_draws)
     complexity = per_group(cost, density, draws, groups) + density.latent_kl()
     if density.has_density and estimator == "entropy":
         expected = f"{type(density).__name__}.entropy() must return a scalar"
@@ -165,6 +170,8 @@ def log_joint(target: Target, draws: Draws, batch: Any) -> tuple[Tensor, Tensor]
 
 
 def _check_finite(values: Tensor, what: str) -> None:
+    if not reads():
+        return
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         count, S = int((~finite).sum()), values.shape[0]

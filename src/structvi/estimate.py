@@ -65,6 +65,10 @@ def full_elbo(
     """
     density = family()
     draws = density.draw(groups, coupling, generator)
+    point = draws.theta if draws.latent is None else draws.latent
+    # log q at the draws rather than the entropy: where q is the posterior, every draw gives the same value. Before the
+    # data, which may end this on one rank of several: those of a sharded posterior need each other for it
+    at_draws = log_q(density, point, path=False) if density.has_density and density.offers("log_prob") else None
     log_likelihood = torch.zeros_like(draws.weight, dtype=torch.float64)
     seen = 0
     for batch in loader:
@@ -74,15 +78,13 @@ def full_elbo(
     if not seen:
         raise ValueError("the loader gave no batch: there is no ELBO without data")
     log_likelihood *= model.num_data / seen
-    point = draws.theta if draws.latent is None else draws.latent
     log_prior = model.log_prior(point, draws.fixed)
     for values, what in ((log_likelihood, "log likelihood"), (log_prior, "log prior")):
         if not bool(torch.isfinite(values).all()):
             raise NonFiniteError(f"the {what} of the full data is not finite at some of {len(values)} draws")
     cost = -log_prior.double()
-    # log q at the draws rather than the entropy: where q is the posterior, every draw gives the same value
-    if density.has_density and density.offers("log_prob"):
-        cost = cost + log_q(density, point, path=False)
+    if at_draws is not None:
+        cost = cost + at_draws
     values = per_group(log_likelihood - cost, density, draws, groups) - density.latent_kl()
     if density.has_density and not density.offers("log_prob"):
         values = values + density.entropy()

@@ -6,20 +6,28 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.func import functional_call
+from torch.optim.lr_scheduler import LRScheduler
 
-from . import resuming
+from . import restarting, resuming
 from .batches import Batches
 from .couplings import Coupling, paired
+from .distributed import LostRankError, Parallel, Ranks
 from .elbo import Estimator
+from .families.mean_field import MeanField
 from .families.precision import StructuredPrecision
 from .families.structured import StructuredNormal
 from .history import FitResult, History
+from .mixed_precision import check_precision
 from .optimizing import OptimizerLike, SchedulerLike
 from .progress import Progress
 from .run import Options, Run, factored
 
 if TYPE_CHECKING:
     from .variationalize import Posterior
+
+#: The part of the steps in which λ rises to one, measured on UCI networks: see docs/optimisation.md.
+KL_WARMUP = 0.25
 
 
 def fit(
@@ -34,7 +42,7 @@ def fit(
     warmup: float = 0.05,
     clip: float | None = 10.0,
     accumulate: int = 1,
-    kl_warmup: float = 0.0,
+    kl_warmup: float | Literal["auto"] = "auto",
     temperature: float = 1.0,
     groups: int = 1,
     coupling: Coupling = paired,
@@ -43,7 +51,11 @@ def fit(
     average: bool = True,
     precision: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    parallel: Parallel = "auto",
+    capture: bool = True,
+    compile: bool = False,
     stop: bool = True,
+    restarts: int = 1,
     start: Literal["trained"] | None = None,
     checkpoint: str | os.PathLike | None = None,
     every: int | None = None,
@@ -69,16 +81,26 @@ def fit(
         warmup: the fraction of the steps in which the learning rate rises.
         clip: the largest norm of the gradient of −elbo/N; None for no limit.
         accumulate: how many batches share one step.
-        kl_warmup: the fraction of the steps in which λ rises from zero.
+        kl_warmup: the fraction of the steps in which λ rises from zero. "auto": a quarter where nothing has been
+            learned yet, none otherwise. At λ = 1 from the start, units are switched off before they have learned.
         temperature: λ. Other than one, what is found is not the posterior; the reported ELBO is always at λ = 1.
         groups, coupling, estimator: as in `elbo`.
         staged: of families with a low-rank factor first mean and scales, then after 40 % of the steps the factor too.
             "auto": where nothing has been learned yet.
         average: average the last quarter of the iterates, and keep that where its ELBO is not lower.
-        precision: `torch.bfloat16` runs the network, and nothing else, in mixed precision.
+        precision: `torch.bfloat16` or `torch.float16` runs the network, and nothing else, in mixed precision. A step
+            whose gradient overflows in float16 is left out, and halves the scale of the gradients in the network.
         device: where the posterior is moved; batches follow it.
+        parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch,
+            of w times the loader's batch size; "draws": each draws weights of its own for the same batch; None: they
+            know nothing of each other. "auto" is "data" where there is a group. See `structvi.distributed`.
+        capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph where the network allows.
+        compile: run the network through `torch.compile`, one draw at a time: pays where steps are many and large.
         stop: where the ELBO no longer rises over a quarter of the steps, looked at twice, let the learning rate fall
             and end the fit a quarter of the steps later.
+        restarts: how often a fit that ends stuck, with predictions that hardly depend on the input or noise at the
+            targets' own spread, is begun again at a fresh draw of the network's initialisation; the best by ELBO is
+            kept. Not where the posterior was fitted before, nor over several ranks.
         start: "trained" starts at the network's present values with scales from a diagonal Fisher information.
         checkpoint: a directory to which all of the fit's state is written, atomically, every `every` steps (an epoch
             by default) and at its end.
@@ -97,13 +119,17 @@ def fit(
         >>> result.steps, result.verdict
         (8, 'too few steps to tell whether it has converged')
     """
-    _check(epochs, steps, warmup, kl_warmup, temperature, accumulate, clip, staged, precision, start, every)
+    _check(epochs, steps, warmup, kl_warmup, temperature, accumulate, clip, staged, start, every)
+    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+        raise ValueError(f"restarts must be an integer ≥ 0, got {restarts!r}")
     if device is not None:
         posterior.to(device)
     if not torch.is_grad_enabled():
         raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
     where = next(posterior.parameters()).device
-    batches = Batches(loader, seed, where)
+    check_precision(precision, posterior.net, posterior.space.dtype, where)  # before anything has changed
+    ranks = Ranks(parallel, posterior)
+    batches = Batches(loader, seed, where, ranks.part)
     notes = _set_num_data(posterior, batches) + _unused_batch_norm(posterior)
     if epochs is not None:
         if batches.length is None:
@@ -116,6 +142,15 @@ def fit(
         staged = found.description["options"]["staged"]
     elif staged == "auto":
         staged = bool(families) and all(_untouched(family) for family in families)
+    if kl_warmup == "auto" and found is not None:
+        kl_warmup = found.description["options"]["kl_warmup"]
+    elif kl_warmup == "auto":
+        kl_warmup = KL_WARMUP if start is None and _fresh(posterior) else 0.0
+    assert isinstance(kl_warmup, float | int)
+    may_restart = restarts > 0 and start is None and ranks.size == 1 and (found is not None or _fresh(posterior))
+    # an optimizer that is made already remembers the first fit
+    may_restart &= not isinstance(optimizer, torch.optim.Optimizer) and not isinstance(scheduler, LRScheduler)
+    begun = {n: p.detach().clone() for n, p in posterior.named_parameters() if not n.startswith("family.")}
     if start == "trained" and found is None:
         from .refining import start_trained
 
@@ -124,8 +159,8 @@ def fit(
         steps, accumulate, groups, resuming.name_of(coupling), estimator, float(temperature), kl_warmup, warmup, clip,
         bool(staged and families and steps >= 10), average, stop, str(precision), seed, posterior.model.num_data,
     )  # fmt: skip
-    run = Run(posterior, batches, options, coupling, estimator)
-    run.prepare(optimizer, scheduler, lr)
+    run = Run(posterior, batches, options, coupling, estimator, ranks)
+    run.prepare(optimizer, scheduler, lr, capture)
     run.notes += notes
     if found is not None:
         run.notes += resuming.restore(run, found)
@@ -133,23 +168,62 @@ def fit(
         run.notes.append(f"nothing to resume in {resume}: started from the beginning")
     if every is None:
         every = max(1, -(-batches.length // accumulate)) if batches.length else 500
-    bar = Progress(run.schedule.end, run.step, progress)
-    before = posterior.model.precision
+    ranks.start(run, None if checkpoint is None else every)
+    bar = Progress(run.schedule.end, run.step, progress and ranks.rank == 0)
+    if compile:
+        posterior.model.compiled = torch.compile(functional_call)
+    before, posterior.model.precision = posterior.model.precision, precision or posterior.model.precision
     try:
-        run.loop(bar, precision, checkpoint, every, callback)
+        with ranks.interruptible():
+            run.loop(bar, checkpoint, every, callback)
         stopped = False
     except KeyboardInterrupt:
         run.back_to_step()
         stopped = True
+    except LostRankError as error:
+        run.back_to_step()
+        if checkpoint is not None:
+            error.add_note(resuming.save_alone(run, checkpoint))
+        raise
     finally:
         bar.close()
         posterior.model.precision = before
+        posterior.model.compiled = None
         run.schedule.reset()
         for family in families:
             family.factor.requires_grad_(True)
     if checkpoint is not None:
         resuming.save(run, checkpoint)
-    return run.finish(stopped)
+    result = run.finish(stopped)
+    ranks.close()
+    if not may_restart or stopped:
+        return result
+
+    def fit_again(seed: int, name: str) -> FitResult:
+        return fit(
+            posterior, loader, steps=steps, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup=warmup, clip=clip,
+            accumulate=accumulate, kl_warmup=kl_warmup, temperature=temperature, groups=groups, coupling=coupling,
+            estimator=estimator, staged=staged, average=average, precision=precision, parallel=parallel,
+            capture=capture, compile=compile, stop=stop, restarts=0, checkpoint=restarting.folder(checkpoint, name),
+            every=every, resume=restarting.folder(resume, name), progress=progress, seed=seed, callback=callback,
+        )  # fmt: skip
+
+    seen = list(batches.everything(run.compared))
+    return restarting.again_if_stuck(posterior, result, begun, seen, restarts, seed, fit_again)
+
+
+def _fresh(posterior: "Posterior") -> bool:
+    """Whether all scales are still those that the family starts with; False where it has none."""
+    found = False
+    for module in posterior.family.modules():
+        if isinstance(module, MeanField | StructuredNormal | StructuredPrecision) and module.space is not None:
+            start = (module.initial_scale * module.space.scale).log().to(module.log_scale)
+            if (rows := getattr(module, "rows", None)) is not None:  # this rank's of a sharded family
+                start = start[rows.slice]
+            if not torch.allclose(module.log_scale, start, rtol=0, atol=1e-6):
+                return False
+            found = True
+    return found
 
 
 def _untouched(family: StructuredNormal | StructuredPrecision) -> bool:
@@ -198,14 +272,14 @@ def _unused_batch_norm(posterior: "Posterior") -> list[str]:
 
 def _check(
     epochs: Any, steps: Any, warmup: Any, kl_warmup: Any, temperature: Any, accumulate: Any, clip: Any, staged: Any,
-    precision: Any, start: Any, every: Any,
+    start: Any, every: Any,
 ) -> None:  # fmt: skip
     if (epochs is None) == (steps is None):
         raise ValueError(f"give one of epochs= and steps=, got epochs={epochs!r} and steps={steps!r}")
     for name, value in (("epochs", epochs), ("steps", steps), ("accumulate", accumulate), ("every", every)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
-    for name, value in (("warmup", warmup), ("kl_warmup", kl_warmup)):
+    for name, value in (("warmup", warmup), ("kl_warmup", 0.0 if kl_warmup == "auto" else kl_warmup)):
         if not isinstance(value, int | float) or not 0 <= value < 1:
             raise ValueError(f"{name} is a fraction of the steps, from 0 to below 1, got {value!r}")
     for name, value in (("temperature", temperature), ("clip", clip)):
@@ -215,7 +289,5 @@ def _check(
             raise ValueError(f"{name} must be a positive number, got {value!r}")
     if staged not in (True, False, "auto"):
         raise ValueError(f'staged must be True, False or "auto", got {staged!r}')
-    if precision not in (None, torch.bfloat16):
-        raise ValueError(f"precision must be None or torch.bfloat16, got {precision!r}: float16 over- and underflows")
     if start not in (None, "trained"):
         raise ValueError(f'start must be None or "trained", got {start!r}')

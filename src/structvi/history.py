@@ -143,6 +143,7 @@ class FitResult:
         exact: whether the same seed gives the same bits, and a resumed run those of one never stopped.
         skipped: the steps that were undone because something was not finite.
         notes: what must be known to read the numbers.
+        evaluation: how draws were evaluated, by vmap or in a loop, and why.
     """
 
     verdict: str
@@ -158,6 +159,7 @@ class FitResult:
     exact: bool
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    evaluation: str = "one draw at a time"
 
     def __str__(self) -> str:
         name = "ELBO" if self.bound else "E log joint (no bound)"
@@ -168,6 +170,7 @@ class FitResult:
         if len(self.candidates) > 1:
             compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
             lines.append(f"kept: {self.kept}; compared on common draws: {compared}")
+        lines.append(f"draws: {self.evaluation}")
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__  # a notebook shows what print does

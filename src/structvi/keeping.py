@@ -49,7 +49,8 @@ def save(posterior: Posterior, path: str | os.PathLike, network: Literal["store"
         "num_data": model._num_data,
         "dropout": posterior.dropout,
         "batch_norm": posterior.batch_norm,
-        "evaluation": [evaluation.mode, evaluation.chunk, encode(evaluation._choices), encode(evaluation._last)],
+        "checkpoint_activations": model.checkpoint_activations,
+        "evaluation": [evaluation.mode, evaluation.chunk, evaluation.deterministic, encode(evaluation.record)],
     }
     write(path, tensors, description)
 
@@ -110,7 +111,7 @@ def load(
     parts = {part: saved.parts[part] if given[part] is None else given[part] for part in _PARTS}
     space = Parameters(random, net=net)
     model = BayesianModel(net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward)
-    model.evaluation = saved.evaluation
+    model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
     bound = parts["family"]
     if not bound.is_bound:  # its values come from the file: any start will do
         bound = bound.bind(model.space, torch.Generator().manual_seed(0))
@@ -138,6 +139,7 @@ class _Saved(NamedTuple):
     dropout: Literal["off", "on"]
     batch_norm: Literal["frozen", "deterministic", "reestimated"]
     evaluation: Evaluation
+    checkpoint_activations: bool
 
     @classmethod
     def of(cls, description: Mapping[str, Any], path: Any) -> Self:
@@ -149,9 +151,11 @@ class _Saved(NamedTuple):
                 raise ValueError("forward must be true or false")
             if description["forward"]:
                 own["forward"] = "(net, batch) → (output, target)"
-            mode, chunk, choices, last = description["evaluation"]
-            evaluation = Evaluation(mode, chunk)
-            evaluation._choices, evaluation._last = decode(choices), decode(last)
+            *settings, record = description["evaluation"]
+            evaluation = Evaluation(*settings)
+            evaluation.record = decode(record)
+            if not isinstance(description["checkpoint_activations"], bool):
+                raise ValueError("checkpoint_activations must be true or false")
             if description["dropout"] not in DROPOUT or description["batch_norm"] not in BATCH_NORM:
                 raise ValueError("unknown dropout or batch_norm")
             return cls(
@@ -164,6 +168,7 @@ class _Saved(NamedTuple):
                 description["dropout"],
                 description["batch_norm"],
                 evaluation,
+                description["checkpoint_activations"],
             )
         # a description with the right hash that `save` did not write: another version's, or made by hand
         except (AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:

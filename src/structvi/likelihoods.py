@@ -8,7 +8,7 @@ number of observations (rows of t), masked or not: N counts rows too.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import isfinite, log, pi
+from math import isfinite, log, nan, pi
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributions import Distribution, LogNormal, Normal
 from torch.distributions import Poisson as PoissonDistribution
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
+from .checking import reads
 from .configurable import configuration
 
 NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})
@@ -197,6 +198,23 @@ class _Classes(Likelihood):
             raise ValueError(f"{type(self).__name__}: {len(self.class_weights)} class_weights for {classes} classes")
         ignored = None if self.ignore_index is None else target == self.ignore_index
         labels = target if ignored is None else target.masked_fill(ignored, 0)
+        wrong = None
+        if reads():
+            self._check_labels(labels, classes)
+        else:
+            wrong = (labels < 0) | (labels >= classes)
+            if labels.dtype.is_floating_point:
+                wrong = wrong | (labels != labels.floor())
+            labels = labels.masked_fill(wrong, 0)
+        log_prob = self._log_prob(output, labels)
+        if wrong is not None:
+            log_prob = log_prob.masked_fill(wrong, nan)
+        if self.class_weights is not None:
+            weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
+            log_prob = weights[labels.long()] * log_prob
+        return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
+
+    def _check_labels(self, labels: Tensor, classes: int) -> None:
         if labels.dtype.is_floating_point and bool((labels != labels.floor()).any()):
             raise ValueError(f"{type(self).__name__}: labels must be whole numbers, got fractions or NaN")
         low, high = int(labels.min()), int(labels.max())
@@ -205,11 +223,6 @@ class _Classes(Likelihood):
                 f"{type(self).__name__}: labels run from {low} to {high}, but there are {classes} classes: labels must "
                 f"lie in 0 … {classes - 1}; for pixels without a label give ignore_index= or a mask"
             )
-        log_prob = self._log_prob(output, labels)
-        if self.class_weights is not None:
-            weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
-            log_prob = weights[labels.long()] * log_prob
-        return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
 
     @abstractmethod
     def _check(self, output: Any, target: Tensor) -> int:
@@ -295,7 +308,10 @@ class Poisson(Likelihood):
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
         _check_same_shape("Poisson", output, target)
         count = target.to(output.dtype)
-        if bool(((count < 0) | (count != count.floor())).any()):
+        wrong = (count < 0) | (count != count.floor())
+        if not reads():
+            count = count.masked_fill(wrong, nan)
+        elif bool(wrong.any()):
             raise ValueError("Poisson: the target must hold counts 0, 1, 2, …, got negative numbers, fractions or NaN")
         return count * output - output.exp() - (count + 1).lgamma()
 

@@ -1,6 +1,7 @@
 """The parts of an optimisation step: optimizer, learning rate, undoing a step, averaging, and telling a trend."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import cos, inf, pi
 from typing import Any
 
@@ -9,17 +10,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .families import kernels
+from .families.fused import LowRankGradient
+from .families.low_rank import LowRankFamily
+
 OptimizerLike = Optimizer | Callable[[list[Tensor]], Optimizer]
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 #: Log scales start about five below where many end, and move by at most the rate a step: smaller ones take long.
 DEFAULT_LR = 0.02
+#: A factor [P, K] learns at most at this rate over √P, relative to the others. Adam moves each entry by about the rate
+#: at every step, signal or not, and a column, whose length matters when it is one, by √P times that: at the full rate
+#: the noise of twenty columns costs more than they bring (docs/optimisation.md).
+FACTOR_RATE = 2.5
 
 
-def make_optimizer(parameters: list[Tensor], optimizer: OptimizerLike | None, lr: float | None) -> Optimizer:
+def make_optimizer(
+    parameters: list[Tensor], optimizer: OptimizerLike | None, lr: float | None, families: Sequence[LowRankFamily] = ()
+) -> Optimizer:
     """Adam, or the user's own, which must hold these parameters and leave the posterior what it is."""
     if optimizer is None:
-        return torch.optim.Adam(parameters, lr=DEFAULT_LR if lr is None else lr)
+        return Adam(parameters, lr=DEFAULT_LR if lr is None else lr, families=families)
     if lr is not None:
         raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
     made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
@@ -38,6 +49,136 @@ def make_optimizer(parameters: list[Tensor], optimizer: OptimizerLike | None, lr
     if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
         raise ValueError("the optimizer holds tensors that are not posterior.parameters(); make it from those alone")
     return made
+
+
+class Adam(torch.optim.Adam):
+    """torch's fused Adam; a factor [P, K] on a GPU is moved by its gradient AᵀZ, which is never written to memory.
+
+    Args:
+        parameters: what is moved.
+        lr: the learning rate; that of factors is min(1, `FACTOR_RATE`/√P) times it.
+        families: the low-rank families among whose parameters the factors are.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, families: Sequence[LowRankFamily] = ()):
+        parameters = list(parameters)
+        sizes = {
+            id(f.factor): len(f.factor) if f.space is None else f.space.size for f in families
+        }  # P, sharded or not
+        rates = {factor: min(1.0, FACTOR_RATE / size**0.5) for factor, size in sizes.items()}
+        groups = [{"params": [p for p in parameters if id(p) not in rates], "lr": lr}]
+        groups += [{"params": [p], "lr": rates[id(p)] * lr} for p in parameters if id(p) in rates]
+        super().__init__(groups, lr=lr, fused=True, capturable=any(p.is_cuda for p in parameters))
+        self.families = [family for family in families if kernels.serve(family.factor)]
+
+    def defer(self) -> None:
+        """Before a backward pass: leave the factors' gradients as the two sides of their products."""
+        for family in self.families:
+            family.pending = []
+
+    def pending(self, family: LowRankFamily) -> LowRankGradient | None:
+        """The gradient of a family's factor since `defer`; None where it did not learn."""
+        if not family.pending:
+            return None
+        if len(family.pending) == 1:
+            return family.pending[0]
+        A, Z = (torch.cat([one[side] for one in family.pending]) for side in (0, 1))
+        return LowRankGradient(A, Z, LowRankGradient.squared_norm(A, Z))
+
+    @contextmanager
+    def rates(self, lr: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, learning rates are read from the device when a captured step is replayed."""
+        before = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, lr, strict=True):
+            group["lr"] = rate
+        yield
+        for group, rate in zip(self.param_groups, before, strict=True):
+            group["lr"] = rate
+
+    @torch.no_grad()
+    def step(self, closure=None, *, coefficient: Tensor | float = 1.0, make: Tensor | None = None):
+        """One step with the gradient times `coefficient`.
+
+        Args:
+            closure: as in torch: called first, with gradients.
+            coefficient: in (0, 1], by which the gradient is clipped; of a captured step a tensor.
+            make: of a captured step: 1, or 0 to leave everything as it is; read on the device.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        low_rank = {family.factor: self.pending(family) for family in self.families}
+        own = {parameter for family in self.families for parameter in (family.mean, family.log_scale, family.factor)}
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
+                torch._foreach_mul_([p.grad for p in with_gradient], coefficient)  # pyright: ignore[reportPrivateImportUsage]
+            self._step_fused([p for p in with_gradient if p not in own], group, coefficient, make)
+            dense = coefficient if isinstance(coefficient, Tensor) else 1.0
+            for parameter in group["params"]:
+                if parameter in own and parameter.grad is not None:
+                    ones = parameter.new_ones(1, 1)
+                    self._step_low_rank(parameter, parameter.grad.unsqueeze(0), ones, group, dense, make)
+                elif (gradient := low_rank.get(parameter)) is not None:
+                    self._step_low_rank(parameter, gradient.A, gradient.Z, group, coefficient, make)
+        for family in self.families:
+            family.pending = None
+        return loss
+
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return state
+
+    def _step_fused(self, parameters: list[Tensor], group: dict, coefficient: Any, make: Tensor | None) -> None:
+        """torch's kernel; it wants memory in the order of the indices, so factors by columns are given transposed."""
+        if not parameters:
+            return
+        states = [self._moments(parameter) for parameter in parameters]
+        rows = [
+            tuple(_in_order(x, parameter) for x in every)
+            for parameter, state in zip(parameters, states, strict=True)
+            for every in [(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        ]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1 if make is None else [make] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
+        # the kernel divides gradients by the one and does nothing where the other is 1
+        scale = {} if make is None else {"grad_scale": coefficient.reciprocal(), "found_inf": 1 - make}
+        torch._fused_adam_(  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
+            *(list(column) for column in zip(*rows, strict=True)), [], steps, lr=group["lr"], beta1=group["betas"][0],
+            beta2=group["betas"][1], weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False, **scale,
+        )  # fmt: skip
+
+    def _step_low_rank(
+        self, parameter: Tensor, A: Tensor, Z: Tensor, group: dict, coefficient: Any, make: Tensor | None
+    ) -> None:
+        """A parameter [P, K], or [P], with the gradient AᵀZ."""
+        state = self._moments(parameter)
+        made = parameter.new_ones(()) if make is None else make.to(parameter.dtype)
+        state["step"] += made
+        scalars = [torch.as_tensor(x, dtype=A.dtype, device=A.device) for x in (group["lr"], coefficient)]
+        matrices = [x if x.ndim == 2 else x.unsqueeze(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        value, first, second = matrices
+        lr, clip = scalars
+        kernels.adam(value, first, second, A, Z, state["step"], lr, clip, made, group["betas"], group["eps"])
+
+
+def _in_order(x: Tensor | None, parameter: Tensor) -> Tensor:
+    assert x is not None
+    return x.mT if parameter.ndim == 2 and not parameter.is_contiguous() else x
+
+
+def gradient_norm(parameters: Iterable[Tensor], optimizer: Optimizer) -> Tensor:
+    """The norm of all gradients, those that are pending too, as a tensor."""
+    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])  # pyright: ignore[reportPrivateImportUsage]
+    squares = [norm.double().square() for norm in norms]
+    if isinstance(optimizer, Adam):
+        pending = [optimizer.pending(family) for family in optimizer.families]
+        squares += [gradient.square for gradient in pending if gradient is not None]
+    return torch.stack(squares).sum().sqrt()
 
 
 class Schedule:
@@ -114,47 +255,51 @@ def set_optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor], flat:
     optimizer.state.clear()
     for path, value in flat.items():
         name, key = path.rsplit("/", 1)
-        optimizer.state[named[name]][key] = value.clone() if isinstance(value, Tensor) else value
+        parameter = named[name]
+        if isinstance(value, Tensor):  # moments are laid out in memory as their parameter is
+            like = value if value.shape != parameter.shape else parameter
+            value = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+        optimizer.state[parameter][key] = value
 
 
-class Undo:
-    """Parameters and optimizer state as they were before the last step, which gave a finite loss.
+class Snapshot:
+    """The parameters as they were some steps ago, to go back to where all that follows is not finite.
+
+    The optimizer's moments are not kept: no step is made with a gradient that is not finite, so they are.
 
     Args:
         named: the parameters.
-        optimizer: theirs.
+        every: how many steps lie between two snapshots.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], optimizer: Optimizer):
-        self.named, self.optimizer = named, optimizer
+    def __init__(self, named: Mapping[str, Tensor], every: int):
+        self.named, self.every = named, every
+        #: the step before which it was taken
+        self.step = 0
         self.parameters: dict[str, Tensor] = {}
-        self.state: dict[str, Any] = {}
+        self._next: dict[str, Tensor] = {}
 
-    def take(self) -> None:
-        self.parameters = _copied(self.named, self.parameters)
-        self.state = _copied(optimizer_state(self.optimizer, self.named), self.state)
+    @torch.no_grad()
+    def take(self, step: int) -> bool:
+        """Before a step, where the last snapshot is old: copy the state; `keep` it once its loss was finite."""
+        if self.parameters and step < self.step + self.every:
+            return False
+        for name, tensor in self.named.items():
+            if name not in self._next:
+                self._next[name] = torch.empty_like(tensor, device="cpu")
+            self._next[name].copy_(tensor)
+        return True
+
+    def keep(self, step: int) -> None:
+        self.step, self.parameters, self._next = step, self._next, self.parameters
 
     def restore(self) -> None:
-        """Undo the last step; nothing where there is none to undo."""
+        """Go back; nothing where no loss was ever finite."""
         if self.parameters:
             assign(self.named, self.parameters)
-            set_optimizer_state(self.optimizer, self.named, self.state)
 
     def clear(self) -> None:
-        self.parameters, self.state = {}, {}
-
-
-@torch.no_grad()
-def _copied(values: Mapping[str, Any], into: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the values, in the memory of the last copies where they fit."""
-    if values.keys() != into.keys():
-        return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            into[key].copy_(value)
-        else:
-            into[key] = value
-    return into
+        self.parameters, self._next = {}, {}
 
 
 @torch.no_grad()

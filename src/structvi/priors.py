@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from .families.algebra import sum_weights
+from .families.algebra import sum_squares, sum_weights
 from .parameters import Parameters
 from .patterns import assign, check_patterns
 
@@ -224,7 +224,7 @@ class NormalPrior(ScalePrior):
         super().__init__(scale, learn, by_fan_in)
 
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
-        return -0.5 * sum_weights(x.square()) / scale**2 - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
+        return -0.5 * sum_squares(x) / scale**2 - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
 
 
 class LaplacePrior(ScalePrior):

@@ -162,6 +162,9 @@ def _place(family: Family, mean: dict[str, Tensor], scale: dict[str, Tensor]) ->
     names = family.space.names
     centre = family.space.ravel({name: mean[name] for name in names})
     width = family.space.ravel({name: scale[name] for name in names})
+    if hasattr(family, "sharded"):
+        rows: slice = family.rows.slice  # pyright: ignore
+        centre, width = centre[rows], width[rows]
     if isinstance(family, MAP):
         family.point.copy_(centre)
         return

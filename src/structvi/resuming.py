@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from . import checkpoint
+from .describing import decode, encode
 from .history import History, Skipped
-from .optimizing import assign, optimizer_state, set_optimizer_state
+from .mixed_precision import GradientScale
+from .optimizing import Adam, assign, optimizer_state, set_optimizer_state
 
 if TYPE_CHECKING:
     from .fitting import Run
@@ -21,16 +23,16 @@ KEPT = 2
 
 
 def save(run: "Run", directory: str | os.PathLike) -> None:
-    """Write the run to `directory`/fit-<step>.safetensors, atomically, and remove all but the last two."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write the run to `directory`/fit-<step>.safetensors, atomically, and remove all but the last two.
+
+    Of several ranks the first one writes: all are in the same state, or give it their rows.
+    """
     tensors: dict[str, Tensor] = {"history": run.history.to_tensor(), "generator": run.generator.get_state()}
     numbers: dict[str, Any] = {}
     parts = {
         "posterior": run.learned(),
         "optimizer": optimizer_state(run.optimizer, run.named),
-        "undo": run.undo.parameters,
-        "undo_optimizer": run.undo.state,
+        "snapshot": run.snapshot.parameters,
         "average": run.average.mean,
         "without_factor": run.without_factor,
     }
@@ -52,16 +54,33 @@ def save(run: "Run", directory: str | os.PathLike) -> None:
         "epoch": run.epoch,
         "index": run.index,
         "failures": run.failures,
+        "snapshot": run.snapshot.step,
         "stage": run.stage,
         "cooling": run.schedule.cooling,
         "end": run.schedule.end,
         "averaged": run.average.count,
         "skipped": [asdict(one) for one in run.skipped],
+        "evaluation": encode(run.posterior.model.evaluation.record),
+        "scale": [run.posterior.model.scale.value, run.posterior.model.scale.finite],
     }
+    tensors = run.ranks.whole(tensors)
+    if run.ranks.rank != 0:
+        return
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     checkpoint.write(directory / f"fit-{run.step:010d}.safetensors", tensors, description)
     # what a process that was killed while writing has left
     for old in [*_files(directory)[KEPT:], *directory.glob(".fit-*.tmp")]:
         old.unlink()
+
+
+def save_alone(run: "Run", directory: str | os.PathLike) -> str:
+    """After another rank was lost: the state before the step in which it was, unless that rank had rows of it; what
+    there is to say."""
+    if not run.ranks.sharded:
+        save(run, directory)
+    newest = _files(directory)[:1]
+    return f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}"
 
 
 class Found(NamedTuple):
@@ -102,22 +121,16 @@ def _files(directory: str | os.PathLike) -> list[Path]:
 def restore(run: "Run", found: Found) -> list[str]:
     """Put a freshly made run into the state of a checkpoint; returns what there is to say."""
     path, tensors, description, damaged = found
-    now = {**asdict(run.options), "optimizer": type(run.optimizer).__name__, "learning rates": run.schedule.highest}
-    then = {
-        **description["options"],
-        "optimizer": description["optimizer"],
-        "learning rates": description["highest"],
-    }
-    differ = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
-    if differ:
-        raise ValueError(f"{path} belongs to a fit with other settings; resume with the same: " + "; ".join(differ))
 
     def part(name: str) -> dict[str, Any]:
-        both = {**tensors, **description["numbers"]}
+        both = {**{path: run.ranks.own(path, x) for path, x in tensors.items()}, **description["numbers"]}
         found = {key.removeprefix(f"{name}/"): value for key, value in both.items() if key.startswith(f"{name}/")}
-        # torch keeps step counts on the CPU; moments are where their parameter is
+        # torch keeps step counts on the CPU but for the fused Adam; moments are where their parameter is
+        on_device = isinstance(run.optimizer, Adam)
         return {
-            key: value.to(run.generator.device) if isinstance(value, Tensor) and not key.endswith("/step") else value
+            key: value.to(run.generator.device)
+            if isinstance(value, Tensor) and (on_device or not key.endswith("/step"))
+            else value
             for key, value in found.items()
         }
 
@@ -128,13 +141,23 @@ def restore(run: "Run", found: Found) -> list[str]:
     )  # fmt: skip
     if differ:
         raise ValueError(f"{path} belongs to another posterior; these tensors differ: {', '.join(differ)}")
+    now = {**asdict(run.options), "optimizer": type(run.optimizer).__name__, "learning rates": run.schedule.highest}
+    then = {
+        **description["options"],
+        "optimizer": description["optimizer"],
+        "learning rates": description["highest"],
+    }
+    differ = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
+    if differ:
+        raise ValueError(f"{path} belongs to a fit with other settings; resume with the same: " + "; ".join(differ))
     assign(learned, saved)
     run.stage = description["stage"]
     if run.stage == 2:
         for parameter in run.named.values():
             parameter.requires_grad_(True)
     set_optimizer_state(run.optimizer, run.named, part("optimizer"))
-    run.undo.parameters, run.undo.state = part("undo"), part("undo_optimizer")
+    run.snapshot.parameters = {name: tensor.cpu() for name, tensor in part("snapshot").items()}
+    run.snapshot.step = description["snapshot"]
     run.average.mean, run.average.count = part("average"), description["averaged"]
     run.without_factor = part("without_factor")
     run.history = History.from_tensor(tensors["history"])
@@ -142,6 +165,8 @@ def restore(run: "Run", found: Found) -> list[str]:
     run.step, run.epoch, run.index = description["step"], description["epoch"], description["index"]
     run.failures = description["failures"]
     run.skipped = [Skipped(**one) for one in description["skipped"]]
+    run.posterior.model.evaluation.record = decode(description["evaluation"])
+    run.posterior.model.scale = GradientScale(*description["scale"])
     run.schedule.cooling, run.schedule.end = description["cooling"], description["end"]
     _replay(run)
     return [*damaged, f"resumed at step {run.step} from {path.name}"]

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from math import inf, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from . import resuming
 from .batches import Batches
 from .couplings import Coupling
+from .distributed import Counted, Ranks
 from .elbo import Estimator, NonFiniteError
 from .estimate import Estimate, full_elbo, not_finite
 from .families.precision import StructuredPrecision
@@ -26,7 +26,7 @@ from .optimizing import (
     RunningMean,
     Schedule,
     SchedulerLike,
-    Undo,
+    Snapshot,
     assign,
     make_optimizer,
     trend,
@@ -34,6 +34,8 @@ from .optimizing import (
 from .priors import PriorModule
 from .progress import Progress
 from .random import borrowed_stream
+from .stepping import OverflowingError, Step
+from .uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     from .variationalize import Posterior
@@ -44,6 +46,10 @@ FIRST_STAGE = 0.4
 LAST_PART = 0.25
 #: Groups of draws on which posteriors are compared.
 COMPARISON_GROUPS = 8
+#: At most so many steps lie between the states that a fit can go back to.
+MOST_LOST = 200
+#: About so many iterates are averaged: those between them are much the same.
+AVERAGED = 256
 #: So many batches in a row without a finite loss end the fit.
 FAILURES = 5
 #: A gain below this over the last part of a fit is none, whatever the noise: it changes no probability by 10 %.
@@ -76,12 +82,14 @@ class Run:
 
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    undo: Undo
+    snapshot: Snapshot
+    make_step: Step
 
     def __init__(
-        self, posterior: "Posterior", batches: Batches, options: Options, coupling: Coupling, estimator: Estimator
-    ):
-        self.posterior, self.batches, self.options = posterior, batches, options
+        self, posterior: "Posterior", batches: Batches, options: Options, coupling: Coupling, estimator: Estimator,
+        ranks: Ranks,
+    ):  # fmt: skip
+        self.posterior, self.batches, self.options, self.ranks = posterior, batches, options, ranks
         self.coupling: Coupling = coupling
         self.estimator: Estimator = estimator
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
@@ -93,14 +101,20 @@ class Run:
         self.skipped: list[Skipped] = []
         self.notes: list[str] = []
         self._stream = self.generator.get_state()
-        self._stepping = False
 
-    def prepare(self, optimizer: OptimizerLike | None, scheduler: SchedulerLike | None, lr: float | None) -> None:
+    def prepare(
+        self, optimizer: OptimizerLike | None, scheduler: SchedulerLike | None, lr: float | None, capture: bool
+    ) -> None:
         """Optimizer, schedule, and the factor off where it has to wait."""
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr)
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, factored(self.posterior))
         total = self.options.total
         self.schedule = Schedule(self.optimizer, scheduler, round(self.options.warmup * total), total)
-        self.undo = Undo(self.named, self.optimizer)
+        self.snapshot = Snapshot(self.named, every=max(1, min(MOST_LOST, total // 20)))
+        options = self.options
+        self.make_step = Step(
+            self.posterior, self.optimizer, self.generator, groups=options.groups, coupling=self.coupling,
+            estimator=self.estimator, clip=options.clip, capture=capture, ranks=self.ranks,
+        )  # fmt: skip
         if self.stage == 1:
             for family in factored(self.posterior):
                 family.factor_off()
@@ -108,6 +122,11 @@ class Run:
     @property
     def last_part(self) -> int:
         return max(1, round(LAST_PART * self.options.total))
+
+    @property
+    def compared(self) -> int:
+        """At most so many batches are read to compare posteriors at the end."""
+        return max(32, self.options.total // 40)
 
     def learned(self) -> dict[str, Tensor]:
         """All that the fit changes, by name, not copied: the parameters, and the units of factors."""
@@ -117,7 +136,6 @@ class Run:
     def loop(
         self,
         bar: Progress,
-        precision: torch.dtype | None,
         checkpoint: str | os.PathLike | None,
         every: int,
         callback: Callable[[History], None] | None,
@@ -130,14 +148,13 @@ class Run:
                 self._stream = self.generator.get_state()
                 started = time.monotonic()
                 # data sets and networks that draw random numbers do so from the global stream
-                with borrowed_stream(self.generator):
-                    batch = list(islice(iterator, self.options.accumulate))
+                with borrowed_stream(self.generator, self.ranks.rank):
+                    batch, shares = self.ranks.take(iterator, self.options.accumulate, self.batches, self.index)
                     if not batch:
                         break
-                    if precision is not None and self.posterior.model.precision is None:
-                        self._choose_evaluation(batch[0])
-                        self.posterior.model.precision = precision
-                    self._advance(batch, started)
+                    with uninterrupted():
+                        self._advance(batch, shares, started)
+                self.ranks.stop_together()
                 bar.update(*self._window())
                 if self._settled():
                     bar.shorten(self.schedule.end)
@@ -151,70 +168,53 @@ class Run:
                 raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
             self.epoch, self.index = self.epoch + 1, 0
 
-    def _advance(self, batch: list[Any], started: float) -> None:
+    def _advance(self, batch: list[Any], shares: list[float], started: float) -> None:
         """One step of the optimizer, or none where something is not finite."""
         lam = self.options.temperature
         if (rise := self.options.kl_warmup * self.options.total) > self.step:
             lam *= (self.step + 1) / (rise + 1)
         row = {"step": self.step, "epoch": self.epoch, "temperature": lam, "stage": self.stage}
+        rate = self.schedule.before(self.step)
+        taken = self.failures == 0 and self.snapshot.take(self.step)
         try:
-            values, norm = self._gradient(batch, lam)
-        except (NonFiniteError, LinAlgError) as error:
-            self._undo(str(error))
+            values, norm = self.make_step(batch, shares, lam)
+        except OverflowingError as error:
+            self.skipped.append(Skipped(self.epoch, self.index, str(error)))
             self.history.append(**row)
+        except (NonFiniteError, LinAlgError) as error:
+            self._left_out(str(error))
+            self.history.append(**row)
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            error.add_note(f"in batch {self.index + getattr(error, 'batch', 0)} of epoch {self.epoch}")
+            raise
         else:
             self.failures = 0
-            self.undo.take()
-            rate = self.schedule.before(self.step)
-            self._stepping = True
-            self.optimizer.step()
-            self._stepping = False
+            if taken:
+                self.snapshot.keep(self.step)
             self.schedule.after()
             estimate = Estimate.of(values)
             self.history.append(
                 **row, elbo=estimate.value, standard_error=estimate.standard_error, lr=rate, gradient_norm=norm,
                 seconds=time.monotonic() - started,
             )  # fmt: skip
-            if self.options.average and self.step >= self.schedule.end - self.last_part:
+            stride = max(1, self.last_part // AVERAGED)
+            if self.options.average and self.step >= self.schedule.end - self.last_part and self.step % stride == 0:
                 self.average.update(self.named)
         self.step += 1
         self.index += len(batch)
         self._stream = self.generator.get_state()
 
-    def _gradient(self, batch: list[Any], temperature: float) -> tuple[Tensor, float]:
-        """Gradients of −(E log lik − λ KL)/N into the parameters; the ELBO of each group and the gradient's norm."""
-        self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros(())
-        for offset, micro in enumerate(batch):
-            try:
-                terms = self.posterior.terms(
-                    micro, groups=self.options.groups, coupling=self.coupling, estimator=self.estimator,
-                    generator=self.generator,
-                )  # fmt: skip
-            except (ValueError, TypeError, RuntimeError, IndexError) as error:
-                error.add_note(f"in batch {self.index + offset} of epoch {self.epoch}")
-                raise
-            objective = (terms.fit - temperature * terms.complexity).mean()
-            if not bool(torch.isfinite(objective)):
-                raise NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
-            (-objective / (self.options.num_data * len(batch))).backward()
-            total = total.to(objective.device) + (terms.fit - terms.complexity).detach().double() / len(batch)
-        limit = inf if self.options.clip is None else self.options.clip
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.named.values()), limit))
-        if not norm < inf:
-            bad = [n for n, p in self.named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
-            raise NonFiniteError(f"the loss is finite but its gradient is not, in {', '.join(bad)}")
-        return total, norm
-
-    def _undo(self, reason: str) -> None:
-        self.undo.restore()
+    def _left_out(self, reason: str) -> None:
+        """A batch without a finite loss changes nothing; from the second in a row on an older state is gone back to."""
         self.skipped.append(Skipped(self.epoch, self.index, reason))
         self.failures += 1
+        if self.failures > 1:
+            self.snapshot.restore()
         if self.failures == FAILURES:
             names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in self.skipped[-FAILURES:])
             raise NonFiniteError(
                 f"{FAILURES} batches in a row ({names}) gave no finite loss, the last because {reason}. "
-                f"The posterior is in its last good state, before step {max(0, self.step - FAILURES)}"
+                f"The posterior is in its last good state that was kept, before step {self.snapshot.step}"
             )
 
     def _start_factor(self) -> None:
@@ -223,12 +223,7 @@ class Run:
         for family in factored(self.posterior):
             family.start_factor(self.generator)
         self.stage = 2
-        self.undo.clear()  # a step of stage one is none of stage two's
-
-    def _choose_evaluation(self, batch: Any) -> None:
-        """vmap or loop is decided in full precision: in half precision their rounding differs."""
-        with torch.no_grad():
-            self.posterior.terms(batch, groups=2, coupling=self.coupling, estimator=self.estimator)
+        self.snapshot.clear()  # a state of stage one is none of stage two's
 
     def _window(self) -> tuple[float, float]:
         """The ELBO over the last steps, at most an epoch and a hundred, and its standard error."""
@@ -244,7 +239,8 @@ class Run:
         part = self.last_part
         first = FIRST_STAGE * self.options.total if self.options.staged else 0
         check = max(1, part // 4)
-        begun = first + (self.options.kl_warmup + self.options.warmup) * self.options.total
+        # stage one and both warm-ups begin with the fit
+        begun = max(first, max(self.options.kl_warmup, self.options.warmup) * self.options.total)
         early = self.step < begun + part + check
         late = self.schedule.cooling is not None or self.step >= self.schedule.end - part
         if not self.options.stop or early or late or self.step % check or part < 16:
@@ -268,10 +264,7 @@ class Run:
         return max(1.0, 0.01 * self.options.num_data)
 
     def back_to_step(self) -> None:
-        """After an interruption inside a step: the state before it."""
-        if self._stepping:
-            self.undo.restore()
-            self._stepping = False
+        """After an interruption between two steps: the stream as the last one left it."""
         self.generator.set_state(self._stream)
 
     def verdict(self) -> str:
@@ -292,14 +285,14 @@ class Run:
 
     def finish(self, stopped: bool) -> FitResult:
         """Choose among the last step, the average and the posterior without its factor, and say what came out."""
-        density = self.posterior.family()
+        density, evaluation = self.posterior.family(), self.posterior.model.evaluation
         kept, candidates = "last step", {}
         if stopped:
             mean, error = self._window()
             elbo = Estimate(mean, error, self.history.recent("elbo", 1), density.bound)
             comparison = "mean over the last steps: stopped before posteriors were compared"
         else:
-            most = max(32, self.options.total // 40)
+            most = self.compared
             states = {"last step": {name: tensor.detach().clone() for name, tensor in self.learned().items()}}
             if self.average.count > 1:
                 states[f"average of the last {self.average.count}"] = {**states["last step"], **self.average.mean}
@@ -327,21 +320,22 @@ class Run:
         return FitResult(
             verdict, elbo, kept, candidates, comparison, self.history,
             self.step, done, self.options.temperature, density.bound,
-            self.batches.exact and self.generator.device.type == "cpu", self.skipped,
-            self._notes(density.bound),
+            self.batches.exact and self.generator.device.type == "cpu" and not evaluation.times(self.generator.device),
+            self.skipped, self._notes(density.bound), str(evaluation),
         )  # fmt: skip
 
     def _evaluate(self, most: int) -> Estimate:
         generator = torch.Generator(self.generator.device).manual_seed(self.options.seed + 1)
         stream = torch.Generator().manual_seed(self.options.seed + 2)
+        batches = Counted(self.batches.everything(most, (self.ranks.rank, self.ranks.size)))
         with self.posterior.network_mode(), borrowed_stream(stream):
             try:
-                return full_elbo(
-                    self.posterior.family, self.posterior.model, self.batches.everything(most),
-                    groups=COMPARISON_GROUPS, generator=generator,
-                )  # fmt: skip
+                estimate = full_elbo(
+                    self.posterior.family, self.posterior.model, batches, groups=COMPARISON_GROUPS, generator=generator
+                )
             except (NonFiniteError, LinAlgError):
-                return not_finite(COMPARISON_GROUPS)
+                estimate = not_finite(COMPARISON_GROUPS)
+        return self.ranks.pool(estimate, batches.observations)
 
     def _notes(self, bound: bool) -> list[str]:
         notes = list(self.notes)
@@ -350,6 +344,11 @@ class Run:
             notes.append(
                 f"λ = {self.options.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1"
             )
+        if self.generator.device.type == "cuda" and self.make_step.reason is not None:
+            notes.append(f"the step was not captured as a CUDA graph: {self.make_step.reason}")
+        if self.ranks.size > 1:
+            what = "its part of every batch" if self.ranks.mode == "data" else "its own draws for every batch"
+            notes.append(f"{self.ranks.size} ranks, each with {what}")
         if not bound:
             notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
         if isinstance(model.likelihood, Likelihood) and not model.likelihood.exact:
@@ -358,6 +357,8 @@ class Run:
             notes.append("the prior is not normalised: the ELBO is known up to a constant")
         if not self.batches.exact:
             notes.append(f"not exact: {self.batches.inexact}; a resumed run differs from one never stopped")
+        elif model.evaluation.times(self.generator.device):
+            notes.append("not exact: a clock decides between vmap and loop; deterministic=True lets a rule do so")
         elif self.generator.device.type != "cpu":
             notes.append(f"not exact: kernels on {self.generator.device.type} may add in another order each time")
         if self.skipped:

@@ -1,17 +1,19 @@
 """What is to be approximated: a network with likelihood and prior, or any log density."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 from .evaluation import Evaluation, Mode, training_key
 from .families.algebra import sum_weights
 from .likelihoods import Likelihood
+from .mixed_precision import GradientScale, check_precision
+from .network import call_network
 from .parameters import Parameters
 from .priors import Prior, SeparablePrior, log_prior
 
@@ -43,6 +45,7 @@ class LogDensity:
         parameters: the space.
         evaluation: "auto", "vmap" or "loop" over draws.
         chunk: how many draws vmap takes at once.
+        deterministic: whether a rule or a clock decides between vmap and loop, see `Evaluation`.
 
     Example:
         >>> space = Parameters({"z": torch.zeros(2)})
@@ -57,6 +60,7 @@ class LogDensity:
         *,
         evaluation: Mode = "auto",
         chunk: int | None = None,
+        deterministic: bool | None = None,
     ):
         if not callable(fn):
             raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
@@ -64,7 +68,7 @@ class LogDensity:
             raise TypeError(f"LogDensity expects Parameters, got {type(parameters).__name__}")
         self.fn = fn
         self.space = parameters
-        self.evaluation = Evaluation(evaluation, chunk)
+        self.evaluation = Evaluation(evaluation, chunk, deterministic)
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         space = self.space.without(fixed)
@@ -92,8 +96,11 @@ class BayesianModel(nn.Module):
         num_data: N, the size of the whole data set; None until it is known (`model.num_data = N`).
         parameters: the random tensors; all trainable ones by default.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
-        evaluation: how S weights are evaluated: "vmap", "loop", or "auto", which probes once whether vmap is right.
+        evaluation: how S weights are evaluated: "vmap", "loop", or "auto": vmap where it is right and pays.
         chunk: how many draws vmap takes at once.
+        deterministic: whether a rule or a clock decides what pays, see `Evaluation`.
+        checkpoint_activations: keep no activations of the network: the backward pass computes those of one draw at a
+            time again. Less memory, about a third more time; always the loop.
 
     Batches are pairs (input, target), where a tuple of inputs is passed as several arguments, or dicts with one of
     the keys "target", "targets", "label", "labels", "y": of the rest a single entry is passed as the argument,
@@ -118,6 +125,8 @@ class BayesianModel(nn.Module):
         forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
         evaluation: Mode = "auto",
         chunk: int | None = None,
+        deterministic: bool | None = None,
+        checkpoint_activations: bool = False,
     ):
         super().__init__()
         if not isinstance(net, nn.Module):
@@ -154,10 +163,20 @@ class BayesianModel(nn.Module):
             self.num_data = num_data
         self.net_space = Parameters.of(net) if parameters is None else parameters
         self.user_forward = forward
-        self.evaluation = Evaluation(evaluation, chunk)
-        #: mixed precision: the network alone runs in this type, and its outputs are converted back
-        self.precision: torch.dtype | None = None
+        self.evaluation = Evaluation(evaluation, chunk, deterministic)
+        if not isinstance(checkpoint_activations, bool):
+            raise TypeError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
+        if checkpoint_activations and evaluation == "vmap":
+            raise ValueError('checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"')
+        self.checkpoint_activations = checkpoint_activations
+        self._precision: torch.dtype | None = None
+        #: `torch.func.functional_call` compiled, while a fit asks for it
+        self.compiled: Callable[..., Any] | None = None
+        #: of the gradients inside a network that runs in float16
+        self.scale = GradientScale()
         known = dict(net.named_parameters())
+        every = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+        self._tied = len({id(tensor) for _, tensor in every}) < len(every)
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
@@ -170,6 +189,17 @@ class BayesianModel(nn.Module):
         if own:
             appended = {f"likelihood.{name}": tensor.detach().to(self.space.initial) for name, tensor in own.items()}
             self.space = self.net_space.append(appended, scale=1.0)
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """bfloat16 or float16: the network alone runs in it, and its outputs are converted back; None for neither."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, value: torch.dtype | None) -> None:
+        device = next(self.net.parameters()).device
+        check_precision(value, self.net, self.space.dtype, device)
+        self._precision = value
 
     @property
     def num_data(self) -> int:
@@ -194,7 +224,8 @@ class BayesianModel(nn.Module):
         _check_theta(theta, self.space.without(fixed))
         shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
         size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
-        net, _ = torch.split(theta, [size, theta.shape[-1] - size], dim=-1)
+        # a split has a backward pass of its own: none where there is nothing to split off
+        net = theta if size == theta.shape[-1] else torch.split(theta, [size, theta.shape[-1] - size], dim=-1)[0]
         value = _per_draw(log_prior(self.prior, self.net_space, net, shared), theta, "prior")
         if isinstance(self.likelihood, Likelihood) and self.likelihood_names:
             own = self.likelihood.log_prior(self.likelihood_values(theta, fixed))
@@ -239,7 +270,7 @@ class BayesianModel(nn.Module):
                 raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
-        return self.evaluation(one, theta, (frozenset(fixed), training_key(self.net))), B
+        return self._evaluate(one, theta, fixed), B
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
@@ -252,7 +283,33 @@ class BayesianModel(nn.Module):
             named = {name: tensor for name, tensor in named.items() if name not in self.likelihood_names}
             return self._network(named, arguments, keywords)
 
-        return self.evaluation(one, theta, ("outputs", frozenset(fixed), training_key(self.net)))
+        return self._evaluate(one, theta, fixed, "outputs")
+
+    def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
+        key = (*what, frozenset(fixed), training_key(self.net))
+        against = "activations are checkpointed, one draw at a time" if self.checkpoint_activations else ""
+        against = "the network is compiled, one draw at a time" if self.compiled is not None else against
+        return self.evaluation(
+            one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=self._full_precision
+        )
+
+    def _convolves(self, fixed: Mapping[str, Tensor]) -> bool:
+        """Whether a convolution has a kernel for each draw."""
+        random = {name for name in self.net_space.names if name not in fixed}
+        return any(
+            f"{prefix}.{name}".removeprefix(".") in random
+            for prefix, module in self.net.named_modules()
+            if isinstance(module, nn.modules.conv._ConvNd)
+            for name, _ in module.named_parameters()
+        )
+
+    @contextmanager
+    def _full_precision(self) -> Iterator[None]:
+        before, self._precision = self._precision, None
+        try:
+            yield
+        finally:
+            self._precision = before
 
     def call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
         """Output and target of a batch, for the network with these tensors in place of its own."""
@@ -268,21 +325,14 @@ class BayesianModel(nn.Module):
         return self._network(random, arguments, keywords), target
 
     def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """The network with these tensors in place of its own; what it does to its buffers is not kept."""
-        held = {name: p.detach() for name, p in self.net.named_parameters() if name not in random}
-        # a part may train inside a network in eval mode
-        learning = any(module.training for module in self.net.modules())
-        buffers = {name: b.clone() for name, b in self.net.named_buffers()} if learning else {}
-        tensors = {**held, **buffers, **random}
-        if self.precision is None:
-            return functional_call(self.net, tensors, tuple(arguments), dict(keywords))
-        with torch.autocast(next(iter(tensors.values())).device.type, self.precision):
-            output = functional_call(self.net, tensors, tuple(arguments), dict(keywords))
-        return tree_map(lambda x: x.to(self.space.dtype) if _is_floating(x) else x, output)
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
+        return call_network(
+            self.net, random, arguments, keywords,
+            precision=self._precision,
+            scale=self.scale if self._precision == torch.float16 else None,
+            checkpointed=self.checkpoint_activations,
+            functional=self.compiled or functional_call,
+            tied=self._tied,
+        )  # fmt: skip
 
 
 class _Bound(nn.Module):

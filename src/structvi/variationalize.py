@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import fitting, metrics, prediction, refining
+from . import diagnostics, fitting, metrics, prediction, refining
 from .batches import Batches
 from .couplings import Coupling, paired
 from .elbo import Estimator, Terms, elbo_terms
@@ -90,11 +90,11 @@ class Posterior(nn.Module):
             for module, _ in before:
                 active = isinstance(module, _DROPOUTS) and self.dropout == "on"
                 active = active or (isinstance(module, _BATCH_NORMS) and self.batch_norm == "reestimated")
-                module.training = active
+                module.__dict__["training"] = active  # past nn.Module's own, which takes longer than small networks
             yield
         finally:
             for module, training in before:
-                module.training = training
+                module.__dict__["training"] = training
 
     def loss(
         self,
@@ -153,6 +153,12 @@ class Posterior(nn.Module):
     mean_network = prediction.mean_network
     """A copy of the network at the posterior mean of its weights."""
 
+    diagnose = diagnostics.diagnose
+    """How near it is to the posterior and how good its fit, in plain words: see `structvi.diagnostics.diagnose`."""
+
+    to_arviz = diagnostics.to_arviz
+    """Draws as arviz `InferenceData`, for its summaries and plots: see `structvi.diagnostics.to_arviz`."""
+
     def elbo(
         self,
         loader: Iterable[Any],
@@ -196,6 +202,8 @@ def variationalize(
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
     evaluation: Mode = "auto",
     chunk: int | None = None,
+    deterministic: bool | None = None,
+    checkpoint_activations: bool = False,
     dropout: Literal["off", "on"] = "off",
     batch_norm: Literal["frozen", "deterministic", "reestimated"] = "frozen",
     generator: torch.Generator | None = None,
@@ -210,7 +218,8 @@ def variationalize(
         num_data: N; `fit` takes it from the loader's data set where it is not given.
         select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
-        evaluation, chunk: how S weights are evaluated, see `BayesianModel`.
+        evaluation, chunk, deterministic: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
+        checkpoint_activations: keep no activations of the network, for less memory and more time.
         dropout: the network's own dropout layers are "off" in `fit` and `predict`, or "on" in both, on top of the
             family.
         batch_norm: running statistics are "frozen" as the network has them, and the affine weights random as all
@@ -249,6 +258,8 @@ def variationalize(
         forward=forward,
         evaluation=evaluation,
         chunk=chunk,
+        deterministic=deterministic,
+        checkpoint_activations=checkpoint_activations,
     )
     recipe = StructuredNormal(rank=min(8, model.space.size)) if family is None else family
     if not isinstance(recipe, Family):

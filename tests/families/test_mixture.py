@@ -202,7 +202,7 @@ class TestOne:
         assert torch.equal(part().log_prob(one.theta), q().log_prob(one.theta))
         target = vi.LogDensity(lambda p: -p["b"].square().sum() - p["a"].sum(), space())
         values = [vi.elbo(family, target, groups=3, generator=generator()) for family in (part, q)]
-        assert values[0].item() == values[1].item()
+        torch.testing.assert_close(*values, rtol=1e-12, atol=0)  # the part's passes are fused: another order of sums
         for mine, theirs in zip(
             torch.autograd.grad(values[0], list(part.parameters())),
             torch.autograd.grad(values[1], list(q.parts.parameters())),

@@ -8,8 +8,7 @@ from structvi.reproduce.settings import Settings
 TINY = Settings(
     targets=2,
     optimum_starts=2,
-    starts=2,
-    iterations=5,
+    tolerance=0.1,
     steps=8,
     regression_steps=8,
     kl_draws=256,

@@ -5,36 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from structvi import MCDropout, StructuredNormal, StructuredPrecision, elbo, kl
-from structvi.families.full import FullNormalDensity
+from structvi import MCDropout, StructuredNormal
 from structvi.reproduce import table1
-from structvi.reproduce.fits import Batched, fit, fit_fixed, groups_for, median, sigma_points, space
+from structvi.reproduce.fits import Batched, fit, groups_for, median, space
 from structvi.reproduce.methods import KEEP
-from structvi.reproduce.optima import random_gaussians
 from structvi.reproduce.regression import CENTRES, data_set
 from structvi.reproduce.settings import Settings, quick
 
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def test_sigma_points_have_exact_moments():
-    noise = torch.cat(sigma_points(5, 3, generator()), dim=-1)
-    assert noise.shape == (16, 8)
-    torch.testing.assert_close(noise.mean(0), torch.zeros(8, dtype=torch.float64), atol=1e-12, rtol=0)
-    torch.testing.assert_close(noise.mT @ noise / 16, torch.eye(8, dtype=torch.float64), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("family", [StructuredNormal(2), StructuredPrecision(2)])
-@pytest.mark.parametrize("estimator", ["entropy", "log_q"])
-def test_sigma_points_give_the_elbo_of_a_gaussian_exactly(family, estimator):
-    mean, covariance = random_gaussians(1, 4, generator())
-    exact = FullNormalDensity(mean[0], torch.linalg.cholesky(covariance[0]))
-    q = family.bind(space(z=4), generator())
-    noise = sigma_points(4, 2, generator())
-    value = elbo(q, Batched(space(z=4), exact.log_prob), coupling=lambda *_: noise, estimator=estimator)
-    torch.testing.assert_close(value, -kl(q(), exact))
 
 
 @pytest.mark.parametrize(("rank", "groups"), [(1, 16), (8, 2), (20, 1)])
@@ -46,14 +26,6 @@ def test_median():
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert median([4.0, 1.0, 2.0, 3.0]) == 2.5
     assert median([float("inf"), float("inf")]) == float("inf")
-
-
-def test_a_search_that_steps_over_the_edge_keeps_what_it_had():
-    # log p = z has no maximum of the ELBO in mean and scale: scales grow until exp overflows
-    target = Batched(space(z=2), lambda theta: 1e3 * theta.sum(-1) + theta.square().sum(-1))
-    density = fit_fixed(StructuredNormal(1), target, generator(), starts=1, iterations=200)
-    assert torch.isfinite(density.mean).all()
-    assert torch.isfinite(density.variance).all()
 
 
 def test_stochastic_dropout_reaches_its_closed_form():

@@ -7,6 +7,8 @@ does not grow with P, and nothing of size P is ever copied to float64.
 import torch
 from torch import Tensor
 
+from ..checking import reads
+
 _BLOCK = 4096  # weights whose products are added in their own precision
 _SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
 
@@ -24,6 +26,36 @@ def sum_weights(x: Tensor) -> Tensor:
         return x.sum(-1, dtype=torch.float64)
     whole, rest = torch.split(x, _blocks(P), dim=-1)
     return whole.unflatten(-1, (-1, _BLOCK)).sum(-1).sum(-1, dtype=torch.float64) + rest.sum(-1, dtype=torch.float64)
+
+
+class _SumSquares(torch.autograd.Function):
+    """Σ_p x² in float64 without x² in memory, forward or backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        P = x.shape[-1]
+        if x.dtype == torch.float64 or P <= _BLOCK:
+            return x.square().sum(-1, dtype=torch.float64)
+        whole, rest = torch.split(x, _blocks(P), dim=-1)
+        whole = whole.unflatten(-1, (-1, _BLOCK))
+        norms = torch.linalg.vector_norm(whole, dim=-1).double()
+        return norms.square().sum(-1) + rest.square().sum(-1, dtype=torch.float64)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return (2 * gradient).to(x.dtype).unsqueeze(-1) * x
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Σ_p x[.., p]² in float64: [.., P] → [..]."""
+    return _SumSquares.apply(x)  # pyright: ignore[reportReturnType]
 
 
 def project(x: Tensor, factor: Tensor) -> Tensor:
@@ -63,7 +95,8 @@ class _Gram(torch.autograd.Function):
 def capacitance(factor: Tensor, ratio: Tensor) -> Tensor:
     """Lower Cholesky factor of I_K + Fᵀ diag(r)² F in float64: [P, K], [P] → [K, K]."""
     gram = _Gram.apply(factor, ratio)
-    return torch.linalg.cholesky(gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
+    M = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return torch.linalg.cholesky(M) if reads() else torch.linalg.cholesky_ex(M)[0]
 
 
 def solve(cholesky: Tensor, x: Tensor) -> Tensor:

@@ -70,6 +70,13 @@ class Density(ABC):
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Draw `groups` independent groups of coupled weights, reparametrised: gradients flow through the draws."""
 
+    def draw_scored(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> tuple[Draws, Tensor | None]:
+        """`draw`, and log q at the draws [S] with the gradient through the draws alone; None where `log_prob` and
+        `score` have to be asked. For densities that can do both at once for less."""
+        return self.draw(groups, coupling, generator), None
+
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(θ): [S, P] → [S]."""
         raise self._refusal("log_prob", "`log_prob`")

@@ -84,7 +84,7 @@ class FittedLogisticNormal(Masked):
 
     def latent_kl(self) -> Tensor:
         mean = torch.full_like(self.gates.mean, _logit(self.prior_keep))
-        return kl(self.gates, DiagonalNormal(mean, torch.ones_like(mean)))
+        return kl(self.gates, DiagonalNormal(mean, torch.zeros_like(mean)))
 
     def log_mass(self, theta: Tensor) -> Tensor:
         raise NotImplementedError(

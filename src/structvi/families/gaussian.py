@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..couplings import naive
+from ..couplings import Coupling, Noise, naive
+from . import fused
 from .algebra import sum_weights
 from .base import Density, Draws, check_draw
 
@@ -65,7 +66,21 @@ class Gaussian(Density):
         d, V, C = self.low_rank()
         return d + ((V @ C) * V).sum(-1)
 
+    def state(self) -> fused.State | None:
+        """What the fused passes need; None for shapes of covariance that have none."""
+        return None
+
     def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+        theta = self.mean + self.transform(*self._noise(groups, coupling, generator))
+        return Draws(theta, theta.new_full((len(theta),), 1 / len(theta)))
+
+    def draw_scored(self, groups=1, coupling=naive, generator=None) -> tuple[Draws, Tensor | None]:
+        if (state := self.state()) is None:
+            return super().draw_scored(groups, coupling, generator)
+        theta, log_q = fused.draw(state, *self._noise(groups, coupling, generator))
+        return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
+
+    def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
         check_draw(groups, coupling, generator, self.mean.device)
         P, K = self.P, self.rank
         noise = coupling(groups, P, K, generator, self.mean.dtype, self.mean.device)
@@ -87,8 +102,7 @@ class Gaussian(Density):
                 f"on {noise[1].device}; the weights are {self.mean.dtype} on {self.mean.device}: pass on `dtype` and "
                 "`device`"
             )
-        theta = self.mean + self.transform(*noise)
-        return Draws(theta, theta.new_full((S,), 1 / S))
+        return noise
 
     def log_prob(self, theta: Tensor) -> Tensor:
         x = self._check_theta(theta) - self.mean

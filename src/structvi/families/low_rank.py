@@ -1,23 +1,40 @@
 """What the two low-rank forms share: a diagonal, a factor relative to a unit, and Woodbury's K×K matrix."""
 
 from abc import abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from . import fused
 from .algebra import capacitance
 from .base import Family, check_factor, check_rank_fits, check_start, initial_mean
 from .gaussian import Gaussian
 
 
 class LowRankDensity(Gaussian):
-    """A Gaussian of mean [P], scale [P], factor F [P, K] and unit [P]; a subclass says how they make Σ."""
+    """A Gaussian of mean [P], log scale [P], factor F [P, K] and unit [P]; a subclass says how they make Σ."""
 
-    def __init__(self, mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor):
-        self.location, self.scale, self.factor, self.unit = mean, scale, factor, unit
+    #: whether M is the precision's, not the covariance's
+    of_precision: bool = False
+    #: see `fused.State`
+    pending: list[fused.LowRankGradient] | None = None
+    reduce: fused.Reduce | None = None
+
+    def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor):
+        self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
         self.rank = factor.shape[-1]
         self._graphed: Tensor | None = None
         self._plain: Tensor | None = None
+
+    @cached_property
+    def scale(self) -> Tensor:
+        with torch.enable_grad():  # a value without a graph must not be found by who wants one
+            return self.log_scale.exp()
+
+    def state(self) -> fused.State:
+        parts = self.location, self.log_scale, self.factor, self.unit
+        return fused.State(*parts, self.of_precision, self.pending, self.reduce)
 
     @property
     @abstractmethod
@@ -39,6 +56,13 @@ class LowRankDensity(Gaussian):
 
 class LowRankFamily(Family):
     """Mean, log scale and a factor F of rank K that learns relative to a fixed unit; P(K + 2) parameters."""
+
+    #: the density of this shape
+    density: type[LowRankDensity]
+    #: where a step that does without the factor's `.grad` finds its gradient
+    pending: list[fused.LowRankGradient] | None = None
+    #: the sum over ranks, where each holds a slice of the weights
+    reduce: fused.Reduce | None = None
 
     mean: Tensor
     log_scale: Tensor
@@ -63,8 +87,21 @@ class LowRankFamily(Family):
         self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
         scale = self.initial_scale * parameters.scale
         self.log_scale = nn.Parameter(scale.log())
-        self.factor = nn.Parameter(self.initial_factor * normal((parameters.size, self.rank), scale, generator))
+        factor = self.initial_factor * normal((parameters.size, self.rank), scale, generator)
+        self.factor = nn.Parameter(laid_out(factor))
         self.register_buffer("unit", scale)
+
+    def forward(self) -> LowRankDensity:
+        density = self.density(self.mean, self.log_scale, self.factor, self.unit)
+        density.pending, density.reduce = self.pending, self.reduce
+        return density
+
+    def _apply(self, fn, recurse=True):
+        """Where the family is moved to, the factor is laid out as is fast there."""
+        super()._apply(fn, recurse)
+        if isinstance(getattr(self, "factor", None), nn.Parameter):
+            self.factor.data = laid_out(self.factor.data)
+        return self
 
     def factor_off(self) -> None:
         """Hold the factor at zero: mean and scales alone, N(μ, diag(s)²)."""
@@ -78,6 +115,12 @@ class LowRankFamily(Family):
             self.unit.copy_(self.log_scale.exp())
             self.factor.copy_(size * normal(tuple(self.factor.shape), self.factor, generator))
         self.factor.requires_grad_(True)
+
+
+def laid_out(factor: Tensor) -> Tensor:
+    """[P, K] as is fast in memory: on a CPU column by column, where products run along the P weights; on a GPU row by
+    row, where a kernel holds whole rows."""
+    return factor.mT.contiguous().mT if factor.device.type == "cpu" else factor.contiguous()
 
 
 def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

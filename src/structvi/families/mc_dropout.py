@@ -160,7 +160,7 @@ class BernoulliMasked(Masked):
     def masks(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Tensor:
         """Masks [S, M] from a coupling's noise ε [S, M]: z = 1 where Φ(ε) < keep."""
         keep = self.keep.detach()
-        noise = DiagonalNormal(torch.zeros_like(keep), torch.ones_like(keep)).draw(groups, coupling, generator).theta
+        noise = DiagonalNormal(torch.zeros_like(keep), torch.zeros_like(keep)).draw(groups, coupling, generator).theta
         # on the scale of ε, where keep = 1 is +∞: Φ(ε) itself rounds to one
         return (noise < torch.special.ndtri(keep.double()).to(noise.dtype)).to(noise.dtype)
 

@@ -1,18 +1,31 @@
 """Mean field: independent normals, N(μ, diag(s)²)."""
 
+from functools import cached_property
+
+import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
 
+from . import fused
 from .algebra import sum_weights
 from .base import Family, check_start, initial_mean
 from .gaussian import Gaussian, LowRank
 
 
 class DiagonalNormal(Gaussian):
-    """N(mean, diag(scale)²): [P], [P]."""
+    """N(mean, diag(scale)²) with scale = exp(log_scale): [P], [P]."""
 
-    def __init__(self, mean: Tensor, scale: Tensor):
-        self.location, self.scale = mean, scale
+    def __init__(self, mean: Tensor, log_scale: Tensor):
+        self.location, self.log_scale = mean, log_scale
+
+    @cached_property
+    def scale(self) -> Tensor:
+        with torch.enable_grad():  # a value without a graph must not be found by who wants one
+            return self.log_scale.exp()
+
+    def state(self) -> fused.State:
+        empty = self.location.new_empty(self.P, 0)
+        return fused.State(self.location, self.log_scale, empty, self.location.detach(), False)
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return self.scale * diagonal
@@ -24,7 +37,7 @@ class DiagonalNormal(Gaussian):
         return sum_weights((x / self.scale).square())
 
     def half_log_det(self) -> Tensor:
-        return sum_weights(self.scale.log())
+        return sum_weights(self.log_scale)
 
     def low_rank(self) -> LowRank:
         empty = self.scale.new_zeros(self.P, 0)
@@ -70,4 +83,4 @@ class MeanField(Family):
         self.log_scale = nn.Parameter((self.initial_scale * parameters.scale).log())
 
     def forward(self) -> DiagonalNormal:
-        return DiagonalNormal(self.mean, self.log_scale.exp())
+        return DiagonalNormal(self.mean, self.log_scale)

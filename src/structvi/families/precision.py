@@ -10,7 +10,7 @@ from .low_rank import LowRankDensity, LowRankFamily
 
 
 class StructuredPrecisionDensity(LowRankDensity):
-    """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ with W = diag(1/unit) F: [P], [P], [P, K], [P].
+    """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ, W = diag(1/unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
 
     With r = scale / unit, G = r∘F and M = I_K + GᵀG, for ε ~ N(0, I_P) and z ~ N(0, I_K) the deviation
 
@@ -18,6 +18,8 @@ class StructuredPrecisionDensity(LowRankDensity):
 
     has covariance (I + GGᵀ)⁻¹, and times scale it has Λ⁻¹. W and G are never formed to draw or to measure.
     """
+
+    of_precision = True
 
     @property
     def ratio(self) -> Tensor:
@@ -42,7 +44,7 @@ class StructuredPrecisionDensity(LowRankDensity):
         return sum_weights((x / self.scale).square()) + project(x / self.unit, self.factor).square().sum(-1)
 
     def half_log_det(self) -> Tensor:
-        return sum_weights(self.scale.log()) - half_log_det(self._cholesky())
+        return sum_weights(self.log_scale) - half_log_det(self._cholesky())
 
     def low_rank(self) -> LowRank:
         inverse = -torch.cholesky_inverse(self._cholesky()).to(self.scale.dtype)
@@ -78,5 +80,4 @@ class StructuredPrecision(LowRankFamily):
         torch.Size([2])
     """
 
-    def forward(self) -> StructuredPrecisionDensity:
-        return StructuredPrecisionDensity(self.mean, self.log_scale.exp(), self.factor, self.unit)
+    density = StructuredPrecisionDensity

@@ -10,7 +10,7 @@ from .low_rank import LowRankDensity, LowRankFamily
 
 
 class StructuredNormalDensity(LowRankDensity):
-    """N(mean, diag(scale)² + UUᵀ) with U = diag(unit) F: [P], [P], [P, K], [P].
+    """N(mean, diag(scale)² + UUᵀ) with U = diag(unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
 
     With r = unit / scale, M = I_K + Fᵀ diag(r²) F and x = (θ − mean)/scale, Woodbury's identity gives
 
@@ -41,7 +41,7 @@ class StructuredNormalDensity(LowRankDensity):
         return sum_weights(x.square()) - reduced.square().sum(0)
 
     def half_log_det(self) -> Tensor:
-        return sum_weights(self.scale.log()) + half_log_det(self._cholesky())
+        return sum_weights(self.log_scale) + half_log_det(self._cholesky())
 
     def low_rank(self) -> LowRank:
         identity = torch.eye(self.rank, dtype=self.scale.dtype, device=self.scale.device)
@@ -78,5 +78,4 @@ class StructuredNormal(LowRankFamily):
         torch.Size([2, 3])
     """
 
-    def forward(self) -> StructuredNormalDensity:
-        return StructuredNormalDensity(self.mean, self.log_scale.exp(), self.factor, self.unit)
+    density = StructuredNormalDensity

@@ -14,9 +14,7 @@ class Settings:
         seed: of everything random.
         targets: random Gaussians of table 1 and data sets of table 2.
         optimum_starts: of the deterministic search for the best of each family.
-        starts: fits of L-BFGS in table 1 of which the one with the greatest ELBO is kept, for families with a factor of
-            rank below P: they have local optima, and their factors start at random.
-        iterations: of L-BFGS, at most.
+        tolerance: of table 1's fits on fixed draws, in nats.
         steps, learning_rate: of Adam in table 1's stochastic fits; rates decay to zero along a half cosine.
         regression_steps, regression_rate: of Adam everywhere else.
         evaluations: of the log density in one step, divided into as many groups as the coupling allows.
@@ -27,8 +25,7 @@ class Settings:
     seed: int = 0
     targets: int = 10
     optimum_starts: int = 32
-    starts: int = 6
-    iterations: int = 500
+    tolerance: float = 1e-6
     steps: int = 500
     regression_steps: int = 300
     regression_rate: float = 0.1

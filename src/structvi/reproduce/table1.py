@@ -6,10 +6,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from .. import deterministic
 from ..families import Density, kl
 from ..families.full import FullNormalDensity
 from ..families.gaussian import Gaussian
-from .fits import Batched, fit, fit_fixed, median, sigma_points, space
+from ..fixed_draws import FixedDraws
+from .fits import Batched, fit, median, space
 from .jobs import Job
 from .methods import Method, methods
 from .optima import best_kl, random_gaussians
@@ -45,8 +47,9 @@ def one_fit(settings: Settings, method: Method, index: int) -> dict:
     if not _form(method):  # point masses
         return {"seconds": perf_counter() - began, "kl_p_q": inf, "kl_q_p": inf, "stochastic_kl_q_p": inf}
     began = perf_counter()
-    starts = settings.starts if method.rank in range(1, P) else 1
-    density = fit_fixed(recipe, target, generator, starts=starts, iterations=settings.iterations)
+    seed = int(torch.randint(2**31, (), generator=generator))
+    result = deterministic.fit(target, recipe, seed=seed, tolerance=settings.tolerance, progress=False)
+    density = result.family.requires_grad_(False)()
     seconds = perf_counter() - began
     return {
         "seconds": seconds,
@@ -57,13 +60,13 @@ def one_fit(settings: Settings, method: Method, index: int) -> dict:
 
 
 def _kl(q: Density, p: FullNormalDensity) -> float:
-    """KL[q‖p] = E_q log q/p, exact on sigma points, and not below zero, where rounding takes it when q is p.
+    """KL[q‖p] = E_q log q/p, exact on fixed draws, and not below zero, where rounding takes it when q is p.
 
     The closed form by traces loses all digits where a scale of the precision form is near infinity, as some optimal
     ones are: Σ is then the difference of two large numbers.
     """
     assert isinstance(q, Gaussian)
-    theta = q.draw(1, lambda *_: sigma_points(P, q.rank, torch.Generator().manual_seed(0))).theta
+    theta = q.draw(1, FixedDraws(2 * (P + q.rank), seed=0)).theta
     return max(0.0, (q.log_prob(theta) - p.log_prob(theta)).mean().item())
 
 

@@ -1,0 +1,101 @@
+"""First posterior.
+
+Half a minute on two cores. A network that you have, a likelihood for its targets, and a fit: then predictions come
+with what is known about them.
+"""
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+
+STEPS = 2000  # quick: 20
+
+# ## Data, and a network trained as usual
+#
+# 80 noisy observations of a function, with a gap in the middle.
+
+torch.manual_seed(0)
+x = torch.cat([torch.linspace(-3, -1, 40), torch.linspace(1, 3, 40)]).unsqueeze(-1)
+t = 0.5 * torch.sin(2 * x) + 0.3 * x + 0.1 * torch.randn_like(x)
+loader = DataLoader(TensorDataset(x, t), batch_size=80)
+
+net = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+for _ in range(STEPS // 2):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(x), t).backward()
+    optimizer.step()
+
+# ## From a network to a posterior
+#
+# `variationalize` leaves the network as it is. It says which weights are random (all of them, here), how observations
+# scatter around the network's output, what was believed before, and which shape the posterior may have.
+
+bayes = vi.variationalize(
+    net,
+    likelihood=vi.likelihoods.Gaussian(noise=0.1),  # not known? "point" fits it, "random" puts a posterior on it
+    family=vi.StructuredPrecision(rank=10),
+    prior=vi.NormalPrior(2.0),
+)
+result = bayes.fit(loader, steps=STEPS, groups=4, start="trained", progress=False)
+print(result)
+
+# The first words are the verdict. "converged" is one; others say how fast the fit still improves, or that the noise
+# could hide an improvement. The ELBO is a lower bound of log p(data): larger is better, and two families are compared
+# by it.
+#
+# ## Predictions
+#
+# `predict` gives a mixture over draws of the weights. The dark band is what is not known about the function, the light
+# one is where observations are to be expected. In the gap the first widens, the noise stays what it is.
+
+grid = torch.linspace(-4.5, 4.5, 150).unsqueeze(-1)
+predictive = bayes.predict(grid, draws=300, generator=torch.Generator().manual_seed(0))
+
+axes = plt.figure(figsize=(8, 3.6), layout="constrained").gca()
+vi.plots.predictive_band(grid, predictive, data=(x, t), ax=axes)
+axes.set_ylim(-3, 3)
+plt.show()
+
+# Everything of a prediction that needs no argument is an attribute.
+
+for place, name in ((75, "in the gap"), (110, "among data"), (149, "far outside")):
+    unknown, noise = predictive.epistemic[place].sqrt().item(), predictive.aleatoric[place].sqrt().item()
+    print(f"{name:>12}: mean {predictive.mean[place].item():5.2f}, function ±{unknown:.2f}, noise ±{noise:.2f}")
+
+low, high = bayes.predict(x[:1]).interval(0.9)
+print(f"9 of 10 observations at x = {x[0].item():.0f} between {low.item():.2f} and {high.item():.2f}")
+
+# ## How good is it?
+#
+# On data that the fit has not seen.
+
+x_new = torch.cat([torch.rand(200, 1) * 2 - 3, torch.rand(200, 1) * 2 + 1])
+t_new = 0.5 * torch.sin(2 * x_new) + 0.3 * x_new + 0.1 * torch.randn_like(x_new)
+print(bayes.evaluate(DataLoader(TensorDataset(x_new, t_new), batch_size=100), draws=100))
+
+# ## Keep it
+#
+# One safetensors file, no pickle. Loading needs the network's architecture.
+
+bayes.save("posterior.safetensors")
+again = vi.load("posterior.safetensors", nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 1)))
+print(torch.equal(again.family().mean, bayes.family().mean))
+
+# ## First mistakes
+#
+# Errors say what was expected, what came, and what to do.
+
+try:
+    vi.variationalize(net, likelihood=nn.MSELoss())
+except TypeError as error:
+    print(error)
+try:
+    bayes.fit(loader, epochs=1, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.01), progress=False)
+except ValueError as error:
+    print(error)
+
+# Next: [choosing a family](choosing_a_family.md), [diagnosing a fit](diagnosing.md).

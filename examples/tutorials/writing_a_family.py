@@ -1,0 +1,161 @@
+"""Writing a family.
+
+Twenty seconds on two cores. A family is an `nn.Module` that holds variational parameters; calling it gives a density.
+Two ways: return a distribution of torch's, or write the density yourself and hold it to the laws.
+"""
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi.families.base import check_draw
+from structvi.testing import check_family
+
+STEPS = 800  # quick: 8
+
+# ## The short way: a torch distribution
+#
+# Whatever has `rsample` and `log_prob` over a vector of P numbers. Student-t tails in eight lines:
+
+
+class StudentT(vi.Family):
+    def __init__(self, df: float = 4.0):
+        super().__init__()
+        self.df = df  # configuration: kept as an attribute of the same name, so that save and load know it
+
+    def initialise(self, parameters, generator):
+        self.location = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+
+    def forward(self):
+        marginals = torch.distributions.StudentT(self.df, self.location, self.log_scale.exp())
+        return torch.distributions.Independent(marginals, 1)
+
+
+laws = check_family(StudentT())
+print({law: verdict.split(":")[0] for law, verdict in laws.items()})
+
+# It fits, predicts, mixes (`vi.Mixture(StudentT(), components=2)`) and is saved as the others are. What it does not get
+# are couplings other than naive draws: torch makes its own noise.
+#
+# ## The long way: a density of your own
+#
+# A posterior that is bent: with ε ~ N(0, I), z = s∘ε, and θ = m + z + b·(z₁² − s₁²) in every coordinate but the first.
+# The map has determinant ∏ s, so the density is exact:
+#
+#     log q(θ) = Σ log N(z_i; 0, s_i²),   z_1 = θ_1 − m_1,   z_i = θ_i − m_i − b_i (z_1² − s_1²)
+
+
+class BentDensity(vi.Density):
+    def __init__(self, location, scale, bend):  # [P] each; bend[0] is not used
+        self.location, self.scale = location, scale
+        self.bend = torch.cat([torch.zeros_like(bend[:1]), bend[1:]])
+
+    @property
+    def mean(self):
+        return self.location
+
+    @property
+    def variance(self):  # Var z₁² = 2 s₁⁴, and z₁², z_i are uncorrelated
+        return self.scale.square() + 2 * self.bend.square() * self.scale[0] ** 4
+
+    def draw(self, groups=1, coupling=vi.naive, generator=None):
+        check_draw(groups, coupling, generator, self.location.device)
+        noise = coupling(groups, self.P, 0, generator, self.location.dtype, self.location.device).diagonal  # [S, P]
+        z = self.scale * noise
+        theta = self.location + z + self.bend * (z[:, :1] ** 2 - self.scale[0] ** 2)
+        return vi.Draws(theta, theta.new_full((len(theta),), 1 / len(theta)))
+
+    def log_prob(self, theta):  # [S, P] -> [S]
+        x = theta - self.location
+        z = x - self.bend * (x[:, :1] ** 2 - self.scale[0] ** 2)
+        return torch.distributions.Normal(torch.zeros_like(self.scale), self.scale).log_prob(z).sum(-1)
+
+    def entropy(self):
+        return (self.scale.log() + 0.5 * torch.log(torch.tensor(2 * torch.pi * torch.e))).sum()
+
+
+class Bent(vi.Family):
+    def __init__(self, initial_scale: float = 0.3):
+        super().__init__()
+        self.initial_scale = initial_scale
+
+    def initialise(self, parameters, generator):
+        self.location = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((self.initial_scale * parameters.scale).log())
+        self.bend = nn.Parameter(torch.full_like(parameters.initial, 0.1))
+
+    def forward(self):
+        return BentDensity(self.location, self.log_scale.exp(), self.bend)
+
+
+# A density needs `draw` and one of `log_prob` and `entropy`; the score comes by automatic differentiation unless you
+# write it. Noise is born in the coupling only, so antithetic pairs and your own couplings work at once.
+#
+# ## The laws
+#
+# `check_family` holds a family to what ours are held to: the density is normalised, the score is its gradient, every
+# estimator's gradient is unbiased, moments are those of the draws, a seed gives the same bits, ..
+
+for law, verdict in check_family(Bent()).items():
+    print(f"{law:>13}: {verdict}")
+
+# A wrong sign in `log_prob` is found:
+
+
+class Wrong(Bent):
+    def forward(self):
+        density = super().forward()
+        density.log_prob = lambda theta: -BentDensity.log_prob(density, theta)
+        return density
+
+
+try:
+    check_family(Wrong())
+except AssertionError as error:
+    print(str(error).splitlines()[0])
+
+# ## Use it
+#
+# x ~ N(0, 2²), y | x ~ N(x²/4 − 1, ½²): a banana, normalised, so that the best ELBO is 0.
+
+space = vi.Parameters({"xy": torch.zeros(2, dtype=torch.float64)})
+
+
+def banana(p):
+    x, y = p["xy"]
+    return torch.distributions.Normal(0.0, 2.0).log_prob(x) + torch.distributions.Normal(x**2 / 4 - 1, 0.5).log_prob(y)
+
+
+target = vi.LogDensity(banana, space)
+
+
+def fit(recipe):
+    generator = torch.Generator().manual_seed(0)
+    q = recipe.bind(space, generator)
+    optimizer = torch.optim.Adam(q.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (-vi.elbo(q, target, groups=8, generator=generator)).backward()
+        optimizer.step()
+        schedule.step()
+    return q, vi.elbo(q, target, groups=4000, generator=generator).item()
+
+
+# A full normal, the Student-t and the bent family on the banana: shades are the target, points are draws.
+
+a, b = torch.meshgrid(torch.linspace(-6, 6, 120).double(), torch.linspace(-3.5, 7, 120).double(), indexing="xy")
+shade = target.log_joint(torch.stack([a, b], -1).reshape(-1, 2)).exp().reshape(a.shape)
+figure, panels = plt.subplots(1, 3, figsize=(9, 3.1), sharey=True, layout="constrained")
+for axes, recipe in zip(panels, (vi.FullNormal(), StudentT(), Bent()), strict=True):
+    q, elbo = fit(recipe)
+    draws = q().draw(500, generator=torch.Generator().manual_seed(1)).theta.detach()
+    axes.contourf(a, b, shade, levels=10, cmap="Blues")
+    axes.plot(*draws.T, ".", ms=2, color="#b4572f", alpha=0.6)
+    axes.set(title=f"{type(recipe).__name__}: {elbo:.2f} nats", xlim=(-6, 6), ylim=(-3.5, 7))
+plt.show()
+
+# A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: six methods, and draws, score, entropy,
+# covariances and `kl` follow. A flow from zuko is the short way again: `examples/flow.py`.

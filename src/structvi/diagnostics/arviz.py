@@ -1,0 +1,94 @@
+"""A posterior as arviz `InferenceData`: its summaries and plots, and leave-one-out, at independent draws."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..batches import Batches
+from ..families.base import Draws, Family
+from ..predictive import observed_target
+from ..random import borrowed_stream
+from .problem import IndependentDraws, predictive
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
+
+    from ..variationalize import Posterior
+
+
+def to_arviz(
+    q: "Posterior | Family",
+    loader: Iterable[Any] | None = None,
+    draws: int = 1000,
+    *,
+    select: Any = "*",
+    chunk: int = 16,
+    seed: int = 0,
+) -> "InferenceData":
+    """Independent draws of the posterior by tensor name, as one chain; with a loader what the data say at each draw.
+
+    Args:
+        q: a posterior, or a bound family.
+        loader: of a posterior: adds the groups log_likelihood (of every element of the target), posterior_predictive
+            and observed_data, each with the name "t". They take S × N numbers.
+        draws: S.
+        select: which tensors, by glob pattern, several, or a predicate.
+        chunk: how many draws the network sees at once.
+        seed: of draws and replicated data.
+
+    Example:
+        >>> from structvi import MeanField, Parameters
+        >>> data = to_arviz(MeanField().bind(Parameters({"z": torch.zeros(3)})), draws=50)
+        >>> data.posterior["z"].dims, data.posterior["z"].shape
+        (('chain', 'draw', 'z_dim_0'), (1, 50, 3))
+    """
+    try:
+        import arviz
+    except ImportError:
+        raise ImportError('to_arviz needs arviz: pip install "structvi[diagnostics]"') from None
+    from ..variationalize import Posterior
+
+    family = q.family if isinstance(q, Posterior) else q
+    if not isinstance(family, Family):
+        raise TypeError(f"to_arviz expects a posterior from variationalize or a bound family, got {type(q).__name__}")
+    if loader is not None and not isinstance(q, Posterior):
+        raise TypeError("a loader goes with a posterior, whose model says what the data are at a draw")
+    density = family()
+    space = density._space()
+    names = space.matching(select)
+    generator = torch.Generator(density.mean.device).manual_seed(seed)
+    sample = list(IndependentDraws(density, draws, generator, chunk if loader is not None else None))
+    theta = torch.cat([space.join(one.theta, one.fixed) for one in sample])
+    posterior = {name: _chain(tensor) for name, tensor in space.unravel(theta).items() if name in names}
+    if loader is None:
+        return arviz.from_dict(posterior=posterior)
+    assert isinstance(q, Posterior)
+    log_likelihood, replicated, observed = _at_data(q, loader, sample, generator)
+    groups = {"log_likelihood": {"t": _chain(log_likelihood)}, "observed_data": {"t": observed.cpu().numpy()}}
+    if replicated is not None:
+        groups["posterior_predictive"] = {"t": _chain(replicated)}
+    return arviz.from_dict(posterior=posterior, **groups)
+
+
+def _at_data(
+    posterior: "Posterior", loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """log p(t | y_s) [S, N, ..], replicated t [S, N, ..] where p(t | y) can be drawn from, and t [N, ..]."""
+    batches = Batches(loader, device=next(posterior.parameters()).device)
+    log_likelihood, replicated, observed = [], [], []
+    with borrowed_stream(generator):  # torch's distributions draw from the global stream
+        for batch in batches.everything():
+            pairs = [predictive(posterior, draws, batch) for draws in sample]
+            target = pairs[0][1]
+            log_likelihood.append(torch.cat([pred._log_prob_draws(target) for pred, _ in pairs]))
+            if not pairs[0][0].is_function:
+                replicated.append(torch.cat([pred.components.sample() for pred, _ in pairs]))
+            observed.append(observed_target(posterior.model.likelihood, target)[0])
+    return torch.cat(log_likelihood, 1), torch.cat(replicated, 1) if replicated else None, torch.cat(observed)
+
+
+def _chain(values: Tensor) -> Any:
+    """[S, ..] as one chain: [1, S, ..]."""
+    return values.detach().cpu().unsqueeze(0).numpy()

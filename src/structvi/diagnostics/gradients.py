@@ -1,0 +1,269 @@
+"""How much of a stochastic gradient is signal: by group of variational parameters, by tensor, by coupling."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from math import inf, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..couplings import Coupling, naive, paired, unscented
+from ..elbo import Estimator, elbo
+from ..families.base import Family
+from ..families.low_rank import LowRankFamily
+from ..random import borrowed_stream
+from ..targets import Target, _batch_size
+from .problem import Problem, target_of
+
+if TYPE_CHECKING:
+    from ..variationalize import Posterior
+
+#: Below this ratio a step is mostly noise: a hundred of them are needed to see where the gradient points.
+MOSTLY_NOISE = 0.1
+#: A coupling is recommended where it has at most this part of the noise variance.
+WORTH_CHANGING = 0.5
+
+
+class Ratio(NamedTuple):
+    """The gradient of some parameters: |E g| and (E|g − E g|²)^½ at a given number of evaluations."""
+
+    signal: float
+    noise: float
+
+    @property
+    def snr(self) -> float:
+        """inf without noise."""
+        return self.signal / self.noise if self.noise else inf
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """Signal and noise of the ELBO's gradient, one step's worth of it. `print` gives the table and the advice.
+
+    Attributes:
+        groups: coupling → group of parameters ("mean", "log_scale", "factor", ..) → `Ratio`.
+        tensors: coupling → (group, tensor) → `Ratio`, where the parameters belong to named tensors.
+        draws: coupling → how many draws a step took, as nearly equal as whole groups allow.
+        repeats: from how many gradients this is.
+        full: whether every gradient saw all data, so that the noise is the draws' alone.
+    """
+
+    groups: dict[str, dict[str, Ratio]]
+    tensors: dict[str, dict[tuple[str, str], Ratio]]
+    draws: dict[str, int]
+    repeats: int
+    full: bool
+
+    @property
+    def reference(self) -> str:
+        """The coupling that others are held against: "paired", the default of a fit, where it was measured."""
+        return "paired" if "paired" in self.groups else next(iter(self.groups))
+
+    def relative_noise(self, coupling: str) -> dict[str, float]:
+        """Group → the coupling's noise variance over that of the reference, at equally many draws."""
+        more = self.draws[coupling] / self.draws[self.reference]
+        own, other = self.groups[coupling], self.groups[self.reference]
+        return {group: more * (own[group].noise / other[group].noise) ** 2 for group in own if other[group].noise}
+
+    @property
+    def advice(self) -> list[str]:
+        """What follows, in words."""
+        lines = []
+        noisy = {name: r for name, r in self.groups[self.reference].items() if r.noise and r.snr < MOSTLY_NOISE}
+        if noisy:
+            which = ", ".join(f"{name} ({ratio.snr:.2g})" for name, ratio in noisy.items())
+            more = "more draws (groups=4 doubles the ratio)"
+            more += "" if self.full else " or larger batches (accumulate=4)"
+            lines.append(
+                f"mostly noise: the gradient of {which}; as it should be at an optimum, and where the ELBO still "
+                f"rises, take {more}"
+            )
+        for coupling in self.groups:
+            relative = self.relative_noise(coupling)
+            weights = {group for group, _ in self.tensors[coupling]}  # not single numbers, such as a noise
+            if any(relative[group] <= WORTH_CHANGING for group in relative if group in weights):
+                parts = ", ".join(f"{value:.2g} for {group}" for group, value in relative.items())
+                lines.append(f"coupling={coupling} at as many draws has of the present noise variance {parts}")
+        return lines or ["no group is mostly noise, and no coupling is much better than the present one"]
+
+    def __str__(self) -> str:
+        data = "all data" if self.full else "minibatches"
+        lines = [f"signal-to-noise ratio of one gradient, {data}, from {self.repeats} gradients"]
+        names = list(next(iter(self.groups.values())))
+        widths = [max(12, len(name) + 2) for name in names]
+        lines.append(f"{'coupling':<12}{'draws':>6}" + "".join(f"{n:>{w}}" for n, w in zip(names, widths, strict=True)))
+        for coupling, own in self.groups.items():
+            ratios = "".join(f"{own[name].snr:>{width}.3g}" for name, width in zip(names, widths, strict=True))
+            lines.append(f"{coupling:<12}{self.draws[coupling]:>6}{ratios}")
+        return "\n".join([*lines, *self.advice])
+
+
+def gradient_noise(
+    q: "Posterior | Family",
+    data: "Target | Iterable[Any]",
+    *,
+    couplings: Mapping[str, Coupling] | None = None,
+    evaluations: int = 16,
+    repeats: int = 32,
+    estimator: Estimator = "path",
+    full: bool = False,
+    seed: int = 0,
+) -> GradientNoise:
+    """|E g| over (E|g − E g|²)^½ of the ELBO's gradient g, for each group of variational parameters and coupling.
+
+    |E g|² is estimated without bias, |ḡ|² less its noise, and is 0 where that is negative. Ratios grow with the root
+    of the number of draws.
+
+    Args:
+        q: a posterior, or a bound family.
+        data: the posterior's loader, or the family's target.
+        couplings: by name; naive, paired and, of families with a factor, unscented by at most four directions.
+        evaluations: how many draws a gradient takes, rounded to whole groups of the coupling, at least one.
+        repeats: how many gradients.
+        estimator: as in `elbo`.
+        full: every gradient sees all data, the same draws for each batch; otherwise one minibatch after the other, and
+            the noise is that of draws and data.
+        seed: of the draws.
+
+    Example:
+        >>> from structvi import LogDensity, MeanField, Parameters
+        >>> space = Parameters({"z": torch.zeros(2)})
+        >>> target = LogDensity(lambda p: -0.5 * (p["z"] - 3).square().sum(), space)
+        >>> noise = gradient_noise(MeanField().bind(space), target)
+        >>> noise.groups["paired"]["mean"].snr > 100  # a pair's noise cancels
+        True
+    """
+    problem = Problem.of(q, data)
+    for name, value in (("evaluations", evaluations), ("repeats", repeats)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 + (name == "repeats"):
+            raise ValueError(f"{name} must be an integer ≥ {1 + (name == 'repeats')}, got {value!r}")
+    chosen = _couplings(problem.family) if couplings is None else couplings
+    everything = full or problem.batches is None
+    sums: dict[str, _Sums] = {}
+    draws: dict[str, int] = {}
+    for name, coupling in chosen.items():
+        with torch.no_grad():
+            size = problem.family().draw(1, coupling, problem.generator(seed)).weight.shape[0]
+        groups = max(1, evaluations // size)
+        draws[name] = groups * size
+        total = _Sums()
+        for gradient in _gradients(problem, coupling, groups, repeats, estimator, everything, seed):
+            total.add(gradient)
+        sums[name] = total
+    own = _parameters(problem)
+    ratios = {name: _ratios(own, total) for name, total in sums.items()}
+    return GradientNoise(
+        {name: {group: r for (group, tensor), r in pairs.items() if not tensor} for name, pairs in ratios.items()},
+        {name: {key: r for key, r in pairs.items() if key[1]} for name, pairs in ratios.items()},
+        draws,
+        repeats,
+        everything,
+    )
+
+
+class _Parameter(NamedTuple):
+    group: str
+    value: Tensor
+    tensors: dict[str, slice]  # rows of the parameter that belong to a tensor
+
+
+def _parameters(problem: Problem) -> list[_Parameter]:
+    """What a fit learns, with the group it counts to: the last part of its name."""
+    found = []
+    for name, value in problem.family.named_parameters():
+        if not value.requires_grad:
+            continue
+        prefix, _, group = name.rpartition(".")
+        owner = problem.family.get_submodule(prefix)
+        found.append(_Parameter(group, value, _rows(owner, value)))
+    if problem.posterior is not None:
+        for name, value in problem.posterior.named_parameters():
+            if not name.startswith("family.") and value.requires_grad:
+                found.append(_Parameter(name.removeprefix("model."), value, {}))
+    return found
+
+
+def _rows(owner: nn.Module, value: Tensor) -> dict[str, slice]:
+    """Tensor → its rows, of a parameter with a row for each weight; a family of families has none of its own."""
+    if not isinstance(owner, Family) or sum(isinstance(part, Family) for part in owner.modules()) > 1:
+        return {}
+    if owner.space is None or value.shape[:1] != (owner.space.size,):
+        return {}
+    return {tensor: owner.space.slice(tensor) for tensor in owner.space.names}
+
+
+def _couplings(family: Family) -> dict[str, Coupling]:
+    ranks = [part.rank for part in family.modules() if isinstance(part, LowRankFamily) and part.rank]
+    own: dict[str, Coupling] = {"naive": naive, "paired": paired}
+    return own | ({"unscented": unscented(directions=min(4, *ranks))} if ranks else {})
+
+
+def _gradients(
+    problem: Problem, coupling: Coupling, groups: int, repeats: int, estimator: Estimator, full: bool, seed: int
+) -> Iterator[list[Tensor]]:
+    values = [parameter.value for parameter in _parameters(problem)]
+    portions = _portions(problem, full)
+    for repeat in range(repeats):
+        total = [torch.zeros_like(value) for value in values]
+        for batch, share in next(portions):
+            with torch.enable_grad(), problem.mode(), borrowed_stream(problem.generator(seed + repeat)):
+                bound = elbo(
+                    problem.family, problem.target, batch, groups=groups, coupling=coupling, estimator=estimator,
+                    generator=problem.generator(seed + repeat),  # the same draws for every batch
+                )  # fmt: skip
+                gradients = torch.autograd.grad(share * bound, values, allow_unused=True)
+            for own, gradient in zip(total, gradients, strict=True):
+                if gradient is not None:
+                    own += gradient
+        yield total
+
+
+def _portions(problem: Problem, full: bool) -> Iterator[list[tuple[Any, float]]]:
+    """For each gradient the batches it sees and each one's share of the ELBO: all of them, or one after the other."""
+    if problem.batches is None:
+        while True:
+            yield [(None, 1.0)]
+    if full:
+        batches = list(problem.batches.everything())
+        assert problem.posterior is not None
+        rows = [_batch_size(target_of(problem.posterior, batch)) for batch in batches]
+        while True:
+            yield [(batch, B / sum(rows)) for batch, B in zip(batches, rows, strict=True)]
+    for epoch in count():
+        for batch in problem.batches.epoch(epoch):
+            yield [(batch, 1.0)]
+
+
+class _Sums:
+    """Mean and sum of squared deviations of a stream of gradients, in float64 (Welford)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.square = 0, [], []
+
+    def add(self, gradients: list[Tensor]) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.mean = [torch.zeros_like(g, dtype=torch.float64) for g in gradients]
+            self.square = [torch.zeros_like(g, dtype=torch.float64) for g in gradients]
+        for mean, square, gradient in zip(self.mean, self.square, gradients, strict=True):
+            deviation = gradient.double() - mean
+            mean += deviation / self.count
+            square += deviation * (gradient.double() - mean)
+
+
+def _ratios(parameters: list[_Parameter], sums: _Sums) -> dict[tuple[str, str], Ratio]:
+    """By (group, tensor), and by (group, "") of all of it."""
+    signal: dict[tuple[str, str], float] = {}
+    variance: dict[tuple[str, str], float] = {}
+    R = sums.count
+    for parameter, mean, square in zip(parameters, sums.mean, sums.square, strict=True):
+        spread = square / (R - 1)
+        length = mean.square() - spread / R  # an unbiased estimate of (E g)²
+        for tensor, rows in {"": slice(None), **parameter.tensors}.items():
+            key = (parameter.group, tensor)
+            part = (length, spread) if not length.ndim else (length[rows], spread[rows])
+            signal[key] = signal.get(key, 0.0) + part[0].sum().item()
+            variance[key] = variance.get(key, 0.0) + part[1].sum().item()
+    return {key: Ratio(sqrt(max(0.0, signal[key])), sqrt(variance[key])) for key in signal}

@@ -1,0 +1,6 @@
+"""structvi where people already are; import what you need, each names the extra it takes.
+
+structvi.integrations.lightning    BayesianModule, PosteriorCallback     pip install "structvi[lightning]"
+structvi.integrations.sklearn      BayesianRegressor, BayesianClassifier pip install "structvi[sklearn]"
+structvi.integrations.export       export_predictive                     torch alone
+"""

@@ -1,0 +1,163 @@
+"""A predictive with fixed draws as a `torch.export` program: it runs without structvi."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Bernoulli, Categorical
+from torch.export import Dim, ExportedProgram
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ..couplings import Coupling, naive
+from ..likelihoods import Likelihood
+from ..prediction import DrawChunks, on_device
+from ..predictive import Predictive
+
+if TYPE_CHECKING:
+    from ..variationalize import Posterior
+
+
+class FixedPredictive(nn.Module):
+    """x → class probabilities [B, C, ..], or (mean, variance) of t [B, ..] each, at S draws that never change.
+
+    The network is held once, the drawn tensors as buffers [S, *shape]; what is the same in every draw is held once too.
+
+    Args:
+        posterior: what `variationalize` returns; it is copied, not changed.
+        draws, coupling, chunk, generator: as in `predict`, and the same draws.
+    """
+
+    def __init__(self, posterior: "Posterior", draws: int, coupling: Coupling, chunk: int, generator: Any):
+        super().__init__()
+        chunks = DrawChunks(posterior, draws, coupling, chunk, None, generator)
+        with torch.no_grad():
+            every = [chunks._draw(index)[0] for index in range(len(chunks))]
+            theta = torch.cat([one.theta for one in every])  # [S, P]
+            weight = torch.cat([chunks.share(index) * one.weight for index, one in enumerate(every)])
+            fixed = every[0].fixed
+            values = posterior.model.likelihood_values(theta, fixed)
+            random = posterior.space.without(fixed).unravel(theta)
+            own = set(posterior.model.likelihood_names)
+            with posterior.network_mode():
+                self.net = copy.deepcopy(posterior.net).requires_grad_(False)
+            for name, parameter in self.net.named_parameters():
+                if name in fixed:
+                    parameter.copy_(fixed[name])
+                elif name in random:
+                    parameter.zero_()  # a draw takes its place at every call
+        self.likelihood = copy.deepcopy(posterior.model.likelihood)
+        self.names = [name for name in random if name not in own]
+        self.value_names = list(values)
+        self.register_buffer("weight", weight)
+        for index, name in enumerate(self.names):
+            self.register_buffer(f"draws_{index}", random[name].clone())
+        for index, name in enumerate(self.value_names):
+            self.register_buffer(f"value_{index}", values[name].clone())
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        weight = self.get_buffer("weight")
+        drawn = {name: self.get_buffer(f"draws_{index}").unbind() for index, name in enumerate(self.names)}
+        outputs = [
+            functional_call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
+            for s in range(weight.shape[0])
+        ]
+        stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), outputs[0], *outputs[1:])
+        values = {name: self.get_buffer(f"value_{index}") for index, name in enumerate(self.value_names)}
+        pred = Predictive(stacked, weight, self.likelihood, values)
+        if isinstance(pred.components, Categorical | Bernoulli):
+            return pred.mean
+        return pred.mean, pred.variance
+
+
+def export_predictive(
+    posterior: "Posterior",
+    example_inputs: Any,
+    draws: int = 8,
+    *,
+    coupling: Coupling = naive,
+    chunk: int = 16,
+    dynamic_batch: bool = True,
+    generator: torch.Generator | None = None,
+) -> ExportedProgram:
+    """The predictive mixture at fixed draws as a program: `torch.export.save` it, and load it without structvi.
+
+    Called as the network is, it gives what `posterior.predict` does with the same arguments and a generator of the same
+    seed: of labels the class probabilities, `mean`, otherwise the pair (`mean`, `variance`). It takes S times the work
+    of the network, and S times the memory of what is random in it.
+
+    Args:
+        posterior: what `variationalize` returns.
+        example_inputs: as `predict` takes them: a tensor [B, ..], a tuple of arguments or a dict of keywords.
+        draws, coupling, chunk, generator: as in `predict`.
+        dynamic_batch: whether B may be another at every call; False where the network only takes the example's.
+
+    Example:
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), num_data=10)
+        >>> program = export_predictive(bayes, torch.zeros(4, 3), draws=2)
+        >>> mean, variance = program.module()(torch.zeros(7, 3))
+        >>> mean.shape, variance.shape
+        (torch.Size([7, 1]), torch.Size([7, 1]))
+    """
+    _check(posterior)
+    module = FixedPredictive(posterior, draws, coupling, chunk, generator)
+    example = on_device(example_inputs, module.get_buffer("weight").device)
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
+        came = [tuple(leaf.shape) for leaf in tensors]
+        raise ValueError(f"example_inputs must be tensors [B, ..] of one B, as predict takes them, got shapes {came}")
+    if dynamic_batch and tensors[0].shape[0] < 2:  # a size of one would be taken for a constant
+        example = pytree.tree_map(
+            lambda leaf: leaf.repeat_interleave(2, 0) if isinstance(leaf, Tensor) else leaf, example
+        )
+    arguments, keywords = ((), dict(example)) if isinstance(example, dict) else (_tuple(example), {})
+    batch = {0: Dim("batch")} if dynamic_batch else None
+    if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
+        module.forward = _with_signature(module.forward, keywords)
+    given = keywords or {"arguments": arguments}  # as `forward` names them
+    shapes = pytree.tree_map(lambda leaf: batch if isinstance(leaf, Tensor) else None, given)
+    try:
+        with warnings.catch_warnings():  # an LSTM keeps a list of its weights, and gets it back after every draw
+            warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
+            return torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
+    except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks
+        raise ValueError(
+            f"torch.export cannot trace {type(posterior.net).__name__}: {error}\nIt takes networks without branches on "
+            "the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
+        ) from error
+
+
+def _tuple(example: Any) -> tuple[Any, ...]:
+    return tuple(example) if isinstance(example, tuple | list) else (example,)
+
+
+def _with_signature(forward: Callable[..., Any], keywords: Iterable[str]) -> Callable[..., Any]:
+    def named(**inputs: Any) -> Any:
+        return forward(**inputs)
+
+    named.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in keywords])  # pyright: ignore
+    return named
+
+
+def _check(posterior: "Posterior") -> None:
+    if not isinstance(posterior.model.likelihood, Likelihood):
+        raise TypeError(
+            "the likelihood is a plain function, of which no mean and no probabilities are known: write a Likelihood, "
+            "whose distribution(output, values) is p(t | y)"
+        )
+    if posterior.model.user_forward is not None:
+        raise ValueError(
+            "forward= takes a batch with its target, which a deployed program does not have: wrap the network in a "
+            "module that takes the inputs and returns the output, and variationalize that"
+        )
+    if posterior.dropout == "on":
+        raise ValueError('dropout="on" draws anew at every call, and a program has fixed draws: use dropout="off"')
+    if posterior.batch_norm == "reestimated":
+        raise ValueError(
+            'batch_norm="reestimated" needs a reference batch at every call: export with "frozen" or "deterministic"'
+        )

@@ -1,0 +1,249 @@
+"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N, and a callback that records and keeps it.
+
+Of the two packages that are Lightning, `lightning` is taken where it is installed, else `pytorch_lightning`: import
+your Trainer from the same one, for neither knows the other's modules.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..batches import Batches
+from ..couplings import Coupling, paired
+from ..elbo import Estimator
+from ..estimate import Estimate
+from ..fitting import KL_WARMUP
+from ..history import History
+from ..optimizing import DEFAULT_LR, Schedule, make_optimizer, trend
+from ..run import LAST_PART, NEGLIGIBLE, factored
+from ..variationalize import Posterior
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+else:
+    try:
+        from lightning.pytorch import Callback, LightningModule, Trainer
+    except ImportError:
+        try:
+            from pytorch_lightning import Callback, LightningModule, Trainer
+        except ImportError:
+            raise ImportError(
+                'structvi.integrations.lightning needs Lightning: pip install "structvi[lightning]"'
+            ) from None
+
+
+class BayesianModule(LightningModule):
+    """A posterior that a Trainer fits, `Trainer(max_epochs=20, gradient_clip_val=10.0).fit(module, loader)`.
+
+    The loss is that of `posterior.loss`, −(E log lik − λ KL[q‖prior])/N, and the optimizer and its schedule are those
+    of `posterior.fit`: Adam with a smaller rate for factors, a linear warm-up and a cosine decay. N is the length of
+    the training data set unless the posterior has it. `posterior.fit` does more: it starts the factor late, averages
+    the last steps, leaves out batches that are not finite and keeps the best; take this where a Trainer is what you
+    have.
+
+    Validation and test log the predictive's `nlpd` (nats per observation) and, of labels, `accuracy` and `brier`, of
+    numbers `mse` and `crps`, with "val_" and "test_" in front. `Trainer(precision="bf16-mixed")` runs the network, and
+    nothing else, in bfloat16.
+
+    Args:
+        posterior: what `variationalize` returns.
+        lr: the highest learning rate.
+        warmup: the fraction of the steps in which it rises.
+        kl_warmup: the fraction of the steps in which λ rises from zero.
+        groups, coupling, estimator: as in `elbo`.
+        draws: of validation and test, the same for all batches.
+        reference: for batch_norm="reestimated", as in `predict`.
+
+    Example:
+        >>> from torch import nn
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> module = BayesianModule(variationalize(nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField()))
+        >>> [name for name, _ in module.named_parameters()]
+        ['posterior.family.mean', 'posterior.family.log_scale']
+    """
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        *,
+        lr: float = DEFAULT_LR,
+        warmup: float = 0.05,
+        kl_warmup: float = KL_WARMUP,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        draws: int = 16,
+        reference: Any = None,
+    ):
+        super().__init__()
+        if not isinstance(posterior, Posterior):
+            raise TypeError(f"BayesianModule expects what variationalize returns, got {type(posterior).__name__}")
+        for name, value in (("warmup", warmup), ("kl_warmup", kl_warmup)):
+            if not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ValueError(f"{name} is a fraction of the steps, from 0 to below 1, got {value!r}")
+        self.posterior = posterior
+        self.lr, self.warmup, self.kl_warmup = lr, warmup, kl_warmup
+        self.options: dict[str, Any] = {"groups": groups, "coupling": coupling, "estimator": estimator}
+        self.draws, self.reference = draws, reference
+        # the network's own tensors get no gradient, and DistributedDataParallel would wait for one
+        own = {**dict(posterior.net.named_parameters()), **dict(posterior.net.named_buffers())}
+        self._ddp_params_and_buffers_to_ignore = [f"posterior.model.net.{name}" for name in own]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
+        """What is learned: `posterior.named_parameters()`, without the network's own tensors."""
+        return self.posterior.named_parameters(
+            f"{prefix}.posterior" if prefix else "posterior", recurse, remove_duplicate
+        )
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """`posterior.predict`: a `Predictive`."""
+        return self.posterior.predict(*inputs, **options)
+
+    def on_train_start(self) -> None:
+        model, loader = self.posterior.model, self.trainer.train_dataloader
+        if model._num_data is None:
+            model.num_data = _num_data(loader)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, factored(self.posterior))
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = Schedule(optimizer, None, round(self.warmup * steps), steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def temperature(self) -> float:
+        """λ at this step."""
+        rise = self.kl_warmup * int(self.trainer.estimated_stepping_batches)
+        return min(1.0, (self.global_step + 1) / (rise + 1))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor | float]:
+        with self._mixed_precision():
+            terms = self.posterior.terms(batch, **self.options)
+        loss = -(terms.fit - self.temperature * terms.complexity).mean() / self.posterior.model.num_data
+        return {
+            "loss": loss,
+            "elbo": (terms.fit - terms.complexity).detach(),  # [groups]
+            "kl": terms.complexity.detach().mean(),
+            "temperature": self.temperature,
+            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+        }
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: Any, name: str) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        with self._mixed_precision():
+            metrics = self.posterior.evaluate([batch], self.draws, reference=self.reference, generator=generator)
+        measured = dict(metrics)
+        means = {key: measured[key] for key in ("nlpd", "accuracy", "brier", "crps") if key in measured}
+        if metrics.rmse is not None:
+            means["mse"] = metrics.rmse**2
+        for key, value in means.items():
+            self.log(f"{name}_{key}", value, prog_bar=key == "nlpd", batch_size=metrics.count, sync_dist=True)
+
+    @contextmanager
+    def _mixed_precision(self) -> Iterator[None]:
+        """The Trainer's autocast is for the network alone: log densities in bfloat16 would be wrong."""
+        kind, model = self.device.type, self.posterior.model
+        if not torch.is_autocast_enabled(kind):
+            yield
+            return
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype == torch.float16:
+            raise ValueError('float16 needs scaled gradients inside the network: use "bf16-mixed", or posterior.fit')
+        before, model.precision = model.precision, dtype
+        try:
+            with torch.autocast(kind, enabled=False):
+                yield
+        finally:
+            model.precision = before
+
+
+class PosteriorCallback(Callback):
+    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1) and their trend, and keeps the posterior.
+
+    Args:
+        save: a file to which `posterior.save` writes at the end of every epoch; None for none.
+
+    Attributes:
+        history: a `History` of the batches: `history.plot()`, `history.to_tensorboard(directory)`.
+
+    Example:
+        >>> callback = PosteriorCallback(save="posterior.safetensors")
+        >>> callback.verdict
+        'too few steps to tell whether it has converged'
+    """
+
+    def __init__(self, save: str | os.PathLike | None = None):
+        super().__init__()
+        self.save = save
+        self.history = History()
+        self._num_data = 1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(pl_module, BayesianModule):
+            raise TypeError(f"PosteriorCallback goes with a BayesianModule, got {type(pl_module).__name__}")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        estimate = Estimate.of(outputs["elbo"])
+        pl_module.log_dict({"elbo": estimate.value, "kl": outputs["kl"]})
+        self.history.append(
+            step=len(self.history), epoch=trainer.current_epoch, stage=0, elbo=estimate.value,
+            standard_error=estimate.standard_error, temperature=outputs["temperature"], lr=outputs["lr"],
+        )  # fmt: skip
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, BayesianModule)  # as on_train_start has it
+        posterior = pl_module.posterior
+        self._num_data = posterior.model.num_data
+        if self._part:
+            pl_module.log("elbo_trend", self.trend()[0])
+        if self.save is not None and trainer.is_global_zero:
+            posterior.save(self.save)
+
+    @property
+    def _part(self) -> int:
+        """The length of the last part of the steps; 0 where it is too short to tell a trend."""
+        part = round(LAST_PART * len(self.history))
+        return part if part >= 16 else 0
+
+    def trend(self) -> tuple[float, float]:
+        """The slope of the ELBO over the last half of the steps, nats a step at the highest rate, and its error."""
+        elbo, epoch, lr = (self.history.recent(column, 2 * self._part) for column in ("elbo", "epoch", "lr"))
+        return trend(elbo, epoch, lr / self.history["lr"].max())
+
+    @property
+    def verdict(self) -> str:
+        """Whether the ELBO still rises, as `FitResult.verdict` has it."""
+        if not self._part:
+            return "too few steps to tell whether it has converged"
+        slope, error = self.trend()
+        if slope > 2 * error and slope * self._part > NEGLIGIBLE:
+            return f"still improving at {slope:.2g} nats per step"
+        if (slope + 2 * error) * self._part > max(1.0, 0.01 * self._num_data):
+            return f"not shown to have converged: {slope + 2 * error:.2g} nats per step could hide in the noise"
+        return "converged"
+
+
+def _num_data(loader: Any) -> int:
+    num_data = Batches(loader).num_data
+    if num_data is None:
+        raise ValueError(
+            "N, the number of observations, is needed to weigh a minibatch against the prior, and this loader does not "
+            "know it: give num_data= to variationalize, or a DataLoader over a data set with a length"
+        )
+    return num_data

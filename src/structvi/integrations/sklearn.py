@@ -1,0 +1,225 @@
+"""Bayesian multilayer perceptrons for tables as scikit-learn estimators, for Pipelines and cross-validations."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from .. import families
+from ..families.base import Family
+from ..history import FitResult
+from ..likelihoods import Categorical, Gaussian, Likelihood
+from ..predictive import Predictive
+from ..priors import NormalPrior
+from ..random import borrowed_stream
+from ..variationalize import Posterior, variationalize
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError:
+    raise ImportError(
+        'structvi.integrations.sklearn needs scikit-learn ≥ 1.6: pip install "structvi[sklearn]"'
+    ) from None
+
+#: The families that a name stands for, and whether they take the estimator's rank; others are given as recipes.
+NAMED = {"StructuredPrecision": True, "StructuredNormal": True, "MeanField": False, "FullNormal": False}
+#: So many steps a fit takes where epochs are not given.
+STEPS = 4000
+#: So many rows are predicted at once.
+ROWS = 4096
+
+
+class _Estimator(BaseEstimator):
+    """A multilayer perceptron of rectified units with a posterior over all weights; see `BayesianRegressor`."""
+
+    posterior_: Posterior
+    result_: FitResult
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (50,),
+        *,
+        family: str | Family = "StructuredPrecision",
+        rank: int = 5,
+        prior_scale: float = 1.0,
+        learn_prior: bool = True,
+        epochs: int | None = None,
+        batch_size: int = 64,
+        lr: float = 0.05,
+        groups: int = 1,
+        draws: int = 64,
+        random_state: Any = None,
+        verbose: bool = False,
+    ):
+        self.hidden = hidden
+        self.family = family
+        self.rank = rank
+        self.prior_scale = prior_scale
+        self.learn_prior = learn_prior
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.lr = lr
+        self.groups = groups
+        self.draws = draws
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def _fit(self, X: np.ndarray, t: Tensor, outputs: int, likelihood: Likelihood) -> None:
+        """X [N, F] as it came, t [N, ..] as the likelihood takes it."""
+        self._inputs = _Standard(X)
+        self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        generator = torch.Generator().manual_seed(self._seed)
+        sizes = [X.shape[1], *_sizes(self.hidden), outputs]
+        with borrowed_stream(generator):
+            layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+        net = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())][:-1])
+        scales = {name: self.prior_scale for name, _ in net.named_parameters()}
+        prior = NormalPrior(scales, learn=self.learn_prior, by_fan_in=True)
+        self.posterior_ = variationalize(net, likelihood, self._recipe(sizes), prior, generator=generator)
+        data = TensorDataset(self._inputs.forth(X), t)
+        loader = DataLoader(data, batch_size=min(self.batch_size, len(data)), shuffle=True)
+        epochs = -(-STEPS // len(loader)) if self.epochs is None else self.epochs
+        self.result_ = self.posterior_.fit(
+            loader, epochs=epochs, lr=self.lr, groups=self.groups, seed=self._seed, progress=self.verbose
+        )
+
+    def _recipe(self, sizes: Sequence[int]) -> Family:
+        if isinstance(self.family, Family):
+            return self.family
+        if self.family not in NAMED:
+            raise ValueError(f"family must be one of {tuple(NAMED)}, or a recipe such as MAP(), got {self.family!r}")
+        kind = getattr(families, self.family)
+        P = sum(a * b + b for a, b in pairwise(sizes))
+        return kind(rank=min(self.rank, P)) if NAMED[self.family] else kind()
+
+    def predictive(self, X: Any) -> Iterable[Predictive]:
+        """Predictive distributions of the standardised target, `ROWS` rows at a time, all from the same draws."""
+        check_is_fitted(self, "posterior_")
+        x = self._inputs.forth(np.asarray(validate_data(self, X, reset=False, dtype=np.float64)))
+        for rows in x.split(ROWS):
+            generator = torch.Generator().manual_seed(self._seed)
+            yield self.posterior_.predict(rows, draws=self.draws, generator=generator)
+
+    def _refuse(self, refused: dict[str, Any]) -> None:
+        if refused:
+            raise TypeError(
+                f"{type(self).__name__}.fit takes X and y, got {', '.join(refused)} too. Weights of observations are "
+                "not supported: a weighted likelihood is not that of any data, and its posterior is too sure or too "
+                "unsure; leave out rows, or repeat those that were observed more than once"
+            )
+
+
+class BayesianRegressor(RegressorMixin, _Estimator):
+    """Regression with uncertainty: a multilayer perceptron, a posterior over its weights, and a learned noise.
+
+    Inputs and target are standardised inside; predictions are in the target's own unit.
+
+    Args:
+        hidden: the widths of the hidden layers; () for a linear model.
+        family: "StructuredPrecision", "StructuredNormal", "MeanField", "FullNormal", or a recipe with its own settings.
+        rank: of the two structured families.
+        prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).
+        learn_prior: fit the prior's scales, one a tensor, with the ELBO; False for families with point masses.
+        epochs: of the fit; None for as many as make 4000 steps.
+        batch_size, lr, groups: of the fit, see `structvi.fitting.fit`.
+        draws: of a prediction.
+        random_state: a number makes the fit repeatable.
+        verbose: show a progress bar.
+
+    Attributes:
+        posterior_: the fitted `Posterior`, of standardised data.
+        result_: what the fit came to; `print(model.result_)`.
+
+    Example:
+        >>> X = np.linspace(-1, 1, 40)[:, None]
+        >>> model = BayesianRegressor(hidden=(8,), family="MeanField", epochs=20, random_state=0).fit(X, 3 * X[:, 0])
+        >>> mean, std = model.predict(X, return_std=True)
+        >>> mean.shape, std.shape
+        ((40,), (40,))
+    """
+
+    def fit(self, X: Any, y: Any, **refused: Any) -> Self:
+        self._refuse(refused)
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        rows = np.asarray(y, dtype=np.float64).reshape(len(X), -1)  # [N, D]
+        self._targets, self._flat = _Standard(rows), y.ndim == 1
+        self._fit(X, self._targets.forth(rows), rows.shape[1], Gaussian("point"))
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """E t, [N] as y was or [N, D]; with `return_std` also the standard deviation of t: weights and noise."""
+        pairs = [(pred.mean, pred.std) for pred in self.predictive(X)]
+        mean, std = (torch.cat(parts).double().numpy() for parts in zip(*pairs, strict=True))
+        mean, std = self._targets.back(mean), std * self._targets.scale
+        mean, std = (mean[:, 0], std[:, 0]) if self._flat else (mean, std)
+        return (mean, std) if return_std else mean
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+class BayesianClassifier(ClassifierMixin, _Estimator):
+    """Classification with uncertainty: a multilayer perceptron and a posterior over its weights.
+
+    Inputs are standardised inside. Arguments and attributes are those of `BayesianRegressor`, and `classes_`.
+
+    Example:
+        >>> X = np.linspace(-1, 1, 40)[:, None]
+        >>> y = np.where(X[:, 0] > 0, "right", "left")
+        >>> model = BayesianClassifier(hidden=(8,), family="MeanField", epochs=20, random_state=0).fit(X, y)
+        >>> model.predict(X[[0, -1]]), model.predict_proba(X).shape
+        (array(['left', 'right'], dtype='<U5'), (40, 2))
+    """
+
+    classes_: np.ndarray
+
+    def fit(self, X: Any, y: Any, **refused: Any) -> Self:
+        self._refuse(refused)
+        X, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"there is nothing to tell apart: y has one class only, {self.classes_[0]!r}")
+        self._fit(X, torch.as_tensor(labels), len(self.classes_), Categorical())
+        return self
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Σ_s w_s p(class | y_s), [N, C] in the order of `classes_`."""
+        mean = torch.cat([pred.mean for pred in self.predictive(X)]).double()
+        return (mean / mean.sum(1, keepdim=True)).numpy()  # float32's sums are one up to 1e-7
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class, [N]."""
+        best = self.predict_proba(X).argmax(1)
+        return self.classes_[best]
+
+
+class _Standard:
+    """(x − mean)/std of each column of an array [N, F], in float32; a constant column is only shifted."""
+
+    def __init__(self, x: np.ndarray):
+        self.mean, std = x.mean(0), x.std(0)
+        # of a constant, up to rounding of its mean
+        self.scale = np.where(std > 1e-12 * np.abs(x).max(0), std, 1.0)
+
+    def forth(self, x: np.ndarray) -> Tensor:
+        return torch.as_tensor((x - self.mean) / self.scale, dtype=torch.float32)
+
+    def back(self, x: np.ndarray) -> np.ndarray:
+        return x * self.scale + self.mean
+
+
+def _sizes(hidden: Any) -> list[int]:
+    sizes = list(hidden) if isinstance(hidden, Iterable) else [hidden]
+    if any(not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1 for size in sizes):
+        raise ValueError(f"hidden must be the widths of the hidden layers, such as (50, 50), got {hidden!r}")
+    return [int(size) for size in sizes]

@@ -1,0 +1,256 @@
+"""One training step: draws, network, gradients, clipping and the optimizer; on a GPU captured as one CUDA graph."""
+
+from collections.abc import Hashable, Sequence
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore
+from torch.utils import _pytree as pytree
+
+from .checking import unread
+from .couplings import Coupling, paired
+from .distributed import Ranks
+from .elbo import Estimator, NonFiniteError
+from .evaluation import training_key
+from .optimizing import Adam
+
+if TYPE_CHECKING:
+    from .variationalize import Posterior
+
+#: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
+_GRAPHS = 4
+
+
+class OverflowingError(NonFiniteError):
+    """Gradients inside a float16 network are too large at their present scale, which has been halved."""
+
+
+class Outcome(NamedTuple):
+    """What a step has to tell."""
+
+    elbo: Tensor  # [groups], float64, on the CPU: in nats for the whole data set at λ = 1
+    norm: float  # of the gradient of −elbo/N, before it was clipped
+
+
+class Step:
+    """`step(batch)` moves the posterior's parameters by one step of the optimizer along the gradient of −elbo/N.
+
+    Where loss or gradient are not finite it raises `NonFiniteError` and has changed nothing. On a GPU, with the
+    default optimizer and batches of a shape seen before, the whole step is one captured CUDA graph: the launches of
+    its kernels no longer wait for Python.
+
+    Args:
+        posterior: what is fitted; N must be known.
+        optimizer: over `posterior.parameters()`; `optimizing.Adam` can be captured.
+        generator: of the draws, on the posterior's device.
+        groups, coupling, estimator: as in `elbo`.
+        clip: the largest norm of the gradient; None for no limit.
+        capture: capture on a GPU where possible; `captured` and `reason` say what came of it.
+        ranks: the processes that share the work.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField(), num_data=8)
+        >>> step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(0))
+        >>> step([(torch.zeros(8, 3), torch.zeros(8, 1))]).elbo.shape
+        torch.Size([1])
+    """
+
+    def __init__(
+        self,
+        posterior: "Posterior",
+        optimizer: torch.optim.Optimizer,
+        generator: torch.Generator,
+        *,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        clip: float | None = None,
+        capture: bool = True,
+        ranks: Ranks | None = None,
+    ):
+        self.posterior, self.optimizer, self.generator = posterior, optimizer, generator
+        self.groups, self.coupling = groups, coupling
+        self.estimator: Estimator = estimator
+        self.clip = inf if clip is None else clip
+        self.ranks = Ranks() if ranks is None else ranks
+        self.named: dict[str, Tensor] = dict(posterior.named_parameters())
+        #: why the step is not captured; None where it is, or will be
+        self.reason = self._why_not(capture)
+        posterior.model.evaluation.captured = self.reason is None
+        self._graphs: dict[Hashable, _Graph] = {}
+
+    @property
+    def captured(self) -> bool:
+        return bool(self._graphs)
+
+    def __call__(self, batches: Sequence[Any], shares: Sequence[float] = (1.0,), temperature: float = 1.0) -> Outcome:
+        """One step over the mean of these batches.
+
+        Args:
+            batches: one, or several whose gradients are accumulated.
+            shares: of this rank in the union of each batch over ranks.
+            temperature: λ in E log lik − λ KL[q‖prior].
+        """
+        stream = self.generator.get_state()
+        graph = self._graph(batches, temperature)
+        if graph is not None:
+            elbo, norm = graph(batches[0], temperature)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+            if isinstance(self.optimizer, Adam) and self.ranks.size == 1:
+                self.optimizer.defer()
+            elbo, norm = self._gradient(batches, shares, temperature, self.generator)
+        *values, size = torch.cat([elbo, norm.reshape(1)]).tolist()  # the one time that the host waits
+        if not all(map(isfinite, [*values, size])):
+            self.generator.set_state(stream)
+            raise self._explained(batches, temperature, not isfinite(sum(values)))
+        if graph is None:
+            if isinstance(self.optimizer, Adam):
+                self.optimizer.step(coefficient=min(1.0, self.clip / max(size, 1e-30)))
+            else:
+                if size > self.clip:
+                    for parameter in self.named.values():
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(self.clip / size)
+                self.optimizer.step()
+        if self.posterior.model.precision == torch.float16:
+            self.posterior.model.scale.count()
+        return Outcome(torch.tensor(values, dtype=torch.float64), size)
+
+    def replay(self) -> None:
+        """The step captured last once more, on the batch that it holds, without a look at what comes out."""
+        if not self._graphs:
+            raise ValueError(f"no step has been captured: {self.reason or 'call it first'}")
+        next(reversed(self._graphs.values())).graph.replay()
+
+    def _gradient(
+        self, batches: Sequence[Any], shares: Sequence[float], temperature: Any, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of −(E log lik − λ KL)/N into the parameters; the ELBO of each group and the gradient's norm."""
+        total: Tensor | float = 0.0
+        for offset, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            with self.ranks.together():
+                try:
+                    with unread():
+                        terms = self.posterior.terms(
+                            batch, groups=self.groups, coupling=self.coupling, estimator=self.estimator,
+                            generator=self.ranks.generator(generator),
+                        )  # fmt: skip
+                except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                    error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
+                    raise
+                objective = (terms.fit - temperature * terms.complexity).mean()
+                if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
+                    raise NonFiniteError("the loss is not finite")
+            weight = share / len(batches)
+            (objective * (-weight / self.posterior.model.num_data)).backward()
+            total = total + (terms.fit - terms.complexity).detach().double() * weight
+        assert isinstance(total, Tensor)
+        total = self.ranks.reduce(self.named, total)
+        return total, self.ranks.norm(self.named, self.optimizer)
+
+    def _explained(self, batches: Sequence[Any], temperature: float, loss: bool) -> Exception:
+        """What was not finite: the same draws again, this time with every check."""
+        model = self.posterior.model
+        if not loss and model.precision == torch.float16 and model.scale.halve():
+            return OverflowingError(f"float16 overflowed in the gradient; its scale is now {model.scale.value:g}")
+        if not loss:
+            bad = [n for n, p in self.named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+            return NonFiniteError(f"the loss is finite but its gradient is not, in {', '.join(bad) or 'a factor'}")
+        with torch.no_grad():
+            for offset, batch in enumerate(batches):
+                try:
+                    terms = self.posterior.terms(
+                        batch, groups=self.groups, coupling=self.coupling, estimator=self.estimator,
+                        generator=self.generator,
+                    )  # fmt: skip
+                except (NonFiniteError, LinAlgError) as error:
+                    return error
+                except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                    error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
+                    return error
+                if not bool(torch.isfinite((terms.fit - temperature * terms.complexity).mean())):
+                    break
+        return NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
+
+    # ----------------------------------------------------------------------------------------------------- capture
+
+    def _why_not(self, capture: bool) -> str | None:
+        if not capture:
+            return "as asked"
+        if self.generator.device.type != "cuda":
+            return "not on a CUDA device"
+        if not isinstance(self.optimizer, Adam):
+            return f"the optimizer is {type(self.optimizer).__name__}, not the default one"
+        return "the work is shared with other ranks" if self.ranks.size > 1 else None
+
+    def _graph(self, batches: Sequence[Any], temperature: float) -> "_Graph | None":
+        if self.reason is not None or len(batches) > 1:
+            return None
+        leaves, form = pytree.tree_flatten(batches[0])
+        model = self.posterior.model
+        key = (
+            str(form), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
+            tuple(p.requires_grad for p in self.named.values()), training_key(self.posterior.net), model.precision,
+        )  # fmt: skip
+        if key not in self._graphs:
+            if len(self._graphs) == _GRAPHS:
+                return None
+            try:
+                self._graphs[key] = _Graph(self, batches[0], temperature)
+            except (RuntimeError, NotImplementedError) as error:  # what cannot be captured says so in many ways
+                torch.cuda.synchronize()
+                self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
+                return None
+        return self._graphs[key]
+
+
+class _Graph:
+    """A step captured for batches of one shape: called, it copies the batch in, replays, and gives ELBO and norm."""
+
+    def __init__(self, step: Step, batch: Any, temperature: float):
+        assert isinstance(step.optimizer, Adam)
+        self.step, self.optimizer = step, step.optimizer
+        self.batch = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+        device = step.generator.device
+        self.temperature = torch.tensor(float(temperature), device=device)
+        self.rates = [torch.tensor(float(group["lr"]), device=device) for group in self.optimizer.param_groups]
+        self.make = torch.zeros((), device=device)  # 0: everything is computed and nothing changed
+        # a generator of its own: one whose capture failed is of no further use
+        self.generator = torch.Generator(device)
+        self.generator.set_state(step.generator.get_state())
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), self.optimizer.rates(self.rates):
+            for _ in range(2):
+                self._body()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(self.generator)  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.cuda.graph(self.graph), self.optimizer.rates(self.rates):
+            self.elbo, self.norm = self._body()
+        self.make.fill_(1.0)
+
+    def _body(self) -> tuple[Tensor, Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.defer()
+        elbo, norm = self.step._gradient([self.batch], (1.0,), self.temperature, self.generator)
+        finite = torch.isfinite(elbo).all() & torch.isfinite(norm)
+        coefficient = (self.step.clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
+        self.optimizer.step(coefficient=coefficient, make=self.make * finite)
+        return elbo, norm
+
+    def __call__(self, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
+        for own, new in zip(pytree.tree_leaves(self.batch), pytree.tree_leaves(batch), strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(new, non_blocking=True)
+        self.temperature.fill_(temperature)
+        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        self.generator.set_state(self.step.generator.get_state())
+        self.graph.replay()
+        self.step.generator.set_state(self.generator.get_state())
+        return self.elbo, self.norm

@@ -1,0 +1,178 @@
+"""A program of `torch.export` says what the posterior said, at any batch size, and without structvi."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi.integrations.export import export_predictive
+
+DRAWS = 6
+
+
+def generator(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 6, batch_first=True)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(2, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, z):
+        return self.head(torch.tanh(self.a(x) + self.b(z)))
+
+
+def mlp(outputs=2):
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def convolutional():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def rows(n):
+    return torch.randn(n, 3, generator=generator(n))
+
+
+CATEGORICAL = vi.likelihoods.Categorical()
+#: network, likelihood, family, inputs of n rows
+CASES = {
+    "labels": (mlp, CATEGORICAL, vi.StructuredNormal(rank=2), rows),
+    "yes or no": (lambda: mlp(1), vi.likelihoods.Bernoulli(), vi.StructuredPrecision(rank=2), rows),
+    "known noise": (lambda: mlp(1), vi.likelihoods.Gaussian(0.3), vi.FullNormal(), rows),
+    "learned noise": (lambda: mlp(1), vi.likelihoods.Gaussian("point"), vi.MeanField(), rows),
+    "random noise": (lambda: mlp(1), vi.likelihoods.Gaussian("random"), vi.MeanField(), rows),
+    "noise from a head": (mlp, vi.likelihoods.Gaussian("head"), vi.MeanField(), rows),
+    "a point": (mlp, CATEGORICAL, vi.MAP(), rows),
+    "masks": (mlp, CATEGORICAL, vi.MCDropout(keep=0.8), rows),
+    "a mixture": (mlp, CATEGORICAL, vi.Mixture(vi.MeanField(), components=2), rows),
+    "a random head": (mlp, CATEGORICAL, vi.Blocks({"3.*": vi.FullNormal(), "*": vi.MAP()}), rows),
+    "images": (convolutional, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 1, 6, 6, generator=generator(n))),
+    "LSTM": (Recurrent, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 3, generator=generator(n))),
+    "attention": (Attention, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 4, generator=generator(n))),
+    "two inputs": (TwoInputs, CATEGORICAL, vi.MeanField(), lambda n: (rows(n), rows(n)[:, :2])),
+    "keywords": (TwoInputs, CATEGORICAL, vi.MeanField(), lambda n: {"x": rows(n), "z": rows(n)[:, :2]}),
+}
+
+
+def posterior(make=mlp, likelihood=CATEGORICAL, family=None, **options):
+    torch.manual_seed(0)
+    return vi.variationalize(make(), likelihood, family or vi.MeanField(initial_scale=1.0), num_data=20, **options)
+
+
+def called(program, x):
+    module = program.module()
+    if isinstance(x, dict):
+        return module(**x)
+    return module(*x) if isinstance(x, tuple) else module(x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_says_what_the_posterior_says(name):
+    make, likelihood, family, inputs = CASES[name]
+    bayes = posterior(make, likelihood, family)
+    state = {key: tensor.clone() for key, tensor in bayes.state_dict().items()}
+    program = export_predictive(bayes, inputs(4), DRAWS, generator=generator())
+    for n in (1, 4, 9):
+        pred = bayes.predict(inputs(n), DRAWS, generator=generator())
+        got = called(program, inputs(n))
+        expected = pred.mean if isinstance(likelihood, vi.likelihoods.Categorical | vi.likelihoods.Bernoulli) else (
+            pred.mean, pred.variance
+        )  # fmt: skip
+        torch.testing.assert_close(got, expected)
+    assert all(torch.equal(tensor, bayes.state_dict()[key]) for key, tensor in state.items())
+
+
+def test_draws_of_several_chunks_are_those_of_predict():
+    bayes = posterior()
+    program = export_predictive(bayes, rows(1), 10, chunk=4, coupling=vi.paired, generator=generator())
+    pred = bayes.predict(rows(5), 10, chunk=4, coupling=vi.paired, generator=generator())
+    torch.testing.assert_close(program.module()(rows(5)), pred.mean)
+    other = bayes.predict(rows(5), 10, chunk=4, coupling=vi.paired, generator=generator(4))
+    assert not torch.allclose(program.module()(rows(5)), other.mean, atol=1e-3)
+
+
+def test_it_is_saved_and_runs_without_structvi(tmp_path):
+    bayes = posterior(lambda: mlp(1), vi.likelihoods.Gaussian("random"))
+    torch.export.save(export_predictive(bayes, rows(4), DRAWS, generator=generator()), tmp_path / "q.pt2")
+    torch.save(rows(7), tmp_path / "x.pt")
+    code = (
+        "import sys, torch\n"
+        "sys.modules['structvi'] = None\n"
+        "mean, variance = torch.export.load('q.pt2').module()(torch.load('x.pt'))\n"
+        "torch.save((mean, variance), 'out.pt')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    mean, variance = torch.load(tmp_path / "out.pt")
+    pred = bayes.predict(rows(7), DRAWS, generator=generator())
+    torch.testing.assert_close((mean, variance), (pred.mean, pred.variance))
+
+
+def test_what_all_draws_share_is_held_once():
+    """64 weights of the first layer are held, 10 of the head are drawn 6 times."""
+    bayes = posterior(
+        lambda: nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 1)), vi.likelihoods.Gaussian(1.0), select="1.*"
+    )
+    program = export_predictive(bayes, torch.zeros(4, 7), DRAWS)
+    state = program.state_dict
+    drawn = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith("draws_")}
+    assert sorted(drawn.values()) == [(DRAWS, 1), (DRAWS, 1, 8)]
+    assert torch.equal(state["net.0.weight"], bayes.net[0].weight)
+
+
+def test_a_batch_size_that_stays():
+    program = export_predictive(posterior(), rows(4), DRAWS, dynamic_batch=False, generator=generator())
+    assert program.module()(rows(4)).shape == (4, 2)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program.module()(rows(5))
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+def plain(output, target):
+    return torch.zeros(len(target))
+
+
+@pytest.mark.parametrize(
+    ("options", "x", "error", "message"),
+    [
+        ({"likelihood": plain}, rows(4), TypeError, "plain function"),
+        ({"forward": lambda net, batch: (net(batch), None)}, rows(4), ValueError, "wrap the network"),
+        ({"dropout": "on"}, rows(4), ValueError, 'use dropout="off"'),
+        ({"make": convolutional, "batch_norm": "reestimated"}, rows(4), ValueError, "reference batch"),
+        ({"make": lambda: Branching(3, 2)}, rows(4), ValueError, "torch.export cannot trace Branching"),
+        ({}, (rows(4), rows(3)), ValueError, "one B"),
+        ({}, torch.tensor(1.0), ValueError, "one B"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(options, x, error, message):
+    with pytest.raises(error, match=message):
+        export_predictive(posterior(**options), x, 2)

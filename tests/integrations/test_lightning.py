@@ -1,0 +1,254 @@
+"""A real Trainer: what it maximises is the ELBO, on the schedule of `fit`, and what it leaves is a posterior."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import structvi as vi
+from structvi.integrations.lightning import BayesianModule, PosteriorCallback
+from structvi.optimizing import Schedule
+
+pytestmark = [  # Lightning's own
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+N = 40
+
+
+def regression():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 3, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(N, 1, generator=generator))
+
+
+def classes():
+    x, t = regression().tensors
+    return TensorDataset(x, (t > 0).long().squeeze(1))
+
+
+def posterior(family=None, likelihood=None, outputs=1, **options):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, outputs))
+    likelihood = likelihood or vi.likelihoods.Gaussian("point")
+    return vi.variationalize(net, likelihood, family or vi.StructuredNormal(rank=2), **options)
+
+
+def trainer(tmp_path, **options):
+    settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    settings |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path}
+    return Trainer(**settings | options)
+
+
+def loader(data, **options):
+    return DataLoader(data, batch_size=8, **options)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(regression())
+
+
+class Recording(BayesianModule):
+    """Keeps what every step saw."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx=0):
+        state = torch.get_rng_state()
+        before = {name: p.detach().clone() for name, p in self.posterior.named_parameters()}
+        out = super().training_step(batch, batch_idx)
+        self.seen.append((state, before, batch, out["temperature"], out["lr"]))
+        return out
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.posterior.named_parameters()}
+        self.seen[-1] += (gradients,)
+
+
+def test_the_gradient_is_that_of_the_elbo(tmp_path):
+    module = Recording(posterior(), kl_warmup=0.5, groups=2)
+    weights = [p.detach().clone() for p in module.posterior.net.parameters()]
+    trainer(tmp_path).fit(module, loader(regression()))
+    assert module.posterior.model.num_data == N
+    assert len(module.seen) == 5
+    lambdas = [seen[3] for seen in module.seen]
+    assert lambdas == pytest.approx([1 / 3.5, 2 / 3.5, 3 / 3.5, 1.0, 1.0])
+    twin = posterior(num_data=N)
+    for state, before, batch, temperature, _, gradients in module.seen:
+        for name, parameter in twin.named_parameters():
+            parameter.data.copy_(before[name])
+            parameter.grad = None
+        torch.set_rng_state(state)
+        twin.loss(batch, groups=2, temperature=temperature).backward()
+        for name, parameter in twin.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+    for before, now in zip(weights, module.posterior.net.parameters(), strict=True):
+        assert torch.equal(before, now)  # the network is read, never changed
+
+
+def test_optimizer_and_schedule_are_those_of_fit(tmp_path):
+    module = Recording(posterior(), lr=0.1, warmup=0.4)
+    trainer(tmp_path, max_epochs=2).fit(module, loader(regression()))
+    twin = posterior(num_data=N)
+    highest = Schedule(torch.optim.Adam(twin.parameters(), lr=0.1), None, 4, 10)
+    assert [seen[4] for seen in module.seen] == pytest.approx([0.1 * highest.factor(step) for step in range(10)])
+    factor = module.optimizers().optimizer.param_groups[1]  # has a rate of its own
+    assert factor["params"] == [module.posterior.family.factor]
+    assert factor["initial_lr"] == pytest.approx(0.1 * 2.5 / module.posterior.space.size**0.5)
+
+
+def test_a_fit_finds_the_posterior(tmp_path):
+    """Bayesian linear regression in closed form; the rate falls to zero, and the mean ends within 0.2 of its spread."""
+    x, t = regression().tensors
+    bayes = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian(noise=0.5), vi.FullNormal())
+    callback = PosteriorCallback()
+    fitted = trainer(tmp_path, max_epochs=200, gradient_clip_val=10.0, callbacks=[callback])
+    fitted.fit(BayesianModule(bayes, lr=0.05), DataLoader(regression(), batch_size=N))
+    design = torch.cat([x, torch.ones(N, 1)], 1).double()
+    covariance = torch.linalg.inv(design.mT @ design / 0.25 + torch.eye(4))
+    mean, q = (covariance @ design.mT @ t.double() / 0.25).squeeze(), bayes.family()
+    spread = covariance.diagonal().sqrt()
+    assert ((q.mean - mean).abs() < 0.2 * spread).all()
+    torch.testing.assert_close(q.variance.double().sqrt(), spread, rtol=0.1, atol=0.0)
+    assert len(callback.history) == 200
+    assert callback.verdict == "converged"
+    assert fitted.logged_metrics["elbo_trend"] == pytest.approx(callback.trend()[0], rel=1e-5)
+
+
+def test_validation_is_that_of_evaluate(tmp_path):
+    """The weighted mean over batches of 7 is the mean over all data, at common draws."""
+    bayes = posterior(vi.MeanField(), vi.likelihoods.Categorical(), outputs=2, num_data=N)
+    data = loader(classes())
+    (logged,) = trainer(tmp_path).validate(BayesianModule(bayes, draws=8), DataLoader(classes(), 7), verbose=False)
+    expected = bayes.evaluate(data, 8, generator=torch.Generator().manual_seed(0))
+    assert set(logged) == {"val_nlpd", "val_accuracy", "val_brier"}
+    for name in ("nlpd", "accuracy", "brier"):
+        assert logged[f"val_{name}"] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_validation_of_numbers(tmp_path):
+    bayes = posterior(vi.MeanField(), num_data=N)
+    (logged,) = trainer(tmp_path).test(BayesianModule(bayes, draws=8), DataLoader(regression(), 7), verbose=False)
+    expected = bayes.evaluate(loader(regression()), 8, generator=torch.Generator().manual_seed(0))
+    assert logged["test_mse"] == pytest.approx(expected.rmse**2, rel=1e-5)
+    assert logged["test_crps"] == pytest.approx(expected.crps, rel=1e-5)
+    (pred,) = trainer(tmp_path).predict(BayesianModule(bayes), DataLoader(regression().tensors[0], N))
+    assert pred.mean.shape == (N, 1)
+
+
+def test_the_callback_logs_and_keeps_the_posterior(tmp_path):
+    module, callback = BayesianModule(posterior()), PosteriorCallback(save=tmp_path / "q.safetensors")
+    fitted = trainer(tmp_path, max_steps=2, max_epochs=-1, callbacks=[callback])
+    fitted.fit(module, loader(regression()))
+    assert len(callback.history) == 2
+    assert fitted.logged_metrics["elbo"] == pytest.approx(callback.history["elbo"][-1].item(), rel=1e-6)
+    assert torch.isfinite(fitted.logged_metrics["kl"])
+    assert callback.verdict == "too few steps to tell whether it has converged"
+    loaded = vi.load(tmp_path / "q.safetensors", posterior().net)
+    x = regression().tensors[0]
+    outputs = [q.predict(x, generator=torch.Generator().manual_seed(2)).outputs for q in (module.posterior, loaded)]
+    assert torch.equal(*outputs)
+    callback.history.to_tensorboard(tmp_path / "logs")
+    assert list((tmp_path / "logs").iterdir())
+
+
+def test_a_checkpoint_of_the_trainer_brings_all_back(tmp_path):
+    module = BayesianModule(posterior())
+    fitted = trainer(tmp_path)
+    fitted.fit(module, loader(regression()))
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    again = BayesianModule(posterior())
+    trainer(tmp_path, max_epochs=2).fit(
+        again, loader(regression()), ckpt_path=tmp_path / "last.ckpt", weights_only=False
+    )
+    assert again.global_step == 10
+    fresh = BayesianModule(posterior())
+    fresh.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"])
+    for name, tensor in module.posterior.state_dict().items():
+        assert torch.equal(tensor, fresh.posterior.state_dict()[name])
+
+
+def test_one_rank_of_ddp_waits_for_no_gradient_of_the_network(tmp_path):
+    module = BayesianModule(posterior(vi.MeanField()))
+    try:
+        trainer(tmp_path, strategy="ddp", devices=1).fit(module, loader(regression()))
+    finally:
+        dist.destroy_process_group()
+    assert module.global_step == 5
+
+
+def test_mixed_precision_is_for_the_network_alone(tmp_path):
+    seen = []
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append(out.dtype)
+            return out
+
+    class Likelihood(vi.likelihoods.Gaussian):
+        def log_prob(self, output, target):
+            assert not torch.is_autocast_enabled("cpu")
+            assert output.dtype == torch.float32
+            return super().log_prob(output, target)
+
+    bayes = vi.variationalize(Net(3, 1), Likelihood("point"), vi.MeanField(), evaluation="loop")
+    trainer(tmp_path, precision="bf16-mixed").fit(BayesianModule(bayes), loader(regression()))
+    assert set(seen) == {torch.bfloat16}
+    assert bayes.model.precision is None
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="bf16-mixed"):
+        BayesianModule(bayes).training_step((torch.zeros(2, 3), torch.zeros(2, 1)))
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(TypeError, match="what variationalize returns, got Linear"):
+        BayesianModule(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="kl_warmup is a fraction"):
+        BayesianModule(posterior(), kl_warmup=1.0)
+    with pytest.raises(ValueError, match="give num_data="):
+        trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), DataLoader(Stream(), batch_size=8))
+    sampler = WeightedRandomSampler([1.0, 2.0] * (N // 2), N)
+    with pytest.warns(UserWarning, match="draws some observations more often"):
+        trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), loader(regression(), sampler=sampler))
+
+    class Other(LightningModule):
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).sum()
+
+        def configure_optimizers(self):
+            self.layer = nn.Linear(3, 1)
+            return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+    with pytest.raises(TypeError, match="goes with a BayesianModule, got Other"):
+        trainer(tmp_path, callbacks=[PosteriorCallback()]).fit(Other(), loader(regression()))
+
+
+def imported(monkeypatch, *missing):
+    """The module once more, where these packages are missing."""
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    spec = importlib.util.find_spec("structvi.integrations.lightning")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_either_package_is_taken_and_none_is_named(monkeypatch):
+    from pytorch_lightning import LightningModule as Other
+
+    assert issubclass(BayesianModule, LightningModule)
+    assert issubclass(imported(monkeypatch, "lightning.pytorch").BayesianModule, Other)
+    with pytest.raises(ImportError, match=r'pip install "structvi\[lightning\]"'):
+        imported(monkeypatch, "lightning.pytorch", "pytorch_lightning")

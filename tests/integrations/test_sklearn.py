@@ -1,0 +1,175 @@
+"""scikit-learn's own laws for estimators, and what they are for: Pipelines, searches, cross-validations."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import make_classification
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+import structvi as vi
+from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
+
+QUICK = {"hidden": (8,), "family": "MeanField", "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
+
+
+def name_of(check):
+    return getattr(check, "func", check).__name__
+
+
+#: all of them, but for arrays of other libraries than numpy: scikit-learn checks those only with SCIPY_ARRAY_API set
+LAWS = [
+    pytest.param(estimator, check, id=f"{type(estimator).__name__}-{name_of(check)}-{index}")
+    for estimator in (BayesianRegressor(**QUICK), BayesianClassifier(**QUICK))
+    for index, (_, check) in enumerate(estimator_checks_generator(estimator))
+    if "array_api" not in name_of(check)
+]
+
+
+@pytest.mark.parametrize(("estimator", "check"), LAWS)
+def test_the_laws_of_scikit_learn(estimator, check):
+    check(clone(estimator))
+
+
+def line(n=60, seed=0):
+    generator = np.random.default_rng(seed)
+    X = generator.uniform(-2, 2, (n, 2))
+    return X, 100 + 30 * X[:, 0] - 10 * X[:, 1] + 5 * generator.normal(size=n)
+
+
+def test_the_linear_model_is_that_of_the_closed_form():
+    """hidden=(), a full normal over 3 weights, N = 60: the mean of least squares, and noise 5 times √(1 + 3/60)."""
+    X, y = line()
+    model = BayesianRegressor((), family="FullNormal", epochs=400, draws=512, random_state=0).fit(X, y)
+    design = np.column_stack([X, np.ones(len(X))])
+    exact = design @ np.linalg.lstsq(design, y)[0]
+    mean, std = model.predict(X, return_std=True)
+    noise = np.sqrt(((y - exact) ** 2).mean())
+    assert np.abs(mean - exact).max() < 0.2 * noise  # the prior shrinks by about 1/60 of 30; 512 draws
+    assert std.mean() == pytest.approx(noise * np.sqrt(1 + 3 / 60), rel=0.05)
+    assert model.score(X, y) > 0.97
+
+
+def test_the_target_is_predicted_in_its_own_unit():
+    """y in another unit is the same fit: mean and spread follow it."""
+    X, y = line()
+    small, large = (BayesianRegressor(**QUICK).fit(X, t).predict(X, return_std=True) for t in (y, 1e6 * y - 3e8))
+    np.testing.assert_allclose(large[0], 1e6 * small[0] - 3e8, rtol=1e-3, atol=1e4)
+    np.testing.assert_allclose(large[1], 1e6 * small[1], rtol=1e-3)
+
+
+def test_several_targets_and_constant_columns():
+    X, y = line()
+    X = np.column_stack([X, np.full(len(X), 7.0)])
+    model = BayesianRegressor(**QUICK).fit(X, np.column_stack([y, -y, np.ones(len(y))]))
+    mean, std = model.predict(X, return_std=True)
+    assert mean.shape == std.shape == (60, 3)
+    assert np.isfinite(mean).all()
+    assert (std > 0).all()
+
+
+def test_spread_grows_away_from_the_data():
+    X, y = line()
+    model = BayesianRegressor(**QUICK | {"epochs": 200, "family": "StructuredNormal", "rank": 2}).fit(X, y)
+    assert model.posterior_.family.rank == 2
+    near, far = (model.predict(where, return_std=True)[1] for where in (X, 20 * X))
+    assert np.median(far) > 2 * np.median(near)
+
+
+def test_in_a_pipeline_a_search_and_a_cross_validation():
+    X, y = line()
+    pipeline = make_pipeline(PolynomialFeatures(2), BayesianRegressor(**QUICK))
+    assert cross_val_score(pipeline, X, y, cv=2).shape == (2,)
+    search = GridSearchCV(
+        pipeline, {"bayesianregressor__family": ["MeanField", vi.MeanField(initial_scale=0.3)]}, cv=2
+    ).fit(X, y)
+    mean, std = search.best_estimator_.predict(X, return_std=True)
+    assert mean.shape == std.shape == (60,)
+    X, labels = make_classification(60, random_state=0)
+    assert cross_val_score(BayesianClassifier(**QUICK), X, labels, cv=2, scoring="neg_log_loss").mean() > -np.log(2)
+
+
+def test_frames_of_pandas():
+    X, y = line()
+    frame = pd.DataFrame(X, columns=["a", "b"])
+    model = BayesianRegressor(**QUICK).fit(frame, pd.Series(y))
+    assert list(model.feature_names_in_) == ["a", "b"]
+    np.testing.assert_array_equal(model.predict(frame), BayesianRegressor(**QUICK).fit(X, y).predict(X))
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame[["b", "a"]])
+    labels = pd.Series(np.where(y > 100, "high", "low"), dtype="category")
+    classifier = BayesianClassifier(**QUICK).fit(frame, labels)
+    assert set(classifier.predict(frame)) <= {"high", "low"}
+    assert classifier.predict_proba(frame).sum(1) == pytest.approx(np.ones(60))
+
+
+def test_the_probabilities_are_those_of_the_posterior():
+    X, labels = make_classification(60, random_state=0)
+    model = BayesianClassifier(**QUICK).fit(X, labels + 5)
+    assert model.classes_.tolist() == [5, 6]
+    x = torch.as_tensor((X - X.mean(0)) / X.std(0), dtype=torch.float32)
+    pred = model.posterior_.predict(x, draws=8, generator=torch.Generator().manual_seed(model._seed))
+    np.testing.assert_allclose(model.predict_proba(X), pred.mean, atol=1e-6)
+    assert (model.predict(X) == 5 + pred.mean.argmax(1).numpy()).all()
+
+
+def test_rows_are_predicted_in_parts(monkeypatch):
+    X, y = line()
+    model = BayesianRegressor(**QUICK).fit(X, y)
+    whole = model.predict(X)
+    monkeypatch.setattr("structvi.integrations.sklearn.ROWS", 7)
+    np.testing.assert_allclose(model.predict(X), whole, rtol=1e-6)
+
+
+def test_the_global_stream_is_left_alone():
+    X, y = line()
+    state = torch.get_rng_state()
+    BayesianRegressor(**QUICK).fit(X, y).predict(X)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_clones_and_pickles():
+    X, y = line()
+    model = BayesianRegressor(**QUICK | {"family": vi.StructuredNormal(rank=2)}).fit(X, y)
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.predict(X), model.predict(X))
+    np.testing.assert_array_equal(clone(model).fit(X, y).predict(X), model.predict(X))
+    with pytest.raises(NotFittedError):
+        clone(model).predict(X)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "message"),
+    [
+        ({"family": "Normal"}, {}, ValueError, "family must be one of .*'MeanField'.* got 'Normal'"),
+        ({"hidden": (0,)}, {}, ValueError, "widths of the hidden layers"),
+        ({"hidden": "50"}, {}, ValueError, "widths of the hidden layers"),
+        ({"epochs": 0}, {}, ValueError, "epochs must be an integer"),
+        ({"family": vi.MAP()}, {}, ValueError, "learns its scale"),
+        ({}, {"sample_weight": np.ones(60)}, TypeError, "got sample_weight too. Weights of observations are not"),
+    ],
+)
+def test_bad_input(options, arguments, error, message):
+    with pytest.raises(error, match=message):
+        BayesianRegressor(**QUICK | options).fit(*line(), **arguments)
+
+
+def test_a_point_estimate_is_a_family_too():
+    X, y = line()
+    model = BayesianRegressor(**QUICK | {"family": vi.MAP(), "learn_prior": False}).fit(X, y)
+    assert model.predict(X, return_std=True)[1].std() == pytest.approx(0, abs=1e-4)  # the noise alone
+
+
+def test_scikit_learn_missing_is_said():
+    code = "import sys\nsys.modules['sklearn'] = None\nimport structvi\nimport structvi.integrations.sklearn"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'pip install "structvi[sklearn]"' in done.stderr

@@ -1,0 +1,144 @@
+"""The documentation as a site: built strictly, no link or picture missing, shown by a browser without complaint."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium")
+#: put into a copy of a page: what a reader sees, as JSON in the title
+PROBE = """<script>
+window.addEventListener("load", () => {
+  const images = [...document.querySelectorAll("article img")].map(i => [i.complete, i.naturalWidth]);
+  const text = document.querySelector("article").innerText.length;
+  document.title = JSON.stringify({images, text, page: document.body.scrollWidth, width: window.innerWidth});
+});
+</script></head>"""
+PAGES = {"": 1, "concepts/": 2, "comparison/": 0, "reference/": 0, "tutorials/choosing_a_family/": 2}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | quiet, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Seen(HTMLParser):
+    """What a page points at, and what can be pointed at in it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[str] = []
+        self.images: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = {key: value for key, value in attrs if value}
+        self.anchors |= {found[key] for key in ("id", "name") if key in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if tag == "img":
+            self.images.append(found["src"])
+            assert "alt" in found, f"a picture without a description: {found['src']}"
+
+
+def test_every_page_is_in_the_navigation(site):
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+
+
+def test_no_link_and_no_picture_is_missing(site):
+    pages = {path: Seen(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) >= 15
+    pictures = 0
+    for page, seen in pages.items():
+        for link in seen.links + seen.images:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = page if not parts.path else (page.parent / unquote(parts.path)).resolve()
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{page.relative_to(site)} → {link}"
+            if parts.fragment and target in pages:
+                assert unquote(parts.fragment) in pages[target].anchors, f"{page.relative_to(site)} → {link}"
+        pictures += len(seen.images)
+    assert pictures >= 14
+
+
+@pytest.fixture(scope="module")
+def address(site, tmp_path_factory):
+    """The site served from a copy whose pages tell what they show."""
+    copy = tmp_path_factory.mktemp("served") / "site"
+    shutil.copytree(site, copy)
+    for page in copy.rglob("index.html"):
+        page.write_text(page.read_text().replace("</head>", PROBE, 1))
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(copy)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_browser_shows_the_page_and_its_console_is_silent(address, tmp_path, page):
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1600", "--enable-logging=stderr",
+        "--virtual-time-budget=20000", "--dump-dom", address + page,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    match = re.search(r"<title>(\{.*?\})</title>", done.stdout)
+    assert match, done.stdout[-2000:]
+    seen = json.loads(match[1])
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert len(seen["images"]) >= PAGES[page]
+    assert all(complete and width > 0 for complete, width in seen["images"])
+    assert seen["text"] > 1000
+    assert seen["page"] <= seen["width"]  # tables scroll in themselves, the page does not
+
+
+def fenced(name, *titles):
+    """The Python blocks of a page, those with these titles or, without any, those that have none."""
+    text = (ROOT / "docs" / name).read_text()
+    if not titles:
+        return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    found = re.findall(r'```\{ \.python title="(.*?)" \}\n(.*?)```', text, flags=re.DOTALL)
+    return [block for title, block in found if title in titles]
+
+
+@pytest.mark.parametrize(
+    ("page", "titles", "count"), [("index.md", (), 2), ("migration.md", ("common", "structvi"), 6)]
+)
+def test_what_a_page_shows_runs_as_written(page, titles, count, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    blocks = fenced(page, *titles)
+    assert len(blocks) == count
+    for block in blocks:
+        exec(compile(block.replace("epochs=300", "epochs=2"), page, "exec"), namespace)

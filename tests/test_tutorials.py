@@ -1,0 +1,64 @@
+"""Every tutorial runs, with the small numbers of its `# quick:` lines, and its page shows the code that it has now."""
+
+import doctest
+import re
+
+import pytest
+
+from docs import make_tutorials
+from docs.make_tutorials import PAGES, ROOT, SOURCES, cells, quick, run
+
+NAMES = sorted(path.stem for path in SOURCES.glob("*.py"))
+
+
+def source(name):
+    return (SOURCES / f"{name}.py").read_text()
+
+
+def test_there_are_the_tutorials_of_the_site():
+    listed = re.findall(r"tutorials/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == NAMES
+    assert len(NAMES) == 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tutorial_runs_and_shows_pictures(name):
+    small = quick(source(name))
+    assert small != source(name)  # it has numbers to make small
+    found = run(small, name)
+    assert any(cell.printed for cell in found)
+    pictures = [picture for cell in found for picture in cell.pictures]
+    assert pictures
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_the_code_as_it_is(name):
+    page = (PAGES / f"{name}.md").read_text()
+    assert "Traceback" not in page
+    at = 0
+    for cell in cells(source(name)):
+        shown = f"```python\n{cell.source}\n```" if cell.kind == "code" else cell.source
+        at = page.find(shown, at)
+        assert at >= 0, f"make it again: python docs/make_tutorials.py {name}\n{shown}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_small(name):
+    shown = re.findall(r"\]\(images/(\S+\.png)\)", (PAGES / f"{name}.md").read_text())
+    assert shown
+    for file in shown:
+        assert (PAGES / "images" / file).stat().st_size < 100_000
+
+
+def test_the_converter_keeps_lines_where_they_are():
+    """An error in a tutorial names the line of its file."""
+    text = '"""Title.\n\nMore.\n"""\n\nx = 1\n\n\n# Text.\n\ny = 2\n\nz = 1 / 0\n'
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(text, "broken")
+    assert caught.traceback[-1].lineno + 1 == 12 + 1
+    assert text.splitlines()[12] == "z = 1 / 0"
+
+
+def test_examples_of_the_converter():
+    assert doctest.testmod(make_tutorials).failed == 0
