@@ -49,7 +49,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python -m benchmarks.gaussian_fit --out $(RESULTS)/gaussian_fit_cpu.json
 
 docs: .venv/.installed-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf report site dist build .pytest_cache .ruff_cache .hypothesis

@@ -35,9 +35,14 @@ import structvi as vi
 DRAWS = 16
 LR, TRAINED = 0.01, 0.75
 BUDGET = 36
-TRAIN, VALIDATION, TEST = 80, 60, 100
+TRAIN, VALIDATION, TEST = 80, 60, 94
 #: chosen by `--tune` on the validation images
-SETTINGS = {name: Settings(lr=LR, trained=TRAINED) for name in METHODS}
+SETTINGS = {
+    "MC dropout": Settings(lr=LR, drop=0.05),
+    "mean field": Settings(lr=LR, trained=TRAINED),
+    "structured": Settings(lr=LR, trained=TRAINED, together=4),
+    "ensemble": Settings(lr=LR),
+}
 
 
 def monai_unet(drop: float) -> nn.Module:
@@ -78,7 +83,7 @@ def load(folder: Path | None, side: int) -> dict[str, TensorDataset]:
     ends = {
         "train": slice(TRAIN),
         "val": slice(TRAIN, TRAIN + VALIDATION),
-        "test": slice(TRAIN + VALIDATION, TRAIN + VALIDATION + TEST),
+        "test": slice(-TEST, None),
     }
     return {name: TensorDataset(x[part], t[part]) for name, part in ends.items()}
 
@@ -104,17 +109,17 @@ def probabilities(bayes: vi.Posterior, x: Tensor, seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def tune(methods: list[str], problem: Problem, validation: TensorDataset) -> None:
-    """Validation NLL, seed 0, at two settings for every method."""
+def tune(methods: list[str], problem: Problem, validation: TensorDataset, seeds: int) -> None:
+    """Validation NLL at two settings for every method."""
     x, t = validation.tensors
-    grids = {"MC dropout": {"drop": (0.1, 0.3)}, "ensemble": {"prior_scale": (4.0, 16.0)}}
+    grids = {"MC dropout": {"drop": (0.05, 0.1)}, "ensemble": {"prior_scale": (4.0, 16.0)}}
     for method in methods:
-        ((name, values),) = grids.get(method, {"together": (1, 16)}).items()
+        ((name, values),) = grids.get(method, {"together": (1, 4)}).items()
         for value in values:
             tried = replace(Settings(lr=LR, trained=TRAINED), **{name: value})
-            p = probabilities(fit(method, problem, tried, 0), x, 0)
-            nll = Scores.of(p, t).loss.mean()
-            print(f"{method:12} {name} {value}: nll {nll:.4f}, Dice {dice(p, t):.4f}", flush=True)
+            predicted = [probabilities(fit(method, problem, tried, seed), x, seed) for seed in range(seeds)]
+            nll = np.mean([Scores.of(p, t).loss.mean() for p in predicted])
+            print(f"{method:12} {name} {value}: nll {nll:.4f}", flush=True)
 
 
 def table(results: dict[str, list[dict]]) -> str:
@@ -198,7 +203,7 @@ def main() -> None:
     network = chosen_network(options.net)
     problem = Problem(network, splits["train"], budget, batch=8, select=options.select, members=4)
     if options.tune:
-        tune(options.methods, problem, splits["val"])
+        tune(options.methods, problem, splits["val"], options.seeds)
         return
     start = time.perf_counter()
     x, t = splits["test"].tensors

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.optimizing import Adam
 from structvi import checkpoint
+from structvi.optimizing import Adam
 
 STEPS, EVERY = 40, 3
 

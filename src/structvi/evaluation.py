@@ -155,7 +155,10 @@ class Evaluation:
         with exactly():
             if against := _prove(function, theta[:2]):
                 return Choice("loop", against)
-        size = theta[0].nbytes + _bytes_made(function, theta[:2]) - _bytes_made(function, theta[:1])
+        try:  # in the precision that it will run in
+            size = theta[0].nbytes + _bytes_made(function, theta[:2]) - _bytes_made(function, theta[:1])
+        except RuntimeError as error:
+            return Choice("loop", f"vmap cannot run it in this precision: {str(error).strip().splitlines()[0][:200]}")
         device = theta.device
         fits = _memory(device) // max(1, size)
         if fits < 2:
