@@ -3,6 +3,9 @@
 Pyro and laplace-torch are imported when they are used. Each method runs as its own documentation shows.
 """
 
+# the peers are an extra:
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from typing import Any
 

@@ -6,6 +6,9 @@ It needs the extras "bench" (Pyro) and "diagnostics" (arviz), takes about ten mi
 with R̂ above 1.01 or with fewer effective draws than are kept.
 """
 
+# the peers are an extra:
+# pyright: reportMissingImports=false
+
 import sys
 from collections.abc import Callable
 from functools import partial
