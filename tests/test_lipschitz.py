@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import structvi as vi
-from structvi.lipschitz import RULES, operator_norm, spectral_norm
+from structvi.lipschitz import RULES
+from structvi.operator_norms import operator_norm, spectral_norm
 
 
 def generator(seed=0):

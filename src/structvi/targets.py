@@ -287,8 +287,8 @@ class BayesianModel(nn.Module):
 
     def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
         key = (*what, frozenset(fixed), training_key(self.net))
-        against = "activations are checkpointed, one draw at a time" if self.checkpoint_activations else ""
-        against = "the network is compiled, one draw at a time" if self.compiled is not None else against
+        single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
+        against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
         return self.evaluation(
             one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=self._full_precision
         )
