@@ -1,16 +1,19 @@
 """A regression with a gap in the inputs, and a predictive band that widens there. Under a minute on a CPU.
 
-python examples/quickstart.py [--out quickstart.png]
+pip install -c constraints.txt -e ".[plots]" && python examples/quickstart.py [--out quickstart.png]
 """
 
 import argparse
 
+import matplotlib
+import matplotlib.pyplot as plt
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 
+matplotlib.use("Agg")
 NOISE = 0.1
 
 
@@ -51,11 +54,6 @@ def fit(steps=2500):
 
 
 def picture(x, t, bayes, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     grid = torch.linspace(-4.5, 4.5, 200).unsqueeze(-1)
     predictive = bayes.predict(grid, draws=400, generator=torch.Generator().manual_seed(0))
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")

@@ -619,6 +619,11 @@ TABLE = {
         TypeError,
         r"CrossEntropyLoss is a loss, to be made small; .*Categorical\(\)",
     ),
+    "model: a loss function as likelihood": (
+        lambda: model(nn.functional.cross_entropy),
+        TypeError,
+        r"cross_entropy is a loss, to be made small; .*Categorical\(\)",
+    ),
     "model: a distribution as prior": (
         lambda: model(prior=Normal(0.0, 1.0)),
         TypeError,

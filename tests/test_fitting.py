@@ -409,6 +409,15 @@ def test_ctrl_c_ends_the_fit_with_what_there_is():
     assert torch.isfinite(posterior.family.mean).all()
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as in a terminal: jobs in the background of a shell are started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_inside_the_optimizer_leaves_no_half_step():
     class Interrupted(torch.optim.Adam):
         count = 0

@@ -23,7 +23,8 @@ Part = tuple[int, int]
 def check_iterable(loader: Any) -> None:
     if not isinstance(loader, Iterable):  # a data set is none
         raise TypeError(
-            f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}"
+            f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}; "
+            "wrap a data set: DataLoader(data, batch_size=128, shuffle=True)"
         )
 
 

@@ -196,6 +196,7 @@ def fit(
         resuming.save(run, checkpoint)
     result = run.finish(stopped)
     ranks.close()
+    posterior.last_fit = result
     if not may_restart or stopped:
         return result
 
@@ -209,7 +210,8 @@ def fit(
         )  # fmt: skip
 
     seen = list(batches.everything(run.compared))
-    return restarting.again_if_stuck(posterior, result, begun, seen, restarts, seed, fit_again)
+    posterior.last_fit = restarting.again_if_stuck(posterior, result, begun, seen, restarts, seed, fit_again)
+    return posterior.last_fit
 
 
 def _fresh(posterior: "Posterior") -> bool:

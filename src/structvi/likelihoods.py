@@ -255,7 +255,7 @@ class Categorical(_Classes):
         if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:
             raise ValueError(
                 "Categorical expects logits [B, C, ..] and labels [B, ..], "
-                f"got {tuple(output.shape)} and {tuple(target.shape)}"
+                f"got {tuple(output.shape)} and {tuple(target.shape)}; one-hot labels: .argmax(1), [B, 1]: .squeeze(1)"
             )
         if target.dtype.is_floating_point or target.dtype == torch.bool:
             raise TypeError(f"Categorical: labels must be integers, got {target.dtype}; convert them with .long()")

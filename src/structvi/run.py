@@ -277,7 +277,8 @@ class Run:
         unit = "epoch" if self.batches.length else "step"
         slope, error = self._trend(2 * part)
         if slope > 2 * error and slope * part > NEGLIGIBLE:
-            return f"still improving at {slope * length:.2g} nats per {unit}"
+            gain = slope * length
+            return f"still improving at {gain:.{0 if gain >= 10 else 2}f} nats per {unit}"
         if (slope + 2 * error) * part > self._tolerance():
             hidden = (slope + 2 * error) * length
             return f"not shown to have converged: {hidden:.2g} nats per {unit} could hide in the noise"
@@ -315,6 +316,10 @@ class Run:
             comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
         done = self.epoch + (self.index / self.batches.length if self.batches.length else 0)
         verdict = "stopped by you" if stopped else self.verdict()
+        if verdict.startswith("still improving"):
+            self.notes.append(
+                "improving: at the highest learning rate, which falls to zero in a fit; call fit again to go on"
+            )
         if not stopped and elbo.value == -inf:
             verdict = "no finite ELBO: print(result) says which batch and why"
         return FitResult(

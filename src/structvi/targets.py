@@ -139,11 +139,12 @@ class BayesianModel(nn.Module):
         ):
             if not callable(value):
                 raise TypeError(f"the {name} must be callable, got {value!r}; write {such}, for example")
-        if isinstance(likelihood, nn.modules.loss._Loss):
+        function = getattr(likelihood, "__module__", None) == "torch.nn.functional"
+        if isinstance(likelihood, nn.modules.loss._Loss) or function:
+            name = getattr(likelihood, "__name__", type(likelihood).__name__)
             raise TypeError(
-                f"{type(likelihood).__name__} is a loss, to be made small; the likelihood is log p(t | y) of each "
-                "observation, to be made large: take one of structvi.likelihoods, such as Categorical() for "
-                "CrossEntropyLoss"
+                f"{name} is a loss, to be made small; the likelihood is log p(t | y) of each observation, to be made "
+                "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss"
             )
         if isinstance(likelihood, type) or isinstance(prior, type):
             raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")

@@ -16,6 +16,7 @@ from .estimate import Estimate, full_elbo
 from .evaluation import Mode
 from .families.base import Family
 from .families.structured import StructuredNormal
+from .history import FitResult
 from .parameters import Parameters, Select
 from .priors import NormalPrior, Prior
 from .targets import BayesianModel
@@ -58,6 +59,8 @@ class Posterior(nn.Module):
         self.family = family
         self.dropout = dropout
         self.batch_norm = batch_norm
+        #: what the last fit returned
+        self.last_fit: FitResult | None = None
 
     def extra_repr(self) -> str:
         weights = sum(parameter.numel() for parameter in self.net.parameters())

@@ -47,7 +47,7 @@ def diagnose(
     Args:
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
-        result: what the fit returned, for its trend.
+        result: what the fit returned, for its trend; that of the posterior's last fit if not given.
         draws: for the importance weights; 1000 for a network, each a pass over the data, and 4000 for a log density.
         gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.
         seed: of all draws.
@@ -65,6 +65,8 @@ def diagnose(
     problem = Problem.of(q, data)
     network = problem.posterior is not None
     draws = (1000 if network else 4000) if draws is None else draws
+    if result is None and problem.posterior is not None:
+        result = problem.posterior.last_fit
     findings: list[Finding] = []
     parts: dict[str, Any] = {}
     _elbo(problem, seed, findings, parts)
@@ -207,6 +209,10 @@ def _verdict(findings: list[Finding], network: bool) -> tuple[bool | None, str]:
     missing = next((f for f in findings if f.name == "k̂" and f.level == "not available"), None)
     if missing is not None and not network:
         return None, f"no verdict: k̂ is not available, for {missing.meaning}"
+    unfinished = ("still improving", "too few steps", "stopped", "no finite")
+    fit = next((f for f in findings if f.name == "fit" and f.value.startswith(unfinished)), None)
+    if network and fit is not None:
+        return None, f"no verdict: the fit had not converged ({fit.value}); call fit again, then diagnose"
     if network:
         return True, "nothing wrong was found with the fit; whether it predicts well, evaluate on held-out data"
     return True, "sound: q's means are within 0.1 sd and its standard deviations within 10 % of the corrected ones"
