@@ -1,5 +1,6 @@
 """The network alone in bfloat16 or float16: what can run, and the scale of gradients inside a float16 network."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,5 +102,18 @@ def check_precision(precision: Any, net: nn.Module, dtype: torch.dtype, device: 
     if not torch.amp.is_autocast_available(device.type):
         raise ValueError(f"torch has no mixed precision on {device.type!r}: fit with precision=None")
     lstm = any(isinstance(module, nn.LSTM) for module in net.modules())
-    if precision == torch.float16 and device.type == "cpu" and lstm:
-        raise ValueError("torch runs no LSTM in float16 on a CPU: use precision=torch.bfloat16, which it does run")
+    if lstm and device.type == "cpu" and not _lstm_runs(precision):
+        raise ValueError(
+            f"torch runs no LSTM in {str(precision).removeprefix('torch.')} on this CPU: use precision=None"
+        )
+
+
+@cache
+def _lstm_runs(precision: torch.dtype) -> bool:
+    """Tried, for it depends on the processor: bfloat16 needs AVX-512 of oneDNN's LSTM, float16 none has today."""
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=precision):
+        try:
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))[0].sum().backward()
+        except RuntimeError:
+            return False
+    return True
