@@ -33,7 +33,7 @@ from .peers import LR, N, adam
 from .timing import Step
 
 PASSES = 10
-DETERMINISTIC, FORWARD_BACKWARD = "deterministic", "forward and backward"
+DETERMINISTIC, FORWARD_BACKWARD, PAIRS = "deterministic", "forward and backward", "StructuredNormal, a pair"
 
 
 @dataclass
@@ -49,13 +49,14 @@ class Case:
     weights: int | None = None  # P of a floor, for ours over all weights
 
 
-def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool) -> Step:
-    """The step that `fit` takes, with its own Adam."""
+def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pairs: bool = False) -> Step:
+    """The step that `fit` takes, with its own Adam; draws independent, or in the mirrored pairs of its default."""
     device = problem.batch[0].device
     bayes = vi.variationalize(problem.net, vi.likelihoods.Categorical(), recipe, num_data=N).to(device)
     optimizer = make_optimizer(list(bayes.parameters()), None, LR, factored(bayes))
     generator = torch.Generator(device).manual_seed(0)
-    made = stepping.Step(bayes, optimizer, generator, groups=draws, coupling=vi.naive, capture=captured)
+    coupling, groups = (vi.paired, draws // 2) if pairs else (vi.naive, draws)
+    made = stepping.Step(bayes, optimizer, generator, groups=groups, coupling=coupling, capture=captured)
     made([problem.batch])
     if captured and not made.captured:
         raise RuntimeError(made.reason)
@@ -101,6 +102,12 @@ def cases(ranks: Sequence[int], draws: Sequence[int], captured: bool, size: int)
                     return our_step(p, recipe, S, captured)
 
                 yield Case(name, ours, rank, S, captured, weights=size)
+                if S == 2 and name == "StructuredNormal":
+
+                    def in_pairs(p: Problem, recipe: vi.Family = recipe, S: int = S) -> Step:
+                        return our_step(p, recipe, S, captured, pairs=True)
+
+                    yield Case(PAIRS, in_pairs, rank, S, captured, weights=size)
     top = max(ranks)
     head = vi.MeanField() if top == 0 else vi.StructuredNormal(top)
     for S in draws:

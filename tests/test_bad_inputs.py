@@ -4,6 +4,7 @@ A message says what was expected, what came, and, where it is not plain, what to
 """
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributions import Bernoulli, Independent, MultivariateNormal, Normal
 
 import structvi as vi
-from structvi import diagnostics, likelihoods
+from structvi import diagnostics, likelihoods, plots
 from structvi.families.base import MAX_DENSE
 from structvi.families.mean_field import DiagonalNormal
 
@@ -958,6 +959,16 @@ MENU = {
         ValueError,
         r"\[S, B, C, \.\.\] of S draws, got .*add a batch axis: x\.unsqueeze\(0\)",
     ),
+    "reliability_diagram: a prediction": (
+        lambda: plots.reliability_diagram(posterior(likelihoods.Categorical()).predict(X)),
+        TypeError,
+        r"expects Metrics, got Predictive; .*posterior\.evaluate\(loader\)",
+    ),
+    "risk_coverage: a posterior": (
+        lambda: plots.risk_coverage(posterior()),
+        TypeError,
+        r"expects Metrics, got Posterior; .*posterior\.evaluate\(loader\)",
+    ),
     "save: no such directory": (
         lambda: posterior().save("no such directory/a.safetensors"),
         FileNotFoundError,
@@ -1064,6 +1075,43 @@ def test_bad_input(case):
         call()
     assert type(caught.value) is exception or (exception is ValueError and caught.type is vi.NonFiniteError)
     assert re.search(message, str(caught.value), flags=re.DOTALL), str(caught.value)
+
+
+@pytest.mark.parametrize("act", ["fit", "predict"])
+@pytest.mark.parametrize(
+    ("weights", "x", "note"),
+    [
+        (torch.float32, X.double(), r"\(6, 3\) of torch\.float64; convert them: x\.float\(\)$"),
+        (torch.float64, X, r"\(6, 3\) of torch\.float32; convert them: x\.to\(torch\.float64\)$"),
+        (torch.float32, torch.zeros(6, 4), r"\(6, 4\) of torch\.float32$"),
+    ],
+    ids=["float64", "float32", "width"],
+)
+def test_inputs_that_the_network_cannot_take_are_named(act, weights, x, note):
+    bayes = vi.variationalize(net().to(weights), likelihoods.Gaussian(0.5), vi.MeanField(), num_data=6)
+    with pytest.raises(RuntimeError) as caught:
+        bayes.predict(x) if act == "predict" else bayes.fit([(x, T)], steps=1, progress=False)
+    first, *others = caught.value.__notes__
+    assert re.search(f"with weights of {weights}, was called with inputs {note}", first), first
+    assert others == (["in batch 0 of epoch 0"] if act == "fit" else [])
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1), nn.Sigmoid(), nn.Identity()])
+@pytest.mark.parametrize("likelihood", [likelihoods.Categorical(), likelihoods.Bernoulli(), likelihoods.Gaussian(0.5)])
+def test_probabilities_in_place_of_logits_are_warned_of(last, likelihood):
+    harmless = {"Categorical": (nn.LogSoftmax, nn.Identity), "Bernoulli": nn.Identity, "Gaussian": nn.Module}
+    network = nn.Sequential(nn.Linear(3, 2), last, nn.Linear(2, 2), last)  # one layer in two places
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vi.variationalize(network, likelihood, vi.MeanField(), num_data=6)
+    if isinstance(last, harmless[type(likelihood).__name__]):
+        assert caught == []
+        return
+    (warning,) = caught
+    assert warning.category is UserWarning
+    assert warning.filename == __file__
+    message = rf"ends in {type(last).__name__} \('3'\), but likelihoods\.{type(likelihood).__name__} expects logits"
+    assert re.search(f"{message}.*remove that layer", str(warning.message)), warning.message
 
 
 def test_the_table_is_long_enough():

@@ -83,10 +83,11 @@ def test_families(monkeypatch, capsys):
     assert "PK + 2P" in out
 
 
+@pytest.mark.parametrize("asked", ["--version", "--help"])
 @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
-def test_a_missing_extra_is_named(monkeypatch, capsys, missing):
+def test_a_missing_extra_is_named(monkeypatch, capsys, missing, asked):
     monkeypatch.setitem(sys.modules, missing, None)
-    code, _, _ = run(monkeypatch, capsys, "--version")
+    code, _, _ = run(monkeypatch, capsys, asked)
     assert code == f"structvi: {missing} is not installed; {cli.MISSING}"
 
 

@@ -237,6 +237,32 @@ def test_the_limit_of_evaluations_is_kept_and_said():
     assert isinstance(result.family, vi.FullNormal)
 
 
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredNormal(1), vi.FullNormal()])
+def test_a_limit_before_there_is_an_elbo_is_said(recipe):
+    edge = target(lambda z: (2 * z.log() - z).sum(), value=1.0)
+    result = fit(edge, recipe, max_evaluations=FRESH + 16 * least_draws(2))
+    assert not result.converged
+    assert "before an ELBO could be estimated" in result.verdict
+    assert "raise max_evaluations=" in result.verdict
+    assert "nan" not in str(result)
+
+
+def test_a_limit_before_all_starts_were_tried_is_said():
+    nowhere = target(lambda z: z.sum() * torch.nan)
+    with pytest.raises(vi.NonFiniteError, match="any of the starts that max_evaluations= left room for; raise it"):
+        fit(nowhere, vi.MeanField(), starts=50, max_evaluations=FRESH + 16 * least_draws(2))
+
+
+def test_a_fit_in_words():
+    result = fit(gaussian(2), vi.FullNormal(), starts=2)
+    first, second, third = str(result).splitlines()
+    assert first == result.verdict
+    assert second == f"ELBO: {result.elbo} ({FRESH} fresh draws)"
+    assert third.startswith(f"evaluations of the log density: {result.evaluations}, starts: 2, seconds: ")
+    assert repr(result) == str(result)
+    assert fit(gaussian(2), result.family).starts == 1
+
+
 def test_too_few_draws_are_called_over_fitted():
     # the tails of Student-t with one degree of freedom above the normal's: sigma points do not see them
     result = fit(target(lambda z: StudentT(3.0).log_prob(z).sum(), P=8), vi.StructuredNormal(8), draws=32)
@@ -245,8 +271,11 @@ def test_too_few_draws_are_called_over_fitted():
     assert "raise draws=" in result.verdict
 
 
-def test_a_density_that_cannot_be_normalised():
-    result = fit(target(lambda z: z.sum()), vi.FullNormal())
+@pytest.mark.parametrize(
+    ("recipe", "limit"), [(vi.FullNormal(), None), (vi.Mixture(vi.MeanField(), 2), FRESH + 16 * least_draws(2))]
+)
+def test_a_density_that_cannot_be_normalised(recipe, limit):
+    result = fit(target(lambda z: z.sum()), recipe, max_evaluations=limit)
     assert not result.converged
     assert "grows without bound" in result.verdict
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import structvi as vi
 from structvi.optimizing import Adam, make_optimizer
+from structvi.run import factored
 from structvi.stepping import Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -25,14 +26,19 @@ def flat(bayes: vi.Posterior) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("family", FAMILIES, ids=repr)
-def test_equals_a_loop_by_hand(family, clip):
+@pytest.mark.parametrize("knows", [False, True], ids=["all by .grad", "factors by columns"])
+@pytest.mark.parametrize("family", [*FAMILIES, vi.Mixture(vi.StructuredNormal(1), 2)], ids=repr)
+def test_equals_a_loop_by_hand(family, knows, clip):
     ours, plain = posterior(family), posterior(family)
-    step = Step(
-        ours, make_optimizer(list(ours.parameters()), None, 0.01), torch.Generator().manual_seed(5), groups=3, clip=clip
-    )
+    families = factored(ours) if knows else []
+    adam = make_optimizer(list(ours.parameters()), None, 0.01, families)
+    assert len(adam.families) == sum(bool(f.factor.numel()) for f in families)
+    step = Step(ours, adam, torch.Generator().manual_seed(5), groups=3, clip=clip)
     assert step.reason == "not on a CUDA device"
-    generator, optimizer = torch.Generator().manual_seed(5), torch.optim.Adam(plain.parameters(), lr=0.01)
+    rates = {id(p): group["lr"] for group in adam.param_groups for p in group["params"]}
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    optimizer = torch.optim.Adam([{"params": [p], "lr": rates[id(other)]} for p, other in pairs])
+    generator = torch.Generator().manual_seed(5)
     for start in (0, 4, 8):
         batch = (X[start : start + 4], T[start : start + 4])
         outcome = step([batch])
@@ -52,13 +58,15 @@ def test_equals_a_loop_by_hand(family, clip):
 def test_several_batches_share_a_step():
     one, several = posterior(vi.StructuredNormal(2)), posterior(vi.StructuredNormal(2))
     generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)]
-    step = Step(several, Adam(several.parameters(), lr=0.01), generators[0])
+    adam = Adam(several.parameters(), lr=0.01, families=factored(several))
+    step = Step(several, adam, generators[0])
     outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], shares=(1.0, 1.0), temperature=0.5)
     loss = sum(
         one.loss(batch, temperature=0.5, generator=generators[1]) / 2 for batch in ((X[:6], T[:6]), (X[6:], T[6:]))
     )
     loss.backward()
-    torch.optim.Adam(one.parameters(), lr=0.01).step()
+    *rest, factor = one.parameters()
+    torch.optim.Adam([{"params": rest}, {"params": [factor], "lr": adam.param_groups[1]["lr"]}], lr=0.01).step()
     torch.testing.assert_close(flat(several), flat(one), rtol=1e-9, atol=1e-10)
     assert outcome.elbo.shape == (1,)
 

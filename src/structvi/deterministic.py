@@ -9,7 +9,7 @@ starts ─ mean field ─▶ coordinates in which scales are 1 ─ gradients ─
 import copy
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isinf, nan
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ RIDGE = 1e-6
 FLOOR = 1e-4
 #: tolerance of searches that only choose between starts
 ROUGH = 0.1
-#: a mean this far from zero is a fit that found no end
+#: a mean this far from zero, or an ELBO this high, is a fit that found no end
 FAR = 1e12
 #: more draws must gain less than this many tolerances
 ENOUGH = 10
@@ -60,9 +60,9 @@ class Step(NamedTuple):
     elbo: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DensityFit:
-    """What `fit` hands back."""
+    """What `fit` hands back. `print(result)` says what it came to."""
 
     #: bound, at the optimum that was found
     family: Family
@@ -77,7 +77,18 @@ class DensityFit:
     seconds: float
     #: fixed draws of the last search
     draws: int
-    trace: list[Step] = field(repr=False)
+    #: points to start from; a limit of evaluations may have left some out
+    starts: int
+    trace: list[Step]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verdict}\n"
+            f"ELBO: {self.elbo} ({FRESH} fresh draws)\n"
+            f"evaluations of the log density: {self.evaluations}, starts: {self.starts}, seconds: {self.seconds:.3g}"
+        )
+
+    __repr__ = __str__  # a notebook shows what print does
 
 
 def fit(
@@ -124,16 +135,17 @@ def fit(
     _check(target, family, draws, starts, max_evaluations, tolerance)
     began = time.perf_counter()
     run = _Run(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
+    starts = 1 if family.is_bound else starts or STARTS
     if family.is_bound:
         found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
     elif isinstance(family, Movable):
-        found = run.gaussian(family, starts or STARTS, draws)
+        found = run.gaussian(family, starts, draws)
     else:
-        found = run.any(family, starts or STARTS, draws)
+        found = run.any(family, starts, draws)
     run.bar.close()
     fresh = _fresh(found.family, target, seed)
     verdict = run.verdict(found, fresh)
-    counts = run.target.evaluations + FRESH, time.perf_counter() - began, run.draws
+    counts = run.target.evaluations + FRESH, time.perf_counter() - began, run.draws, starts
     return DensityFit(found.family, fresh, verdict, verdict.startswith("converged"), *counts, run.trace)
 
 
@@ -188,9 +200,12 @@ class _Run:
                     break
         best = max(tries, key=lambda one: one.elbo)
         if isinf(best.elbo):
+            tried = f"{starts} starts;"
+            if self.target.exhausted:
+                tried = "the starts that max_evaluations= left room for; raise it, or"
             raise NonFiniteError(
-                f"the log density is not finite around any of {starts} starts; give the parameters values at which it "
-                "is finite: Parameters({name: value, ..})"
+                f"the log density is not finite around any of {tried} give the parameters values at which it is "
+                "finite: Parameters({name: value, ..})"
             )
         place = standardising(self.target, best.family)
         again = self.maximise(standard(MeanField(), place.space, None), place, draws, self.tolerance)
@@ -322,18 +337,22 @@ class _Run:
         self.bar.set_postfix_str(f"{self.stage}, {self.draws} draws: ELBO {value:.6g}")
 
     def verdict(self, found: _Found, fresh: Estimate) -> str:
+        if max(found.family().mean.abs().max().item(), fresh.value) > FAR:
+            return "not sound: the ELBO grows without bound: is the log density one that can be normalised?"
         if self.target.exhausted:
-            return (
-                f"stopped at the limit of evaluations, {self.target.evaluations} of them and in the stage "
-                f"'{self.stage}': ELBO {fresh}; raise max_evaluations="
-            )
+            count = self.target.evaluations
+            stopped = f"stopped at the limit of evaluations, {count} of them and in the stage '{self.stage}'"
+            if isinf(fresh.value):
+                return (
+                    f"{stopped}, before an ELBO could be estimated: the log density is not finite at some draws; raise "
+                    "max_evaluations=, or write the log density in parameters that take every real value"
+                )
+            return f"{stopped}: ELBO {fresh}; raise max_evaluations="
         if isinf(fresh.value):
             return (
                 "not sound: the log density is not finite at some draws of the fitted posterior, which reaches where "
                 "there is none; write the log density in parameters that take every real value"
             )
-        if found.family().mean.abs().max().item() > FAR:
-            return "not sound: the ELBO grows without bound: is the log density one that can be normalised?"
         if not found.converged:
             return f"not converged: the search on {self.draws} draws ended without an optimum; ELBO {fresh}"
         if found.elbo - fresh.value > 3 * fresh.standard_error + ENOUGH * self.tolerance:

@@ -203,7 +203,7 @@ def _check_draws(density: Density, draws: Draws, groups: int) -> None:
 
 
 def _check_spaces(family: Family, target: Target) -> None:
-    if not isinstance(target, Target):
+    if not isinstance(target, BayesianModel) and not isinstance(target, Target):  # a protocol takes long to ask
         raise TypeError(
             f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
             "write BayesianModel(net, likelihood, prior, num_data), or LogDensity(fn, parameters) for a function"

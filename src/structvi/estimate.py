@@ -1,7 +1,7 @@
 """The ELBO over all data at one set of draws: what is reported, and what posteriors are compared by."""
 
 from collections.abc import Iterable
-from math import inf, nan, sqrt
+from math import inf, isnan, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ class Estimate(NamedTuple):
     bound: bool = True
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ± {self.standard_error:.2f} nats"
+        error = "" if isnan(self.standard_error) else f" ± {self.standard_error:.2f}"
+        return f"{self.value:.2f}{error} nats"
 
     @classmethod
     def of(cls, per_group: Tensor, bound: bool = True) -> "Estimate":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from .mixed_precision import GradientScale, is_floating, times_gradient
@@ -64,10 +64,24 @@ def call_network(
     up, down = (None, None) if scale is None else scale.factors(some.device)
     if down is not None:
         inputs = times_gradient(inputs, down)
-    output = checkpoint(call_in_modes, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
+    try:
+        output = checkpoint(call_in_modes, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
+    except Exception as error:
+        error.add_note(_called_with((arguments, keywords), some.dtype))
+        raise
     if precision is not None:
         output = tree_map(lambda x: x.to(some.dtype) if is_floating(x) else x, output)
     return output if up is None else times_gradient(output, up)
+
+
+def _called_with(inputs: Any, dtype: torch.dtype) -> str:
+    """What came to a network that raised an error, and what to do where that is of another type than its weights."""
+    given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+    came = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given) or "that are no tensors"
+    note = f"the network, with weights of {dtype}, was called with inputs {came}"
+    if any(is_floating(x) and x.dtype != dtype for x in given):
+        note += f"; convert them: x.{'float()' if dtype == torch.float32 else f'to({dtype})'}"
+    return note
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def make_optimizer(
 
 
 class Adam(torch.optim.Adam):
-    """torch's fused Adam; a factor [P, K] on a GPU is moved by its gradient AᵀZ, which is never written to memory.
+    """torch's fused Adam; a factor [P, K] is moved by its gradient AᵀZ, which is never in memory as a whole.
 
     Args:
         parameters: what is moved.
@@ -69,7 +69,8 @@ class Adam(torch.optim.Adam):
         groups = [{"params": [p for p in parameters if id(p) not in rates], "lr": lr}]
         groups += [{"params": [p], "lr": rates[id(p)] * lr} for p in parameters if id(p) in rates]
         super().__init__(groups, lr=lr, fused=True, capturable=any(p.is_cuda for p in parameters))
-        self.families = [family for family in families if kernels.serve(family.factor)]
+        #: whose factors are moved here, and not by their `.grad`
+        self.families = [f for f in families if kernels.serve(f.factor) or _by_columns(f.factor)]
 
     def defer(self) -> None:
         """Before a backward pass: leave the factors' gradients as the two sides of their products."""
@@ -82,8 +83,8 @@ class Adam(torch.optim.Adam):
             return None
         if len(family.pending) == 1:
             return family.pending[0]
-        A, Z = (torch.cat([one[side] for one in family.pending]) for side in (0, 1))
-        return LowRankGradient(A, Z, LowRankGradient.squared_norm(A, Z))
+        every = family.pending
+        return LowRankGradient(torch.cat([one.A for one in every]), torch.cat([one.Z for one in every]))
 
     @contextmanager
     def rates(self, lr: Sequence[Tensor]) -> Iterator[None]:
@@ -109,7 +110,8 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         low_rank = {family.factor: self.pending(family) for family in self.families}
-        own = {parameter for family in self.families for parameter in (family.mean, family.log_scale, family.factor)}
+        served = [family for family in self.families if kernels.serve(family.factor)]
+        own = {parameter for family in served for parameter in (family.mean, family.log_scale, family.factor)}
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
@@ -121,7 +123,10 @@ class Adam(torch.optim.Adam):
                     ones = parameter.new_ones(1, 1)
                     self._step_low_rank(parameter, parameter.grad.unsqueeze(0), ones, group, dense, make)
                 elif (gradient := low_rank.get(parameter)) is not None:
-                    self._step_low_rank(parameter, gradient.A, gradient.Z, group, coefficient, make)
+                    if parameter in own:
+                        self._step_low_rank(parameter, gradient.A, gradient.Z, group, coefficient, make)
+                    else:
+                        self._step_columns(parameter, gradient.A, gradient.Z * coefficient, group)
         for family in self.families:
             family.pending = None
         return loss
@@ -138,19 +143,30 @@ class Adam(torch.optim.Adam):
         if not parameters:
             return
         states = [self._moments(parameter) for parameter in parameters]
-        rows = [
-            tuple(_in_order(x, parameter) for x in every)
-            for parameter, state in zip(parameters, states, strict=True)
-            for every in [(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-        ]
+        values, gradients, first, second = (
+            [_in_order(x, parameter) for parameter, x in zip(parameters, every, strict=True)]
+            for every in (
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+            )
+        )
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1 if make is None else [make] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
         # the kernel divides gradients by the one and does nothing where the other is 1
         scale = {} if make is None else {"grad_scale": coefficient.reciprocal(), "found_inf": 1 - make}
-        torch._fused_adam_(  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
-            *(list(column) for column in zip(*rows, strict=True)), [], steps, lr=group["lr"], beta1=group["betas"][0],
-            beta2=group["betas"][1], weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False, **scale,
-        )  # fmt: skip
+        _fused(values, gradients, first, second, steps, group, **scale)
+
+    def _step_columns(self, parameter: Tensor, A: Tensor, Z: Tensor, group: dict) -> None:
+        """A factor [P, K] that lies column by column, with the gradient AᵀZ: made a column at a time."""
+        state = self._moments(parameter)
+        state["step"] += 1
+        column = A.new_empty(1, len(parameter))
+        for k, z in enumerate(Z.mT.contiguous().unsqueeze(1)):  # [1, R]
+            torch.mul(A, z, out=column) if len(A) == 1 else torch.mm(z, A, out=column)
+            value, first, second = (x[:, k] for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            _fused([value], [column[0]], [first], [second], [state["step"]], group)
 
     def _step_low_rank(
         self, parameter: Tensor, A: Tensor, Z: Tensor, group: dict, coefficient: Any, make: Tensor | None
@@ -166,6 +182,17 @@ class Adam(torch.optim.Adam):
         kernels.adam(value, first, second, A, Z, state["step"], lr, clip, made, group["betas"], group["eps"])
 
 
+def _fused(values: list, gradients: list, first: list, second: list, steps: list, group: dict, **scale: Any) -> None:
+    torch._fused_adam_(  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
+        values, gradients, first, second, [], steps, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+        weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False, **scale,
+    )  # fmt: skip
+
+
+def _by_columns(factor: Tensor) -> bool:
+    return factor.device.type == "cpu" and factor.shape[-1] > 0 and factor.mT.is_contiguous()
+
+
 def _in_order(x: Tensor | None, parameter: Tensor) -> Tensor:
     assert x is not None
     return x.mT if parameter.ndim == 2 and not parameter.is_contiguous() else x
@@ -177,7 +204,7 @@ def gradient_norm(parameters: Iterable[Tensor], optimizer: Optimizer) -> Tensor:
     squares = [norm.double().square() for norm in norms]
     if isinstance(optimizer, Adam):
         pending = [optimizer.pending(family) for family in optimizer.families]
-        squares += [gradient.square for gradient in pending if gradient is not None]
+        squares += [gradient.squared_norm() for gradient in pending if gradient is not None]
     return torch.stack(squares).sum().sqrt()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from .parameters import _few
 
@@ -9,7 +10,7 @@ from .parameters import _few
 REST = "*"
 
 
-def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bool = False) -> list[int]:
+def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bool = False) -> tuple[int, ...]:
     """For each name the index of the one pattern it matches; "*" takes what no other pattern matches.
 
     Args:
@@ -20,8 +21,13 @@ def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bo
 
     Example:
         >>> assign(["body.weight", "head.weight"], ["head.*", "*"], "Blocks")
-        [1, 0]
+        (1, 0)
     """
+    return _assign(tuple(names), tuple(patterns), what, partial)
+
+
+@lru_cache(maxsize=64)  # a prior asks at every step
+def _assign(names: tuple[str, ...], patterns: tuple[str, ...], what: str, partial: bool) -> tuple[int, ...]:
     specific = [i for i, pattern in enumerate(patterns) if pattern != REST]
     matches = {name: [i for i in specific if fnmatchcase(name, patterns[i])] for name in names}
     several = [name for name, found in matches.items() if len(found) > 1]
@@ -37,7 +43,7 @@ def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bo
     none = [name for name, found in matches.items() if not found]
     if none:
         raise ValueError(f'{what}: no pattern of {list(patterns)} matches {_few(none)}; add one, or "*" for the rest')
-    owners = [found[0] for found in matches.values()]
+    owners = tuple(found[0] for found in matches.values())
     unused = [pattern for i, pattern in enumerate(patterns) if i not in owners]
     if unused and not partial:
         raise ValueError(f"{what}: the patterns {unused} are left without a tensor; the tensors are {_few(names)}")

@@ -71,6 +71,7 @@ def reliability_diagram(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
         >>> reliability_diagram(metrics).get_xlabel()
         'confidence'
     """
+    _check_metrics("reliability_diagram", metrics)
     if metrics.reliability is None:
         raise ValueError("reliability is for class labels: these metrics are of numbers; look at their coverage")
     ax = _axes(ax, square=True)
@@ -102,6 +103,7 @@ def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
         >>> risk_coverage(bayes.evaluate([(torch.randn(9, 3), torch.zeros(9, 1))])).get_ylabel()
         'mean squared error'
     """
+    _check_metrics("risk_coverage", metrics)
     if metrics.risk_coverage is None:
         raise ValueError("these metrics have no risk–coverage curve: the likelihood gave no uncertainty of t")
     ax = _axes(ax)
@@ -162,6 +164,14 @@ def uncertainty_map(
         one.set_xticks([])
         one.set_yticks([])
     return ax
+
+
+def _check_metrics(name: str, metrics: Any) -> None:
+    if not isinstance(metrics, Metrics):
+        raise TypeError(
+            f"{name} expects Metrics, got {type(metrics).__name__}; a posterior makes them of data with targets: "
+            "posterior.evaluate(loader)"
+        )
 
 
 def _pyplot() -> Any:

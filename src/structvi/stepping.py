@@ -81,6 +81,8 @@ class Step:
         self.reason = self._why_not(capture)
         posterior.model.evaluation.captured = self.reason is None
         self._graphs: dict[Hashable, _Graph] = {}
+        if generator.device.type == "cpu":
+            _keep_freed_memory()
 
     @property
     def captured(self) -> bool:
@@ -99,7 +101,8 @@ class Step:
         if graph is not None:
             elbo, norm = graph(batches[0], temperature)
         else:
-            self.optimizer.zero_grad(set_to_none=True)
+            for parameter in self.named.values():
+                parameter.grad = None
             if isinstance(self.optimizer, Adam) and self.ranks.size == 1:
                 self.optimizer.defer()
             elbo, norm = self._gradient(batches, shares, temperature, self.generator)
@@ -206,6 +209,15 @@ class Step:
                 self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
                 return None
         return self._graphs[key]
+
+
+def _keep_freed_memory() -> None:
+    """The C library gives freed memory back to the system, and the next step waits for every page of it again.
+
+    glibc gives back what is more than twice the largest block that was mapped and freed so far, up to 32 MB: after one
+    of that size, whose pages are never touched, the temporaries of a step stay (docs/performance.md).
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
 
 class _Graph:

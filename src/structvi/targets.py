@@ -262,7 +262,8 @@ class BayesianModel(nn.Module):
             B = _batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
-            if isinstance(self.likelihood, nn.Module):
+            if own:
+                assert isinstance(self.likelihood, nn.Module)
                 log_prob = functional_call(self.likelihood, own, (output, target))
             else:
                 log_prob = self.likelihood(output, target)

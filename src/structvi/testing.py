@@ -240,8 +240,8 @@ def law_unbiased(make: Make, seed: int) -> None:
     for estimator, (name, coupling) in product(_estimators(family()), COUPLINGS.items()):
         generator = _generator(seed)
         samples = []
-        for _ in range(256):
-            value = elbo(family, target, groups=8, coupling=coupling, estimator=estimator, generator=generator)
+        for _ in range(64):
+            value = elbo(family, target, groups=32, coupling=coupling, estimator=estimator, generator=generator)
             samples.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters)]))
         expected = torch.cat([g.reshape(-1) for g in truth])
         _within(torch.stack(samples), expected, f"{estimator}, {name}: gradient of the ELBO")

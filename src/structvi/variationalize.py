@@ -1,6 +1,7 @@
 """The front door: a network becomes a posterior that can be fitted, asked for predictions and kept."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -8,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import diagnostics, fitting, metrics, prediction, refining
+from . import diagnostics, fitting, likelihoods, metrics, prediction, refining
 from .batches import Batches
 from .couplings import Coupling, paired
 from .elbo import Estimator, Terms, elbo_terms
@@ -244,6 +245,7 @@ def variationalize(
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     parameters = Parameters.of(net, select, exclude)
+    _warn_of_probabilities(net, likelihood)
     if batch_norm == "deterministic":
         affine = {
             f"{prefix}.{name}" if prefix else name
@@ -269,3 +271,18 @@ def variationalize(
         raise TypeError(f"family must be a recipe such as StructuredNormal(rank=8), got {recipe!r}")
     bound = recipe if recipe.space is not None else recipe.bind(model.space, generator)
     return Posterior(model, bound, dropout=dropout, batch_norm=batch_norm)
+
+
+def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
+    """Where the last layer makes probabilities, of which the likelihood would make probabilities once more."""
+    if not isinstance(likelihood, likelihoods.Categorical | likelihoods.Bernoulli):
+        return
+    *_, (name, last) = net.named_modules(remove_duplicate=False)  # a layer may stand in several places
+    harmless = isinstance(last, nn.LogSoftmax) and isinstance(likelihood, likelihoods.Categorical)
+    if isinstance(last, nn.Softmax | nn.LogSoftmax | nn.Sigmoid) and not harmless:
+        warnings.warn(
+            f"the network ends in {type(last).__name__} ({name!r}), but likelihoods.{type(likelihood).__name__} "
+            "expects logits and makes probabilities of them itself: remove that layer, or put nn.Identity() in its "
+            "place",
+            stacklevel=3,
+        )

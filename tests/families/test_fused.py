@@ -74,7 +74,7 @@ def test_a_pending_gradient_is_the_factors(form):
     assert dense is None
     (gradient,) = q.pending
     torch.testing.assert_close(gradient.dense(), expected)
-    torch.testing.assert_close(gradient.square, expected.square().sum())
+    torch.testing.assert_close(gradient.squared_norm(), expected.square().sum())
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -28,7 +28,7 @@ def sum_weights(x: Tensor) -> Tensor:
     return whole.unflatten(-1, (-1, _BLOCK)).sum(-1).sum(-1, dtype=torch.float64) + rest.sum(-1, dtype=torch.float64)
 
 
-class _SumSquares(torch.autograd.Function):
+class SumSquares(torch.autograd.Function):
     """Σ_p x² in float64 without x² in memory, forward or backward."""
 
     generate_vmap_rule = True
@@ -55,7 +55,7 @@ class _SumSquares(torch.autograd.Function):
 
 def sum_squares(x: Tensor) -> Tensor:
     """Σ_p x[.., p]² in float64: [.., P] → [..]."""
-    return _SumSquares.apply(x)  # pyright: ignore[reportReturnType]
+    return SumSquares.apply(x)  # pyright: ignore[reportReturnType]
 
 
 def project(x: Tensor, factor: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import kernels
-from .algebra import half_log_det, project, sum_squares, sum_weights
+from .algebra import SumSquares, half_log_det, project, sum_weights
 
-_SLAB = 1 << 18  # weights that a pass on the CPU handles at once
+_SLAB = 1 << 19  # weights that a pass on the CPU handles at once
 
 #: An all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out.
 Reduce = Callable[[Tensor], Tensor]
@@ -34,16 +34,17 @@ class LowRankGradient(NamedTuple):
 
     A: Tensor  # [R, P]
     Z: Tensor  # [R, K]
-    #: |AᵀZ|², in float64
-    square: Tensor
+    #: |AᵀZ|² in float64, where the pass that made A has summed it up
+    square: Tensor | None = None
 
     def dense(self) -> Tensor:
         return (self.Z.mT @ self.A).mT
 
-    @staticmethod
-    def squared_norm(A: Tensor, Z: Tensor) -> Tensor:
-        """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ)."""
-        return ((A @ A.mT).double() * (Z @ Z.mT).double()).sum()
+    def squared_norm(self) -> Tensor:
+        """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ), in float64."""
+        if self.square is not None:
+            return self.square
+        return ((self.A @ self.A.mT).double() * (self.Z @ self.Z.mT).double()).sum()
 
 
 class State(NamedTuple):
@@ -89,8 +90,9 @@ class _Drawn(torch.autograd.Function):
         scale = log_scale.exp()
         compute = kernels if kernels.serve(factor) else _Slabs
         sums = Sums(*[*compute.sums(scale, factor, unit, precision, epsilon), sum_weights(log_scale)]).reduced(reduce)
-        P = torch.full((1,), float(len(mean)), dtype=torch.float64, device=mean.device)
-        P = P if reduce is None else reduce(P)
+        P = len(mean)
+        if reduce is not None:
+            P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
         quadratic, determinant = sums.squares, sums.log_scale
         u = z
         if K := factor.shape[-1]:
@@ -154,7 +156,7 @@ class _Slabs:
                 G = factor[at] * ratio(scale[at], unit[at], precision).unsqueeze(-1)
                 gram += project(G.mT, G)
                 projection += project(epsilon[:, at], G)
-        return gram, projection, sum_squares(epsilon)
+        return gram, projection, SumSquares.forward(epsilon)
 
     @staticmethod
     def place(mean, scale, factor, unit, precision, epsilon, a):
@@ -167,7 +169,7 @@ class _Slabs:
 
     @staticmethod
     def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q):
-        """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²."""
+        """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score; |AᵀZ|² is left to who wants it."""
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
         A = torch.empty_like(g) if K else g
@@ -176,15 +178,16 @@ class _Slabs:
         for at in _slabs(scale):
             s, s0, e, pulled = scale[at], unit[at], epsilon[:, at], every[:, at]
             t = torch.addcmul(e, u @ factor[at].mT, s0 / s) if K else e
-            torch.addcmul(g[:, at], t / s, g_q.unsqueeze(-1), value=-1, out=pulled)
             if S > 1:
+                torch.addcmul(g[:, at], t / s, g_q.unsqueeze(-1), value=-1, out=pulled)
                 torch.sum(pulled, 0, out=mean_gradient[at])
                 torch.mul((pulled * e).sum(0), s, out=scale_gradient[at])
             else:
-                torch.mul(pulled[0] * e[0], s, out=scale_gradient[at])
+                torch.addcmul(g[:, at], t, g_q / s, value=-1, out=pulled)
+                torch.mul(pulled[0], e[0], out=scale_gradient[at]).mul_(s)
             if K:
                 torch.mul(pulled, s0, out=A[:, at])
-        return mean_gradient, scale_gradient, A, LowRankGradient.squared_norm(A, z)
+        return mean_gradient, scale_gradient, A, None
 
     @staticmethod
     def pull(scale, factor, unit, epsilon, z, g, g_q):
@@ -199,7 +202,7 @@ class _Slabs:
 
     @staticmethod
     def back_precision(scale, factor, unit, epsilon, u, v, g):
-        """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²."""
+        """Gradients of μ and log s, and A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u."""
         S = len(g)
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         A = g.new_empty(2 * S, g.shape[-1])
@@ -213,7 +216,7 @@ class _Slabs:
             torch.mul(torch.addcdiv(g_ * y, w * Fu - y * Fv, s0).sum(0), s, out=scale_gradient[at])
             torch.mul(w, r, out=A[:S, at])
             torch.mul(y, -r, out=A[S:, at])
-        return mean_gradient, scale_gradient, A, LowRankGradient.squared_norm(A, torch.cat([u, v]))
+        return mean_gradient, scale_gradient, A, None
 
 
 def _slabs(weights: Tensor) -> list[slice]:
