@@ -5,14 +5,13 @@
 `vi.fit` with its defaults on every posterior; peers get the evaluations that our fit of the same shape took. Errors are
 on the unconstrained scale against DIR/posteriordb/NAME/summary.json; those of the mean in posterior deviations,
 those of the standard deviation as |log ratio|. Corrected errors are those of Pareto-smoothed importance sampling, from
-draws of q ("corrected") and from draws half of which have tails ("tails").
+draws of q alone ("plain") and as `diagnostics.importance` does it, with as many draws that have tails ("corrected").
 """
 
 import argparse
 import json
 import platform
 import time
-from math import lgamma, log, pi
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +19,7 @@ import torch
 
 import structvi as vi
 from benchmarks.posteriordb_models import MODELS, Posterior
-from structvi.diagnostics import diagnose, psis
+from structvi.diagnostics import diagnose, importance
 from structvi.families.full import FullNormalDensity
 from structvi.families.gaussian import Gaussian
 from structvi.fixed_draws import FixedDraws, dimension
@@ -29,8 +28,6 @@ from structvi.fixed_draws import FixedDraws, dimension
 RANK = 5
 #: draws of the importance weights
 DRAWS = 20000
-#: degrees of freedom of the draws with tails
-NU = 3
 #: what a sound posterior keeps to: error of the mean in sd, and of the sd
 LIMITS = 0.1, 0.1
 #: of Adam: a peer has each of them with the whole budget, and keeps the better by ELBO
@@ -41,18 +38,17 @@ STEPS = 5000
 
 def measure(posterior: Posterior, q: Gaussian, seed: int) -> dict:
     """Errors of q itself, k̂, and errors after importance weighting."""
-    theta = q.draw(DRAWS, generator=torch.Generator().manual_seed(seed)).theta
-    with torch.no_grad():
-        log_weights = posterior.log_joint(theta) - q.log_prob(theta)
-    weights, k = psis(log_weights.nan_to_num(nan=-torch.inf))
-    row: dict = {"k": k, "elbo": log_weights.mean().item(), "effective": 1 / weights.square().sum().item()}
     # exact, also where the diagonal of the covariance is a difference of large numbers
     deviations = q.draw(1, FixedDraws(2 * dimension(q), seed=0)).theta - q.mean
-    moments = {"": (q.mean, deviations.square().mean(0).sqrt()), "corrected ": weighted(weights, theta)}
-    theta, log_proposal = with_tails(q, seed)
-    with torch.no_grad():
-        weights, row["k tails"] = psis((posterior.log_joint(theta) - log_proposal).nan_to_num(nan=-torch.inf))
-    moments["tails "] = weighted(weights, theta)
+    moments = {"": (q.mean, deviations.square().mean(0).sqrt())}
+    row: dict = {}
+    for name, tails in (("plain ", False), ("corrected ", True)):
+        try:
+            weighted = importance(Fixed(q, posterior.space), posterior, DRAWS, tails=tails, seed=seed)
+        except vi.NonFiniteError:  # the log density is no number where q has draws
+            return lost()
+        row |= {"k": weighted.k, "elbo": weighted.log_weights.mean().item(), f"{name}effective": weighted.effective}
+        moments[name] = (weighted.moments().mean, weighted.moments().sd)
     for name, (m, sd) in moments.items():
         off, ratio = ((m - posterior.mean) / posterior.sd).abs(), (sd / posterior.sd).log().abs()
         row |= {f"{name}mean": off.mean().item(), f"{name}mean max": off.max().item()}
@@ -60,21 +56,15 @@ def measure(posterior: Posterior, q: Gaussian, seed: int) -> dict:
     return row
 
 
-def weighted(weights: torch.Tensor, theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation: [S], [S, P] → [P], [P]."""
-    mean = weights @ theta
-    return mean, (weights @ (theta - mean).square()).sqrt()
+class Fixed(vi.Family):
+    """A density as it is, also that of a peer."""
 
+    def __init__(self, density: Gaussian, space: vi.Parameters):
+        super().__init__()
+        self.density, self.space = density, space
 
-def with_tails(q: Gaussian, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws half from q and half from the Student-t of the same location and scale, and log of that mixture."""
-    generator = torch.Generator().manual_seed(seed)
-    theta = q.draw(DRAWS, generator=generator).theta
-    chi = torch.randn(DRAWS // 2, NU, generator=generator, dtype=theta.dtype).square().sum(-1)  # [S/2]
-    theta[: DRAWS // 2] = q.mean + (theta[: DRAWS // 2] - q.mean) * (NU / chi).sqrt().unsqueeze(-1)
-    constant = lgamma((NU + q.P) / 2) - lgamma(NU / 2) - 0.5 * q.P * log(NU * pi)
-    student = constant - q.half_log_det() - 0.5 * (NU + q.P) * torch.log1p(q.quadratic(theta - q.mean) / NU)
-    return theta, torch.logaddexp(q.log_prob(theta), student) - log(2)
+    def forward(self) -> Gaussian:
+        return self.density
 
 
 def recipes(P: int) -> dict[str, vi.Family]:
@@ -191,8 +181,8 @@ def attempt(posterior: Posterior, mean: torch.Tensor, covariance: torch.Tensor, 
 
 def lost() -> dict:
     names = ("mean", "mean max", "sd", "sd max")
-    errors = dict.fromkeys([f"{kind}{name}" for kind in ("", "corrected ", "tails ") for name in names], torch.inf)
-    return {"k": torch.inf, "k tails": torch.inf, "elbo": -torch.inf, "effective": 0.0, **errors}
+    errors = dict.fromkeys([f"{kind}{name}" for kind in ("", "plain ", "corrected ") for name in names], torch.inf)
+    return {"k": torch.inf, "elbo": -torch.inf, "plain effective": 0.0, "corrected effective": 0.0, **errors}
 
 
 def peers(posterior: Posterior, rows: list[dict], seed: int, chosen: list[str]) -> list[dict]:
@@ -221,7 +211,7 @@ def summary(rows: list[dict]) -> list[dict]:
             line[name] = median(row[name] for row in own)
         low = [row for row in own if row["k"] < 0.7]
         line["k < 0.7"] = len(low)
-        for kind in ("corrected ", "tails "):
+        for kind in ("plain ", "corrected "):
             line[f"{kind}within limits"] = f"{sum(not missed(row, kind) for row in low)}/{len(low)}"
         if "flagged" in own[0]:
             bad, good = [row for row in own if missed(row)], [row for row in own if not missed(row)]
@@ -260,7 +250,7 @@ def main(arguments: list[str] | None = None) -> dict:
                 print(
                     "{posterior:40} {method:17} mean {mean:.3f} (max {mean max:.3f}), sd {sd:.3f} (max {sd max:.3f}), "
                     "k̂ {k:.2f}; corrected {corrected mean max:.3f}, {corrected sd max:.3f}, "
-                    "tails {tails mean max:.3f}, {tails sd max:.3f}; {evaluations} evaluations, "
+                    "without tails {plain mean max:.3f}, {plain sd max:.3f}; {evaluations} evaluations, "
                     "{seconds:.1f} s".format(**row),
                     f" flagged: {row['flagged']}, {row['verdict']}" if "flagged" in row else "",
                     flush=True,

@@ -70,6 +70,21 @@ def test_what_is_wrong_is_said(gaussian_target, full_normal):
     assert all(gone[name].level == "bad" for name in ("k̂", "effective draws", "mean", "standard deviation"))
 
 
+def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
+    target, mean, covariance, _ = random_gaussian(0, gaussian_target)
+    module = sys.modules["structvi.diagnostics.importance"]  # the package has a function of that name
+    monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), 0.9))
+    # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
+    near, far = (
+        diagnose(full_normal(target.space, mean, scale**2 * covariance), target, gradients=False)
+        for scale in (0.98, 0.8)
+    )
+    assert near["k̂"].level == "good"
+    assert "all but equal" in near["k̂"].meaning
+    assert near.sound
+    assert far["k̂"].level == "bad"
+
+
 def test_mean_field_of_a_correlated_target_is_flagged(gaussian_target):
     covariance = torch.tensor([[1.0, 0.95], [0.95, 1.0]], dtype=torch.float64)
     target = gaussian_target([0.0, 0.0], covariance)

@@ -6,11 +6,13 @@ from math import log, pi, sqrt
 import pytest
 import torch
 from torch import nn
+from torch.distributions import StudentT
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.diagnostics import Unavailable, importance, psis
+from structvi.diagnostics.importance import Tails
 from structvi.diagnostics.problem import IndependentDraws
 
 
@@ -48,7 +50,7 @@ def test_k_of_a_gaussian_that_is_too_narrow(gaussian_target, scale, low, high):
 def test_weights_that_are_equal_have_no_tail(gaussian_target, full_normal):
     covariance = [[1.0, 0.8], [0.8, 2.0]]
     target = gaussian_target([1.0, -1.0], covariance)
-    weighted = importance(full_normal(target.space, [1.0, -1.0], covariance), target, draws=100)
+    weighted = importance(full_normal(target.space, [1.0, -1.0], covariance), target, draws=100, tails=False)
     assert weighted.k == 0.0
     assert weighted.effective == pytest.approx(100, rel=1e-6)
     assert weighted.log_evidence == pytest.approx(3.0, abs=1e-9)
@@ -79,12 +81,54 @@ def test_moments_do_not_depend_on_how_draws_are_chunked(gaussian_target, monkeyp
     target = gaussian_target([0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]])
     q = scaled(vi.MeanField().bind(target.space), 0.0, 1.2)
     monkeypatch.setattr("structvi.diagnostics.problem.DRAWN_NUMBERS", 100)
-    weighted = importance(q, target, draws=120)
-    assert weighted.draws.sizes == [50, 50, 20]
-    theta = torch.cat([draws.theta for draws in weighted.draws]).double()
-    torch.testing.assert_close(weighted.moments().mean, weighted.weights @ theta)
-    expected = target.log_joint(theta) - q().log_prob(theta)
-    torch.testing.assert_close(weighted.log_weights, expected.detach())
+    for tails in (False, True):
+        weighted = importance(q, target, draws=120, tails=tails)
+        assert weighted.draws.sizes == [50, 50, 20]
+        theta = torch.cat([draws.theta for draws in weighted.draws]).double()
+        moments = weighted.moments()
+        torch.testing.assert_close(moments.q_mean, theta.mean(0))
+        expected = target.log_joint(theta) - q().log_prob(theta)
+        torch.testing.assert_close(weighted.log_weights, expected.detach())
+        if weighted.tails is not None:
+            assert weighted.tails.sizes == [50, 50, 20]
+            theta = torch.cat([theta, *(draws.theta for draws in weighted.tails)])
+        torch.testing.assert_close(moments.mean, weighted.weights @ theta)
+
+
+def test_draws_with_tails_have_the_density_that_they_say(full_normal, gaussian_target):
+    """In whitened coordinates independent Student-t's: torch's density, and their moments to 4 standard errors."""
+    covariance = [[1.0, 0.8], [0.8, 2.0]]
+    target = gaussian_target([1.0, -1.0], covariance)
+    density = full_normal(target.space, [1.0, -1.0], covariance)()
+    tails = Tails(density, [20_000], seeded())
+    (draws,) = tails
+    root = torch.linalg.cholesky(torch.tensor(covariance, dtype=torch.float64))
+    t = torch.linalg.solve(root, (draws.theta - torch.tensor([1.0, -1.0])).mT).mT
+    expected = StudentT(torch.tensor(5.0, dtype=torch.float64)).log_prob(t).sum(-1) - root.diagonal().log().sum()
+    torch.testing.assert_close(tails.log_prob(draws.theta), expected)
+    # the variance is 5/3, the kurtosis 9: standard errors √(5/3/S) of means and 5/3·√(8/S) of variances
+    assert (t.mean(0).abs() < 4 * sqrt(5 / 3 / 20_000)).all()
+    assert ((t.square().mean(0) - 5 / 3).abs() < 4 * 5 / 3 * sqrt(8 / 20_000)).all()
+    assert torch.equal(draws.theta, next(iter(tails)).theta)
+
+
+def test_tails_correct_what_draws_of_q_do_not_reach():
+    """p is a Laplace distribution of sd √2; q = N(0, 0.8²) has next to no draws where p's variance comes from."""
+    space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: -p["z"].abs().sum(), space)
+    q = scaled(vi.MeanField().bind(space), 0.0, 0.8)
+    plain, tailed = (importance(q, target, draws=4000, tails=tails).moments().sd.item() for tails in (False, True))
+    assert plain < 0.9 * sqrt(2)
+    # some 4000 draws of a kurtosis of 6 weigh about evenly: a standard error of √(5/4000)/2 ≈ 0.02 of it; three of them
+    assert tailed == pytest.approx(sqrt(2), rel=0.06)
+
+
+def test_a_density_that_is_no_number_far_out_is_corrected_from_draws_of_q():
+    space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: -0.5 * p["z"].square().sum() + (36 - p["z"].square().sum()).sqrt() * 0, space)
+    weighted = importance(scaled(vi.MeanField().bind(space), 0.0, 1.0), target, draws=4000)
+    assert weighted.tails is None
+    assert len(weighted.weights) == 4000
 
 
 def test_a_network_over_all_data_has_its_evidence_as_weights(linear):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 #: q's moments are right where the corrected ones differ by no more: in standard deviations, and in part of one.
 SHIFT_LIMIT = 0.1
 WIDTH_LIMIT = 0.1
+#: Where so many of q's draws are effective, weights are all but equal, and the shape of their tail says nothing.
+NEARLY_ALL = 0.95
 #: With fewer effective draws the corrected mean itself is uncertain by more than `SHIFT_LIMIT`.
 FEWEST_EFFECTIVE = 100
 #: More units that are off in one layer are told.
@@ -39,16 +41,17 @@ def diagnose(
 ) -> Report:
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
 
-    For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7, where importance-corrected
-    moments differ from q's by more than 0.1 standard deviations or 10 % in any coordinate, where fewer than 100 draws
-    are effective, or where the ELBO is not finite. For a network, whose posterior no Gaussian matches, k̂ is reported
-    with what it means, and `sound` is False where the fit is stuck or the ELBO not finite.
+    For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7 (unless 95 % of q's draws
+    are effective: then weights are all but equal), where importance-corrected moments differ from q's by more than 0.1
+    standard deviations or 10 % in any coordinate, where fewer than 100 draws are effective, or where the ELBO is not
+    finite. For a network, whose posterior no Gaussian matches, k̂ is reported with what it means, and `sound` is False
+    where the fit is stuck or the ELBO not finite.
 
     Args:
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
         result: what the fit returned, for its trend; that of the posterior's last fit if not given.
-        draws: for the importance weights; 1000 for a network, each a pass over the data, and 4000 for a log density.
+        draws: for the importance weights; 1000 for a network, each a pass over the data, and 10000 for a log density.
         gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.
         seed: of all draws.
 
@@ -64,7 +67,7 @@ def diagnose(
     """
     problem = Problem.of(q, data)
     network = problem.posterior is not None
-    draws = (1000 if network else 4000) if draws is None else draws
+    draws = (1000 if network else 10_000) if draws is None else draws
     if result is None and problem.posterior is not None:
         result = problem.posterior.last_fit
     findings: list[Finding] = []
@@ -114,10 +117,14 @@ def _elbo(problem: Problem, seed: int, findings: list[Finding], parts: dict[str,
 
 
 def _k(weighted: Importance, P: int, network: bool) -> Finding:
-    k, S = weighted.k, len(weighted.weights)
+    k, S = weighted.k, len(weighted.log_weights)
     value = f"{k:.2f} of {S} draws"
     if k < K_LIMIT:
         text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
+        return Finding("k̂", value, "good", text)
+    if weighted.efficiency > NEARLY_ALL:
+        part = f"{100 * weighted.efficiency:.0f} %"
+        text = f"{part} of the draws are effective: weights are all but equal, and their tail does not matter"
         return Finding("k̂", value, "good", text)
     if not network:
         text = "q misses part of the posterior: neither its moments nor corrected ones can be trusted"

@@ -1,15 +1,17 @@
 """Importance weights p/q at draws of q: how far q is from the posterior, and moments corrected for it."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import log
+from math import lgamma, log, pi
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..elbo import NonFiniteError
-from ..families.base import Family
+from ..families.base import Density, Draws, Family
+from ..families.gaussian import Gaussian
 from ..parameters import Parameters
 from ..targets import Target
 from .problem import IndependentDraws, Problem, Unavailable
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 K_LIMIT = 0.7
 #: Fewer draws have no tail to fit a Pareto distribution to.
 FEWEST = 25
+#: Degrees of freedom of draws with tails, and the most numbers that they are made for.
+NU, MOST = 5, 200
 
 Function = Callable[[dict[str, Tensor]], Tensor]
 
@@ -54,7 +58,9 @@ def psis(log_weights: Tensor) -> tuple[Tensor, float]:
     spread = highest - values.min().item()
     if spread <= 1e-6 * (1 + values.abs().max().item()):
         return torch.softmax(values, 0).to(log_weights.device), 0.0
-    smoothed, k = psislw(values.numpy())
+    with warnings.catch_warnings():  # it takes 1/∞ for the zero that it is
+        warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
+        smoothed, k = psislw((values - highest).numpy())
     return torch.as_tensor(smoothed).exp().to(log_weights.device), float(k)
 
 
@@ -88,16 +94,62 @@ class Moments:
         return self.q_sd / self.sd
 
 
+class Tails:
+    """Draws μ + L t for a Gaussian N(μ, LLᵀ), t of independent Student-t's with `NU` degrees of freedom.
+
+    A Gaussian hardly draws where a posterior has longer tails, and weights of what is not drawn correct nothing. In an
+    even mixture with q no weight is more than twice what it is for q alone.
+
+    Args:
+        density: q.
+        sizes: of the chunks in which the draws come, the same at every pass.
+        generator: of their seeds.
+
+    Example:
+        >>> from structvi import MeanField
+        >>> q = MeanField().bind(Parameters({"z": torch.zeros(2)}))()
+        >>> tails = Tails(q, [3], torch.Generator().manual_seed(0))
+        >>> [tails.log_prob(draws.theta).shape for draws in tails]
+        [torch.Size([3])]
+    """
+
+    def __init__(self, density: Density, sizes: list[int], generator: torch.Generator):
+        self.mean, self.sizes = density.mean.detach(), sizes
+        with torch.no_grad():
+            self.root, failed = torch.linalg.cholesky_ex(density.covariance())
+            if failed.item():  # lost to rounding: any root makes a proposal
+                self.root = density.variance.sqrt().diag()
+        count = (len(sizes),)
+        self.seeds: list[int] = torch.randint(2**62, count, generator=generator, device=generator.device).tolist()
+
+    def __iter__(self) -> Iterator[Draws]:
+        for size, seed in zip(self.sizes, self.seeds, strict=True):
+            generator = torch.Generator(self.mean.device).manual_seed(seed)
+            noise = torch.randn(1 + NU, size, len(self.mean), generator=generator, dtype=self.mean.dtype,
+                                device=self.mean.device)  # fmt: skip
+            t = noise[0] * (noise[1:].square().mean(0)).rsqrt()
+            yield Draws(self.mean + t @ self.root.mT, t.new_full((size,), 1 / size))
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """[S, P] → [S], in float64."""
+        x = (theta - self.mean).double()
+        t = torch.linalg.solve_triangular(self.root.double(), x.mT, upper=False)  # [P, S]
+        constant = lgamma((NU + 1) / 2) - lgamma(NU / 2) - 0.5 * log(NU * pi)
+        each = constant - 0.5 * (NU + 1) * torch.log1p(t.square() / NU)
+        return each.sum(0) - self.root.double().diagonal().log().sum()
+
+
 @dataclass(frozen=True)
 class Importance:
     """Weighted draws of the posterior: those of q, with Pareto-smoothed weights p/q.
 
     Attributes:
-        log_weights: log p(data, θ_s) − log q(θ_s), [S], float64, as they are.
-        weights: smoothed, they sum to one.
-        k: k̂; see `psis`.
+        log_weights: log p(data, θ_s) − log q(θ_s) at the draws of q, [S], float64, as they are.
+        weights: smoothed, they sum to one: [S]; with tails [2S], of p over the even mixture of q and tails.
+        k: k̂ of `log_weights`; see `psis`.
         space: the tensors.
-        draws: the θ_s, made again when they are asked for.
+        draws: the θ_s of q, made again when they are asked for.
+        tails: as many more, with tails, where there are any.
     """
 
     log_weights: Tensor
@@ -105,11 +157,17 @@ class Importance:
     k: float
     space: Parameters
     draws: IndependentDraws
+    tails: Tails | None = None
 
     @property
     def effective(self) -> float:
         """The effective number of draws, 1/Σ w²."""
         return 1 / self.weights.square().sum().item()
+
+    @property
+    def efficiency(self) -> float:
+        """Of q's own draws the part that is effective: (Σ w)²/(S Σ w²) of their weights p/q as they are."""
+        return 1 / (self.log_weights.softmax(0).square().sum().item() * len(self.log_weights))
 
     @property
     def log_evidence(self) -> float:
@@ -132,21 +190,26 @@ class Importance:
             tensor(2., dtype=torch.float64)
         """
 
-        def at_draws() -> Iterable[tuple[Tensor, Tensor]]:
-            weights = self.weights.split(self.draws.sizes)
-            for w, draws in zip(weights, self.draws, strict=True):
+        def at(every: Iterable[Draws]) -> Iterator[Tensor]:
+            for draws in every:
                 values = draws.theta if function is None else function(self.space.unravel(draws.theta))
-                if not isinstance(values, Tensor) or values.shape[:1] != w.shape:
+                S = len(draws.theta)
+                if not isinstance(values, Tensor) or values.shape[:1] != (S,):
                     came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                    raise ValueError(f"the function must return one row for each of {len(w)} draws, got {came}")
-                yield w, values.double()
+                    raise ValueError(f"the function must return one row for each of {S} draws, got {came}")
+                yield values.double()
 
-        S = len(self.weights)
-        mean = sum(torch.tensordot(w, f, dims=1) for w, f in at_draws())
-        q_mean = sum(f.sum(0) / S for _, f in at_draws())
-        variance = sum(torch.tensordot(w, (f - mean).square(), dims=1) for w, f in at_draws())
-        error = sum(torch.tensordot(w.square(), (f - mean).square(), dims=1) for w, f in at_draws())
-        q_variance = sum((f - q_mean).square().sum(0) / S for _, f in at_draws())
+        def weighted() -> Iterator[tuple[Tensor, Tensor]]:
+            parts = [self.draws] if self.tails is None else [self.draws, self.tails]
+            weights = self.weights.split([size for part in parts for size in part.sizes])
+            yield from zip(weights, (f for part in parts for f in at(part)), strict=True)
+
+        S = len(self.log_weights)
+        mean = sum(torch.tensordot(w, f, dims=1) for w, f in weighted())
+        q_mean = sum(f.sum(0) / S for f in at(self.draws))
+        variance = sum(torch.tensordot(w, (f - mean).square(), dims=1) for w, f in weighted())
+        error = sum(torch.tensordot(w.square(), (f - mean).square(), dims=1) for w, f in weighted())
+        q_variance = sum((f - q_mean).square().sum(0) / S for f in at(self.draws))
         parts = (torch.as_tensor(x) for x in (mean, variance, error, q_mean, q_variance))
         mean, variance, error, q_mean, q_variance = parts
         return Moments(mean, variance.sqrt(), error.sqrt(), q_mean, q_variance.sqrt())
@@ -157,9 +220,13 @@ def importance(
     data: "Target | Iterable[Any]",
     draws: int = 1000,
     *,
+    tails: bool | None = None,
     seed: int = 0,
 ) -> Importance:
     """Importance weights of the joint over the full data, at independent draws of q.
+
+    For the corrected moments of a log density under a Gaussian as many draws again are taken with longer tails than
+    q's, and all are weighted by p over the mixture of the two; k̂ is that of q's own draws.
 
     Where they do not exist this raises `Unavailable` with the reason: point masses, families without `log_prob` or
     with masks, a network that is itself random, data that the loader does not give in full.
@@ -168,6 +235,8 @@ def importance(
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
         draws: S. For a network every draw is a pass over the data.
+        tails: whether to take S more draws, with tails; by default for log densities, under Gaussians of at most 200
+            numbers.
         seed: of the draws.
 
     Example:
@@ -181,16 +250,34 @@ def importance(
     _psislw()  # before the draws, not after
     _check_available(problem)
     density = problem.family()
-    sample = IndependentDraws(density, draws, problem.generator(seed))
-    values = []
-    with torch.no_grad(), problem.mode():
-        for chunk in sample:
-            values.append(problem.log_joint(chunk.theta) - density.log_prob(chunk.theta).double())
-    log_weights = torch.cat(values)
+    can = isinstance(density, Gaussian) and density.P <= MOST
+    if tails and not can:
+        raise ValueError(f"tails=True needs a Gaussian of at most {MOST} numbers, got {type(density).__name__}")
+    generator = problem.generator(seed)
+    sample = IndependentDraws(density, draws, generator)
+    log_p, log_q = _at(problem, density, sample)
+    log_weights = log_p - log_q
     if bool(log_weights.isnan().any()):
         raise NonFiniteError(f"log p − log q is not a number at {int(log_weights.isnan().sum())} of {draws} draws")
     weights, k = psis(log_weights)
-    return Importance(log_weights, weights, k, problem.space, sample)
+    if not (can and problem.posterior is None if tails is None else tails):
+        return Importance(log_weights, weights, k, problem.space, sample)
+    more = Tails(density, sample.sizes, generator)
+    farther, of_q = (torch.cat(pair) for pair in zip((log_p, log_q), _at(problem, density, more), strict=True))
+    if bool(farther.isnan().any()):  # so far out the log density is no number: q's own draws are all there is
+        return Importance(log_weights, weights, k, problem.space, sample)
+    of_tails = torch.cat([more.log_prob(chunk.theta) for part in (sample, more) for chunk in part])
+    weights, _ = psis(farther - torch.logaddexp(of_q, of_tails))
+    return Importance(log_weights, weights, k, problem.space, sample, more)
+
+
+@torch.no_grad()
+def _at(problem: Problem, density: Density, draws: Iterable[Draws]) -> tuple[Tensor, Tensor]:
+    """log p(data, θ) and log q(θ) at draws, in float64: [S], [S]."""
+    with problem.mode():
+        pairs = [(problem.log_joint(chunk.theta), density.log_prob(chunk.theta).double()) for chunk in draws]
+    log_p, log_q = (torch.cat(column) for column in zip(*pairs, strict=True))
+    return log_p, log_q
 
 
 def _check_available(problem: Problem) -> None:

@@ -130,10 +130,10 @@ class IndependentDraws:
 
     def __iter__(self) -> Iterator[Draws]:
         for size, seed in zip(self.sizes, self.seeds, strict=True):
-            with torch.no_grad():
-                yield _one_of_each(self.density, size, torch.Generator(self.density.mean.device).manual_seed(seed))
+            yield _one_of_each(self.density, size, torch.Generator(self.density.mean.device).manual_seed(seed))
 
 
+@torch.no_grad()
 def _one_of_each(density: Density, count: int, generator: torch.Generator) -> Draws:
     draws = density.draw(1 if density.enumerates else count, naive, generator)
     S = draws.weight.shape[0]
