@@ -73,7 +73,7 @@ def test_what_is_wrong_is_said(gaussian_target, full_normal):
 def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
     target, mean, covariance, _ = random_gaussian(0, gaussian_target)
     module = sys.modules["structvi.diagnostics.importance"]  # the package has a function of that name
-    monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), 0.9))
+    monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5))
     # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
     near, far = (
         diagnose(full_normal(target.space, mean, scale**2 * covariance), target, gradients=False)
@@ -83,6 +83,15 @@ def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_
     assert "all but equal" in near["k̂"].meaning
     assert near.sound
     assert far["k̂"].level == "bad"
+
+
+def test_a_mode_that_is_lost_is_flagged_while_draws_reach_towards_it():
+    space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
+    both = torch.tensor([[2.5, 2.5], [-2.5, -2.5]], dtype=torch.float64)
+    target = vi.LogDensity(lambda p: (-0.5 * (p["z"] - both).square().sum(-1)).logsumexp(0), space)
+    result = vi.fit(target, vi.FullNormal(), progress=False)
+    assert result.family().mean.abs().min() > 2  # one of the two
+    assert diagnose(result.family, target, gradients=False).sound is False
 
 
 def test_mean_field_of_a_correlated_target_is_flagged(gaussian_target):

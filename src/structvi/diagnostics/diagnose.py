@@ -41,11 +41,11 @@ def diagnose(
 ) -> Report:
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
 
-    For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7 (unless 95 % of q's draws
-    are effective: then weights are all but equal), where importance-corrected moments differ from q's by more than 0.1
-    standard deviations or 10 % in any coordinate, where fewer than 100 draws are effective, or where the ELBO is not
-    finite. For a network, whose posterior no Gaussian matches, k̂ is reported with what it means, and `sound` is False
-    where the fit is stuck or the ELBO not finite.
+    For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7, of q's draws or of those
+    with tails (unless 95 % of q's draws are effective and weights bounded under tails), where importance-corrected
+    moments differ from q's by more than 0.1 standard deviations or 10 % in any coordinate, where fewer than 100 draws
+    are effective, or where the ELBO is not finite. For a network, whose posterior no Gaussian matches, k̂ is reported
+    with what it means, and `sound` is False where the fit is stuck or the ELBO not finite.
 
     Args:
         q: a posterior, or a bound family.
@@ -117,14 +117,14 @@ def _elbo(problem: Problem, seed: int, findings: list[Finding], parts: dict[str,
 
 
 def _k(weighted: Importance, P: int, network: bool) -> Finding:
-    k, S = weighted.k, len(weighted.log_weights)
+    k, S = max(weighted.k, weighted.k_weights), len(weighted.log_weights)
     value = f"{k:.2f} of {S} draws"
     if k < K_LIMIT:
         text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
         return Finding("k̂", value, "good", text)
-    if weighted.efficiency > NEARLY_ALL:
+    if weighted.efficiency > NEARLY_ALL and weighted.k_weights < 0:
         part = f"{100 * weighted.efficiency:.0f} %"
-        text = f"{part} of the draws are effective: weights are all but equal, and their tail does not matter"
+        text = f"{part} of the draws are effective: weights are all but equal, and bounded under draws with tails"
         return Finding("k̂", value, "good", text)
     if not network:
         text = "q misses part of the posterior: neither its moments nor corrected ones can be trusted"

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lgamma, log, pi
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 K_LIMIT = 0.7
 #: Fewer draws have no tail to fit a Pareto distribution to.
 FEWEST = 25
-#: Degrees of freedom of draws with tails, and the most numbers that they are made for.
-NU, MOST = 5, 200
+#: Degrees of freedom of draws with tails, how many rounds of them, and the most numbers that they are made for.
+NU, ROUNDS, MOST = 5, 4, 200
+#: Effective draws for each number from which a covariance is believed.
+PER_NUMBER = 5
 
 Function = Callable[[dict[str, Tensor]], Tensor]
 
@@ -95,48 +97,47 @@ class Moments:
 
 
 class Tails:
-    """Draws μ + L t for a Gaussian N(μ, LLᵀ), t of independent Student-t's with `NU` degrees of freedom.
+    """Draws μ + L t, LLᵀ = Σ, with t of independent Student-t's with `NU` degrees of freedom.
 
     A Gaussian hardly draws where a posterior has longer tails, and weights of what is not drawn correct nothing. In an
-    even mixture with q no weight is more than twice what it is for q alone.
+    even mixture of R such proposals and q no weight is more than R + 1 times what it is for q alone.
 
     Args:
-        density: q.
+        mean, covariance: μ [P] and Σ [P, P].
         sizes: of the chunks in which the draws come, the same at every pass.
         generator: of their seeds.
 
     Example:
-        >>> from structvi import MeanField
-        >>> q = MeanField().bind(Parameters({"z": torch.zeros(2)}))()
-        >>> tails = Tails(q, [3], torch.Generator().manual_seed(0))
+        >>> tails = Tails(torch.zeros(2), torch.eye(2), [3], torch.Generator().manual_seed(0))
         >>> [tails.log_prob(draws.theta).shape for draws in tails]
         [torch.Size([3])]
     """
 
-    def __init__(self, density: Density, sizes: list[int], generator: torch.Generator):
-        self.mean, self.sizes = density.mean.detach(), sizes
-        with torch.no_grad():
-            self.root, failed = torch.linalg.cholesky_ex(density.covariance())
-            if failed.item():  # lost to rounding: any root makes a proposal
-                self.root = density.variance.sqrt().diag()
+    def __init__(self, mean: Tensor, covariance: Tensor, sizes: list[int], generator: torch.Generator):
+        self.mean, self.sizes = mean.detach(), sizes
+        covariance = covariance.detach().double()
+        self.root, failed = torch.linalg.cholesky_ex(covariance)
+        if failed.item():  # lost to rounding: any root makes a proposal
+            self.root = covariance.diagonal().clamp_min(torch.finfo(torch.float64).tiny).sqrt().diag()
         count = (len(sizes),)
         self.seeds: list[int] = torch.randint(2**62, count, generator=generator, device=generator.device).tolist()
 
     def __iter__(self) -> Iterator[Draws]:
+        like = {"dtype": torch.float64, "device": self.mean.device}
         for size, seed in zip(self.sizes, self.seeds, strict=True):
             generator = torch.Generator(self.mean.device).manual_seed(seed)
-            noise = torch.randn(1 + NU, size, len(self.mean), generator=generator, dtype=self.mean.dtype,
-                                device=self.mean.device)  # fmt: skip
-            t = noise[0] * (noise[1:].square().mean(0)).rsqrt()
-            yield Draws(self.mean + t @ self.root.mT, t.new_full((size,), 1 / size))
+            noise = torch.randn(1 + NU, size, len(self.mean), generator=generator, **like)
+            t = noise[0] * noise[1:].square().mean(0).rsqrt()
+            theta = self.mean + (t @ self.root.mT).to(self.mean.dtype)
+            yield Draws(theta, theta.new_full((size,), 1 / size))
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """[S, P] → [S], in float64."""
         x = (theta - self.mean).double()
-        t = torch.linalg.solve_triangular(self.root.double(), x.mT, upper=False)  # [P, S]
+        t = torch.linalg.solve_triangular(self.root, x.mT, upper=False)  # [P, S]
         constant = lgamma((NU + 1) / 2) - lgamma(NU / 2) - 0.5 * log(NU * pi)
         each = constant - 0.5 * (NU + 1) * torch.log1p(t.square() / NU)
-        return each.sum(0) - self.root.double().diagonal().log().sum()
+        return each.sum(0) - self.root.diagonal().log().sum()
 
 
 @dataclass(frozen=True)
@@ -145,19 +146,21 @@ class Importance:
 
     Attributes:
         log_weights: log p(data, θ_s) − log q(θ_s) at the draws of q, [S], float64, as they are.
-        weights: smoothed, they sum to one: [S]; with tails [2S], of p over the even mixture of q and tails.
+        weights: smoothed, they sum to one: [S]; with R rounds of tails [(1 + R)S], of p over the even mixture of all.
         k: k̂ of `log_weights`; see `psis`.
+        k_weights: k̂ of `weights`; without tails the same.
         space: the tensors.
         draws: the θ_s of q, made again when they are asked for.
-        tails: as many more, with tails, where there are any.
+        tails: rounds of as many more, with tails.
     """
 
     log_weights: Tensor
     weights: Tensor
     k: float
+    k_weights: float
     space: Parameters
     draws: IndependentDraws
-    tails: Tails | None = None
+    tails: tuple[Tails, ...] = ()
 
     @property
     def effective(self) -> float:
@@ -200,7 +203,7 @@ class Importance:
                 yield values.double()
 
         def weighted() -> Iterator[tuple[Tensor, Tensor]]:
-            parts = [self.draws] if self.tails is None else [self.draws, self.tails]
+            parts = [self.draws, *self.tails]
             weights = self.weights.split([size for part in parts for size in part.sizes])
             yield from zip(weights, (f for part in parts for f in at(part)), strict=True)
 
@@ -226,7 +229,8 @@ def importance(
     """Importance weights of the joint over the full data, at independent draws of q.
 
     For the corrected moments of a log density under a Gaussian as many draws again are taken with longer tails than
-    q's, and all are weighted by p over the mixture of the two; k̂ is that of q's own draws.
+    q's, and three times more around the mean and with the covariance that the weights so far tell; all are weighted by
+    p over the mixture of the five. `k` is that of q's own draws.
 
     Where they do not exist this raises `Unavailable` with the reason: point masses, families without `log_prob` or
     with masks, a network that is itself random, data that the loader does not give in full.
@@ -235,7 +239,7 @@ def importance(
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
         draws: S. For a network every draw is a pass over the data.
-        tails: whether to take S more draws, with tails; by default for log densities, under Gaussians of at most 200
+        tails: whether to take 4S more draws, with tails; by default for log densities, under Gaussians of at most 200
             numbers.
         seed: of the draws.
 
@@ -260,15 +264,36 @@ def importance(
     if bool(log_weights.isnan().any()):
         raise NonFiniteError(f"log p − log q is not a number at {int(log_weights.isnan().sum())} of {draws} draws")
     weights, k = psis(log_weights)
+    result = Importance(log_weights, weights, k, k, problem.space, sample)
     if not (can and problem.posterior is None if tails is None else tails):
-        return Importance(log_weights, weights, k, problem.space, sample)
-    more = Tails(density, sample.sizes, generator)
-    farther, of_q = (torch.cat(pair) for pair in zip((log_p, log_q), _at(problem, density, more), strict=True))
-    if bool(farther.isnan().any()):  # so far out the log density is no number: q's own draws are all there is
-        return Importance(log_weights, weights, k, problem.space, sample)
-    of_tails = torch.cat([more.log_prob(chunk.theta) for part in (sample, more) for chunk in part])
-    weights, _ = psis(farther - torch.logaddexp(of_q, of_tails))
-    return Importance(log_weights, weights, k, problem.space, sample, more)
+        return result
+    return _with_tails(problem, density, result, log_p, log_q, generator)
+
+
+@torch.no_grad()
+def _with_tails(
+    problem: Problem, density: Density, plain: Importance, log_p: Tensor, log_q: Tensor, generator: torch.Generator
+) -> Importance:
+    """Rounds of draws with tails: first around q, then around what the weights of all draws so far tell."""
+    result, theta = plain, torch.cat([chunk.theta for chunk in plain.draws])
+    mean, covariance = density.mean, density.covariance()
+    for _ in range(ROUNDS):
+        more = Tails(mean, covariance, plain.draws.sizes, generator)
+        farther, of_q = _at(problem, density, more)
+        if bool((farther.isnan() | (farther == torch.inf)).any()):  # no density so far out: what there is must do
+            break
+        log_p, log_q = torch.cat([log_p, farther]), torch.cat([log_q, of_q])
+        theta = torch.cat([theta, *(chunk.theta for chunk in more)])
+        tails = (*result.tails, more)
+        mixture = torch.stack([log_q, *(part.log_prob(theta) for part in tails)]).logsumexp(0)
+        weights, k = psis(log_p - mixture)
+        result = replace(result, weights=weights, k_weights=k, tails=tails)
+        if result.effective < PER_NUMBER * density.P:
+            break
+        mean = (weights @ theta.double()).to(theta.dtype)
+        x = (theta - mean).double()
+        covariance = (x * weights.unsqueeze(-1)).mT @ x
+    return result
 
 
 @torch.no_grad()
