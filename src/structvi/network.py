@@ -66,7 +66,7 @@ def call_network(
         inputs = times_gradient(inputs, down)
     try:
         output = checkpoint(call_in_modes, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
-    except Exception as error:
+    except Exception as error:  # whatever a network raises goes on its way, with what came to it
         error.add_note(_called_with((arguments, keywords), some.dtype))
         raise
     if precision is not None:

@@ -6,13 +6,11 @@ from math import log, pi, sqrt
 import pytest
 import torch
 from torch import nn
-from torch.distributions import StudentT
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.diagnostics import Unavailable, importance, psis
-from structvi.diagnostics.importance import Tails
 from structvi.diagnostics.problem import IndependentDraws
 
 
@@ -92,24 +90,6 @@ def test_moments_do_not_depend_on_how_draws_are_chunked(gaussian_target, monkeyp
         assert [part.sizes for part in weighted.tails] == 4 * tails * [[50, 50, 20]]
         theta = torch.cat([theta, *(draws.theta for part in weighted.tails for draws in part)])
         torch.testing.assert_close(moments.mean, weighted.weights @ theta)
-
-
-def test_draws_with_tails_have_the_density_that_they_say(full_normal, gaussian_target):
-    """In whitened coordinates independent Student-t's: torch's density, and their moments to 4 standard errors."""
-    covariance = [[1.0, 0.8], [0.8, 2.0]]
-    target = gaussian_target([1.0, -1.0], covariance)
-    density = full_normal(target.space, [1.0, -1.0], covariance)()
-    tails = Tails(density.mean, density.covariance(), [20_000], seeded())
-    (draws,) = tails
-    root = torch.linalg.cholesky(torch.tensor(covariance, dtype=torch.float64))
-    t = torch.linalg.solve(root, (draws.theta - torch.tensor([1.0, -1.0])).mT).mT
-    expected = StudentT(torch.tensor(5.0, dtype=torch.float64)).log_prob(t).sum(-1) - root.diagonal().log().sum()
-    torch.testing.assert_close(tails.log_prob(draws.theta), expected)
-    # the variance is 5/3, the kurtosis 9: standard errors √(5/3/S) of means and 5/3·√(8/S) of variances
-    assert (t.mean(0).abs() < 4 * sqrt(5 / 3 / 20_000)).all()
-    assert ((t.square().mean(0) - 5 / 3).abs() < 4 * 5 / 3 * sqrt(8 / 20_000)).all()
-    assert torch.equal(draws.theta, next(iter(tails)).theta)
-    assert not draws.theta.requires_grad
 
 
 def test_tails_correct_what_draws_of_q_do_not_reach():
