@@ -5,8 +5,8 @@ evaluations of the density and seconds, and its excess over the best of the fami
 
 Adam at 0.1 with cosine decay, float64, the default starts of each. Ours take one unscented group a step; Pyro's
 AutoLowRankMultivariateNormal as many particles, drawn at once: the same number of evaluations. The best known optimum
-of a family is the least of 32 deterministic starts (structvi.reproduce.optima) and of all runs. One thread; about four
-minutes on one core, two of them Pyro's.
+of a family is the least of 32 deterministic starts (structvi.studies.paper.optima) and of all runs. One thread; about
+four minutes on one core, two of them Pyro's.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import torch
 import structvi as vi
 from structvi.families.full import FullNormalDensity
 from structvi.families.structured import StructuredNormalDensity
-from structvi.reproduce.optima import best_kl, random_gaussians
+from structvi.studies.paper.optima import best_kl, random_gaussians
 
 from . import peers, timing
 

@@ -3,8 +3,9 @@
     python -m benchmarks.gaussian_hundred [--targets 3] [--evaluations 200000] [--peers] [--out results.json]
 
 Targets are N(μ, Q diag(d) Qᵀ) with Q a uniform rotation, d from 10⁻² to 10² evenly in the logarithm, μ ~ N(0, I). The
-excess of KL[q‖p] over the least known (a search over the profile that sees the covariance, structvi.reproduce.optima,
-and all fits) is a share of what the rank can gain, KL(mean field) − KL(optimum). Pyro has Adam at the same evaluations,
+excess of KL[q‖p] over the least known (a search over the profile that sees the covariance, in
+structvi.studies.paper.optima, and all fits) is a share of what the rank can gain, KL(mean field) − KL(optimum). Pyro
+has Adam at the same evaluations,
 each of two rates, and keeps the better by KL.
 """
 
@@ -19,8 +20,8 @@ import torch
 
 import structvi as vi
 from structvi.families.full import FullNormalDensity
-from structvi.fixed_draws import FixedDraws, dimension
-from structvi.reproduce.optima import best_kl
+from structvi.searching.fixed_draws import FixedDraws
+from structvi.studies.paper.optima import best_kl
 
 P = 100
 CONDITION = 1e4
@@ -46,7 +47,7 @@ class Target:
 
 def exact_kl(q, target: Target) -> float:
     """E_q log q/p, exact on draws with exact second moments, also where a scale is near 0 or ∞."""
-    theta = q.draw(1, FixedDraws(2 * dimension(q), seed=0)).theta
+    theta = q.draw(1, FixedDraws(2 * q.noise_size, seed=0)).theta
     return (q.log_prob(theta) - target.log_joint(theta)).mean().item()
 
 

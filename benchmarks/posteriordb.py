@@ -22,7 +22,7 @@ from benchmarks.posteriordb_models import MODELS, Posterior
 from structvi.diagnostics import diagnose, importance
 from structvi.families.full import FullNormalDensity
 from structvi.families.gaussian import Gaussian
-from structvi.fixed_draws import FixedDraws, dimension
+from structvi.searching.fixed_draws import FixedDraws
 
 #: of the families of low rank, ours and Pyro's
 RANK = 5
@@ -39,7 +39,7 @@ STEPS = 5000
 def measure(posterior: Posterior, q: Gaussian, seed: int) -> dict:
     """Errors of q itself, k̂, and errors after importance weighting."""
     # exact, also where the diagonal of the covariance is a difference of large numbers
-    deviations = q.draw(1, FixedDraws(2 * dimension(q), seed=0)).theta - q.mean
+    deviations = q.draw(1, FixedDraws(2 * q.noise_size, seed=0)).theta - q.mean
     moments = {"": (q.mean, deviations.square().mean(0).sqrt())}
     row: dict = {}
     for name, tails in (("plain ", False), ("corrected ", True)):

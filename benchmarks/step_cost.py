@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 import structvi as vi
-from structvi import stepping
-from structvi.optimizing import make_optimizer
-from structvi.run import factored
+from structvi.training import step as stepping
+from structvi.training.adam import make_optimizer
 
 from . import peers, timing
 from .nets import NAMES, Problem, loss, problem
@@ -53,7 +52,7 @@ def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pa
     """The step that `fit` takes, with its own Adam; draws independent, or in the mirrored pairs of its default."""
     device = problem.batch[0].device
     bayes = vi.variationalize(problem.net, vi.likelihoods.Categorical(), recipe, num_data=N).to(device)
-    optimizer = make_optimizer(list(bayes.parameters()), None, LR, factored(bayes))
+    optimizer = make_optimizer(list(bayes.parameters()), None, LR, bayes.family.factors())
     generator = torch.Generator(device).manual_seed(0)
     coupling, groups = (vi.paired, draws // 2) if pairs else (vi.naive, draws)
     made = stepping.Step(bayes, optimizer, generator, groups=groups, coupling=coupling, capture=captured)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.tiling import predict_tiles
+from structvi import predict_tiles
 
 PATCH, MARGIN = 24, 4  # the network sees 1 + 2 + 1 voxels to each side
 

@@ -21,7 +21,7 @@ from benchmarks import (
     step_cost,
     timing,
 )
-from structvi.reproduce.optima import best_kl
+from structvi.studies.paper.optima import best_kl
 
 METHODS = [method.name for method in classification.METHODS]
 

@@ -50,7 +50,7 @@ def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
 
 def test_a_folder_that_cannot_be_written_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        "structvi.reproduce.run.compute", lambda *_: pytest.fail("computed before the folder was tried")
+        "structvi.studies.paper.run.compute", lambda *_: pytest.fail("computed before the folder was tried")
     )
     (tmp_path / "file").write_text("")
     code, _, err = run(monkeypatch, capsys, "reproduce", "table1", "--out", str(tmp_path / "file"))
@@ -62,7 +62,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("structvi.reproduce.run.compute", interrupted)
+    monkeypatch.setattr("structvi.studies.paper.run.compute", interrupted)
     code, _, err = run(monkeypatch, capsys, "reproduce", "table1", "--out", str(tmp_path))
     assert code == 130
     assert "nothing was written" in err
@@ -95,6 +95,6 @@ def test_structvi_itself_needs_no_extra():
     code = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'pandas'): sys.modules[name] = None\n"
-        "import structvi, structvi.cli, structvi.reproduce.run\n"
+        "import structvi, structvi.cli, structvi.studies.paper.run\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

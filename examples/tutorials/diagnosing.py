@@ -33,7 +33,8 @@ print(mean_field.verdict)
 print(vi.diagnostics.diagnose(mean_field.family, target, gradients=False))
 
 # Importance weights turn q's draws into the posterior's, and below k̂ = 0.7 corrected moments can be used. Here k̂ is
-# higher: the true standard deviations are 1, and the correction goes only part of the way.
+# higher: q's own draws do not reach far enough. The draws with longer tails that are added to them do: the true
+# standard deviations are 1.
 
 weighted = vi.diagnostics.importance(mean_field.family, target, draws=4000)
 moments = weighted.moments()
@@ -61,7 +62,8 @@ report = bayes.diagnose(loader, result=result)
 print(report)
 
 # ✓ good, · to be known, ✗ bad, – not available. For a network k̂ is nearly always far above 0.7: no tractable family is
-# the posterior of hundreds of weights. That does not say that predictions are bad. The early fit:
+# the posterior of hundreds of weights. That does not say that predictions are bad. This fit still improves: there
+# is no verdict before it has converged. The early fit:
 
 early, result_early = fitted(max(STEPS // 50, 2))
 print(early.diagnose(loader, result=result_early, gradients=False).verdict)

@@ -58,7 +58,7 @@ print(head.extra_repr())
 # | --- | --- | --- |
 # | memory of activations, S draws at once | `evaluation="loop"` or `chunk=2` | time, for small networks |
 # | memory of activations, one draw | `checkpoint_activations=True` | about a third more time |
-# | memory of parameters | a lower rank; `Blocks`; `structvi.sharding.shard` over processes | |
+# | memory of parameters | a lower rank; `Blocks`; `structvi.distributed.shard` over processes | |
 # | time of the network | `precision=torch.bfloat16`, `compile=True` | |
 # | time of Python, on a GPU | nothing: the step is one CUDA graph where the network allows | |
 # | noise of gradients | `accumulate=4`, `groups=4`, `parallel="draws"` | time, or processes |

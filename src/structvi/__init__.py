@@ -1,11 +1,10 @@
 """structvi: any PyTorch model, or any log density, becomes a variational posterior."""
 
-from . import check, diagnostics, likelihoods, metrics, plots
-from .checkpoint import CheckpointError
+from typing import TYPE_CHECKING
+
+from .basics.later import later
+from .basics.version import __version__
 from .couplings import Noise, naive, paired, unscented
-from .deterministic import DensityFit, fit
-from .elbo import NonFiniteError, elbo, elbo_groups
-from .estimate import Estimate, full_elbo
 from .families import (
     MAP,
     Blocks,
@@ -21,18 +20,47 @@ from .families import (
     StructuredPrecision,
     kl,
 )
-from .history import FitResult, History
-from .keeping import load
-from .lipschitz import LipschitzPrior
-from .metrics import Metrics
+from .front_door import Posterior, load, variationalize
+from .models import likelihoods
+from .models.bayesian_model import BayesianModel
+from .models.log_density import LogDensity
+from .models.priors import (
+    DistributionPrior,
+    LaplacePrior,
+    NormalPrior,
+    StudentTPrior,
+    SumPrior,
+)
+from .models.tempered import Tempered, annealed
+from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
-from .predictive import Predictive
-from .priors import DistributionPrior, LaplacePrior, NormalPrior, StudentTPrior, SumPrior
-from .targets import BayesianModel, LogDensity
-from .tempering import Tempered, annealed
-from .variationalize import Posterior, variationalize
+from .predicting import metrics
+from .predicting.metrics import Metrics
+from .predicting.predictive import Predictive
+from .result import Result, Status
+from .storing.file import CheckpointError
+from .training.result import FitResult, History
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from . import diagnostics, plots
+    from .models.priors.lipschitz import LipschitzPrior
+    from .predicting.tiles import predict_tiles
+    from .searching.fit import fit
+    from .searching.result import DensityFit
+    from .studies import is_it_bayesian as check
+
+__getattr__ = later(
+    __name__,
+    {
+        "DensityFit": "searching.result",
+        "LipschitzPrior": "models.priors.lipschitz",
+        "check": "studies.is_it_bayesian.",
+        "diagnostics": "diagnostics.",
+        "fit": "searching.fit",
+        "plots": "plots.",
+        "predict_tiles": "predicting.tiles",
+    },
+)
 
 __all__ = [
     "MAP",
@@ -62,11 +90,14 @@ __all__ = [
     "Parameters",
     "Posterior",
     "Predictive",
+    "Result",
+    "Status",
     "StructuredNormal",
     "StructuredPrecision",
     "StudentTPrior",
     "SumPrior",
     "Tempered",
+    "__version__",
     "annealed",
     "check",
     "diagnostics",
@@ -81,6 +112,7 @@ __all__ = [
     "naive",
     "paired",
     "plots",
+    "predict_tiles",
     "unscented",
     "variationalize",
 ]

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from . import __version__
+from .basics.version import __version__
 
 MISSING = 'the command line needs the extra "reproduce": pip install "structvi[reproduce]"'
 
@@ -58,6 +58,22 @@ def _app() -> Any:
         if context.invoked_subcommand is None:
             print(context.get_help())
 
+    _add_reproduce(app)
+    _add_check(app)
+
+    @app.command()
+    def families() -> None:
+        """What each family costs, for P weights and rank K, and what it can say."""
+        from .studies.paper.costs import table
+
+        print(table())
+
+    return app
+
+
+def _add_reproduce(app: Any) -> None:
+    import typer
+
     @app.command()
     def reproduce(
         part: Annotated[Part, typer.Argument(help="What to redo.")] = Part.all,
@@ -68,15 +84,12 @@ def _app() -> Any:
         quick: Annotated[bool, typer.Option("--quick", help="Three targets instead of ten.")] = False,
     ) -> None:
         """Redo the tables and figures of "Is MC Dropout Bayesian?"."""
-        from .reproduce.run import PARTS, check_folder
-        from .reproduce.run import reproduce as run
-        from .reproduce.settings import Settings
-        from .reproduce.settings import quick as quick_settings
+        from .studies.paper.run import PARTS
+        from .studies.paper.run import reproduce as run
+        from .studies.paper.settings import Settings
+        from .studies.paper.settings import quick as quick_settings
 
-        try:
-            check_folder(out)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
+        _check_out(out)
         settings = quick_settings(seed) if quick else Settings(seed)
         parts = list(PARTS) if part is Part.all else [part.value]
         try:
@@ -85,6 +98,10 @@ def _app() -> Any:
             print("interrupted: nothing was written", file=sys.stderr)
             raise typer.Exit(130) from None
         print(f"{out / 'report.html'}")
+
+
+def _add_check(app: Any) -> None:
+    import typer
 
     @app.command()
     def check(
@@ -95,17 +112,13 @@ def _app() -> Any:
         quick: Annotated[bool, typer.Option("--quick", help="Six of the problems, the small ones.")] = False,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
-        from .check import suite
-        from .reproduce.run import check_folder
+        from .studies.is_it_bayesian import suite
 
         try:
             names = suite.method_names(methods), suite.problem_names(problems, quick)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        try:
-            check_folder(out)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
+        _check_out(out)
         try:
             report = suite.run_named(*names, seed, workers=max(1, min(8, os.cpu_count() or 1)))
         except ImportError as error:
@@ -117,14 +130,16 @@ def _app() -> Any:
         print(report)
         print(f"\n{out / 'check.html'}")
 
-    @app.command()
-    def families() -> None:
-        """What each family costs, for P weights and rank K, and what it can say."""
-        from .reproduce.costs import table
 
-        print(table())
+def _check_out(out: Path) -> None:
+    import typer
 
-    return app
+    from .studies.paper.run import check_folder
+
+    try:
+        check_folder(out)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .basics.checks import is_integer
+
 
 class Noise(NamedTuple):
     """Standard normal noise: one number per weight and one per low-rank direction."""
@@ -63,9 +65,7 @@ class Unscented:
     """
 
     def __init__(self, directions: int | None = None, crossed: bool = True, shared_diagonal: bool = False):
-        if directions is not None and (
-            not isinstance(directions, int) or isinstance(directions, bool) or directions < 1
-        ):
+        if directions is not None and not is_integer(directions):
             raise ValueError(f"directions must be None (all K of them) or an integer ≥ 1, got {directions!r}")
         self.directions = directions
         self.crossed = bool(crossed)

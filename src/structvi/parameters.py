@@ -11,7 +11,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from .random import borrowed_stream
+from .basics.patterns import few
+from .basics.random_streams import borrowed_stream
 
 Select = str | Sequence[str] | Callable[[str, Tensor], bool]
 
@@ -108,7 +109,7 @@ class Parameters:
         }
         if not picked:
             raise ValueError(
-                f"select={select!r} with exclude={exclude!r} leaves no tensor; the trainable ones are {_few(all_names)}"
+                f"select={select!r} with exclude={exclude!r} leaves no tensor; the trainable ones are {few(all_names)}"
             )
         return cls(picked, net=net)
 
@@ -198,7 +199,7 @@ class Parameters:
         missing, extra = set(self.names) - set(tensors), set(tensors) - set(self.names)
         if missing or extra:
             raise ValueError(
-                f"expected the tensors {_few(self.names)}; missing {sorted(missing)}, extra {sorted(extra)}"
+                f"expected the tensors {few(self.names)}; missing {sorted(missing)}, extra {sorted(extra)}"
             )
         parts = []
         leading: torch.Size | None = None
@@ -267,7 +268,7 @@ class Parameters:
     def _indices(self, *names: str) -> list[int]:
         for name in names:
             if name not in self.names:
-                raise ValueError(f"no tensor named {name!r}; the random ones are {_few(self.names)}")
+                raise ValueError(f"no tensor named {name!r}; the random ones are {few(self.names)}")
         return [self.names.index(name) for name in names]
 
 
@@ -286,7 +287,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             groups.setdefault(getattr(tensor, what), []).append(name)
         if len(groups) > 1:
             common = max(groups.values(), key=len)
-            offenders = {str(key): _few(names) for key, names in groups.items() if names is not common}
+            offenders = {str(key): few(names) for key, names in groups.items() if names is not common}
             raise ValueError(f"random tensors must share one {what}; most are like {common[0]!r}, but {offenders}")
     if next(iter(tensors.values())).is_meta:
         raise ValueError("the tensors are on the meta device and hold no values; materialise the network first")
@@ -295,7 +296,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the tensors {empty} have no elements; exclude them")
     bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
-        raise ValueError(f"the tensors {_few(bad)} hold non-finite values; repair or re-initialise the network first")
+        raise ValueError(f"the tensors {few(bad)} hold non-finite values; repair or re-initialise the network first")
 
 
 def _matcher(select: Select, what: str, names: Sequence[str]) -> Callable[[str, Tensor], bool]:
@@ -308,7 +309,7 @@ def _matcher(select: Select, what: str, names: Sequence[str]) -> Callable[[str, 
         if not isinstance(pattern, str):
             raise TypeError(f"{what} takes glob patterns or a predicate (name, tensor) → bool, got {pattern!r}")
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{what}: the pattern {pattern!r} matches none of the trainable tensors {_few(names)}")
+            raise ValueError(f"{what}: the pattern {pattern!r} matches none of the trainable tensors {few(names)}")
     return lambda name, tensor: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -339,8 +340,3 @@ def _call_initialiser(initialise: Callable[..., object], module: nn.Module) -> N
     elif len(required) == 1:
         for part in reversed(list(module.modules())):
             initialise(part)
-
-
-def _few(names: Iterable[str], limit: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f", … ({len(names)} in all)" if len(names) > limit else "")

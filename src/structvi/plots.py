@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from .metrics import Metrics
-from .predictive import Predictive
+from .predicting.metrics import Metrics
+from .predicting.predictive import Predictive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def predictive_band(
         >>> predictive_band(torch.arange(5.0), pred).get_ylabel()
         't'
     """
-    ax = _axes(ax)
+    ax = axes_of(ax)
     x = _column("x", x, x.shape[0])
     mean, y, spread = (
         _column("the prediction", value, x.numel())
@@ -56,7 +56,7 @@ def predictive_band(
     ax.set_xlabel("x")
     ax.set_ylabel("t")
     ax.margins(x=0)
-    return _finish(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, columnspacing=1.2, handlelength=1.4)
+    return finish(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, columnspacing=1.2, handlelength=1.4)
 
 
 def reliability_diagram(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
@@ -74,7 +74,7 @@ def reliability_diagram(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     _check_metrics("reliability_diagram", metrics)
     if metrics.reliability is None:
         raise ValueError("reliability is for class labels: these metrics are of numbers; look at their coverage")
-    ax = _axes(ax, square=True)
+    ax = axes_of(ax, square=True)
     count, confidence, accuracy = (
         values.numpy()
         for values in (metrics.reliability.count, metrics.reliability.confidence, metrics.reliability.accuracy)
@@ -89,7 +89,7 @@ def reliability_diagram(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     ax.set_xlim(0, 1.02)
     ax.set_ylim(0, 1.02)
     ax.set_aspect("equal")
-    return _finish(ax, loc="upper left")
+    return finish(ax, loc="upper left")
 
 
 def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
@@ -106,7 +106,7 @@ def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     _check_metrics("risk_coverage", metrics)
     if metrics.risk_coverage is None:
         raise ValueError("these metrics have no risk–coverage curve: the likelihood gave no uncertainty of t")
-    ax = _axes(ax)
+    ax = axes_of(ax)
     coverage, risk = metrics.risk_coverage.coverage.numpy(), metrics.risk_coverage.risk.numpy()
     ax.plot(coverage, risk, color=BLUE, linewidth=1.8, label=f"most certain first, area {metrics.aurc:.4g}")
     ax.axhline(risk[-1], color=GREY, linewidth=1, linestyle="--", label="random order")
@@ -114,7 +114,7 @@ def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     ax.set_ylabel("mean squared error" if metrics.accuracy is None else "error rate")
     ax.set_xlim(0, 1)
     ax.set_ylim(bottom=0)
-    return _finish(ax, loc="best")
+    return finish(ax, loc="best")
 
 
 def uncertainty_map(
@@ -182,13 +182,13 @@ def _pyplot() -> Any:
     return plt
 
 
-def _axes(ax: "Axes | None", square: bool = False) -> "Axes":
+def axes_of(ax: "Axes | None", square: bool = False) -> "Axes":
     if ax is not None:
         return ax
     return _pyplot().subplots(figsize=(4.6, 4.6) if square else (6.4, 4), layout="constrained")[1]
 
 
-def _finish(ax: "Axes", **legend: Any) -> "Axes":
+def finish(ax: "Axes", **legend: Any) -> "Axes":
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=9, **legend)
     return ax

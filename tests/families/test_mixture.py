@@ -10,9 +10,9 @@ from torch.distributions import Independent, MixtureSameFamily, MultivariateNorm
 
 import structvi as vi
 from benchmarks.mixture_noise import bimodal, bound_at_random, fit, found
-from structvi.elbo import log_q
 from structvi.families.gaussian import Gaussian
 from structvi.families.mixture import LOGIT_UNIT, MixtureDensity, _bhattacharyya
+from structvi.objective import log_q_at
 from structvi.testing import LAWS, check_family, dense_moments
 
 
@@ -262,7 +262,7 @@ class TestGradients:
         q = mixed()
         frozen = copy.deepcopy(q).requires_grad_(False)
         draws = q().draw(1, vi.naive, generator())
-        value = frozen().log_prob(draws.theta) + 7 - log_q(q(), draws.theta, path=True)
+        value = frozen().log_prob(draws.theta) + 7 - log_q_at(q(), draws.theta, path=True)
         parts = [p for p in q.parts.parameters() if p.numel()]
         for weight, one in zip(draws.weight, value, strict=True):
             gradients = torch.autograd.grad(weight * one, [*parts, q.raw_logits], retain_graph=True, allow_unused=True)

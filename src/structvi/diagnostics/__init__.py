@@ -5,16 +5,16 @@
 
 from .arviz import to_arviz
 from .calibration import Calibration, sbc
-from .compare import Comparison, compare
-from .diagnose import diagnose
+from .comparison import Comparison, compare
+from .diagnosis import diagnose
 from .gradients import GradientNoise, gradient_noise
-from .importance import Importance, Moments, importance, psis
-from .learned import Learned, learned
+from .importance_weights import Importance, Moments, importance, psis
+from .low_rank_spectrum import Spectrum, spectrum
 from .predictive_checks import PredictiveCheck, predictive_check
 from .problem import Unavailable
 from .report import Finding, Report
-from .spectrum import Spectrum, spectrum
-from .worth import Trial, Worth, worth
+from .trials import Trial, Worth, worth
+from .what_was_learned import Learned, learned
 
 __all__ = [
     "Calibration",

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..batches import Batches
-from ..families.base import Draws, Family
-from ..predictive import observed_target
-from ..random import borrowed_stream
-from .problem import IndependentDraws, predictive
+from ..basics.random_streams import borrowed_stream
+from ..families.density import Draws
+from ..families.family import Family
+from ..posterior import PosteriorBase
+from ..predicting.draws import IndependentDraws, predictive_at
+from ..predicting.predictive import observed_target
+from ..training.batches import Batches
 
 if TYPE_CHECKING:
     from arviz import InferenceData
 
-    from ..variationalize import Posterior
-
 
 def to_arviz(
-    q: "Posterior | Family",
+    q: PosteriorBase | Family,
     loader: Iterable[Any] | None = None,
     draws: int = 1000,
     *,
@@ -48,15 +48,13 @@ def to_arviz(
         import arviz
     except ImportError:
         raise ImportError('to_arviz needs arviz: pip install "structvi[diagnostics]"') from None
-    from ..variationalize import Posterior
-
-    family = q.family if isinstance(q, Posterior) else q
+    family = q.family if isinstance(q, PosteriorBase) else q
     if not isinstance(family, Family):
         raise TypeError(f"to_arviz expects a posterior from variationalize or a bound family, got {type(q).__name__}")
-    if loader is not None and not isinstance(q, Posterior):
+    if loader is not None and not isinstance(q, PosteriorBase):
         raise TypeError("a loader goes with a posterior, whose model says what the data are at a draw")
     density = family()
-    space = density._space()
+    space = density.named_space()
     names = space.matching(select)
     generator = torch.Generator(density.mean.device).manual_seed(seed)
     sample = list(IndependentDraws(density, draws, generator, chunk if loader is not None else None))
@@ -64,7 +62,7 @@ def to_arviz(
     posterior = {name: _chain(tensor) for name, tensor in space.unravel(theta).items() if name in names}
     if loader is None:
         return arviz.from_dict(posterior=posterior)
-    assert isinstance(q, Posterior)
+    assert isinstance(q, PosteriorBase)
     log_likelihood, replicated, observed = _at_data(q, loader, sample, generator)
     groups = {"log_likelihood": {"t": _chain(log_likelihood)}, "observed_data": {"t": observed.cpu().numpy()}}
     if replicated is not None:
@@ -73,16 +71,16 @@ def to_arviz(
 
 
 def _at_data(
-    posterior: "Posterior", loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
+    posterior: PosteriorBase, loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """log p(t | y_s) [S, N, ..], replicated t [S, N, ..] where p(t | y) can be drawn from, and t [N, ..]."""
-    batches = Batches(loader, device=next(posterior.parameters()).device)
+    batches = Batches(loader, device=posterior.device)
     log_likelihood, replicated, observed = [], [], []
     with borrowed_stream(generator):  # torch's distributions draw from the global stream
         for batch in batches.everything():
-            pairs = [predictive(posterior, draws, batch) for draws in sample]
+            pairs = [predictive_at(posterior, draws, batch) for draws in sample]
             target = pairs[0][1]
-            log_likelihood.append(torch.cat([pred._log_prob_draws(target) for pred, _ in pairs]))
+            log_likelihood.append(torch.cat([pred.log_prob_draws(target) for pred, _ in pairs]))
             if not pairs[0][0].is_function:
                 replicated.append(torch.cat([pred.components.sample() for pred, _ in pairs]))
             observed.append(observed_target(posterior.model.likelihood, target)[0])

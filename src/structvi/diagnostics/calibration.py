@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..families.base import Density, Family
-from .problem import IndependentDraws
+from ..basics.checks import is_integer
+from ..families.density import Density
+from ..families.family import Family
+from ..posterior import PosteriorBase
+from ..predicting.draws import IndependentDraws
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..variationalize import Posterior
-
 Simulate = Callable[[torch.Generator], tuple[Any, Any]]
-Fit = Callable[[Any], "Posterior | Family | Density | Tensor | Mapping[str, Tensor]"]
+Fit = Callable[[Any], PosteriorBase | Family | Density | Tensor | Mapping[str, Tensor]]
 
 #: Sets of uniform ranks from which the bands are made.
 SIMULATIONS = 4000
@@ -71,10 +72,10 @@ class Calibration:
 
     def plot(self, parameter: int | str = 0, ax: "Axes | None" = None) -> "Axes":
         """The ranks' distribution function less the uniform one, and the band that holds all of it 95 times of 100."""
-        from ..plots import BLUE, GREY, _axes, _finish
+        from ..plots import BLUE, GREY, axes_of, finish
 
         index = self.names.index(parameter) if isinstance(parameter, str) else parameter
-        ax = _axes(ax)
+        ax = axes_of(ax)
         grid = _grid(self.draws)
         R = len(self.ranks)
         width = _largest(R, self.draws).quantile(0.95).item() * (grid * (1 - grid) / R).sqrt()
@@ -83,7 +84,7 @@ class Calibration:
         ax.step(grid, difference, where="post", color=BLUE, label=self.names[index])
         ax.set_xlabel("fraction of draws below the truth")
         ax.set_ylabel("distribution function − uniform")
-        return _finish(ax, loc="best")
+        return finish(ax, loc="best")
 
     def __str__(self) -> str:
         return self.verdict
@@ -120,7 +121,7 @@ def sbc(
         True
     """
     for name, value in (("draws", draws), ("replications", replications)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 20:
+        if not is_integer(value, 20):
             raise ValueError(f"{name} must be an integer ≥ 20 for ranks to say anything, got {value!r}")
     generator = torch.Generator().manual_seed(seed)
     names: tuple[str, ...] = ()
@@ -155,13 +156,11 @@ def _flat(theta: Any) -> tuple[Tensor, tuple[str, ...]]:
 
 def _posterior_draws(fitted: Any, theta: Any, count: int, generator: torch.Generator) -> Tensor:
     """[L, P] in the order of θ."""
-    from ..variationalize import Posterior
-
-    if isinstance(fitted, Posterior):
+    if isinstance(fitted, PosteriorBase):
         fitted = fitted.family
     density = fitted() if isinstance(fitted, Family) else fitted
     if isinstance(density, Density):
-        space = density._space()
+        space = density.named_space()
         flat = torch.cat([space.join(one.theta, one.fixed) for one in IndependentDraws(density, count, generator)])
         fitted = space.unravel(flat) if isinstance(theta, Mapping) else flat
     if isinstance(theta, Mapping):

@@ -4,21 +4,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import inf, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..basics.checks import check_integer
+from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, naive, paired, unscented
-from ..elbo import Estimator, elbo
-from ..families.base import Family
-from ..families.low_rank import LowRankFamily
-from ..random import borrowed_stream
-from ..targets import Target, _batch_size
-from .problem import Problem, target_of
-
-if TYPE_CHECKING:
-    from ..variationalize import Posterior
+from ..families.family import Family
+from ..models.batch import batch_size
+from ..models.target import Target
+from ..objective import Estimator, elbo
+from ..posterior import PosteriorBase
+from ..predicting.draws import target_of
+from .problem import Problem
 
 #: Below this ratio a step is mostly noise: a hundred of them are needed to see where the gradient points.
 MOSTLY_NOISE = 0.1
@@ -68,24 +68,36 @@ class GradientNoise:
         return {group: more * (own[group].noise / other[group].noise) ** 2 for group in own if other[group].noise}
 
     @property
+    def noisy(self) -> dict[str, Ratio]:
+        """The groups of parameters whose gradient is mostly noise, with the reference coupling."""
+        return {name: r for name, r in self.groups[self.reference].items() if r.noise and r.snr < MOSTLY_NOISE}
+
+    @property
+    def better(self) -> dict[str, dict[str, float]]:
+        """Couplings with much less noise than the reference → by how much, for each group."""
+        found = {}
+        for coupling in self.groups:
+            relative = self.relative_noise(coupling)
+            weights = {group for group, _ in self.tensors[coupling]}  # not single numbers, such as a noise
+            if any(relative[group] <= WORTH_CHANGING for group in relative if group in weights):
+                found[coupling] = relative
+        return found
+
+    @property
     def advice(self) -> list[str]:
         """What follows, in words."""
         lines = []
-        noisy = {name: r for name, r in self.groups[self.reference].items() if r.noise and r.snr < MOSTLY_NOISE}
-        if noisy:
-            which = ", ".join(f"{name} ({ratio.snr:.2g})" for name, ratio in noisy.items())
+        if self.noisy:
+            which = ", ".join(f"{name} ({ratio.snr:.2g})" for name, ratio in self.noisy.items())
             more = "more draws (groups=4 doubles the ratio)"
             more += "" if self.full else " or larger batches (accumulate=4)"
             lines.append(
                 f"mostly noise: the gradient of {which}; as it should be at an optimum, and where the ELBO still "
                 f"rises, take {more}"
             )
-        for coupling in self.groups:
-            relative = self.relative_noise(coupling)
-            weights = {group for group, _ in self.tensors[coupling]}  # not single numbers, such as a noise
-            if any(relative[group] <= WORTH_CHANGING for group in relative if group in weights):
-                parts = ", ".join(f"{value:.2g} for {group}" for group, value in relative.items())
-                lines.append(f"coupling={coupling} at as many draws has of the present noise variance {parts}")
+        for coupling, relative in self.better.items():
+            parts = ", ".join(f"{value:.2g} for {group}" for group, value in relative.items())
+            lines.append(f"coupling={coupling} at as many draws has of the present noise variance {parts}")
         return lines or ["no group is mostly noise, and no coupling is much better than the present one"]
 
     def __str__(self) -> str:
@@ -101,8 +113,8 @@ class GradientNoise:
 
 
 def gradient_noise(
-    q: "Posterior | Family",
-    data: "Target | Iterable[Any]",
+    q: PosteriorBase | Family,
+    data: Target | Iterable[Any],
     *,
     couplings: Mapping[str, Coupling] | None = None,
     evaluations: int = 16,
@@ -136,9 +148,8 @@ def gradient_noise(
         True
     """
     problem = Problem.of(q, data)
-    for name, value in (("evaluations", evaluations), ("repeats", repeats)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1 + (name == "repeats"):
-            raise ValueError(f"{name} must be an integer ≥ {1 + (name == 'repeats')}, got {value!r}")
+    check_integer("evaluations", evaluations)
+    check_integer("repeats", repeats, least=2)
     chosen = _couplings(problem.family) if couplings is None else couplings
     everything = full or problem.batches is None
     sums: dict[str, _Sums] = {}
@@ -179,8 +190,8 @@ def _parameters(problem: Problem) -> list[_Parameter]:
         owner = problem.family.get_submodule(prefix)
         found.append(_Parameter(group, value, _rows(owner, value)))
     if problem.posterior is not None:
-        for name, value in problem.posterior.named_parameters():
-            if not name.startswith("family.") and value.requires_grad:
+        for name, value in problem.posterior.outside_family().items():
+            if value.requires_grad:
                 found.append(_Parameter(name.removeprefix("model."), value, {}))
     return found
 
@@ -195,7 +206,7 @@ def _rows(owner: nn.Module, value: Tensor) -> dict[str, slice]:
 
 
 def _couplings(family: Family) -> dict[str, Coupling]:
-    ranks = [part.rank for part in family.modules() if isinstance(part, LowRankFamily) and part.rank]
+    ranks = [part.rank for part in family.families() if part.rank]
     own: dict[str, Coupling] = {"naive": naive, "paired": paired}
     return own | ({"unscented": unscented(directions=min(4, *ranks))} if ranks else {})
 
@@ -228,7 +239,7 @@ def _portions(problem: Problem, full: bool) -> Iterator[list[tuple[Any, float]]]
     if full:
         batches = list(problem.batches.everything())
         assert problem.posterior is not None
-        rows = [_batch_size(target_of(problem.posterior, batch)) for batch in batches]
+        rows = [batch_size(target_of(problem.posterior, batch)) for batch in batches]
         while True:
             yield [(batch, B / sum(rows)) for batch, B in zip(batches, rows, strict=True)]
     for epoch in count():

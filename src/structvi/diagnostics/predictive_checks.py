@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..batches import Batches
-from ..predictive import observed_target
-from ..random import borrowed_stream
-from .problem import IndependentDraws, predictive
+from ..basics.random_streams import borrowed_stream
+from ..posterior import PosteriorBase
+from ..predicting.draws import IndependentDraws, predictive_at
+from ..predicting.predictive import observed_target
+from ..training.batches import Batches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from ..variationalize import Posterior
 
 Statistic = Callable[[Tensor], Tensor | float]
 
@@ -57,15 +56,15 @@ class PredictiveCheck:
 
     def plot(self, statistic: str | None = None, ax: "Axes | None" = None) -> "Axes":
         """The statistic of the replicated data sets as a histogram, that of the data as a line."""
-        from ..plots import BLUE, ORANGE, _axes, _finish
+        from ..plots import BLUE, ORANGE, axes_of, finish
 
         name = next(iter(self.observed)) if statistic is None else statistic
-        ax = _axes(ax)
+        ax = axes_of(ax)
         ax.hist(self.replicated[name].numpy(), bins=30, color=BLUE, alpha=0.5, label="replicated")
         ax.axvline(self.observed[name], color=ORANGE, linewidth=2, label=f"data, p = {self.p_values[name]:.2g}")
         ax.set_xlabel(name)
         ax.set_ylabel("data sets")
-        return _finish(ax, loc="best")
+        return finish(ax, loc="best")
 
     def __str__(self) -> str:
         lines = [f"{'statistic':<16}{'data':>12}{'replicated':>24}{'p':>8}"]
@@ -77,7 +76,7 @@ class PredictiveCheck:
 
 
 def predictive_check(
-    posterior: "Posterior",
+    posterior: PosteriorBase,
     loader: Iterable[Any],
     statistics: Mapping[str, Statistic] | None = None,
     draws: int = 200,
@@ -103,8 +102,8 @@ def predictive_check(
         >>> predictive_check(bayes, [batch]).p_values["mean"]  # never as large as the data's
         0.0
     """
-    batches = Batches(loader, device=next(posterior.parameters()).device)
-    generator = torch.Generator(next(posterior.parameters()).device).manual_seed(seed)
+    batches = Batches(loader, device=posterior.device)
+    generator = torch.Generator(posterior.device).manual_seed(seed)
     chosen: Mapping[str, Statistic] = statistics or {}
     replicated: dict[str, list[Tensor]] = {}
     observed: dict[str, float] = {}
@@ -112,7 +111,7 @@ def predictive_check(
         pieces, data = [], []
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             for batch in batches.everything():
-                pred, target = predictive(posterior, drawn, batch)
+                pred, target = predictive_at(posterior, drawn, batch)
                 chosen = chosen or _defaults(pred)
                 t, mask = observed_target(posterior.model.likelihood, target)
                 t_new = pred.components.sample()  # [s, B, ..]

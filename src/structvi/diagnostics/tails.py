@@ -6,7 +6,7 @@ from math import lgamma, log, pi
 import torch
 from torch import Tensor
 
-from ..families.base import Draws
+from ..families.density import Draws
 
 #: Degrees of freedom.
 NU = 5

@@ -1,7 +1,8 @@
 """Variational families: one family, one file; first its density (the mathematics), then its module (the state)."""
 
-from .base import Density, DistributionDensity, Draws, Family
 from .blocks import Blocks
+from .density import Density, DistributionDensity, Draws, check_draw
+from .family import Family
 from .fitted_dropout import FittedDropout
 from .full import FullNormal
 from .gaussian import Gaussian, kl
@@ -27,5 +28,6 @@ __all__ = [
     "Mixture",
     "StructuredNormal",
     "StructuredPrecision",
+    "check_draw",
     "kl",
 ]

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
+from ..basics.patterns import assign, check_patterns
 from ..couplings import naive
 from ..parameters import Parameters
-from ..patterns import assign, check_patterns
-from .base import Density, Draws, Family, check_draw
+from .density import Density, Draws, check_draw
+from .family import Family
 from .gaussian import Gaussian, LowRank
 from .point import PointMass
 
@@ -56,7 +57,7 @@ class BlockLayout:
             if any(s.start == s.stop for s in own):
                 continue
             r, c = positions[own[0]] - rows.start, positions[own[1]] - columns.start
-            result = result.index_put((r.unsqueeze(-1), c.unsqueeze(0)), part._covariance_block(*own))
+            result = result.index_put((r.unsqueeze(-1), c.unsqueeze(0)), part.covariance_block(*own))
         return result
 
 
@@ -101,7 +102,7 @@ class BlockDiagonalNormal(Gaussian):
     def variance(self) -> Tensor:
         return self.layout.join([block.variance for block in self.blocks])
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.layout.covariance(self.blocks, rows, columns)
 
     def to_distribution(self) -> Distribution:
@@ -156,7 +157,7 @@ class BlocksDensity(Density):
     def variance(self) -> Tensor:
         return self.layout.join([block.variance for block in self.random + self.points])
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.layout.covariance(self.random + self.points, rows, columns)
 
     def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
@@ -174,7 +175,7 @@ class BlocksDensity(Density):
         latent = None
         if any(one.latent is not None for one in draws):
             latent = self.random_layout.join([one.theta if one.latent is None else one.latent for one in draws])
-        fixed = {name: x for block in self.points for name, x in block._space().unravel(block.mean).items()}
+        fixed = {name: x for block in self.points for name, x in block.named_space().unravel(block.mean).items()}
         return Draws(theta, theta.new_full((S,), 1 / S), MappingProxyType(fixed), latent)
 
     def offers(self, method: str) -> bool:
@@ -267,6 +268,10 @@ class Blocks(Family):
             names = [name for name, owner in zip(parameters.names, self.owners, strict=True) if owner == b]
             bound.append(family.bind(parameters.subset(names), generator))
         self.parts = nn.ModuleList(bound)
+
+    def place(self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor]) -> None:
+        for part in self.blocks.values():
+            part.place(mean, scale)
 
     def forward(self) -> Density:
         assert self.space is not None

@@ -9,11 +9,12 @@ from torch.nn.functional import logsigmoid
 
 from ..couplings import Noise, naive
 from ..parameters import Parameters, Select
-from .algebra import sum_weights
-from .base import Density, Draws, Family, check_draw
+from .density import Density, Draws, check_draw
+from .family import Family
 from .gaussian import Gaussian, kl
 from .mc_dropout import BernoulliMasked, Layout, Masked, Per, check_per
 from .mean_field import DiagonalNormal, MeanField
+from .numerics.algebra import sum_weights
 from .point import MAP, PointMass
 
 #: All masks are enumerated where that takes at most this many evaluations of the model.
@@ -92,7 +93,7 @@ class FittedLogisticNormal(Masked):
             'for probabilities of points take q="bernoulli"'
         )
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         raise NotImplementedError(
             "products of logistic normals have no closed-form mean: estimate this covariance from draws"
         )

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
-from .algebra import sum_weights
-from .base import MAX_DENSE, Family, check_start, initial_mean
+from .density import MAX_DENSE
+from .family import Family
 from .gaussian import Gaussian, LowRank
+from .numerics.algebra import sum_weights
+from .starts import check_start, initial_mean
 
 
 class FullNormalDensity(Gaussian):
@@ -35,7 +37,7 @@ class FullNormalDensity(Gaussian):
         identity = torch.eye(self.P, dtype=self.mean.dtype, device=self.mean.device)
         return torch.linalg.solve_triangular(self.cholesky, identity, upper=False).square().sum(0)
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.cholesky[rows] @ self.cholesky[columns].mT
 
     @property
@@ -90,3 +92,33 @@ class FullNormal(Family):
         rows, columns = torch.tril_indices(P, P, offset=-1, device=self.mean.device)
         relative = torch.diag(self.log_diagonal.exp()).index_put((rows, columns), self.lower)
         return FullNormalDensity(self.mean, self.unit.unsqueeze(-1) * relative)
+
+    def place_at(self, mean: Tensor, scale: Tensor) -> None:
+        self.mean.copy_(mean)
+        self._set_root(torch.diag(scale))
+
+    @torch.no_grad()
+    def move_to(self, theta: Tensor) -> None:
+        self.mean.copy_(theta)
+
+    @property
+    def coordinates(self):
+        return "full"
+
+    @torch.no_grad()
+    def standardise(self, generator: torch.Generator | None) -> None:
+        self.mean.zero_()
+        self._set_root(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
+
+    @torch.no_grad()
+    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
+        root = torch.diag(root) if root.ndim == 1 else root
+        self.mean.copy_(shift + self.mean @ root.mT)
+        self._set_root(root @ self.forward().cholesky)
+
+    def _set_root(self, root: Tensor) -> None:
+        """L [P, P], with its diagonal as the unit."""
+        self.unit.copy_(root.diagonal())
+        rows, columns = torch.tril_indices(len(root), len(root), offset=-1, device=root.device)
+        self.lower.copy_((root / self.unit.unsqueeze(-1))[rows, columns])
+        self.log_diagonal.zero_()

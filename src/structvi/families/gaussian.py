@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..couplings import Coupling, Noise, naive
-from . import fused
-from .algebra import sum_weights
-from .base import Density, Draws, check_draw
+from .density import Density, Detached, Draws, check_draw
+from .numerics import fused
+from .numerics.algebra import sum_weights
 
 
 class LowRank(NamedTuple):
@@ -22,7 +22,7 @@ class LowRank(NamedTuple):
 
 
 class Gaussian(Density):
-    """N(mean, Σ). A shape of covariance is six methods: the rest follows.
+    """N(mean, Σ). A shape of covariance is a `location` and six methods: the rest follows.
 
     `transform` maps noise to deviations from the mean; `precision_product` is Λ x, `quadratic` xᵀΛx, `half_log_det`
     ½ log det Σ, and `low_rank` and `precision_diagonal` give Σ and diag Λ in the form in which traces are cheap.
@@ -32,6 +32,8 @@ class Gaussian(Density):
     location: Tensor
     #: K, how many low-rank directions the draws use
     rank: int = 0
+    #: the sum over ranks, where each holds a slice of the weights
+    reduce: fused.Reduce | None = None
 
     @abstractmethod
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
@@ -62,6 +64,10 @@ class Gaussian(Density):
         return self.location
 
     @property
+    def noise_size(self) -> int:
+        return self.P + self.rank
+
+    @property
     def variance(self) -> Tensor:
         d, V, C = self.low_rank()
         return d + ((V @ C) * V).sum(-1)
@@ -79,6 +85,19 @@ class Gaussian(Density):
             return super().draw_scored(groups, coupling, generator)
         theta, log_q = fused.draw(state, *self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
+
+    def draw_detached(self, groups=1, coupling=naive, generator=None) -> Detached | None:
+        if (state := self.state()) is None:
+            return None
+        with torch.no_grad():
+            theta, log_q, saved = fused.forward(state, *self._noise(groups, coupling, generator))
+        draws = Draws(theta.requires_grad_(), theta.new_full((len(theta),), 1 / len(theta)))
+        sources = state.mean, state.log_scale, state.factor
+
+        def pull(g: Tensor, g_q: Tensor) -> list[tuple[Tensor, Tensor | fused.LowRankGradient]]:
+            return list(zip(sources, fused.backward(saved, g, g_q), strict=True))
+
+        return Detached(draws, log_q.requires_grad_(), pull)
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
         check_draw(groups, coupling, generator, self.mean.device)
@@ -115,7 +134,7 @@ class Gaussian(Density):
     def entropy(self) -> Tensor:
         return (self.half_log_det() + 0.5 * self.P * (1 + log(2 * pi))).to(self.mean.dtype)
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         d, V, C = self.low_rank()
         block = V[rows] @ C @ V[columns].mT
         return block + torch.diag(d[rows]) if rows == columns else block

@@ -1,15 +1,26 @@
 """What the two low-rank forms share: a diagonal, a factor relative to a unit, and Woodbury's K×K matrix."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from . import fused
-from .algebra import capacitance
-from .base import Family, check_factor, check_rank_fits, check_start, initial_mean
+from .density import LowRankPart
+from .family import Factor, LowRankForm
 from .gaussian import Gaussian
+from .numerics import fused
+from .numerics.algebra import capacitance
+from .scaled import Scaled
+from .starts import check_factor, check_rank_fits, normal
+
+#: the factor of a second stage starts at this size, relative to the scales
+STAGE_FACTOR = 0.01
+#: that of a search in coordinates in which scales are one
+SEARCH_FACTOR = 0.1
+#: factors from which the best approximation of a normal is sought, which costs no evaluation
+STARTS = 8
 
 
 class LowRankDensity(Gaussian):
@@ -17,9 +28,6 @@ class LowRankDensity(Gaussian):
 
     #: whether M is the precision's, not the covariance's
     of_precision: bool = False
-    #: see `fused.State`
-    pending: list[fused.LowRankGradient] | None = None
-    reduce: fused.Reduce | None = None
 
     def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor):
         self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
@@ -34,14 +42,26 @@ class LowRankDensity(Gaussian):
 
     def state(self) -> fused.State:
         parts = self.location, self.log_scale, self.factor, self.unit
-        return fused.State(*parts, self.of_precision, self.pending, self.reduce)
+        return fused.State(*parts, self.of_precision, self.reduce)
 
     @property
     @abstractmethod
     def ratio(self) -> Tensor:
         """r in M = I_K + Fᵀ diag(r²) F: [P]"""
 
-    def _cholesky(self) -> Tensor:
+    @property
+    def accurate(self) -> bool:
+        """Whether six of float64's digits are left: the K×K matrix M has a condition below 10¹⁰.
+
+        A long step towards a scale of 0 or ∞ ends where rounding spoils log det Σ.
+        """
+        with torch.no_grad():
+            return not self.rank or self.cholesky().diagonal().max().item() < 1e5
+
+    def low_rank_part(self) -> LowRankPart:
+        return LowRankPart(self.factor * self.ratio.unsqueeze(-1), self.cholesky(), self.of_precision)
+
+    def cholesky(self) -> Tensor:
         """Of M. Kept for the life of the density, with its graph where one is wanted: a value computed under no_grad
         is never used for gradients."""
         if torch.is_grad_enabled():
@@ -54,18 +74,13 @@ class LowRankDensity(Gaussian):
         return self._plain
 
 
-class LowRankFamily(Family):
+class LowRankFamily(Scaled):
     """Mean, log scale and a factor F of rank K that learns relative to a fixed unit; P(K + 2) parameters."""
 
     #: the density of this shape
     density: type[LowRankDensity]
-    #: where a step that does without the factor's `.grad` finds its gradient
-    pending: list[fused.LowRankGradient] | None = None
-    #: the sum over ranks, where each holds a slice of the weights
-    reduce: fused.Reduce | None = None
+    row_tensors = ("mean", "log_scale", "factor", "unit")
 
-    mean: Tensor
-    log_scale: Tensor
     factor: Tensor
     unit: Tensor
 
@@ -76,25 +91,20 @@ class LowRankFamily(Family):
         initial_scale: float = 0.1,
         initial_factor: float = 0.1,
     ):
-        super().__init__()
         check_factor(rank, initial_factor)
-        check_start(initial_mean, initial_scale)
-        self.rank = rank
-        self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor
+        super().__init__(initial_mean, initial_scale)
+        self.rank, self.initial_factor = rank, initial_factor
 
     def initialise(self, parameters, generator):
         check_rank_fits(self.rank, parameters.size)
-        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+        super().initialise(parameters, generator)
         scale = self.initial_scale * parameters.scale
-        self.log_scale = nn.Parameter(scale.log())
         factor = self.initial_factor * normal((parameters.size, self.rank), scale, generator)
         self.factor = nn.Parameter(laid_out(factor))
         self.register_buffer("unit", scale)
 
     def forward(self) -> LowRankDensity:
-        density = self.density(self.mean, self.log_scale, self.factor, self.unit)
-        density.pending, density.reduce = self.pending, self.reduce
-        return density
+        return self.density(self.mean, self.log_scale, self.factor, self.unit)
 
     def _apply(self, fn, recurse=True):
         """Where the family is moved to, the factor is laid out as is fast there."""
@@ -103,27 +113,104 @@ class LowRankFamily(Family):
             self.factor.data = laid_out(self.factor.data)
         return self
 
-    def factor_off(self) -> None:
+    def place_at(self, mean: Tensor, scale: Tensor) -> None:
+        self.mean.copy_(mean)
+        self.log_scale.copy_(scale.log())
+        self.unit.copy_(scale)
+
+    @torch.no_grad()
+    def move_to(self, theta: Tensor) -> None:
+        self.mean.copy_(theta)
+
+    # ---- stages
+
+    @property
+    def has_stages(self) -> bool:
+        return self.rank > 0
+
+    def is_untouched(self) -> bool:
+        """Whether the scales are still those that the factor's unit was set to."""
+        return bool(torch.isclose(self.log_scale, self.unit.log(), rtol=0, atol=1e-6).all())
+
+    @torch.no_grad()
+    def first_stage(self) -> None:
         """Hold the factor at zero: mean and scales alone, N(μ, diag(s)²)."""
-        with torch.no_grad():
-            self.factor.zero_()
+        self.factor.zero_()
         self.factor.requires_grad_(False)
 
-    def start_factor(self, generator: torch.Generator | None = None, size: float = 0.01) -> None:
+    def second_stage(self, generator: torch.Generator | None = None) -> None:
+        """Let the factor learn, from small numbers relative to the present scales."""
+        self.start_factor(generator, STAGE_FACTOR)
+
+    def start_factor(self, generator: torch.Generator | None, size: float) -> None:
         """Let the factor learn, from N(0, size²) relative to the present scales."""
+        if self.shard is not None:  # noise for this rank's rows: a factor made whole might not fit
+            generator = self.shard.generator(generator, self.factor.device)
         with torch.no_grad():
             self.unit.copy_(self.log_scale.exp())
             self.factor.copy_(size * normal(tuple(self.factor.shape), self.factor, generator))
         self.factor.requires_grad_(True)
+
+    def learn_all(self) -> None:
+        self.factor.requires_grad_(True)
+
+    def factors(self) -> list[Factor]:
+        P = len(self.factor) if self.space is None else self.space.size
+        return [Factor(self.factor, (self.mean, self.log_scale), P)] if self.rank else []
+
+    # ---- growth and search
+
+    def low_rank_form(self) -> LowRankForm:
+        unit = self.unit if self.rank else self.log_scale.exp()  # no column yet, no unit yet: the present scales
+        return LowRankForm(self.mean, self.log_scale, unit, self.factor, type(self))
+
+    @property
+    def coordinates(self):
+        return "diagonal"
+
+    @torch.no_grad()
+    def standardise(self, generator: torch.Generator | None) -> None:
+        self.mean.zero_()
+        self.log_scale.zero_()
+        self.start_factor(generator, SEARCH_FACTOR)
+
+    @torch.no_grad()
+    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
+        self.mean.copy_(shift + self.mean * root)
+        self.log_scale.add_(root.log())
+        self.unit.mul_(root)
+
+    @property
+    def starts(self) -> int:
+        return STARTS if self.rank else 1
+
+    @torch.no_grad()
+    def start_at(self, index: int, mean: Tensor, precision: Tensor, noise: Callable[[], Tensor]) -> None:
+        """At the principal directions first; then at other scales, which lead to other optima."""
+        self.mean.copy_(mean)
+        if index == 0:
+            self.factor.copy_(principal(precision, self.rank, self.density.of_precision))
+        else:
+            self.log_scale.copy_(0.5 * (1 + index % 4) * noise())
+
+    def ridge(self) -> Tensor:
+        return (self.log_scale - self.unit.log()).square().sum()
+
+
+def principal(precision: Tensor, rank: int, of_precision: bool) -> Tensor:
+    """The best factor beside scales of one: [P, P] → [P, K].
+
+    With λ, v the eigenvalues and vectors of the target's precision, Σ = I + FFᵀ has the variance 1/λ along v for
+    F = v√(1/λ − 1), worth most for the least λ; Λ = I + FFᵀ has λ for F = v√(λ − 1), for the greatest.
+    """
+    values, vectors = torch.linalg.eigh(precision)  # ascending
+    if of_precision:
+        values, vectors = values.flip(0), vectors.flip(1)
+    values, vectors = values[:rank], vectors[:, :rank]
+    return vectors * ((values if of_precision else 1 / values) - 1).clamp(min=SEARCH_FACTOR**2).sqrt()
 
 
 def laid_out(factor: Tensor) -> Tensor:
     """[P, K] as is fast in memory: on a CPU column by column, where products run along the P weights; on a GPU row by
     row, where a kernel holds whole rows."""
     return factor.mT.contiguous().mT if factor.device.type == "cpu" else factor.contiguous()
-
-
-def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal noise for initial values: made where the generator is, moved to where it is used."""
-    device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)

@@ -8,14 +8,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..basics.patterns import assign, check_patterns
 from ..couplings import Coupling, naive
 from ..parameters import Parameters, Select
-from ..patterns import assign, check_patterns
-from .algebra import sum_weights
-from .base import Density, Draws, Family, check_start, initial_mean
+from .density import Density, Draws
 from .dropout_layers import dropped_layers
+from .family import Family
 from .mean_field import DiagonalNormal
+from .numerics.algebra import sum_weights
 from .point import PointMass
+from .starts import check_start, initial_mean
 
 Per = Literal["weight", "input", "output"]
 
@@ -199,7 +201,7 @@ class BernoulliMasked(Masked):
             raise NotImplementedError(f"{what} needs weights under MAP, these are {type(self.weights).__name__}")
         return self.weights.point
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         """Cov(θ∘z) = E[zzᵀ]∘Cov(θ) + Cov(z)∘E[θ]E[θ]ᵀ; masks covary where they are the same."""
         keep, variance = self.layout.spread(self.keep), self.layout.spread(self.mask_variance, 0)
         mean = self.weights.mean
@@ -207,7 +209,7 @@ class BernoulliMasked(Masked):
         same = number[rows].unsqueeze(-1) == number[columns]
         of_masks = torch.where(same, variance[rows].unsqueeze(-1), 0.0)
         products = of_masks + torch.outer(keep[rows], keep[columns])
-        of_weights = self.weights._covariance_block(rows, columns)
+        of_weights = self.weights.covariance_block(rows, columns)
         return products * of_weights + of_masks * torch.outer(mean[rows], mean[columns])
 
 

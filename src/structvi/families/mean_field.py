@@ -3,13 +3,13 @@
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
-from . import fused
-from .algebra import sum_weights
-from .base import Family, check_start, initial_mean
 from .gaussian import Gaussian, LowRank
+from .numerics import fused
+from .numerics.algebra import sum_weights
+from .scaled import Scaled
 
 
 class DiagonalNormal(Gaussian):
@@ -25,7 +25,7 @@ class DiagonalNormal(Gaussian):
 
     def state(self) -> fused.State:
         empty = self.location.new_empty(self.P, 0)
-        return fused.State(self.location, self.log_scale, empty, self.location.detach(), False)
+        return fused.State(self.location, self.log_scale, empty, self.location.detach(), False, self.reduce)
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return self.scale * diagonal
@@ -54,7 +54,7 @@ class DiagonalNormal(Gaussian):
         return Independent(Normal(self.mean, self.scale), 1)
 
 
-class MeanField(Family):
+class MeanField(Scaled):
     """Independent normals over all weights, θ_i ~ N(μ_i, s_i²): 2P variational parameters.
 
     Args:
@@ -69,18 +69,6 @@ class MeanField(Family):
         >>> q().variance.shape
         torch.Size([3])
     """
-
-    mean: Tensor
-    log_scale: Tensor
-
-    def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
-        super().__init__()
-        check_start(initial_mean, initial_scale)
-        self.initial_mean, self.initial_scale = initial_mean, initial_scale
-
-    def initialise(self, parameters, generator):
-        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
-        self.log_scale = nn.Parameter((self.initial_scale * parameters.scale).log())
 
     def forward(self) -> DiagonalNormal:
         return DiagonalNormal(self.mean, self.log_scale)

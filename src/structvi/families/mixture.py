@@ -16,13 +16,15 @@ from torch.distributions import (
     Normal,
 )
 
+from ..basics.checks import check_integer
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters, Select
-from .algebra import project, sum_weights
-from .base import Density, Draws, Family, check_draw
+from .density import Density, Draws, check_draw
+from .family import Family
 from .full import FullNormalDensity
 from .gaussian import Gaussian, kl
-from .low_rank import normal
+from .numerics.algebra import project, sum_weights
+from .starts import normal
 
 #: Logits learn relative to this unit: a step of an optimizer moves them a fifth as far as means and log scales. With
 #: unit 1 a part far from its mode loses its proportion, and with it its gradient, before it arrives: two modes at ±5,
@@ -55,6 +57,14 @@ class MixtureDensity(Density):
     @property
     def P(self) -> int:
         return self.parts[0].P
+
+    @property
+    def noise_size(self) -> int:
+        return max(part.noise_size for part in self.parts)
+
+    @property
+    def finite(self) -> bool:
+        return all(part.finite for part in self.parts)
 
     @property
     def mean(self) -> Tensor:
@@ -122,11 +132,11 @@ class MixtureDensity(Density):
         )
         return lower, upper
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         deviations = self._means() - self.mean
         between = deviations[:, rows].mT @ (self.proportions.unsqueeze(-1) * deviations[:, columns])
         for proportion, part in zip(self.proportions, self.parts, strict=True):
-            between = between + proportion * part._covariance_block(rows, columns)
+            between = between + proportion * part.covariance_block(rows, columns)
         return between
 
     def to_distribution(self) -> Distribution:
@@ -240,14 +250,17 @@ class Mixture(Family):
                 )
         return cls(parts)
 
+    def mixture_parts(self) -> tuple[list[Family], Tensor]:
+        return self.part, self.proportions
+
     def forward(self) -> MixtureDensity:
         return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1), self.common_noise)
 
 
 def _parts(part: Family | Sequence[Family], components: int | None) -> list[Family]:
     """The constructor's arguments as a list of recipes, or of bound families."""
-    if components is not None and (not isinstance(components, int) or isinstance(components, bool) or components < 1):
-        raise ValueError(f"components must be an integer ≥ 1, got {components!r}")
+    if components is not None:
+        check_integer("components", components)
     if isinstance(part, Family):
         if part.is_bound:
             raise ValueError(

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..couplings import naive
-from .base import Density, Draws, Family, check_draw, initial_mean
+from .density import Density, Draws, check_draw
+from .family import Family
+from .starts import check_initial_mean, initial_mean
 
 
 class PointMass(Density):
@@ -23,8 +25,12 @@ class PointMass(Density):
     def variance(self) -> Tensor:
         return torch.zeros_like(self.point)
 
+    @property
+    def finite(self) -> bool:
+        return True
+
     def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
-        """One draw: all would be the same."""
+        """`groups` draws, all the same and of equal weight."""
         check_draw(groups, coupling, generator, self.point.device)
         return Draws(self.point.expand(groups, -1), self.point.new_full((groups,), 1 / groups))
 
@@ -40,7 +46,7 @@ class PointMass(Density):
             "a point mass has no finite differential entropy (it is −∞): the objective is E[log joint] without it"
         )
 
-    def _covariance_block(self, rows: slice, columns: slice) -> Tensor:
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.point.new_zeros(rows.stop - rows.start, columns.stop - columns.start)
 
 
@@ -61,8 +67,7 @@ class MAP(Family):
 
     def __init__(self, initial_mean: str = "current"):
         super().__init__()
-        if initial_mean not in ("current", "fresh", "zero"):
-            raise ValueError(f'initial_mean must be "current", "fresh" or "zero", got {initial_mean!r}')
+        check_initial_mean(initial_mean)
         self.initial_mean = initial_mean
 
     def initialise(self, parameters, generator):
@@ -70,3 +75,6 @@ class MAP(Family):
 
     def forward(self) -> PointMass:
         return PointMass(self.point)
+
+    def place_at(self, mean: Tensor, scale: Tensor) -> None:
+        self.point.copy_(mean)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
-from .algebra import half_log_det, project, solve, sum_weights
 from .gaussian import LowRank
 from .low_rank import LowRankDensity, LowRankFamily
+from .numerics.algebra import half_log_det, project, solve, sum_weights
 
 
 class StructuredPrecisionDensity(LowRankDensity):
@@ -29,7 +29,7 @@ class StructuredPrecisionDensity(LowRankDensity):
         deviation = self.scale * diagonal
         if self.rank:
             r = self.ratio
-            inner = solve(self._cholesky(), low_rank - project(diagonal * r, self.factor)).to(diagonal.dtype)  # [S, K]
+            inner = solve(self.cholesky(), low_rank - project(diagonal * r, self.factor)).to(diagonal.dtype)  # [S, K]
             deviation = torch.addcmul(deviation, inner @ self.factor.mT, self.scale * r)
         return deviation
 
@@ -44,10 +44,10 @@ class StructuredPrecisionDensity(LowRankDensity):
         return sum_weights((x / self.scale).square()) + project(x / self.unit, self.factor).square().sum(-1)
 
     def half_log_det(self) -> Tensor:
-        return sum_weights(self.log_scale) - half_log_det(self._cholesky())
+        return sum_weights(self.log_scale) - half_log_det(self.cholesky())
 
     def low_rank(self) -> LowRank:
-        inverse = -torch.cholesky_inverse(self._cholesky()).to(self.scale.dtype)
+        inverse = -torch.cholesky_inverse(self.cholesky()).to(self.scale.dtype)
         return LowRank(self.scale.square(), self.factor * (self.scale.square() / self.unit).unsqueeze(-1), inverse)
 
     def precision_diagonal(self) -> Tensor:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, LowRankMultivariateNormal, Normal
 
-from .algebra import half_log_det, project, solve, sum_weights
 from .gaussian import LowRank
 from .low_rank import LowRankDensity, LowRankFamily
+from .numerics.algebra import half_log_det, project, solve, sum_weights
 
 
 class StructuredNormalDensity(LowRankDensity):
@@ -30,18 +30,18 @@ class StructuredNormalDensity(LowRankDensity):
         x = x / self.scale
         if self.rank:
             r = self.ratio
-            inner = solve(self._cholesky(), project(x * r, self.factor)).to(x.dtype)  # [S, K]
+            inner = solve(self.cholesky(), project(x * r, self.factor)).to(x.dtype)  # [S, K]
             x = torch.addcmul(x, inner @ self.factor.mT, r, value=-1)
         return x / self.scale
 
     def quadratic(self, x: Tensor) -> Tensor:
         x = x / self.scale
         projected = project(x * self.ratio, self.factor)  # [S, K]
-        reduced = torch.linalg.solve_triangular(self._cholesky(), projected.mT, upper=False)
+        reduced = torch.linalg.solve_triangular(self.cholesky(), projected.mT, upper=False)
         return sum_weights(x.square()) - reduced.square().sum(0)
 
     def half_log_det(self) -> Tensor:
-        return sum_weights(self.log_scale) + half_log_det(self._cholesky())
+        return sum_weights(self.log_scale) + half_log_det(self.cholesky())
 
     def low_rank(self) -> LowRank:
         identity = torch.eye(self.rank, dtype=self.scale.dtype, device=self.scale.device)
@@ -49,7 +49,7 @@ class StructuredNormalDensity(LowRankDensity):
 
     def precision_diagonal(self) -> Tensor:
         r = self.ratio
-        inner = solve(self._cholesky(), self.factor.double()).to(r.dtype)  # [P, K]
+        inner = solve(self.cholesky(), self.factor.double()).to(r.dtype)  # [P, K]
         return (1 - r.square() * (inner * self.factor).sum(-1)) / self.scale.square()
 
     def to_distribution(self) -> Distribution:

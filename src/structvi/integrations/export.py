@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
-from ..likelihoods import Likelihood
-from ..prediction import DrawChunks, on_device
-from ..predictive import Predictive
-
-if TYPE_CHECKING:
-    from ..variationalize import Posterior
+from ..models.likelihoods import Likelihood
+from ..posterior import PosteriorBase
+from ..predicting.draws import DrawChunks, on_device
+from ..predicting.predictive import Predictive
 
 
 class FixedPredictive(nn.Module):
@@ -32,11 +30,11 @@ class FixedPredictive(nn.Module):
         draws, coupling, chunk, generator: as in `predict`, and the same draws.
     """
 
-    def __init__(self, posterior: "Posterior", draws: int, coupling: Coupling, chunk: int, generator: Any):
+    def __init__(self, posterior: PosteriorBase, draws: int, coupling: Coupling, chunk: int, generator: Any):
         super().__init__()
         chunks = DrawChunks(posterior, draws, coupling, chunk, None, generator)
         with torch.no_grad():
-            every = [chunks._draw(index)[0] for index in range(len(chunks))]
+            every = [chunks.draw(index)[0] for index in range(len(chunks))]
             theta = torch.cat([one.theta for one in every])  # [S, P]
             weight = torch.cat([chunks.share(index) * one.weight for index, one in enumerate(every)])
             fixed = every[0].fixed
@@ -75,7 +73,7 @@ class FixedPredictive(nn.Module):
 
 
 def export_predictive(
-    posterior: "Posterior",
+    posterior: PosteriorBase,
     example_inputs: Any,
     draws: int = 8,
     *,
@@ -144,7 +142,7 @@ def _with_signature(forward: Callable[..., Any], keywords: Iterable[str]) -> Cal
     return named
 
 
-def _check(posterior: "Posterior") -> None:
+def _check(posterior: PosteriorBase) -> None:
     if not isinstance(posterior.model.likelihood, Likelihood):
         raise TypeError(
             "the likelihood is a plain function, of which no mean and no probabilities are known: write a Likelihood, "

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..batches import Batches
+from ..basics.checks import check_fraction
 from ..couplings import Coupling, paired
-from ..elbo import Estimator
-from ..estimate import Estimate
-from ..fitting import KL_WARMUP
-from ..history import History
-from ..optimizing import DEFAULT_LR, Schedule, make_optimizer, trend
-from ..run import LAST_PART, NEGLIGIBLE, factored
-from ..variationalize import Posterior
+from ..front_door import Posterior
+from ..objective import Estimate, Estimator
+from ..posterior import PosteriorBase
+from ..result import Status
+from ..training.adam import DEFAULT_LR, make_optimizer
+from ..training.batches import Batches
+from ..training.options import KL_WARMUP
+from ..training.result import History
+from ..training.schedule import Schedule
+from ..training.verdict import LAST_PART, SHORTEST_PART, TOO_SHORT, Trend
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -81,11 +84,10 @@ class BayesianModule(LightningModule):
         reference: Any = None,
     ):
         super().__init__()
-        if not isinstance(posterior, Posterior):
+        if not isinstance(posterior, PosteriorBase):
             raise TypeError(f"BayesianModule expects what variationalize returns, got {type(posterior).__name__}")
-        for name, value in (("warmup", warmup), ("kl_warmup", kl_warmup)):
-            if not isinstance(value, int | float) or not 0 <= value < 1:
-                raise ValueError(f"{name} is a fraction of the steps, from 0 to below 1, got {value!r}")
+        check_fraction("warmup", warmup)
+        check_fraction("kl_warmup", kl_warmup)
         self.posterior = posterior
         self.lr, self.warmup, self.kl_warmup = lr, warmup, kl_warmup
         self.options: dict[str, Any] = {"groups": groups, "coupling": coupling, "estimator": estimator}
@@ -108,11 +110,11 @@ class BayesianModule(LightningModule):
 
     def on_train_start(self) -> None:
         model, loader = self.posterior.model, self.trainer.train_dataloader
-        if model._num_data is None:
+        if model.known_num_data is None:
             model.num_data = _num_data(loader)
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, factored(self.posterior))
+        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family.factors())
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = Schedule(optimizer, None, round(self.warmup * steps), steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
@@ -219,24 +221,25 @@ class PosteriorCallback(Callback):
     def _part(self) -> int:
         """The length of the last part of the steps; 0 where it is too short to tell a trend."""
         part = round(LAST_PART * len(self.history))
-        return part if part >= 16 else 0
+        return part if part >= SHORTEST_PART else 0
 
     def trend(self) -> tuple[float, float]:
         """The slope of the ELBO over the last half of the steps, nats a step at the highest rate, and its error."""
-        elbo, epoch, lr = (self.history.recent(column, 2 * self._part) for column in ("elbo", "epoch", "lr"))
-        return trend(elbo, epoch, lr / self.history["lr"].max())
+        trend = self._trend()
+        return trend.slope, trend.error
+
+    def _trend(self) -> Trend:
+        return Trend.of(self.history, 2 * self._part, self._part, self._num_data)
+
+    @property
+    def status(self) -> Status:
+        """Whether the ELBO still rises, as `FitResult.status` has it."""
+        return self._trend().judge()[0] if self._part else Status.TOO_SHORT
 
     @property
     def verdict(self) -> str:
-        """Whether the ELBO still rises, as `FitResult.verdict` has it."""
-        if not self._part:
-            return "too few steps to tell whether it has converged"
-        slope, error = self.trend()
-        if slope > 2 * error and slope * self._part > NEGLIGIBLE:
-            return f"still improving at {slope:.2g} nats per step"
-        if (slope + 2 * error) * self._part > max(1.0, 0.01 * self._num_data):
-            return f"not shown to have converged: {slope + 2 * error:.2g} nats per step could hide in the noise"
-        return "converged"
+        """The status in words."""
+        return self._trend().judge()[1] if self._part else TOO_SHORT
 
 
 def _num_data(loader: Any) -> int:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from .. import families
-from ..families.base import Family
-from ..history import FitResult
-from ..likelihoods import Categorical, Gaussian, Likelihood
-from ..predictive import Predictive
-from ..priors import NormalPrior
-from ..random import borrowed_stream
-from ..variationalize import Posterior, variationalize
+from ..basics.random_streams import borrowed_stream
+from ..families.family import Family
+from ..front_door import Posterior, variationalize
+from ..models.likelihoods import Categorical, Gaussian, Likelihood
+from ..models.priors.scale import NormalPrior
+from ..predicting.predictive import Predictive
+from ..training.result import FitResult
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -128,7 +128,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
         prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).
         learn_prior: fit the prior's scales, one a tensor, with the ELBO; False for families with point masses.
         epochs: of the fit; None for as many as make 4000 steps.
-        batch_size, lr, groups: of the fit, see `structvi.fitting.fit`.
+        batch_size, lr, groups: of the fit, see `structvi.training.fit.fit`.
         draws: of a prediction.
         random_state: a number makes the fit repeatable.
         verbose: show a progress bar.

@@ -1,0 +1,55 @@
+"""Checks of arguments, each in one place, with one wording: what was expected and what came."""
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+from torch import Tensor
+
+
+def check_integer(name: str, value: object, least: int = 1, optional: bool = False) -> None:
+    """An integer of at least `least`, and no bool; or None, where that is allowed.
+
+    Example:
+        >>> check_integer("rank", -1, least=0)
+        Traceback (most recent call last):
+        ValueError: rank must be an integer ≥ 0, got -1
+    """
+    if optional and value is None:
+        return
+    if not is_integer(value, least):
+        came = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be {'None or ' if optional else ''}an integer ≥ {least}, got {came}")
+
+
+def is_integer(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_positive(value: object, what: str, otherwise: str = "") -> None:
+    if not is_positive(value):
+        also = f", {otherwise}" if otherwise else ""
+        raise ValueError(f"{what} must be a positive number{also}, got {value!r}")
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Of the steps of a fit."""
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name} is a fraction of the steps, from 0 to below 1, got {value!r}")
+
+
+def check_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+def check_iterable(loader: Any) -> None:
+    if not isinstance(loader, Iterable):  # a data set is none
+        raise TypeError(
+            f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}; "
+            "wrap a data set: DataLoader(data, batch_size=128, shuffle=True)"
+        )

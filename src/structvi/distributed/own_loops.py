@@ -1,0 +1,68 @@
+"""Loops of your own over several processes.
+
+`LossModule` is to be wrapped in `DistributedDataParallel` or by Lightning Fabric; `average_gradients` does without.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..posterior import PosteriorBase
+from .collectives import all_reduce, sum_gradients
+
+
+class LossModule(nn.Module):
+    """`posterior.loss` as the forward of a module, for `DistributedDataParallel` and `Fabric.setup`.
+
+    Its parameters are what is learned, and not the network's own: those get no gradient, and DDP would wait for one.
+    Every rank needs a generator of the same seed, so that all draw the same weights, or of its own, for more draws.
+
+    Args:
+        posterior: its `loss` is called with what the module is called with.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField(), num_data=10)
+        >>> module = LossModule(bayes)
+        >>> module((torch.zeros(5, 3), torch.zeros(5, 1))).shape, len(list(module.parameters()))
+        (torch.Size([]), 2)
+    """
+
+    def __init__(self, posterior: PosteriorBase):
+        super().__init__()
+        self._posterior = (posterior,)  # not a child
+        self.family = posterior.family
+        for name in ("likelihood", "prior"):
+            part = getattr(posterior.model, name)
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+
+    def forward(self, batch: Any, **options: Any) -> Tensor:
+        return self._posterior[0].loss(batch, **options)
+
+
+def average_gradients(posterior: nn.Module, count: int | None = None) -> None:
+    """After `posterior.loss(..).backward()`: the gradient of the union of the ranks' batches, on every rank.
+
+        posterior.loss(batch, generator=generator).backward()
+        average_gradients(posterior, len(target))
+        optimizer.step()
+
+    Args:
+        posterior: what was differentiated; its `.grad` are changed.
+        count: B_r, how many observations this rank's batch had, where ranks may have different numbers; None for the
+            plain mean, also right where ranks have the same batch and draws of their own.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    parameters = list(posterior.parameters())
+    share = 1 / dist.get_world_size()
+    if count is not None:
+        total = all_reduce(torch.tensor(float(count), dtype=torch.float64, device=parameters[0].device))
+        share = count / float(total)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(share)
+    sum_gradients(parameters)

@@ -1,0 +1,334 @@
+"""Posteriors larger than one device: each rank holds its rows of mean, scales and factor, and the optimizer's of them.
+
+Of a step only the drawn weights [S, P], their gradients and sums of size K×K travel between ranks. The noise [S, P] is
+made whole on every rank from the common generator, and cut: draws are those of one process, for no more memory than
+the drawn weights take.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass
+from math import log, pi
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..couplings import Coupling, Noise, naive
+from ..families.density import Density, Draws
+from ..families.family import Family
+from ..families.gaussian import Gaussian
+from ..families.numerics.algebra import half_log_det, project, sum_weights
+from ..families.numerics.fused import Sums, ratio
+from ..families.rows import Rows, Shard
+from ..posterior import PosteriorBase
+from .collectives import all_gather, all_reduce, collective, from_rank_0
+
+AnyPosterior = TypeVar("AnyPosterior", bound=PosteriorBase)
+
+
+def rows_of_this_rank(P: int) -> Rows:
+    """All ranks have as many, but for the last ones."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    most = -(-P // size)
+    return Rows(min(rank * most, P), min((rank + 1) * most, P), P, most)
+
+
+# ---------------------------------------------------------------------- collectives, each with its adjoint for Σ_r L_r
+
+
+class _Gather(torch.autograd.Function):
+    """Slices of the weights to all of them, [S, p] → [S, P]; back, each rank gets the sum over ranks of its slice."""
+
+    @staticmethod
+    def forward(x: Tensor, rows: Rows) -> Tensor:
+        padded = nn.functional.pad(x, (0, rows.most - x.shape[-1]))
+        return torch.cat(all_gather(padded), dim=-1)[:, : rows.P]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Rows], output: Tensor) -> None:
+        ctx.rows = inputs[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows: Rows = ctx.rows
+        whole = nn.functional.pad(gradient, (0, rows.most * dist.get_world_size() - rows.P))
+        parts = [part.contiguous() for part in whole.split(rows.most, dim=-1)]
+        own = torch.empty_like(parts[0])
+        collective(lambda: dist.reduce_scatter(own, parts))
+        return own[:, : rows.stop - rows.start], None
+
+
+class _Sum(torch.autograd.Function):
+    """Σ over ranks, the same on all of them; back, the sum of what each of them has of its gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return all_reduce(x.clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return all_reduce(gradient.clone())
+
+
+class _Same(_Sum):
+    """What is the same on all ranks already; back as `_Sum`."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+def over_ranks(x: Tensor) -> Tensor:
+    return cast(Tensor, _Sum.apply(x))
+
+
+def whole(x: Tensor, rows: Rows) -> Tensor:
+    """[S, p] → [S, P]"""
+    return cast(Tensor, _Gather.apply(x, rows))
+
+
+# ------------------------------------------------------------------------------------------------------- the density
+
+
+class ShardedDensity(Density):
+    """A diagonal plus low-rank Gaussian of whose rows this rank has some; whatever it is asked, all ranks are asked.
+
+    With y = (θ − μ)/s, G = r∘F and M = I_K + GᵀG, of the P weights only Gᵀ G, Gᵀ y, y·y and Σ log s are needed:
+
+        covariance  (θ − μ)ᵀΛ(θ − μ) = y·y − yᵀG M⁻¹ Gᵀy,   ½ log det Σ = Σ log s + ½ log det M
+        precision   (θ − μ)ᵀΛ(θ − μ) = y·y + |Gᵀy|²,        ½ log det Σ = Σ log s − ½ log det M
+    """
+
+    def __init__(self, part: Gaussian, rows: Rows):
+        self.part, self.rows = part, rows
+        part.reduce = over_ranks
+        state = part.state()
+        if state is None:
+            raise TypeError(f"a {type(part).__name__} cannot be cut into rows: it is no diagonal plus low rank")
+        self.state = state
+
+    @property
+    def scale(self) -> Tensor:
+        """[p]"""
+        return self.state.log_scale.exp()
+
+    @property
+    def P(self) -> int:
+        return self.rows.P
+
+    @property
+    def mean(self) -> Tensor:
+        return whole(self.part.mean.unsqueeze(0), self.rows).squeeze(0)
+
+    @property
+    def variance(self) -> Tensor:
+        part, square = self.state, self.scale.square()
+        if part.precision:
+            _, L = self._sums(torch.zeros_like(square).unsqueeze(0))
+            V = part.factor * (square / part.unit).unsqueeze(-1)
+            own = square - ((V @ torch.cholesky_inverse(L).to(V.dtype)) * V).sum(-1)
+        else:
+            own = square + (part.factor * part.unit.unsqueeze(-1)).square().sum(-1)
+        return whole(own.unsqueeze(0), self.rows).squeeze(0)
+
+    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+        return self.draw_scored(groups, coupling, generator)[0]
+
+    def draw_scored(self, groups=1, coupling=naive, generator=None) -> tuple[Draws, Tensor | None]:
+        draws, log_q = self.part.draw_scored(groups, self._cut(coupling), generator)
+        assert log_q is not None
+        return Draws(whole(draws.theta, self.rows), draws.weight), cast(Tensor, _Same.apply(log_q))
+
+    def _cut(self, coupling: Coupling) -> Coupling:
+        """The coupling over all weights, and of its noise this rank's columns."""
+        if not callable(coupling):
+            return coupling
+
+        def cut(groups, p, K, generator, dtype, device):
+            noise = coupling(groups, self.P, K, generator, dtype, device)
+            return Noise(noise[0][:, self.rows.slice], noise[1])
+
+        return cut
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        own = self._check_theta(theta)[:, self.rows.slice]
+        return self._log_prob(own)
+
+    def _log_prob(self, own: Tensor) -> Tensor:
+        """[S, p] → [S]"""
+        sums, L = self._sums((own - self.state.mean) / self.scale)
+        if self.state.precision:
+            quadratic = sums.squares + sums.projection.square().sum(-1)
+        else:
+            reduced = torch.linalg.solve_triangular(L, sums.projection.mT, upper=False)
+            quadratic = sums.squares - reduced.square().sum(0)
+        return (-0.5 * quadratic - self._half_log_det(sums, L) - 0.5 * self.P * log(2 * pi)).to(own.dtype)
+
+    def score(self, theta: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = self._check_theta(theta)[:, self.rows.slice].detach().requires_grad_()
+            (score,) = torch.autograd.grad(self._log_prob(own).sum(), own)
+        # every rank has differentiated the same sum over all of them
+        return whole(score / dist.get_world_size(), self.rows)
+
+    def entropy(self) -> Tensor:
+        sums, L = self._sums(torch.zeros_like(self.state.log_scale).unsqueeze(0))
+        return (self._half_log_det(sums, L) + 0.5 * self.P * (1 + log(2 * pi))).to(self.state.mean.dtype)
+
+    def _sums(self, y: Tensor) -> tuple[Sums, Tensor]:
+        """The sums over the rows of all ranks for y [S, p], and the Cholesky factor of M."""
+        part = self.state
+        G = part.factor * ratio(self.scale, part.unit, part.precision).unsqueeze(-1)  # [p, K]
+        own = Sums(project(G.mT, G), project(y, G), sum_weights(y.square()), sum_weights(part.log_scale))
+        sums = own.reduced(over_ranks)
+        return sums, torch.linalg.cholesky(sums.gram + torch.eye(G.shape[-1], dtype=y.double().dtype, device=y.device))
+
+    def _half_log_det(self, sums: Sums, L: Tensor) -> Tensor:
+        return sums.log_scale + (-1 if self.state.precision else 1) * half_log_det(L)
+
+
+# ------------------------------------------------------------------------------------------------------ posteriors
+
+
+@dataclass(frozen=True)
+class RankShard(Shard):
+    """The rows of this rank of a process group."""
+
+    rows: Rows
+
+    def join(self, part: Density) -> Density:
+        if not isinstance(part, Gaussian):
+            raise TypeError(f"only Gaussians can be cut into rows, and this density is a {type(part).__name__}")
+        return ShardedDensity(part, self.rows)
+
+    def generator(self, common: torch.Generator | None, device: torch.device) -> torch.Generator:
+        seed = int(torch.randint(2**62, (), generator=common, device=None if common is None else common.device))
+        return torch.Generator(device).manual_seed(seed + dist.get_rank())
+
+
+def shard(posterior: AnyPosterior) -> AnyPosterior:
+    """The posterior with this rank's rows of the variational parameters alone: P(K + 2)/w numbers on each of w ranks.
+
+    `fit`, `predict` and `elbo` work as before, called on all ranks at once; in a fit each rank takes its part of every
+    batch. All start from the values of rank 0, also of the network. Make the posterior on the CPU, shard it, and let
+    `fit(device=..)` move the rows. It can be neither saved nor grown: `gather` it first.
+
+        bayes = shard(variationalize(net, likelihood, StructuredNormal(rank=8)))
+        bayes.fit(loader, epochs=10)
+        whole = gather(bayes)
+
+    Args:
+        posterior: with a `StructuredNormal`, `StructuredPrecision` or `MeanField`; it is left as it is.
+    """
+    _check_group("shard")
+    family = posterior.family
+    if not family.row_tensors or family.shard is not None:
+        raise TypeError(
+            f"a {type(family).__name__} cannot be sharded; it goes for StructuredNormal, StructuredPrecision and "
+            "MeanField, once, and for a family of your own with `row_tensors` and a Gaussian density with `state()`"
+        )
+    part = _rebuilt(family)
+    part.shard = RankShard(rows_of_this_rank(posterior.space.size))
+    from_rank_0([*posterior.net.parameters(), *posterior.net.buffers()])
+    for name in family.row_tensors:
+        tensor = getattr(family, name).detach().clone()
+        from_rank_0([tensor])
+        _put(part, name, part.own_rows(tensor))
+    return posterior.with_family(part)
+
+
+def gather(posterior: AnyPosterior) -> AnyPosterior:
+    """The whole posterior, on every rank: the inverse of `shard`."""
+    family = posterior.family
+    if family.shard is None:
+        raise TypeError(f"gather expects a posterior that shard made, got one with a {type(family).__name__}")
+    plain, rows = _rebuilt(family), family.shard.rows
+    for name in family.row_tensors:
+        own = getattr(family, name).detach()
+        tensor = own.reshape(rows.stop - rows.start, -1)  # [p, K] or [p, 1]
+        shape = (rows.P, *own.shape[1:])
+        _put(plain, name, whole(tensor.mT.contiguous(), rows).mT.reshape(shape))
+    return posterior.with_family(plain)
+
+
+def _rebuilt(family: Family) -> Family:
+    """A family of the same configuration and space, without tensors."""
+    made = type(family)(**family.config())
+    made.space = family.space
+    return made
+
+
+def _put(family: Family, name: str, tensor: Tensor) -> None:
+    tensor = tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor.clone()  # a factor: column by column
+    if name == "unit":
+        family.register_buffer(name, tensor)
+    else:
+        setattr(family, name, nn.Parameter(tensor))
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_sharded(posterior: PosteriorBase, directory: str | os.PathLike) -> None:
+    """Each rank writes its rows, by `torch.distributed.checkpoint`; call it on all ranks."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    _check_group("save_sharded")
+    save(_state(posterior), checkpoint_id=directory)
+
+
+def load_sharded(posterior: PosteriorBase, directory: str | os.PathLike) -> None:
+    """Read what `save_sharded` wrote into a posterior of the same shape, on any number of ranks or in one process.
+
+    Args:
+        posterior: sharded, or whole; its variational parameters and those of likelihood and prior are overwritten.
+        directory: what `save_sharded` was given.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = _state(posterior)
+    there = FileSystemReader(directory).read_metadata().state_dict_metadata
+    sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in there.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if sizes != wanted:
+        raise ValueError(f"{directory} belongs to another posterior: it has {sizes}, and this posterior {wanted}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is as good
+        load(state, checkpoint_id=directory)
+
+
+def _state(posterior: PosteriorBase) -> dict[str, Tensor]:
+    """All that is learned, by name, not copied; rows as the part of a whole that `DTensor` says they are."""
+    family = posterior.family
+    tensors = {name: tensor.detach() for name, tensor in posterior.learned().items()}
+    if family.shard is None:
+        return tensors
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(posterior.device.type, (dist.get_world_size(),))
+    for name in (f"family.{name}" for name in family.row_tensors):
+        rows = tensors[name]
+        shape = torch.Size([family.shard.rows.P, *rows.shape[1:]])
+        tensors[name] = DTensor.from_local(
+            rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
+        )
+    return tensors
+
+
+def _check_group(what: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{what} needs a process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group()"
+        )

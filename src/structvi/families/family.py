@@ -1,0 +1,321 @@
+"""A family: variational parameters in a module, and what it knows about itself.
+
+The first half is the protocol, recipe → bound family → density. The second is what fits ask of a family: to start at a
+mean with given scales, to learn in stages, to grow, to change coordinates, to be cut into rows. Each has a default: a
+normal of your own with the parameters `mean` [P] and `log_scale` [P] and nothing else has all that applies to it, and
+other families answer what they override; the rest is refused with what to write.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from math import log, pi
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from ..basics.configuration import configuration
+from ..parameters import Parameters
+from .density import Density, DistributionDensity
+from .rows import Shard
+
+#: nats a weight within which a density's entropy is that of a normal; a Laplace of equal variance has 0.07 less
+ENTROPY_PER_WEIGHT = 1e-3
+#: coordinates θ = shift + root z from which a family can be brought back: root a diagonal, or any lower triangle
+Coordinates = Literal["diagonal", "full"]
+
+
+class LowRankForm(NamedTuple):
+    """A normal as a low-rank family has it: what `grow(rank=)` adds columns to."""
+
+    mean: Tensor  # [P]
+    log_scale: Tensor  # [P]
+    unit: Tensor  # [P], the scale that the factor is relative to
+    factor: Tensor  # [P, K]
+    #: from a rank to a recipe of that form; None for the covariance form
+    recipe: "Callable[[int], Family] | None"
+
+
+class Factor(NamedTuple):
+    """A parameter [P, K] that is a low-rank factor."""
+
+    parameter: Tensor
+    #: the parameters [P] that are moved beside it
+    beside: tuple[Tensor, ...]
+    #: the number of weights, over all ranks
+    P: int
+
+
+class MeanAndScale(NamedTuple):
+    """The parameters of a normal that has no others."""
+
+    mean: Tensor  # [P]
+    log_scale: Tensor  # [P]
+
+
+class Family(nn.Module, ABC):
+    """Variational parameters in a module; calling it builds the density at their present value.
+
+    A family is first a *recipe*: configuration only, the constructor's arguments kept as attributes of the same names.
+    `bind(parameters)` returns a new family of the same configuration whose variational parameters exist: they are made
+    by `initialise`. A family that makes them in its constructor needs no `initialise` and is always bound.
+
+    To write one, return from `forward` a `Density`, or a `torch.distributions.Distribution` over [P]:
+
+    Example:
+        >>> class Heavy(Family):
+        ...     def initialise(self, parameters, generator):
+        ...         self.loc = nn.Parameter(parameters.initial.clone())
+        ...         self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+        ...     def forward(self):
+        ...         return torch.distributions.Independent(
+        ...             torch.distributions.StudentT(5.0, self.loc, self.log_scale.exp()), 1)
+        >>> q = Heavy().bind(Parameters({"z": torch.zeros(3)}))
+        >>> q().draw(groups=4).theta.shape
+        torch.Size([4, 3])
+    """
+
+    #: K, the columns of a low-rank factor
+    rank: int = 0
+    #: the tensors with a row for each weight, of which ranks may hold some each; none where it cannot be cut
+    row_tensors: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space: Parameters | None = None
+        #: this rank's rows, where ranks share the weights
+        self.shard: Shard | None = None
+
+    @abstractmethod
+    def forward(self) -> Density | Distribution:
+        """The density at the present variational parameters."""
+
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
+        """Create the variational parameters, as `nn.Parameter` attributes, for this space."""
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments: what `bind` and `load` rebuild the family from."""
+        return configuration(self)
+
+    @property
+    def is_bound(self) -> bool:
+        return self.space is not None or type(self).initialise is Family.initialise
+
+    def bind(self, parameters: Parameters, generator: torch.Generator | None = None) -> Self:
+        """A new family of this configuration over `parameters`; this one is left as it is."""
+        if not isinstance(parameters, Parameters):
+            raise TypeError(
+                f"bind expects Parameters, got {type(parameters).__name__}; "
+                'write Parameters.of(net), or Parameters({"z": tensor})'
+            )
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+        if self.space is not None:
+            raise ValueError(
+                f"this {type(self).__name__} is bound already; bind a recipe, such as {type(self).__name__}(...)"
+            )
+        bound = copy.deepcopy(self)
+        bound.space = parameters
+        bound.initialise(parameters, generator)
+        return bound
+
+    def __call__(self) -> Density:
+        if not self.is_bound:
+            raise ValueError(
+                f"this {type(self).__name__} is a recipe without variational parameters: "
+                "call .bind(parameters) first and use the family that it returns"
+            )
+        density = super().__call__()
+        if isinstance(density, Distribution):
+            density = DistributionDensity(density)
+        if not isinstance(density, Density):
+            raise TypeError(
+                f"{type(self).__name__}.forward must return a Density or a torch.distributions.Distribution, "
+                f"got {type(density).__name__}"
+            )
+        if self.shard is not None:
+            density = self.shard.join(density)
+        if self.space is not None:
+            if density.P != self.space.size:
+                raise ValueError(
+                    f"{type(self).__name__}.forward gave a density over {density.P} numbers; "
+                    f"its parameters have P = {self.space.size}"
+                )
+            density.space = self.space
+        return density
+
+    def families(self) -> "Iterator[Family]":
+        """This family and all that it is made of: parts of a mixture, blocks, the weights under a mask."""
+        return (module for module in self.modules() if isinstance(module, Family))
+
+    def bound_space(self) -> Parameters:
+        """The space; an error where the family is a recipe."""
+        if self.space is None:
+            raise ValueError(f"this {type(self).__name__} is not bound to Parameters: call .bind(parameters) first")
+        return self.space
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Of a tensor with a row for each weight what this rank holds."""
+        return x if self.shard is None else x[self.shard.rows.slice]
+
+    # ------------------------------------------------------------------------------------- what it knows of itself
+
+    @torch.no_grad()
+    def mean_and_scale(self) -> MeanAndScale | None:
+        """`mean` and `log_scale`, where they are [P], all that it has, and its density is N(mean, exp(log_scale)²).
+
+        That it is normal shows in its entropy: of all densities with these variances only this normal has as much.
+        """
+        own = dict(self.named_parameters())
+        if self.space is None or own.keys() != {"mean", "log_scale"} or next(self.buffers(), None) is not None:
+            return None
+        mean, log_scale = own["mean"], own["log_scale"]
+        if self.shard is None:
+            if not mean.shape == log_scale.shape == (self.space.size,):
+                return None
+            density = self()
+            try:
+                moments, entropy = (density.mean, density.variance), density.entropy()
+            except NotImplementedError:
+                return None
+            if not (torch.allclose(moments[0], mean) and torch.allclose(moments[1], (2 * log_scale).exp())):
+                return None
+            normal = log_scale.double().sum() + 0.5 * len(mean) * (1 + log(2 * pi))
+            if not abs(float(entropy - normal)) < ENTROPY_PER_WEIGHT * len(mean):
+                return None
+        return MeanAndScale(mean, log_scale)
+
+    def place(self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor]) -> None:
+        """Start at a mean with these standard deviations, both by tensor name: `fit(start="trained")`."""
+        space = self.bound_space()
+        flat = [self.own_rows(space.ravel({name: x[name] for name in space.names})) for x in (mean, scale)]
+        with torch.no_grad():
+            self.place_at(*flat)
+
+    def place_at(self, mean: Tensor, scale: Tensor) -> None:
+        """`place` with vectors [P]: what a family of its own shape overrides."""
+        own = self.mean_and_scale()
+        if own is None:
+            raise TypeError(
+                f'start="trained" is for normal families, MAP and blocks of them, not for {type(self).__name__}; '
+                "a mixture starts at several trained networks: Mixture.from_networks. A family of your own has it with "
+                "the parameters `mean` and `log_scale` [P] of a normal and no others, or writes `place_at(mean, scale)`"
+            )
+        own.mean.copy_(mean)
+        own.log_scale.copy_(scale.log())
+
+    def move_to(self, theta: Tensor) -> None:
+        """The mean to θ [P], the shape as it is: `grow(components=)`."""
+        own = self.mean_and_scale()
+        if own is None:
+            raise TypeError(
+                f"grow(components=) is for normal families and mixtures of them, not for {type(self).__name__}; a "
+                "family of your own writes `move_to(theta)`"
+            )
+        with torch.no_grad():
+            own.mean.copy_(theta)
+
+    def is_fresh(self) -> bool | None:
+        """Whether its scales are still those it starts with; None where it has none, or cannot tell."""
+        own = self.mean_and_scale()
+        if own is None or self.shard is not None:
+            return None
+        start = copy.deepcopy(self)
+        start.initialise(self.bound_space(), torch.Generator().manual_seed(0))
+        started = start.mean_and_scale()
+        return started is not None and torch.allclose(own.log_scale, started.log_scale.to(own.log_scale), 0, 1e-6)
+
+    def begin_again(self, generator: torch.Generator) -> None:
+        """Start at a fresh draw of the network's initialisation; nothing where that is not known how."""
+        if self.mean_and_scale() is not None:
+            space = self.bound_space()
+            self.initialise(space.at(space.fresh(generator)), generator)
+
+    # ---- stages: mean and scales first, then what has to know them
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether a part of it can wait; of families made of others, those have stages."""
+        return False
+
+    def is_untouched(self) -> bool:
+        """Whether nothing has been learned yet, so that it pays to begin with stage one."""
+        return False
+
+    def first_stage(self) -> None:
+        """Hold back what has to wait."""
+
+    def second_stage(self, generator: torch.Generator | None = None) -> None:
+        """Let all of it learn, at the scales that stage one has found."""
+
+    def learn_all(self) -> None:
+        """After a fit, whatever stage it ended in."""
+
+    def factors(self) -> "list[Factor]":
+        """The low-rank factors among its parameters, its parts' too: an optimizer moves them at their own rate."""
+        every = [factor for part in self.families() if part is not self for factor in part.factors()]
+        return list({id(factor.parameter): factor for factor in every}.values())  # parts of parts are asked twice
+
+    # ---- growth
+
+    def low_rank_form(self) -> LowRankForm | None:
+        """What columns can be added to; None where there is no such thing."""
+        own = self.mean_and_scale()
+        if own is None:
+            return None
+        return LowRankForm(*own, own.log_scale.exp(), own.mean.new_empty(len(own.mean), 0), None)
+
+    def mixture_parts(self) -> "tuple[list[Family], Tensor]":
+        """The parts of the mixture that it is, itself alone unless it is one, and their weights."""
+        return [self], self().mean.new_ones(1)
+
+    # ---- a search of `vi.fit`, in coordinates of its choice
+
+    @property
+    def coordinates(self) -> Coordinates | None:
+        """From which coordinates it can be brought back to θ; None: it is searched for where it stands."""
+        return None if self.mean_and_scale() is None else "diagonal"
+
+    def standardise(self, generator: torch.Generator | None) -> None:
+        """To N(0, I) or, where it has a factor, near it."""
+        own = self._diagonal("standardise")
+        with torch.no_grad():
+            own.mean.zero_()
+            own.log_scale.zero_()
+
+    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
+        """What it is in z, in θ = shift + root z: [P], and [P] for a diagonal or [P, P]."""
+        own = self._diagonal("change_coordinates")
+        with torch.no_grad():
+            own.mean.copy_(shift + own.mean * root)
+            own.log_scale.add_(root.log())
+
+    @property
+    def starts(self) -> int:
+        """From how many points its approximation of a normal is sought: its optima may be many."""
+        return 1
+
+    def start_at(self, index: int, mean: Tensor, precision: Tensor, noise: Callable[[], Tensor]) -> None:
+        """The start of this index in a search for the best approximation of N(mean, precision⁻¹)."""
+        own = self._diagonal("start_at")
+        with torch.no_grad():
+            own.mean.copy_(mean)
+
+    def _diagonal(self, what: str) -> MeanAndScale:
+        own = self.mean_and_scale()
+        if own is None:
+            raise TypeError(
+                f"{type(self).__name__} says that it can be searched for in other coordinates, and is no normal with "
+                f"the parameters `mean` and `log_scale` alone: write its `{what}` too"
+            )
+        return own
+
+    def ridge(self) -> Tensor | float:
+        """How far scales are from where they started, squared, of a family whose optimum may lie at 0 or ∞."""
+        return 0.0
+
+    def extra_repr(self) -> str:
+        text = ", ".join(f"{k}={v!r}" for k, v in self.config().items() if not isinstance(v, nn.Module | list | dict))
+        return text + ("" if self.is_bound else (", " if text else "") + "unbound")

@@ -1,0 +1,274 @@
+"""Draws of a diagonal plus low-rank Gaussian and log q at them, both gradients in closed form.
+
+The reference is `Density.draw` and `log_prob` with automatic differentiation; what is here gives the same numbers from
+four passes over the parameters, without a graph through them and with nothing of size P·K but the factor itself.
+
+Both forms are one. With r = s₀/s (covariance form) or s/s₀ (precision form), noise (ε, z), G = r∘F, M = I_K + GᵀG,
+p = Gᵀε and u = M⁻¹(z − p),
+
+    covariance  θ = μ + s∘(ε + G z),   ∇ log q = −(ε + G u)/s,   ½ log det Σ = Σ log s + ½ log det M
+    precision   θ = μ + s∘(ε + G u),   ∇ log q = −(ε + G z)/s,   ½ log det Σ = Σ log s − ½ log det M
+
+and in both (θ − μ)ᵀΛ(θ − μ) = ε·ε + p·z + (p + GᵀG z)·u.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from math import log, pi
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .algebra import SumSquares, half_log_det, project, sum_weights
+
+_SLAB = 1 << 19  # weights that a pass on the CPU handles at once
+
+#: An all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out.
+Reduce = Callable[[Tensor], Tensor]
+
+
+class LowRankGradient(NamedTuple):
+    """The gradient AᵀZ of a factor [P, K], as its two sides: it is never written out."""
+
+    A: Tensor  # [R, P]
+    Z: Tensor  # [R, K]
+    #: |AᵀZ|² in float64, where the pass that made A has summed it up
+    square: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: "Sequence[LowRankGradient]") -> "LowRankGradient":
+        """The sum of several, side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(torch.cat([one.A for one in parts]), torch.cat([one.Z for one in parts]))
+
+    def dense(self) -> Tensor:
+        return (self.Z.mT @ self.A).mT
+
+    def squared_norm(self) -> Tensor:
+        """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ), in float64."""
+        if self.square is not None:
+            return self.square
+        return ((self.A @ self.A.mT).double() * (self.Z @ self.Z.mT).double()).sum()
+
+
+class State(NamedTuple):
+    """What a density is made of."""
+
+    mean: Tensor  # [P]
+    log_scale: Tensor  # [P]
+    factor: Tensor  # [P, K]
+    unit: Tensor  # [P]
+    precision: bool  # the form
+    #: where the weights are split over ranks
+    reduce: Reduce | None = None
+
+
+def draw(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """θ and log q(θ), with the gradient of log q through θ alone: noise [S, P], [S, K] → [S, P], [S]."""
+    return _Drawn.apply(*state, epsilon, z)  # pyright: ignore[reportReturnType]
+
+
+class Sums(NamedTuple):
+    """What of the P weights the K×K algebra needs, in float64."""
+
+    gram: Tensor  # GᵀG [K, K]
+    projection: Tensor  # Gᵀε [S, K]
+    squares: Tensor  # ε·ε [S]
+    log_scale: Tensor  # Σ log s
+
+    def reduced(self, reduce: Reduce | None) -> "Sums":
+        if reduce is None:
+            return self
+        shapes = [x.shape for x in self]
+        parts = reduce(torch.cat([x.reshape(-1) for x in self])).split([shape.numel() for shape in shapes])
+        return Sums(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+
+class Saved(NamedTuple):
+    """What the way back needs."""
+
+    scale: Tensor  # [P]
+    factor: Tensor  # [P, K]
+    unit: Tensor  # [P]
+    epsilon: Tensor  # [S, P]
+    z: Tensor  # [S, K]
+    u: Tensor  # [S, K]
+    cholesky: Tensor  # of M
+    precision: bool
+    reduce: Reduce | None
+
+
+def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    """θ [S, P] and log q(θ) [S], without a graph, and what `backward` needs."""
+    mean, log_scale, factor, unit, precision, reduce = state
+    precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
+    scale = log_scale.exp()
+    compute = _passes(factor)
+    sums = Sums(*[*compute.sums(scale, factor, unit, precision, epsilon), sum_weights(log_scale)]).reduced(reduce)
+    P = len(mean)
+    if reduce is not None:
+        P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
+    quadratic, determinant = sums.squares, sums.log_scale
+    u = z
+    if K := factor.shape[-1]:
+        M = sums.gram + torch.eye(K, dtype=torch.float64, device=mean.device)
+        # M ≥ I: only numbers that are not finite can make this fail, and then the bound is not finite either
+        L, _ = torch.linalg.cholesky_ex(M)
+        p, z64 = sums.projection, z.double()
+        half = torch.linalg.solve_triangular(L, (z64 - p).mT, upper=False)
+        u64 = torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+        quadratic = quadratic + (p * z64).sum(-1) + ((p + z64 @ sums.gram) * u64).sum(-1)
+        determinant = determinant + (-1 if precision else 1) * half_log_det(L)
+        u = u64.to(z.dtype)
+    else:
+        L = sums.gram
+    theta = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+    log_q = (-0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P).to(mean.dtype)
+    return theta, log_q, Saved(scale, factor, unit, epsilon, z, u, L, precision, reduce)
+
+
+@torch.no_grad()
+def backward(saved: Saved, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, LowRankGradient]:
+    """Gradients of mean and log scale [P], and of the factor as two thin sides."""
+    scale, factor, unit, epsilon, z, u, L, precision, reduce = saved
+    compute = _passes(factor)
+    common = scale, factor, unit
+    if not precision:
+        mean_gradient, scale_gradient, A, square = compute.back_covariance(*common, epsilon, u, z, g, g_q)
+        return mean_gradient, scale_gradient, LowRankGradient(A, z, square)
+    g, projection = compute.pull(*common, epsilon, z, g, g_q)
+    if reduce is not None:
+        projection = reduce(projection)
+    half = torch.linalg.solve_triangular(L, projection.mT, upper=False)
+    v = torch.linalg.solve_triangular(L.mT, half, upper=True).mT.to(z.dtype)
+    mean_gradient, scale_gradient, A, square = compute.back_precision(*common, epsilon, u, v, g)
+    return mean_gradient, scale_gradient, LowRankGradient(A, torch.cat([u, v]), square)
+
+
+class _Drawn(torch.autograd.Function):
+    """`forward` and `backward` as a node of a graph, for a loop of the user's own: the factor's gradient is whole."""
+
+    @staticmethod
+    def forward(ctx, mean, log_scale, factor, unit, precision, reduce, epsilon, z):
+        theta, log_q, saved = forward(State(mean, log_scale, factor, unit, precision, reduce), epsilon, z)
+        *tensors, ctx.precision, ctx.reduce = saved
+        ctx.save_for_backward(*tensors)
+        return theta, log_q
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor, g_q: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        scale, factor, unit, epsilon, z, u, cholesky = ctx.saved_tensors
+        saved = Saved(scale, factor, unit, epsilon, z, u, cholesky, ctx.precision, ctx.reduce)
+        mean_gradient, scale_gradient, gradient = backward(saved, g, g_q)
+        factor_gradient = gradient.dense() if ctx.needs_input_grad[2] else None
+        return mean_gradient, scale_gradient, factor_gradient, *[None] * 5
+
+
+def kernels_serve(factor: Tensor) -> bool:
+    """Whether Triton kernels are used for this factor [P, K]."""
+    wanted = factor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return wanted and factor.dtype == torch.float32 and factor.shape[-1] <= 128 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None  # builds of torch for the CPU come without it
+
+
+def _passes(factor: Tensor) -> Any:
+    if not kernels_serve(factor):
+        return _Slabs
+    from . import triton_kernels  # Triton takes longer to import than all of the library
+
+    return triton_kernels
+
+
+def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
+    return scale / unit if precision else unit / scale
+
+
+class _Slabs:
+    """The passes in torch, a slab of the weights at a time: temporaries stay in the cache. As in `triton_kernels`."""
+
+    @staticmethod
+    def sums(scale, factor, unit, precision, epsilon):
+        K = factor.shape[-1]
+        gram = factor.new_zeros(K, K, dtype=torch.float64)
+        projection = factor.new_zeros(len(epsilon), K, dtype=torch.float64)
+        if K:
+            for at in _slabs(scale):
+                G = factor[at] * ratio(scale[at], unit[at], precision).unsqueeze(-1)
+                gram += project(G.mT, G)
+                projection += project(epsilon[:, at], G)
+        return gram, projection, SumSquares.forward(epsilon)
+
+    @staticmethod
+    def place(mean, scale, factor, unit, precision, epsilon, a):
+        theta = torch.addcmul(mean, scale, epsilon)
+        if factor.shape[-1]:
+            for at in _slabs(scale):
+                weight = scale[at].square() / unit[at] if precision else unit[at]
+                theta[:, at].addcmul_(a @ factor[at].mT, weight)
+        return theta
+
+    @staticmethod
+    def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q):
+        """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score; |AᵀZ|² is left to who wants it."""
+        mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+        S, K = len(g), factor.shape[-1]
+        A = torch.empty_like(g) if K else g
+        # of one draw g' is the gradient of the mean itself
+        every = mean_gradient.unsqueeze(0) if S == 1 else torch.empty_like(g)
+        for at in _slabs(scale):
+            s, s0, e, pulled = scale[at], unit[at], epsilon[:, at], every[:, at]
+            t = torch.addcmul(e, u @ factor[at].mT, s0 / s) if K else e
+            if S > 1:
+                torch.addcmul(g[:, at], t / s, g_q.unsqueeze(-1), value=-1, out=pulled)
+                torch.sum(pulled, 0, out=mean_gradient[at])
+                torch.mul((pulled * e).sum(0), s, out=scale_gradient[at])
+            else:
+                torch.addcmul(g[:, at], t, g_q / s, value=-1, out=pulled)
+                torch.mul(pulled[0], e[0], out=scale_gradient[at]).mul_(s)
+            if K:
+                torch.mul(pulled, s0, out=A[:, at])
+        return mean_gradient, scale_gradient, A, None
+
+    @staticmethod
+    def pull(scale, factor, unit, epsilon, z, g, g_q):
+        """g' = g + g_q·score in the precision form, and Gᵀ(s∘g')."""
+        pulled, projection = torch.empty_like(g), torch.zeros_like(z, dtype=torch.float64)
+        for at in _slabs(scale):
+            F, s, s0 = factor[at], scale[at], unit[at]
+            t = torch.addcmul(epsilon[:, at], z @ F.mT, s / s0)
+            torch.addcmul(g[:, at], t / s, g_q.unsqueeze(-1), value=-1, out=pulled[:, at])
+            projection += project(pulled[:, at] * (s.square() / s0), F)
+        return pulled, projection
+
+    @staticmethod
+    def back_precision(scale, factor, unit, epsilon, u, v, g):
+        """Gradients of μ and log s, and A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u."""
+        S = len(g)
+        mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+        A = g.new_empty(2 * S, g.shape[-1])
+        for at in _slabs(scale):
+            F, s, s0, g_ = factor[at], scale[at], unit[at], g[:, at]
+            r = s / s0
+            Fu, Fv = u @ F.mT, v @ F.mT  # [S, slab]
+            y = torch.addcmul(epsilon[:, at], Fu, r)
+            w = torch.addcmul(s * g_, Fv, r, value=-1)
+            torch.sum(g_, 0, out=mean_gradient[at])
+            torch.mul(torch.addcdiv(g_ * y, w * Fu - y * Fv, s0).sum(0), s, out=scale_gradient[at])
+            torch.mul(w, r, out=A[:S, at])
+            torch.mul(y, -r, out=A[S:, at])
+        return mean_gradient, scale_gradient, A, None
+
+
+def _slabs(weights: Tensor) -> list[slice]:
+    P = weights.shape[0]
+    return [slice(start, min(start + _SLAB, P)) for start in range(0, P, _SLAB)]

@@ -1,0 +1,353 @@
+"""The passes of `fused` over the parameters as Triton kernels: each reads the factor once and writes no [P, K] matrix.
+
+Measured on an H200 against the same passes in torch (docs/performance.md). Sums over the weights are taken in float32
+over 1024 of them and added in float64, as everywhere.
+"""
+
+# Triton's decorators hide what is called with what:
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from math import log
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 1024  # weights whose products are added in float32
+_DOT = 128  # rows of one matrix product
+_SMALL = 32  # sums of products that a thread holds one by one
+_TILE = 2048  # numbers of the factor that one program holds
+
+
+def sums(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
+    """GᵀG [K, K], Gᵀε [S, K] and ε·ε [S], in float64."""
+    S, (P, K) = len(epsilon), factor.shape
+    programs = triton.cdiv(P, _ROWS)
+    gram = factor.new_empty(programs, K, K)
+    projection, squares = factor.new_empty(programs, S, K), factor.new_empty(programs, S)
+    arguments = scale, factor, unit, epsilon.contiguous(), gram, projection, squares, P, *factor.stride()
+    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS}
+    k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
+    if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
+        _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
+    else:
+        _sums[(programs,)](*arguments, **common, KP=_padded(K), SP=_padded(S), BLOCK=_DOT, num_warps=1, num_stages=1)
+    return tuple(x.sum(0, dtype=torch.float64) for x in (gram, projection, squares))
+
+
+def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
+    """θ = μ + s∘(ε + G a): [S, P]."""
+    S, (P, K) = len(epsilon), factor.shape
+    theta = torch.empty_like(epsilon)
+    block = _block(K)
+    _place[(triton.cdiv(P, block),)](
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, P, *factor.stride(),
+        S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), PRECISION=precision, BLOCK=block,
+    )  # fmt: skip
+    return theta
+
+
+def back_covariance(
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
+):
+    """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²."""
+    S, (P, K) = len(epsilon), factor.shape
+    mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+    A = torch.empty_like(epsilon) if K else g
+    block = _block(K)
+    programs = triton.cdiv(P, block)
+    square = scale.new_empty(programs)
+    _back_covariance[(programs,)](
+        scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
+        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
+    )  # fmt: skip
+    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+
+
+def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor):
+    """g' = g + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
+    S, (P, K) = len(epsilon), factor.shape
+    pulled = torch.empty_like(epsilon)
+    programs = triton.cdiv(P, _ROWS)
+    projection = factor.new_empty(programs, S, K)
+    _pull[(programs,)](
+        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), pulled, projection,
+        P, *factor.stride(), S=S, K=K, KP=_padded(K), SP=_padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
+    )  # fmt: skip
+    return pulled, projection.sum(0, dtype=torch.float64)
+
+
+def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²."""
+    S, (P, K) = len(epsilon), factor.shape
+    mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+    A = epsilon.new_empty(2 * S, P)
+    block = _block(K)
+    programs = triton.cdiv(P, block)
+    square = scale.new_empty(programs)
+    _back_precision[(programs,)](
+        scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), g.contiguous(),
+        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
+    )  # fmt: skip
+    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+
+
+def adam(
+    factor: Tensor, first: Tensor, second: Tensor, A: Tensor, Z: Tensor,
+    step: Tensor, lr: Tensor, coefficient: Tensor, make: Tensor, betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """Adam's step with the gradient AᵀZ, which is never written: in place.
+
+    Args:
+        factor, first, second: the parameter and its moments, [P, K].
+        A, Z: the gradient's sides, [R, P], [R, K].
+        step, lr, coefficient, make: t, the learning rate, what the gradient is multiplied by, and 0 to leave
+            everything as it is: scalars on the device.
+        betas, eps: Adam's β₁, β₂ and ε.
+    """
+    P, K = factor.shape
+    assert factor.stride() == first.stride() == second.stride()
+    block = max(16, _TILE // 2 // triton.next_power_of_2(K))
+    _adam[(triton.cdiv(P, block),)](
+        factor, first, second, A.contiguous(), Z.contiguous(), step, lr, coefficient, make, P, *factor.stride(),
+        R=len(A), K=K, KP=triton.next_power_of_2(K), BLOCK=block,
+        BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), EPS=eps,
+    )  # fmt: skip
+
+
+def _padded(n: int) -> int:
+    return max(16, triton.next_power_of_2(max(n, 1)))
+
+
+def _block(K: int) -> int:
+    """Rows of the factor that one program holds."""
+    return max(16, _TILE // triton.next_power_of_2(max(K, 1))) if K else 1024
+
+
+@triton.jit
+def _load_factor(factor, p, k, inside, along, across, K: tl.constexpr):
+    at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
+    return tl.load(factor + at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _ratio(s, s0, PRECISION: tl.constexpr):
+    if PRECISION:
+        return s / s0
+    return s0 / s
+
+
+@triton.jit
+def _sums(
+    scale, factor, unit, epsilon, gram_out, projection_out, squares_out, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    k, draws = tl.arange(0, KP), tl.arange(0, SP)
+    gram = tl.zeros((KP, KP), tl.float32)
+    projection = tl.zeros((SP, KP), tl.float32)
+    squares = tl.zeros((SP,), tl.float32)
+    for start in range(0, ROWS, BLOCK):
+        p = program * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        if K > 0:
+            s = tl.load(scale + p, mask=inside, other=1.0)
+            s0 = tl.load(unit + p, mask=inside, other=1.0)
+            G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
+        at = draws[:, None].to(tl.int64) * P + p[None, :]
+        e = tl.load(epsilon + at, mask=(draws < S)[:, None] & inside[None, :], other=0.0)
+        squares += tl.sum(e * e, 1)
+        if K > 0:
+            projection += tl.dot(e, G, input_precision="ieee")
+            gram += tl.dot(tl.trans(G), G, input_precision="ieee")
+    if K > 0:
+        at = program.to(tl.int64) * K * K + k[:, None] * K + k[None, :]
+        tl.store(gram_out + at, gram, mask=(k < K)[:, None] & (k < K)[None, :])
+        at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
+        tl.store(projection_out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
+    tl.store(squares_out + program * S + draws, squares, mask=draws < S)
+
+
+@triton.jit
+def _sums_small(
+    scale, factor, unit, epsilon, gram_out, projection_out, squares_out, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    k, draws = tl.arange(0, KP), tl.arange(0, SP)
+    gram = tl.zeros((BLOCK, KP, KP), tl.float32)
+    projection = tl.zeros((BLOCK, SP, KP), tl.float32)
+    squares = tl.zeros((BLOCK, SP), tl.float32)
+    for start in range(0, ROWS, BLOCK):
+        p = program * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        at = draws[None, :].to(tl.int64) * P + p[:, None]
+        e = tl.load(epsilon + at, mask=inside[:, None] & (draws < S)[None, :], other=0.0)
+        squares += e * e
+        if K > 0:
+            s = tl.load(scale + p, mask=inside, other=1.0)
+            s0 = tl.load(unit + p, mask=inside, other=1.0)
+            G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
+            gram += G[:, :, None] * G[:, None, :]
+            projection += e[:, :, None] * G[:, None, :]
+    tl.store(squares_out + program * S + draws, tl.sum(squares, 0), mask=draws < S)
+    if K > 0:
+        at = program.to(tl.int64) * K * K + k[:, None] * K + k[None, :]
+        tl.store(gram_out + at, tl.sum(gram, 0), mask=(k < K)[:, None] & (k < K)[None, :])
+        at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
+        tl.store(projection_out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _place(
+    mean, scale, factor, unit, epsilon, a, theta, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    k = tl.arange(0, KP)
+    m = tl.load(mean + p, mask=inside, other=0.0)
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    weight = s * _ratio(s, s0, PRECISION)
+    F = _load_factor(factor, p, k, inside, along, across, K)
+    for draw in tl.range(0, S, loop_unroll_factor=8):
+        at = draw * P.to(tl.int64) + p
+        value = m + s * tl.load(epsilon + at, mask=inside, other=0.0)
+        if K > 0:
+            row = tl.load(a + draw * K + k, mask=k < K, other=0.0)
+            value += weight * tl.sum(F * row[None, :], 1)
+        tl.store(theta + at, value, mask=inside)
+
+
+@triton.jit
+def _back_covariance(
+    scale, factor, unit, epsilon, u, z, g, g_q, to_mean, to_scale, A, square, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    k = tl.arange(0, KP)
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    F = _load_factor(factor, p, k, inside, along, across, K)
+    mean_gradient = tl.zeros((BLOCK,), tl.float32)
+    scale_gradient = tl.zeros((BLOCK,), tl.float32)
+    gradient = tl.zeros((BLOCK, KP), tl.float32)
+    for draw in tl.range(0, S, loop_unroll_factor=8):
+        at = draw * P.to(tl.int64) + p
+        e = tl.load(epsilon + at, mask=inside, other=0.0)
+        t = e
+        if K > 0:
+            row = tl.load(u + draw * K + k, mask=k < K, other=0.0)
+            t += s0 / s * tl.sum(F * row[None, :], 1)
+        pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
+        mean_gradient += pulled
+        scale_gradient += pulled * e
+        if K > 0:
+            tl.store(A + at, s0 * pulled, mask=inside)
+            row = tl.load(z + draw * K + k, mask=k < K, other=0.0)
+            gradient += (s0 * pulled)[:, None] * row[None, :]
+    tl.store(to_mean + p, mean_gradient, mask=inside)
+    tl.store(to_scale + p, s * scale_gradient, mask=inside)
+    tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
+
+
+@triton.jit
+def _pull(
+    scale, factor, unit, epsilon, z, g, g_q, pulled_out, projection_out, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
+):  # fmt: skip
+    program = tl.program_id(0)
+    k, draws = tl.arange(0, KP), tl.arange(0, SP)
+    some = draws < S
+    projection = tl.zeros((SP, KP), tl.float32)
+    Z = tl.load(z + draws[:, None] * K + k[None, :], mask=some[:, None] & (k < K)[None, :], other=0.0)
+    cotangent = tl.load(g_q + draws, mask=some, other=0.0)
+    for start in range(0, ROWS, BLOCK):
+        p = program * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        s = tl.load(scale + p, mask=inside, other=1.0)
+        s0 = tl.load(unit + p, mask=inside, other=1.0)
+        r = s / s0
+        F = _load_factor(factor, p, k, inside, along, across, K)
+        at = draws[:, None].to(tl.int64) * P + p[None, :]
+        both = some[:, None] & inside[None, :]
+        t = tl.load(epsilon + at, mask=both, other=0.0)
+        t += tl.dot(Z, tl.trans(F), input_precision="tf32x3") * r[None, :]
+        pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
+        tl.store(pulled_out + at, pulled, mask=both)
+        projection += tl.dot(pulled * (s * r)[None, :], F, input_precision="tf32x3")
+    at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
+    tl.store(projection_out + at, projection, mask=some[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _back_precision(
+    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, square, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    k = tl.arange(0, KP)
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    r = s / s0
+    F = _load_factor(factor, p, k, inside, along, across, K)
+    mean_gradient = tl.zeros((BLOCK,), tl.float32)
+    scale_gradient = tl.zeros((BLOCK,), tl.float32)
+    gradient = tl.zeros((BLOCK, KP), tl.float32)
+    for draw in tl.range(0, S, loop_unroll_factor=8):
+        at = draw * P.to(tl.int64) + p
+        U = tl.load(u + draw * K + k, mask=k < K, other=0.0)
+        V = tl.load(v + draw * K + k, mask=k < K, other=0.0)
+        Fu, Fv = tl.sum(F * U[None, :], 1), tl.sum(F * V[None, :], 1)
+        pulled = tl.load(g + at, mask=inside, other=0.0)
+        y = tl.load(epsilon + at, mask=inside, other=0.0) + r * Fu
+        w = s * pulled - r * Fv
+        mean_gradient += pulled
+        scale_gradient += pulled * y + (w * Fu - y * Fv) / s0
+        tl.store(A + at, r * w, mask=inside)
+        tl.store(A + at + S * P.to(tl.int64), -r * y, mask=inside)
+        gradient += (r * w)[:, None] * U[None, :] - (r * y)[:, None] * V[None, :]
+    tl.store(to_mean + p, mean_gradient, mask=inside)
+    tl.store(to_scale + p, s * scale_gradient, mask=inside)
+    tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
+
+
+@triton.jit
+def _adam(
+    factor, first, second, A, Z, step, lr, coefficient, make, P, along, across,
+    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    k = tl.arange(0, KP)
+    if tl.load(make) > 0:
+        t = tl.load(step).to(tl.float64)
+        size = (tl.load(lr) / (1 - tl.exp(t * LOG1))).to(tl.float32)
+        root = tl.sqrt(1 - tl.exp(t * LOG2)).to(tl.float32)
+        at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
+        mask = inside[:, None] & (k < K)[None, :]
+        m = tl.load(first + at, mask=mask, other=0.0)
+        v = tl.load(second + at, mask=mask, other=0.0)
+        value = tl.load(factor + at, mask=mask, other=0.0)
+        gradient = tl.zeros((BLOCK, KP), tl.float32)
+        for row in tl.range(0, R, loop_unroll_factor=8):
+            a = tl.load(A + row * P.to(tl.int64) + p, mask=inside, other=0.0)
+            z = tl.load(Z + row * K + k, mask=k < K, other=0.0)
+            gradient += a[:, None] * z[None, :]
+        gradient *= tl.load(coefficient)
+        m = BETA1 * m + (1 - BETA1) * gradient
+        v = BETA2 * v + (1 - BETA2) * gradient * gradient
+        value -= size * m / (tl.sqrt(v) / root + EPS)
+        tl.store(first + at, m, mask=mask)
+        tl.store(second + at, v, mask=mask)
+        tl.store(factor + at, value, mask=mask)

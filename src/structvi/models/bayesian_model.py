@@ -1,0 +1,304 @@
+"""A network with likelihood and prior as a target."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..basics.checks import is_integer
+from ..families.numerics.algebra import sum_weights
+from ..networks.call import call_network
+from ..networks.mixed_precision import GradientScale, check_precision
+from ..networks.vmap_or_loop import Evaluation, Mode, training_key
+from ..parameters import Parameters
+from .batch import arguments_of, batch_size, split_batch
+from .likelihoods import Likelihood
+from .priors.base import Prior, SeparablePrior, log_prior
+from .target import NOTHING, check_theta
+
+
+class BayesianModel(nn.Module):
+    """log p(T, θ | X) = (N/B) Σ_batch log p(t | y_θ(x)) + log p(θ) for a network y_θ, unbiased for uniform batches.
+
+    The network is never changed or copied: it is called with the drawn weights in place of its own. Trainable tensors
+    that are not in `parameters` are held at the values the network has.
+
+    Args:
+        net: the network.
+        likelihood: called with (output, target), gives log p(t | y) of each observation [B, ..]. Random tensors of
+            its own (an unknown noise) are appended to the space as "likelihood.<name>" and have its prior.
+        prior: called with (parameters, theta [S, P]), gives log p(θ) [S]; of the network's tensors, `net_space`.
+        num_data: N, the size of the whole data set; None until it is known (`model.num_data = N`).
+        parameters: the random tensors; all trainable ones by default.
+        forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
+        evaluation: how S weights are evaluated: "vmap", "loop", or "auto": vmap where it is right and pays.
+        chunk: how many draws vmap takes at once.
+        deterministic: whether a rule or a clock decides what pays, see `Evaluation`.
+        checkpoint_activations: keep no activations of the network: the backward pass computes those of one draw at a
+            time again. Less memory, about a third more time; always the loop.
+
+    Batches are pairs (input, target), where a tuple of inputs is passed as several arguments, or dicts with one of
+    the keys "target", "targets", "label", "labels", "y": of the rest a single entry is passed as the argument,
+    several as keywords. A target may be a pair (t, mask), see `likelihoods`; B is the number of rows of t.
+
+    Example:
+        >>> from structvi import NormalPrior, likelihoods
+        >>> net = nn.Linear(3, 1)
+        >>> model = BayesianModel(net, likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), num_data=100)
+        >>> model.log_joint(torch.zeros(2, 4), (torch.zeros(10, 3), torch.zeros(10, 1))).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        likelihood: Callable[[Any, Any], Tensor],
+        prior: Prior,
+        num_data: int | None,
+        *,
+        parameters: Parameters | None = None,
+        forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+        evaluation: Mode = "auto",
+        chunk: int | None = None,
+        deterministic: bool | None = None,
+        checkpoint_activations: bool = False,
+    ):
+        super().__init__()
+        _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
+        self.net = net
+        self.likelihood = likelihood
+        self.prior = prior
+        self._num_data: int | None = None
+        #: whether a fit took N from its loader: another fit then takes that of its own
+        self.num_data_of_loader = False
+        if num_data is not None:
+            self.num_data = num_data
+        self.net_space = Parameters.of(net) if parameters is None else parameters
+        self.user_forward = forward
+        self.evaluation = Evaluation(evaluation, chunk, deterministic)
+        self.checkpoint_activations = checkpoint_activations
+        self._precision: torch.dtype | None = None
+        #: `torch.func.functional_call` compiled, while a fit asks for it
+        self.compiled: Callable[..., Any] | None = None
+        #: of the gradients inside a network that runs in float16
+        self.scale = GradientScale()
+        known = dict(net.named_parameters())
+        every = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+        self._tied = len({id(tensor) for _, tensor in every}) < len(every)
+        for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
+            if name not in known or known[name].shape != shape:
+                raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
+        if isinstance(prior, SeparablePrior):
+            prior.check(self.net_space)
+        own = likelihood.random_tensors() if isinstance(likelihood, Likelihood) else {}
+        #: the likelihood's random tensors: their names in `space` → their names in the likelihood
+        self.likelihood_names = {f"likelihood.{name}": name for name in own}
+        self.space = self.net_space
+        if own:
+            appended = {f"likelihood.{name}": tensor.detach().to(self.space.initial) for name, tensor in own.items()}
+            self.space = self.net_space.append(appended, scale=1.0)
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """bfloat16 or float16: the network alone runs in it, and its outputs are converted back; None for neither."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, value: torch.dtype | None) -> None:
+        device = next(self.net.parameters()).device
+        check_precision(value, self.net, self.space.dtype, device)
+        self._precision = value
+
+    @property
+    def known_num_data(self) -> int | None:
+        """N, or None until it is known."""
+        return self._num_data
+
+    @property
+    def num_data(self) -> int:
+        if self._num_data is None:
+            raise ValueError(
+                "num_data, the number of observations in the whole data set, is not known yet: set it, give num_data= "
+                "to variationalize, or fit first, which takes it from the loader"
+            )
+        return self._num_data
+
+    @num_data.setter
+    def num_data(self, value: int) -> None:
+        if not is_integer(value):
+            raise ValueError(f"num_data must be the number of observations in the whole data set, got {value!r}")
+        self._num_data = value
+
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        return self.log_likelihood(theta, batch, fixed) + self.log_prior(theta, fixed)
+
+    def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        """log p(θ): [S, P] → [S]."""
+        check_theta(theta, self.space.without(fixed))
+        shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
+        size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
+        # a split has a backward pass of its own: none where there is nothing to split off
+        net = theta if size == theta.shape[-1] else torch.split(theta, [size, theta.shape[-1] - size], dim=-1)[0]
+        value = _per_draw(log_prior(self.prior, self.net_space, net, shared), theta, "prior")
+        if isinstance(self.likelihood, Likelihood) and self.likelihood_names:
+            own = self.likelihood.log_prior(self.likelihood_values(theta, fixed))
+            value = value + _per_draw(own, theta, "likelihood's log_prior")
+        return value
+
+    def likelihood_values(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
+        """The likelihood's random tensors at the draws θ [S, P], by its own names: [S, *shape] each."""
+        shared = {name: tensor.expand(theta.shape[0], *tensor.shape) for name, tensor in fixed.items()}
+        named = {**self.space.without(fixed).unravel(theta), **shared}
+        return {own: named[name] for name, own in self.likelihood_names.items()}
+
+    def log_likelihood(self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        """(N/B) Σ_batch log p(t | y_θ(x)): [S, P] → [S]."""
+        total, B = self.batch_log_likelihood(theta, batch, fixed)
+        return total * (self.num_data / B)
+
+    def batch_log_likelihood(
+        self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING
+    ) -> tuple[Tensor, int]:
+        """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B."""
+        if batch is None:
+            raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
+        space = self.space.without(fixed)
+        check_theta(theta, space)
+        B = 0
+
+        def one(row: Tensor) -> Tensor:
+            nonlocal B
+            named = {**space.unravel(row), **fixed}
+            own = {name: named.pop(full) for full, name in self.likelihood_names.items()}
+            output, target = self.call(named, batch)
+            B = batch_size(target)
+            if B > self.num_data:
+                raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
+            if own:
+                assert isinstance(self.likelihood, nn.Module)
+                log_prob = functional_call(self.likelihood, own, (output, target))
+            else:
+                log_prob = self.likelihood(output, target)
+            if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
+                came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
+                raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
+            return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
+
+        return self._evaluate(one, theta, fixed), B
+
+    def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
+        """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
+        arguments, keywords = arguments_of(inputs)
+        space = self.space.without(fixed)
+        check_theta(theta, space)
+
+        def one(row: Tensor) -> Any:
+            named = {**space.unravel(row), **fixed}
+            named = {name: tensor for name, tensor in named.items() if name not in self.likelihood_names}
+            return self._network(named, arguments, keywords)
+
+        return self._evaluate(one, theta, fixed, "outputs")
+
+    def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
+        key = (*what, frozenset(fixed), training_key(self.net))
+        single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
+        against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
+        return self.evaluation(
+            one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=self._full_precision
+        )
+
+    def _convolves(self, fixed: Mapping[str, Tensor]) -> bool:
+        """Whether a convolution has a kernel for each draw."""
+        random = {name for name in self.net_space.names if name not in fixed}
+        return any(
+            f"{prefix}.{name}".removeprefix(".") in random
+            for prefix, module in self.net.named_modules()
+            if isinstance(module, nn.modules.conv._ConvNd)
+            for name, _ in module.named_parameters()
+        )
+
+    @contextmanager
+    def _full_precision(self) -> Iterator[None]:
+        before, self._precision = self._precision, None
+        try:
+            yield
+        finally:
+            self._precision = before
+
+    def call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
+        """Output and target of a batch, for the network with these tensors in place of its own."""
+        if self.user_forward is not None:
+            with_weights = _Bound(self, random)
+            result = self.user_forward(with_weights, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError("forward= must return a pair (output, target)")
+            return result
+        inputs, target = split_batch(batch)
+        batch_size(target)  # an empty batch is named before the network meets it
+        arguments, keywords = arguments_of(inputs)
+        return self._network(random, arguments, keywords), target
+
+    def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        return call_network(
+            self.net, random, arguments, keywords,
+            precision=self._precision,
+            scale=self.scale if self._precision == torch.float16 else None,
+            checkpointed=self.checkpoint_activations,
+            functional=self.compiled or functional_call,
+            tied=self._tied,
+        )  # fmt: skip
+
+
+class _Bound(nn.Module):
+    """The network as a user's `forward=` sees it: a call uses the drawn weights."""
+
+    def __init__(self, model: BayesianModel, random: Mapping[str, Tensor]):
+        super().__init__()
+        self._model, self._random = (model,), random
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._model[0]._network(self._random, arguments, keywords)
+
+
+def _check_arguments(
+    net: Any, likelihood: Any, prior: Any, parameters: Any, forward: Any, evaluation: Any, checkpoint_activations: Any
+) -> None:
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"BayesianModel expects an nn.Module, got {type(net).__name__}")
+    if isinstance(net, nn.DataParallel):
+        raise TypeError("DataParallel cannot be called with drawn weights; give the network inside it, net.module")
+    for name, value, such in (
+        ("likelihood", likelihood, 'likelihoods.Categorical() or likelihoods.Gaussian("point")'),
+        ("prior", prior, 'NormalPrior(1.0) or DistributionPrior({"*": Normal(0.0, 1.0)})'),
+    ):
+        if not callable(value):
+            raise TypeError(f"the {name} must be callable, got {value!r}; write {such}, for example")
+    function = getattr(likelihood, "__module__", None) == "torch.nn.functional"
+    if isinstance(likelihood, nn.modules.loss._Loss) or function:
+        name = getattr(likelihood, "__name__", type(likelihood).__name__)
+        raise TypeError(
+            f"{name} is a loss, to be made small; the likelihood is log p(t | y) of each observation, to be made "
+            "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss"
+        )
+    if isinstance(likelihood, type) or isinstance(prior, type):
+        raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")
+    if parameters is not None and not isinstance(parameters, Parameters):
+        raise TypeError(
+            f"parameters= expects Parameters, got {type(parameters).__name__}; write Parameters.of(net, select)"
+        )
+    if forward is not None and not callable(forward):
+        raise TypeError(f"forward= must be a function (net, batch) → (output, target), got {forward!r}")
+    if not isinstance(checkpoint_activations, bool):
+        raise TypeError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
+    if checkpoint_activations and evaluation == "vmap":
+        raise ValueError('checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"')
+
+
+def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != theta.shape[:1]:
+        came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the {what} must return [S] = [{theta.shape[0]}], got {came}")
+    return value

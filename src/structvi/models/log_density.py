@@ -1,0 +1,64 @@
+"""Any log density as a target."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..networks.vmap_or_loop import Evaluation, Mode
+from ..parameters import Parameters
+from .target import NOTHING, check_theta
+
+
+class LogDensity:
+    """Any log density, not necessarily normalised.
+
+    Args:
+        fn: sees one draw as a dict of named tensors (and the batch, where `log_joint` is given one) and returns a
+            scalar; it is batched over draws for you.
+        parameters: the space.
+        evaluation: "auto", "vmap" or "loop" over draws.
+        chunk: how many draws vmap takes at once.
+        deterministic: whether a rule or a clock decides between vmap and loop, see `Evaluation`.
+
+    Example:
+        >>> import torch
+        >>> space = Parameters({"z": torch.zeros(2)})
+        >>> LogDensity(lambda p: -0.5 * p["z"].square().sum(), space).log_joint(torch.ones(3, 2))
+        tensor([-1., -1., -1.])
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Tensor],
+        parameters: Parameters,
+        *,
+        evaluation: Mode = "auto",
+        chunk: int | None = None,
+        deterministic: bool | None = None,
+    ):
+        if not callable(fn):
+            raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
+        if not isinstance(parameters, Parameters):
+            raise TypeError(f"LogDensity expects Parameters, got {type(parameters).__name__}")
+        self.fn = fn
+        self.space = parameters
+        self.evaluation = Evaluation(evaluation, chunk, deterministic)
+
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        space = self.space.without(fixed)
+        check_theta(theta, space)
+
+        def one(row: Tensor) -> Tensor:
+            named = {**space.unravel(row), **fixed}
+            arguments = (named,) if batch is None else (named, batch)
+            return _scalar(self.fn(*arguments), "the log density")
+
+        return self.evaluation(one, theta)
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+        came = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} must return a floating scalar for one draw, got {came}; sum over its elements")
+    return value.reshape(())

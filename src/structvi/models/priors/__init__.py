@@ -1,0 +1,26 @@
+"""Priors of the weights: any callable (parameters, theta [S, P]) → [S], and the ones that are made here."""
+
+from typing import TYPE_CHECKING
+
+from ...basics.later import later
+from .base import Prior, PriorModule, SeparablePrior, SumPrior
+from .distribution import DistributionPrior
+from .scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
+
+if TYPE_CHECKING:
+    from .lipschitz import LipschitzPrior
+
+__getattr__ = later(__name__, {"LipschitzPrior": "lipschitz"})
+
+__all__ = [
+    "DistributionPrior",
+    "LaplacePrior",
+    "LipschitzPrior",
+    "NormalPrior",
+    "Prior",
+    "PriorModule",
+    "ScalePrior",
+    "SeparablePrior",
+    "StudentTPrior",
+    "SumPrior",
+]

@@ -1,0 +1,202 @@
+"""Centred priors with a scale, fixed or learned: normal, Laplace and Student-t."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from itertools import groupby
+from math import lgamma, log, pi, prod
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...basics.checks import check_positive
+from ...basics.patterns import assign, check_patterns
+from ...families.numerics.algebra import sum_squares, sum_weights
+from ...parameters import Parameters
+from .base import SeparablePrior
+
+Scale = float | Mapping[str, float]
+
+
+class _Run(NamedTuple):
+    """Neighbouring weights with one scale."""
+
+    size: int
+    scale: Tensor | float
+    log_scale: Tensor | float
+
+
+class ScalePrior(SeparablePrior):
+    """Centred priors with a scale: one for all weights, or one for each pattern of names.
+
+    With `learn=True` the logarithms of the scales are a parameter, `log_scale`, one for each pattern, fitted with the
+    ELBO (empirical Bayes). That needs a posterior with a density everywhere: at a point estimate the prior's density
+    grows without bound as weights and scale go to zero, so `elbo` refuses it.
+    """
+
+    #: whether a tensor is one random vector, not many independent numbers
+    grouped: bool = False
+
+    def __init__(self, scale: Scale, learn: bool, by_fan_in: bool):
+        super().__init__()
+        name = type(self).__name__
+        self.patterns = tuple(scale) if isinstance(scale, Mapping) else ("*",)
+        self.values = tuple(scale.values()) if isinstance(scale, Mapping) else (scale,)
+        check_patterns(self.patterns, name)
+        for value in self.values:
+            check_positive(value, f"the scale of a {name}", "or a dict of patterns and such numbers")
+        for option, value in (("learn", learn), ("by_fan_in", by_fan_in)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: {option} must be True or False, got {value!r}")
+        self.scale, self.learn, self.by_fan_in = scale, learn, by_fan_in
+        if learn:
+            self.log_scale = nn.Parameter(torch.tensor([log(value) for value in self.values]))
+
+    @classmethod
+    def fan_in(cls, scale: Scale = 1.0, **settings: Any) -> Self:
+        """The prior with scale/√fan_in for tensors of two and more axes, fan_in = numel/shape[0]; scale for the others.
+
+        The variance of a layer's output is then the same whatever its width.
+        """
+        return cls(scale=scale, by_fan_in=True, **settings)
+
+    @abstractmethod
+    def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
+        """Of weights that share a scale: [S, n] → [S], in float64."""
+
+    def check(self, parameters: Parameters) -> None:
+        assign(parameters.names, self.patterns, type(self).__name__)
+
+    def terms(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        runs = self._runs(parameters)
+        pieces = torch.split(theta, [run.size for run in runs], dim=-1)
+        terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(pieces, runs, strict=True)]
+        return torch.stack(terms).sum(0).to(theta.dtype)
+
+    def scales(self, parameters: Parameters) -> dict[str, float]:
+        """The scale of each tensor, as it is now."""
+        names = zip(parameters.names, self._keys(parameters), strict=True)
+        with torch.no_grad():
+            return {name: float(self._run(key, 0).scale) for name, key in names}
+
+    def _keys(self, parameters: Parameters) -> list[tuple[int, float]]:
+        """For each tensor its pattern and the divisor of its scale."""
+        owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
+        return [
+            (owner, prod(shape[1:]) ** 0.5 if self.by_fan_in and len(shape) > 1 else 1.0)
+            for owner, shape in zip(owners, parameters.shapes, strict=True)
+        ]
+
+    def _runs(self, parameters: Parameters) -> list[_Run]:
+        pairs = list(zip(self._keys(parameters), parameters.numels, strict=True))
+        if self.grouped:
+            return [self._run(key, size) for key, size in pairs]
+        merged = groupby(pairs, key=lambda pair: pair[0])
+        return [self._run(key, sum(size for _, size in run)) for key, run in merged]
+
+    def _run(self, key: tuple[int, float], size: int) -> _Run:
+        owner, divisor = key
+        if self.learn:
+            log_scale = self.log_scale[owner] - log(divisor)
+            return _Run(size, log_scale.exp(), log_scale)
+        return _Run(size, self.values[owner] / divisor, log(self.values[owner] / divisor))
+
+    def extra_repr(self) -> str:
+        text = repr(self.scale) + (", by fan-in" if self.by_fan_in else "")
+        return text + (", learn=True" if self.learn else "")
+
+
+class NormalPrior(ScalePrior):
+    """Independent normals, θ_i ~ N(0, scale²): l2 regularisation with its normalising constant.
+
+    Args:
+        scale: the standard deviation, > 0; or a dict of glob patterns on tensor names and such numbers, where every
+            tensor must match exactly one pattern and "*" stands for what no other matches.
+        learn: fit the scale, one for each pattern, with the ELBO.
+        by_fan_in: divide the scale by √fan_in, see `fan_in`.
+
+    Example:
+        >>> NormalPrior(1.0)(Parameters({"z": torch.zeros(2)}), torch.zeros(1, 2))
+        tensor([-1.8379])
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        >>> NormalPrior.fan_in(2.0).scales(Parameters.of(net, "0.*"))
+        {'0.weight': 1.0, '0.bias': 2.0}
+        >>> NormalPrior({"1.*": 0.1, "*": 1.0}, learn=True).log_scale.shape
+        torch.Size([2])
+    """
+
+    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
+        super().__init__(scale, learn, by_fan_in)
+
+    def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
+        return -0.5 * sum_squares(x) / scale**2 - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
+
+
+class LaplacePrior(ScalePrior):
+    """Independent Laplace distributions, p(θ_i) = exp(−|θ_i|/scale)/(2 scale): l1 regularisation.
+
+    The standard deviation is √2 scale.
+
+    Args:
+        scale: > 0; or a dict of patterns and scales, as in `NormalPrior`.
+        learn: fit the scale, one for each pattern, with the ELBO.
+        by_fan_in: divide the scale by √fan_in, see `fan_in`.
+
+    Example:
+        >>> LaplacePrior(0.5)(Parameters({"z": torch.zeros(2)}), torch.ones(1, 2))
+        tensor([-4.])
+    """
+
+    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
+        super().__init__(scale, learn, by_fan_in)
+
+    def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
+        return -sum_weights(x.abs()) / scale - x.shape[-1] * (log_scale + log(2))
+
+
+class StudentTPrior(ScalePrior):
+    """Student's t with ν = df degrees of freedom: most weights small, some as large as the data ask.
+
+    Per weight, independent t's; per tensor, its n weights as one multivariate t,
+
+        log p(x) = log Γ((ν+n)/2) − log Γ(ν/2) − n/2 log(νπ) − n log scale − (ν+n)/2 log(1 + |x|²/(ν scale²)),
+
+    which is a normal with an inverse-gamma variance that the whole tensor shares. As ν → 0 the density goes to
+    |x|^−n (per weight: 1/|θ_i|), which does not change its form when x is rescaled: small ν, such as 0.01, is the quasi
+    scale-invariant prior, and still proper.
+
+    Args:
+        df: ν > 0.
+        scale: > 0; or a dict of patterns and scales, as in `NormalPrior`. For ν > 2 the standard deviation is
+            scale √(ν/(ν−2)).
+        per: "weight" or "tensor".
+        learn: fit the scale, one for each pattern, with the ELBO.
+        by_fan_in: divide the scale by √fan_in, see `fan_in`.
+
+    Example:
+        >>> StudentTPrior(df=1.0, scale=1.0)(Parameters({"z": torch.zeros(1)}), torch.zeros(1, 1))  # Cauchy: −log π
+        tensor([-1.1447])
+    """
+
+    def __init__(
+        self, df: float, scale: Scale = 1.0, per: str = "weight", learn: bool = False, by_fan_in: bool = False
+    ):
+        super().__init__(scale, learn, by_fan_in)
+        check_positive(df, "df of a StudentTPrior")
+        if per not in ("weight", "tensor"):
+            raise ValueError(f'per must be "weight" or "tensor", got {per!r}')
+        self.df, self.per = df, per
+        self.grouped = per == "tensor"
+
+    def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
+        n = x.shape[-1]
+        vectors, size = (1, n) if self.grouped else (n, 1)
+        constant = lgamma((self.df + size) / 2) - lgamma(self.df / 2) - 0.5 * size * log(self.df * pi)
+        if self.grouped:
+            spread = torch.log1p(sum_weights(x.square()) / scale**2 / self.df)
+        else:
+            spread = sum_weights(torch.log1p((x / scale).square() / self.df))
+        return vectors * constant - n * log_scale - 0.5 * (self.df + size) * spread
+
+    def extra_repr(self) -> str:
+        return f"df={self.df}, scale={super().extra_repr()}, per={self.per!r}"

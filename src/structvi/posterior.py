@@ -1,0 +1,155 @@
+"""A posterior as plain data: a model, a family, and the modes the network is called in; operations are above it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from .basics.checks import check_one_of
+from .couplings import Coupling, paired
+from .families.family import Family
+from .models.bayesian_model import BayesianModel
+from .objective import Estimator, Terms, elbo_terms
+from .parameters import Parameters
+from .result import Result
+
+Dropout = Literal["off", "on"]
+BatchNorm = Literal["frozen", "deterministic", "reestimated"]
+DROPOUT: tuple[Dropout, ...] = ("off", "on")
+BATCH_NORM: tuple[BatchNorm, ...] = ("frozen", "deterministic", "reestimated")
+
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+# the last three drop inside themselves, or skip their own dropout layers on a fast path that only training closes
+_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+class PosteriorBase(nn.Module):
+    """A network with likelihood, prior and variational family, without the operations: `structvi.Posterior` adds them.
+
+    - `.train()` and `.eval()` change nothing about the posterior: it stays a distribution, and the network's own
+      mode is set for the time of a call by `dropout` and `batch_norm` alone.
+    - `.to(device)` moves everything: variational parameters, network, likelihood, prior.
+    - `.parameters()` are what a fit learns: the variational parameters, and those of likelihood and prior. The
+      network's own tensors are read, never changed.
+
+    Args:
+        model: the network with likelihood and prior.
+        family: bound to `model.space`.
+        dropout: "off", or "on": the network's own dropout layers stay active in `fit` and `predict`.
+        batch_norm: "frozen", "deterministic" or "reestimated", see `variationalize`.
+    """
+
+    def __init__(
+        self, model: BayesianModel, family: Family, *, dropout: Dropout = "off", batch_norm: BatchNorm = "frozen"
+    ):
+        super().__init__()
+        check_one_of("dropout", dropout, DROPOUT)
+        check_one_of("batch_norm", batch_norm, BATCH_NORM)
+        self.model = model
+        self.family = family
+        self.dropout: Dropout = dropout
+        self.batch_norm: BatchNorm = batch_norm
+        #: what the last fit returned
+        self.last_fit: Result | None = None
+
+    def extra_repr(self) -> str:
+        weights = sum(parameter.numel() for parameter in self.net.parameters())
+        known = self.model.known_num_data
+        N = "N not known yet" if known is None else f"N = {known}"
+        return f"{self.model.net_space.size} of the network's {weights} weights are random, {N}"
+
+    @property
+    def space(self) -> Parameters:
+        return self.model.space
+
+    @property
+    def net(self) -> nn.Module:
+        return self.model.net
+
+    @property
+    def device(self) -> torch.device:
+        """Where the variational parameters are."""
+        return next(self.parameters()).device
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
+        own = f"{prefix}.model.net." if prefix else "model.net."
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not name.startswith(own):
+                yield name, parameter
+
+    def learned(self) -> dict[str, Tensor]:
+        """All that a fit changes, by name, not copied: the parameters, and the family's buffers."""
+        buffers = {f"family.{name}": buffer for name, buffer in self.family.named_buffers()}
+        return {**dict(self.named_parameters()), **buffers}
+
+    def outside_family(self) -> dict[str, Tensor]:
+        """What a fit learns beside the family, by name: of likelihood and prior."""
+        family = {id(parameter) for parameter in self.family.parameters()}
+        return {name: p for name, p in self.named_parameters() if id(p) not in family}
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self
+
+    def with_family(self, family: Family) -> Self:
+        """A posterior of the same model and modes with another family."""
+        return type(self)(self.model, family, dropout=self.dropout, batch_norm=self.batch_norm)
+
+    def check_whole(self) -> None:
+        """Refuse what this rank's rows alone cannot do."""
+        if self.family.shard is not None:
+            raise ValueError(
+                "this rank has only its rows of the posterior: ask what gather(posterior), called on all ranks, "
+                "returns; or write the rows with save_sharded(posterior, directory)"
+            )
+
+    @contextmanager
+    def network_mode(self) -> Iterator[None]:
+        """Inside, the network is in eval mode but for what `dropout` and `batch_norm` ask; afterwards as it was."""
+        before = [(module, module.training) for module in self.net.modules()]
+        try:
+            for module, _ in before:
+                active = isinstance(module, _DROPOUTS) and self.dropout == "on"
+                active = active or (isinstance(module, BATCH_NORMS) and self.batch_norm == "reestimated")
+                module.__dict__["training"] = active  # past nn.Module's own, which takes longer than small networks
+            yield
+        finally:
+            for module, training in before:
+                module.__dict__["training"] = training
+
+    def loss(
+        self,
+        batch: Any,
+        *,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """−(E log lik − λ KL[q‖prior]) / N in nats per observation, for a loop of your own."""
+        terms = self.terms(batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator)
+        return -(terms.fit - temperature * terms.complexity).mean() / self.model.num_data
+
+    def terms(
+        self,
+        batch: Any,
+        *,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        generator: torch.Generator | None = None,
+    ) -> Terms:
+        """E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
+        with self.network_mode():
+            return elbo_terms(
+                self.family,
+                self.model,
+                batch,
+                groups=groups,
+                coupling=coupling,
+                estimator=estimator,
+                generator=generator,
+            )

@@ -1,0 +1,199 @@
+"""Draws of a posterior that can be made again from their seeds, chunk by chunk, and the network at them."""
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..basics.checks import check_integer
+from ..basics.random_streams import borrowed_stream
+from ..couplings import Coupling, naive
+from ..families.density import Density, Draws, check_draw
+from ..models.batch import split_batch
+from ..networks.vmap_or_loop import training_key
+from ..posterior import PosteriorBase
+from .predictive import Predictive
+
+#: So many numbers of drawn weights are held at once.
+DRAWN_NUMBERS = 2**26
+
+
+class DrawChunks:
+    """The same S weighted draws of a posterior, chunk by chunk and as often as asked: each is made from a kept seed.
+
+    Args:
+        posterior: what to draw from.
+        draws: at least so many: S is the next whole number of the coupling's groups. Families with finitely many
+            states (MAP, ensembles, enumerated masks) give each of them once, with its weight.
+        coupling: how the draws of a group share noise.
+        chunk: how many draws are held at once, rounded to whole groups.
+        reference: inputs whose statistics batch norm uses, with batch_norm="reestimated".
+        generator: of the seeds.
+    """
+
+    def __init__(
+        self,
+        posterior: PosteriorBase,
+        draws: int,
+        coupling: Coupling,
+        chunk: int,
+        reference: Any = None,
+        generator: torch.Generator | None = None,
+    ):
+        check_integer("draws", draws)
+        check_integer("chunk", chunk)
+        check_draw(1, coupling, generator)
+        if posterior.batch_norm == "reestimated" and reference is None:
+            raise ValueError(
+                'batch_norm="reestimated" takes the statistics of a batch, for every draw anew, and the inputs to be '
+                "predicted are not to be their own reference: give reference=, inputs of the training data"
+            )
+        if posterior.batch_norm != "reestimated" and reference is not None:
+            raise ValueError(f'reference= is for batch_norm="reestimated"; here it is {posterior.batch_norm!r}')
+        self.posterior, self.coupling, self.reference = posterior, coupling, reference
+        with torch.no_grad():
+            self.density = posterior.family()
+            self.device = self.density.mean.device
+            # how many draws a group has shows in drawing one
+            probe = self.density.draw(1, coupling, torch.Generator(self.device).manual_seed(0))
+        size = probe.weight.shape[0]
+        finite = self.density.finite and posterior.dropout == "off"
+        groups = 1 if finite else ceil(draws / size)
+        most = 1 if self.density.enumerates else max(1, chunk // size)
+        self.groups = [min(most, groups - start) for start in range(0, groups, most)]
+        self.draws = groups * size
+        self.note = f"{draws} asked for, whole groups of {size} taken" if self.draws != draws else ""
+        if finite:
+            self.note = f"{draws} asked for, the family has {size} states" if size != draws else ""
+        device = None if generator is None else generator.device
+        seeds = torch.randint(2**62, (len(self.groups),), generator=generator, device=device)
+        self.seeds: list[int] = seeds.tolist()
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def share(self, index: int) -> float:
+        """The weight of all draws of a chunk together."""
+        return self.groups[index] / sum(self.groups)
+
+    def predictive(self, index: int, inputs: Any) -> Predictive:
+        """The mixture over the draws of one chunk, its weights summing to one."""
+        model = self.posterior.model
+        with torch.no_grad(), self.posterior.network_mode():
+            draws, generator = self.draw(index)
+            joined, rows = self._with_reference(inputs)
+            with borrowed_stream(generator):  # of dropout, and whatever else is random in the network
+                if model.user_forward is None:
+                    outputs = model.outputs(draws.theta, joined, draws.fixed)
+                else:
+                    key = ("prediction", frozenset(draws.fixed), training_key(model.net))
+                    outputs = model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
+            outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
+            return Predictive(
+                outputs, draws.weight, model.likelihood, model.likelihood_values(draws.theta, draws.fixed), self.note
+            )
+
+    def target(self, batch: Any) -> Any:
+        """The target that a user's `forward` makes of a batch; it takes a pass of the network."""
+        with torch.no_grad(), self.posterior.network_mode():
+            draws, generator = self.draw(0)
+            with borrowed_stream(generator):
+                return self._call(draws, draws.theta[0], batch)[1]
+
+    def draw(self, index: int) -> tuple[Draws, torch.Generator]:
+        """The draws of one chunk, and the stream of whatever else is random in it."""
+        generator = torch.Generator(self.device).manual_seed(self.seeds[index])
+        return self.density.draw(self.groups[index], self.coupling, generator), generator
+
+    def _call(self, draws: Draws, row: Tensor, batch: Any) -> tuple[Any, Any]:
+        model = self.posterior.model
+        named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
+        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
+
+    def _with_reference(self, inputs: Any) -> tuple[Any, int]:
+        """The inputs below the reference's rows, and how many those are."""
+        inputs = on_device(inputs, self.device)
+        if self.reference is None:
+            return inputs, 0
+        reference, layout = pytree.tree_flatten(on_device(self.reference, self.device))
+        own, own_layout = pytree.tree_flatten(inputs)
+        if layout != own_layout:
+            raise ValueError(f"reference must be built as the inputs are, {own_layout}, got {layout}")
+        joined = [torch.cat([r, x]) if isinstance(x, Tensor) else x for r, x in zip(reference, own, strict=True)]
+        rows = next(r.shape[0] for r in reference if isinstance(r, Tensor))
+        return pytree.tree_unflatten(joined, layout), rows
+
+
+class IndependentDraws:
+    """S independent draws of q with equal weights, made again from their seeds as often as asked, chunk by chunk.
+
+    Of a density whose groups hold several draws (the parts of a mixture, masks) one of each group is taken, with the
+    probability of its weight.
+
+    Example:
+        >>> from structvi import MeanField, Parameters
+        >>> q = MeanField().bind(Parameters({"z": torch.zeros(2)}))()
+        >>> [draws.theta.shape for draws in IndependentDraws(q, 5, torch.Generator().manual_seed(0))]
+        [torch.Size([5, 2])]
+    """
+
+    def __init__(
+        self, density: Density, count: int, generator: torch.Generator | None = None, chunk: int | None = None
+    ):
+        check_integer("draws", count)
+        self.density, self.count = density, count
+        size = max(1, DRAWN_NUMBERS // density.P) if chunk is None else chunk
+        self.sizes = [min(size, count - start) for start in range(0, count, size)]
+        device = None if generator is None else generator.device
+        self.seeds: list[int] = torch.randint(2**62, (len(self.sizes),), generator=generator, device=device).tolist()
+
+    def __iter__(self) -> Iterator[Draws]:
+        for size, seed in zip(self.sizes, self.seeds, strict=True):
+            yield _one_of_each(self.density, size, torch.Generator(self.density.mean.device).manual_seed(seed))
+
+
+@torch.no_grad()
+def _one_of_each(density: Density, count: int, generator: torch.Generator) -> Draws:
+    draws = density.draw(1 if density.enumerates else count, naive, generator)
+    S = draws.weight.shape[0]
+    if density.enumerates:  # all states with their probabilities
+        which = torch.multinomial(draws.weight, count, replacement=True, generator=generator)
+    elif count == S:
+        return draws
+    else:
+        within = torch.multinomial(draws.weight.reshape(count, -1), 1, generator=generator).squeeze(-1)
+        which = torch.arange(count, device=within.device) * (S // count) + within
+    latent = None if draws.latent is None else draws.latent[which]
+    return Draws(draws.theta[which], draws.weight.new_full((count,), 1 / count), draws.fixed, latent)
+
+
+def predictive_at(posterior: PosteriorBase, draws: Draws, batch: Any) -> tuple[Predictive, Any]:
+    """p(t | y_s(x)) of a batch at given draws, and the batch's target."""
+    model = posterior.model
+    space = model.space.without(draws.fixed)
+
+    def call(row: Tensor) -> tuple[Any, Any]:
+        named = {**space.unravel(row), **draws.fixed}
+        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
+
+    with torch.no_grad(), posterior.network_mode():
+        key = ("diagnostics", frozenset(draws.fixed), training_key(model.net))
+        outputs = model.evaluation(lambda row: call(row)[0], draws.theta, key)
+        values = model.likelihood_values(draws.theta, draws.fixed)
+        return Predictive(outputs, draws.weight, model.likelihood, values), target_of(posterior, batch)
+
+
+def target_of(posterior: PosteriorBase, batch: Any) -> Any:
+    """The target of a batch, which a user's `forward` takes a pass of the network to tell."""
+    model = posterior.model
+    if model.user_forward is None:
+        return split_batch(batch)[1]
+    with torch.no_grad(), posterior.network_mode():
+        return model.call(model.net_space.unravel(posterior.family().mean[: model.net_space.size]), batch)[1]
+
+
+def on_device(tensors: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tensors)

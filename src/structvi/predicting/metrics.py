@@ -1,0 +1,378 @@
+"""How good predictions are, on a loader: likelihood, error, calibration, and what uncertainty is worth.
+
+Everything is streamed. A batch is seen by the draws chunk after chunk, which are made again from their seeds for every
+batch, so that all batches see the same weights and neither [S, B, ..] nor [S, P] is ever held: the predictive of a
+batch is the mixture of its chunks' predictives. Over batches only sums and histograms are kept.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from math import log, nan, sqrt
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Normal
+
+from ..basics.checks import check_iterable
+from ..couplings import Coupling, naive
+from ..models.batch import split_batch
+from ..posterior import PosteriorBase
+from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
+from .draws import DrawChunks, on_device
+from .predictive import Predictive, normal_mixture_crps, observed_target
+
+#: So many means and scales of draws are held at once for the pairs of the CRPS.
+CRPS_NUMBERS = 2**22
+
+Score = Literal["entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic"]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What `evaluate` measured; None where the likelihood has no such thing. `dict(metrics)` has the numbers only.
+
+    Averages are over the observed elements of the target (labels, pixels, numbers). The standard error takes the rows
+    of the batches to be independent, not their elements.
+
+    Example:
+        >>> metrics = Metrics(count=10, draws=64, nlpd=0.5, nlpd_se=0.1, accuracy=0.9)
+        >>> dict(metrics)
+        {'count': 10, 'draws': 64, 'nlpd': 0.5, 'nlpd_se': 0.1, 'accuracy': 0.9}
+    """
+
+    #: observed elements of the target
+    count: int
+    #: S
+    draws: int
+    #: negative log predictive density, nats per observation, and its standard error
+    nlpd: float
+    nlpd_se: float
+    #: of the predictive mean
+    rmse: float | None = None
+    #: of the most probable label
+    accuracy: float | None = None
+    #: Σ_c (p_c − 1{t = c})²; for Bernoulli (p − t)²
+    brier: float | None = None
+    #: expected calibration error of the most probable label's confidence; for Bernoulli of the probability of 1
+    ece: float | None = None
+    #: E|T − t| − ½ E|T − T'|, in the unit of t
+    crps: float | None = None
+    #: level → the fraction of observations inside the central interval
+    coverage: dict[float, float] | None = None
+    #: area under the risk–coverage curve; the risk is an error (0 or 1) of a label, the squared error of a number
+    aurc: float | None = None
+    reliability: Reliability | None = field(default=None, repr=False)
+    risk_coverage: RiskCoverage | None = field(default=None, repr=False)
+
+    def keys(self) -> list[str]:
+        shown = [f.name for f in fields(self) if f.repr]
+        return [name for name in shown if getattr(self, name) is not None]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.keys():
+            raise KeyError(f"{name!r} was not measured; there are {self.keys()}")
+        return getattr(self, name)
+
+    def __str__(self) -> str:
+        lines = {name: value for name, value in ((name, self[name]) for name in self.keys()) if name != "coverage"}
+        lines |= {f"coverage of {100 * level:g} %": value for level, value in (self.coverage or {}).items()}
+        return "\n".join(f"{name:<18} {value:.5g}" for name, value in lines.items())
+
+
+def evaluate(
+    posterior: PosteriorBase,
+    loader: Iterable[Any],
+    draws: int = 64,
+    *,
+    coupling: Coupling = naive,
+    chunk: int = 16,
+    levels: Sequence[float] = (0.5, 0.9, 0.95),
+    reference: Any = None,
+    generator: torch.Generator | None = None,
+) -> Metrics:
+    """All metrics of a posterior's predictions on a loader, in memory that grows with neither draws nor batches.
+
+    The draws are those of `predict` with the same arguments. The CRPS needs all pairs of draws, S²/2 a number: of
+    each batch so many numbers are taken at a time as make `CRPS_NUMBERS` with S draws, and the network runs once more
+    over the batch for each further part (a batch of 1000 numbers: up to 4194 draws take one run).
+
+    Args:
+        posterior: what `variationalize` returns.
+        loader: batches as `fit` takes them, with targets.
+        draws, coupling, chunk, reference, generator: as in `predict`.
+        levels: the probabilities of the central intervals whose coverage is measured.
+
+    Example:
+        >>> from torch import nn
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(3, 1), likelihoods.Gaussian(0.5), num_data=10)
+        >>> sorted(dict(evaluate(bayes, [(torch.zeros(5, 3), torch.zeros(5, 1))], draws=4)))
+        ['aurc', 'count', 'coverage', 'crps', 'draws', 'nlpd', 'nlpd_se', 'rmse']
+    """
+    check_iterable(loader)
+    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
+    totals = _Totals(tuple(levels))
+    for batch in loader:
+        batch = on_device(batch, chunks.device)
+        inputs, target = _split(chunks, batch)
+        totals.add(*_summary(chunks, inputs, target), posterior.model.likelihood, target)
+    return totals.metrics(chunks.draws)
+
+
+def ood_auroc(
+    posterior: PosteriorBase,
+    in_loader: Iterable[Any],
+    out_loader: Iterable[Any],
+    score: Score = "entropy",
+    draws: int = 64,
+    *,
+    coupling: Coupling = naive,
+    chunk: int = 16,
+    reference: Any = None,
+    generator: torch.Generator | None = None,
+) -> float:
+    """P(score of an unfamiliar input > score of a familiar one): 1 tells them apart, ½ is chance.
+
+    Args:
+        posterior: what `variationalize` returns.
+        in_loader, out_loader: batches as `fit` takes them, or bare input tensors; targets are not used.
+        score: an uncertainty of `Predictive`, averaged over the elements of an input (pixels); "max_probability" is one
+            minus the probability of the most probable label.
+        draws, coupling, chunk, reference, generator: as in `predict`; both loaders see the same draws.
+
+    Example:
+        >>> from torch import nn
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(1, 1), likelihoods.Gaussian(0.5), num_data=10)
+        >>> ood_auroc(bayes, [torch.zeros(5, 1)], [torch.full((5, 1), 9.0)], "epistemic")
+        1.0
+    """
+    try:
+        from torchmetrics.functional.classification import binary_auroc
+    except ImportError:
+        raise ImportError('ood_auroc needs torchmetrics: pip install "structvi[metrics]"') from None
+    known = get_args(Score)
+    if score not in known:
+        raise ValueError(f"score must be one of {known}, got {score!r}")
+    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
+    sides = [torch.cat(list(_scores(chunks, loader, score))) for loader in (in_loader, out_loader)]
+    # ranks: torchmetrics squashes scores beyond one, and makes ties of them
+    _, ranks = torch.cat(sides).unique(return_inverse=True)
+    unfamiliar = torch.cat([torch.full(side.shape, i) for i, side in enumerate(sides)])
+    return binary_auroc(ranks.double() / max(1, int(ranks.max())), unfamiliar).item()
+
+
+@dataclass
+class _Summary:
+    """What the metrics need to know of a predictive over some of the draws: everything merges into that over all."""
+
+    weight: float
+    log_prob: Tensor
+    labels: bool = False
+    mean: Tensor | None = None
+    epistemic: Tensor | None = None
+    aleatoric: Tensor | None = None
+    expected_entropy: Tensor | None = None
+    cdf: Tensor | None = None
+    cdf_below: Tensor | None = None
+
+    @classmethod
+    def of(cls, predictive: Predictive, target: Any, weight: float) -> "_Summary":
+        """`target` None: no log probability is asked for."""
+        log_prob = torch.tensor(0.0) if target is None else predictive.log_prob(target)
+        if predictive.is_function:
+            return cls(weight, log_prob)
+        labels = isinstance(predictive.components, Categorical | Bernoulli)
+        moments = (predictive.mean, predictive.epistemic, predictive.aleatoric)
+        if labels:
+            return cls(weight, log_prob, True, *moments, expected_entropy=predictive.expected_entropy)
+        if target is None:
+            return cls(weight, log_prob, False, *moments)
+        t, _ = observed_target(predictive.likelihood, target)
+        try:
+            cdf = predictive.cdf(t)
+        except NotImplementedError:  # torch gives a Student t none
+            return cls(weight, log_prob, False, *moments)
+        below = predictive.cdf(t - 1) if predictive.components.support.is_discrete else cdf  # pyright: ignore
+        return cls(weight, log_prob, False, *moments, cdf=cdf, cdf_below=below)
+
+    def merge(self, other: "_Summary") -> "_Summary":
+        total = self.weight + other.weight
+        a, b = self.weight / total, other.weight / total
+
+        def mixed(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+            return None if x is None or y is None else a * x + b * y
+
+        epistemic = mixed(self.epistemic, other.epistemic)
+        if epistemic is not None and self.mean is not None and other.mean is not None:
+            epistemic = epistemic + a * b * (self.mean - other.mean).square()
+        return _Summary(
+            total,
+            torch.logaddexp(self.log_prob + log(a), other.log_prob + log(b)),
+            self.labels,
+            mixed(self.mean, other.mean),
+            epistemic,
+            mixed(self.aleatoric, other.aleatoric),
+            mixed(self.expected_entropy, other.expected_entropy),
+            mixed(self.cdf, other.cdf),
+            mixed(self.cdf_below, other.cdf_below),
+        )
+
+
+def _summary(chunks: DrawChunks, inputs: Any, target: Any) -> tuple[_Summary, Tensor | None]:
+    """The summary of the predictive over all draws, and its CRPS [E] where the noise is Gaussian."""
+    summary: _Summary | None = None
+    crps: list[Tensor] = []
+    E, done = 1, 0
+    while done < E:
+        t, means, scales, weights = None, [], [], []
+        for index in range(len(chunks)):
+            part = chunks.predictive(index, inputs)
+            if done == 0:
+                own = _Summary.of(part, target, chunks.share(index))
+                summary = own if summary is None else summary.merge(own)
+            if part.is_function or not isinstance(part.components, Normal):
+                continue
+            t = observed_target(part.likelihood, target)[0].flatten()
+            E, size = t.numel(), max(1, CRPS_NUMBERS // chunks.draws)
+            block = slice(done, done + size)
+            means.append(part.components.loc.flatten(1)[:, block].clone())
+            scales.append(part.components.scale.flatten(1)[:, block].clone())
+            weights.append(chunks.share(index) * part.weights)
+        if t is None:
+            break
+        mean = torch.cat(means)
+        crps.append(normal_mixture_crps(mean, torch.cat(scales), torch.cat(weights), t[done : done + mean.shape[1]]))
+        done += mean.shape[1]
+    assert summary is not None
+    return summary, torch.cat(crps) if crps else None
+
+
+class _Totals:
+    """Sums and histograms over the batches."""
+
+    def __init__(self, levels: tuple[float, ...]):
+        for level in levels:
+            if not 0 < level < 1:
+                raise ValueError(f"levels must be probabilities inside (0, 1), got {level!r}")
+        self.levels = levels
+        self.sums: dict[Any, float] = {}
+        self.calibration = CalibrationHistogram()
+        self.risk = RiskHistogram()
+
+    def add(self, summary: _Summary, crps: Tensor | None, likelihood: Any, target: Any) -> None:
+        known = summary.mean is not None  # of a plain function only log p is, and its target may be anything
+        t, observed = observed_target(likelihood, target) if known else (summary.log_prob, None)
+        if observed is None:
+            observed = torch.ones_like(summary.log_prob, dtype=torch.bool)
+        if observed.shape != summary.log_prob.shape:
+            raise ValueError(
+                f"the mask {tuple(observed.shape)} and log p(t | y) {tuple(summary.log_prob.shape)} differ in shape: "
+                "elements of observations that are scored as a whole cannot be masked"
+            )
+        B = len(observed)
+        loss = -summary.log_prob.double().reshape(B, -1).sum(1)  # per row; 0 where not observed
+        number = observed.reshape(B, -1).sum(1).double()
+        self._sum(rows=B, number=number, loss=loss, loss2=loss**2, cross=loss * number, number2=number**2)
+        if summary.labels:
+            self._labels(summary, t, observed)
+        elif known and t.shape == observed.shape:
+            self._numbers(summary, crps, t, observed)
+
+    def _labels(self, summary: _Summary, t: Tensor, observed: Tensor) -> None:
+        p = summary.mean
+        assert p is not None
+        binary = p.shape == t.shape
+        p, t = (p if binary else p.movedim(1, -1))[observed].double(), t[observed].long()
+        if binary:
+            right, top = ((p > 0.5) == t.bool()).double(), torch.maximum(p, 1 - p)
+            brier, confidence, hit = (p - t).square(), p, t.double()
+        else:
+            top, label = p.max(-1)
+            right = (label == t).double()
+            brier, confidence, hit = p.square().sum(-1) - 2 * p.gather(-1, t[:, None])[:, 0] + 1, top, right
+        self._sum(right=right, brier=brier)
+        self.risk.add(1 - top, 1 - right)
+        self.calibration.add(confidence, hit)
+
+    def _numbers(self, summary: _Summary, crps: Tensor | None, t: Tensor, observed: Tensor) -> None:
+        assert summary.mean is not None
+        assert summary.epistemic is not None
+        assert summary.aleatoric is not None
+        square = (summary.mean.double() - t).square()[observed]
+        self._sum(square=square)
+        self.risk.add((summary.epistemic + summary.aleatoric)[observed], square)
+        if crps is not None:
+            self._sum(crps=crps.reshape(t.shape)[observed].double())
+        if summary.cdf is None or summary.cdf_below is None:
+            return
+        for level in self.levels:
+            # inside [q(a), q(1 − a)]: P(T ≤ t) ≥ a, and P(T < t) < 1 − a
+            inside = (summary.cdf >= (1 - level) / 2) & (summary.cdf_below < (1 + level) / 2)
+            self._sum(**{f"coverage {level}": inside[observed].double()})
+
+    def _sum(self, **values: Any) -> None:
+        for name, value in values.items():
+            own = value.sum().item() if isinstance(value, Tensor) else value
+            self.sums[name] = self.sums.get(name, 0.0) + own
+
+    def metrics(self, draws: int) -> Metrics:
+        s, n, rows = self.sums, self.sums.get("number", 0.0), self.sums.get("rows", 0)
+        if n == 0:
+            raise ValueError("the loader gave no observed target: there is nothing to evaluate")
+        nlpd = s["loss"] / n
+        residual = max(0.0, s["loss2"] - 2 * nlpd * s["cross"] + nlpd**2 * s["number2"])
+        error = sqrt(residual * rows / (rows - 1)) / n if rows > 1 else nan
+        result: dict[str, Any] = {"nlpd": nlpd, "nlpd_se": error}
+        if "right" in s:
+            result |= {"accuracy": s["right"] / n, "brier": s["brier"] / n}
+            result |= {"ece": self.calibration.error(), "reliability": self.calibration.curve()}
+        if "square" in s:
+            result["rmse"] = sqrt(s["square"] / n)
+            covered = {level: s[f"coverage {level}"] / n for level in self.levels if f"coverage {level}" in s}
+            result["coverage"] = covered or None
+        if "crps" in s:
+            result["crps"] = s["crps"] / n
+        if "right" in s or "square" in s:
+            result["aurc"], result["risk_coverage"] = self.risk.area(), self.risk.curve()
+        return Metrics(count=int(n), draws=draws, **result)
+
+
+def _split(chunks: DrawChunks, batch: Any) -> tuple[Any, Any]:
+    if chunks.posterior.model.user_forward is not None:
+        return batch, chunks.target(batch)
+    return split_batch(batch)
+
+
+def _scores(chunks: DrawChunks, loader: Iterable[Any], score: Score) -> Iterator[Tensor]:
+    """The score of every input, batch by batch."""
+    for batch in loader:
+        whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
+        inputs = batch if whole else split_batch(batch)[0]
+        summary: _Summary | None = None
+        for index in range(len(chunks)):
+            own = _Summary.of(chunks.predictive(index, inputs), None, chunks.share(index))
+            summary = own if summary is None else summary.merge(own)
+        assert summary is not None
+        yield _score(summary, score).double().cpu()
+
+
+def _score(summary: _Summary, score: Score) -> Tensor:
+    if summary.mean is None or summary.epistemic is None or summary.aleatoric is None:
+        raise TypeError("the likelihood is a plain function: no uncertainty of t is known; write a Likelihood")
+    if score in ("variance", "epistemic"):
+        value = summary.epistemic if score == "epistemic" else summary.epistemic + summary.aleatoric
+        return value.reshape(len(value), -1).mean(1)
+    if summary.expected_entropy is None:
+        raise TypeError(f'score={score!r} is for class labels; for numbers take "epistemic" or "variance"')
+    p = summary.mean
+    p = torch.stack([1 - p, p], 1) if p.shape == summary.expected_entropy.shape else p  # Bernoulli
+    entropy = -torch.xlogy(p, p).sum(1)
+    value = {
+        "entropy": entropy,
+        "expected_entropy": summary.expected_entropy,
+        "mutual_information": entropy - summary.expected_entropy,
+        "max_probability": 1 - p.max(1).values,
+    }[score]
+    return value.reshape(len(value), -1).mean(1)

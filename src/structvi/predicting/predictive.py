@@ -1,0 +1,360 @@
+"""The predictive distribution: a weighted mixture over draws, Σ_s w_s p(t | y_s), and everything to ask of it."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from math import pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    Laplace,
+    MixtureSameFamily,
+    Normal,
+    Poisson,
+    StudentT,
+)
+from torch.utils import _pytree as pytree
+
+from ..basics.random_streams import borrowed_stream
+from ..models import likelihoods
+from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
+
+#: What each distribution is made of: to index it, to move its axes, to change its dtype.
+_PARAMETERS: dict[type, tuple[str, ...]] = {
+    Normal: ("loc", "scale"),
+    Laplace: ("loc", "scale"),
+    StudentT: ("df", "loc", "scale"),
+    Bernoulli: ("logits",),
+    Poisson: ("rate",),
+    Categorical: ("logits",),
+}
+
+
+class Predictive:
+    """p(t | x) = Σ_s w_s p(t | y_s): the network's outputs y at S draws, their weights, and what follows from them.
+
+    y is the noise-free function (for a classifier the logits), t the observation. Everything is per element of the
+    target: per observation, per pixel. A classifier's label counts as the indicator of its class, so that its `mean`
+    is the class probabilities, [B, C, ..], and `variance` p(1 − p).
+
+    Args:
+        outputs: [S, B, ..], or a tuple or dict of such.
+        weights: [S], they sum to one.
+        likelihood: what made t of y. Of a plain function, instead of a `Likelihood`, only `log_prob` is known.
+        values: the likelihood's random tensors at the draws, [S, *shape] each.
+        note: how the number of draws came about, where it is not the one asked for.
+
+    Example:
+        >>> from structvi import likelihoods
+        >>> pred = Predictive(torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([0.5, 0.5]), likelihoods.Gaussian(1.0))
+        >>> pred.mean.item(), pred.epistemic.item(), pred.aleatoric.item(), pred.variance.item()
+        (1.0, 1.0, 1.0, 2.0)
+    """
+
+    def __init__(
+        self,
+        outputs: Any,
+        weights: Tensor,
+        likelihood: Callable[[Any, Any], Tensor],
+        values: Mapping[str, Tensor] = NO_VALUES,
+        note: str = "",
+    ):
+        S = weights.shape[0] if weights.ndim == 1 else -1
+        for leaf in pytree.tree_leaves(outputs):
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[0] != S:
+                came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(f"expected outputs [S, B, ..] and weights [S], got {came} and {tuple(weights.shape)}")
+        self.outputs = pytree.tree_map(_at_least_float32, outputs)
+        self.weights, self.likelihood, self.values, self.note = weights, likelihood, values, note
+        self._components: Distribution | None = None
+        if isinstance(likelihood, Likelihood):
+            with torch.no_grad():  # now, not when asked: learned noise may change later
+                self._components = likelihood.distribution(self.outputs, values)
+
+    @property
+    def draws(self) -> int:
+        """S; at least what was asked for, `note` says why where it is more."""
+        return self.weights.shape[0]
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the likelihood is a plain function (output, target) → log p, of which no distribution is known."""
+        return self._components is None
+
+    def __repr__(self) -> str:
+        shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), self.outputs)
+        return f"Predictive(draws={self.draws}, outputs={shapes}{', ' if self.note else ''}{self.note})"
+
+    @property
+    def components(self) -> Distribution:
+        """p(t | y_s), a torch distribution with batch shape [S, B, ..]."""
+        if self._components is None:
+            raise TypeError(
+                "the likelihood is a plain function, which gives log p(t | y) and no more: `outputs`, `function_mean`, "
+                "`function_variance`, `log_prob` and `joint_log_prob` work; for the rest write a Likelihood, whose "
+                "distribution(output, values) is p(t | y)"
+            )
+        return self._components
+
+    # y: the function
+
+    @property
+    def function(self) -> Any:
+        """y at the draws, [S, B, ..]: the network's output, without the log scales of a Gaussian("head")."""
+        return self.components.mean if isinstance(self.likelihood, likelihoods.Gaussian) else self.outputs
+
+    @property
+    def function_mean(self) -> Any:
+        """Σ_s w_s y_s: [B, ..]."""
+        return pytree.tree_map(self._average, self.function)
+
+    @property
+    def function_variance(self) -> Any:
+        """Σ_s w_s (y_s − ȳ)²: [B, ..]."""
+        return pytree.tree_map(self._spread, self.function)
+
+    # t: the observation
+
+    @property
+    def mean(self) -> Tensor:
+        """E t; of a classifier the class probabilities, [B, C, ..]."""
+        return self._average(self._means())
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Var_s E[t | y_s]: what more data could remove."""
+        return self._spread(self._means())
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """E_s Var[t | y_s]: the noise of the observations."""
+        if isinstance(self.components, Categorical):
+            return self._average(self._means() * (1 - self._means()))
+        return self._average(self.components.variance)
+
+    @property
+    def variance(self) -> Tensor:
+        """Var t = epistemic + aleatoric."""
+        return self.epistemic + self.aleatoric
+
+    @property
+    def std(self) -> Tensor:
+        return self.variance.sqrt()
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Class probabilities, [B, C, ..]; for Bernoulli the probability of 1, [B, ..]."""
+        self._check_labels("probabilities")
+        return self.mean
+
+    @property
+    def entropy(self) -> Tensor:
+        """H[Σ_s w_s p(t | y_s)] of the label in nats: [B, ..]."""
+        self._check_labels("entropy")
+        p = self.mean
+        if isinstance(self.components, Categorical):
+            return -torch.xlogy(p, p).sum(1)
+        return -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+
+    @property
+    def expected_entropy(self) -> Tensor:
+        """Σ_s w_s H[p(t | y_s)], in nats: the aleatoric part of the entropy."""
+        self._check_labels("expected_entropy")
+        return self._average(self.components.entropy())
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """I(t; θ) = entropy − expected entropy, in nats: the epistemic part of the entropy."""
+        return (self.entropy - self.expected_entropy).clamp(min=0)  # below zero by rounding only
+
+    def log_prob(self, target: Any) -> Tensor:
+        """log Σ_s w_s p(t | y_s) of every element of t, or of (t, mask): [B, ..], 0 where t was not observed.
+
+        Class weights of the likelihood take no part: this is a log probability.
+        """
+        log_prob = self.log_prob_draws(target)
+        return (self._log_weights(log_prob) + log_prob).logsumexp(0)
+
+    def joint_log_prob(self, target: Any) -> Tensor:
+        """log Σ_s w_s Π_b p(t_b | y_bs): of all observations of the batch together, a scalar.
+
+        It is not the sum of `log_prob`, for the inputs share the unknown weights.
+        """
+        log_prob = self.log_prob_draws(target).flatten(1).sum(1)  # [S]
+        return (self._log_weights(log_prob) + log_prob).logsumexp(0)
+
+    def cdf(self, t: Tensor) -> Tensor:
+        """P(T ≤ t) of every element: [B, ..]."""
+        d = self.components
+        self._check_numbers("cdf")
+        if isinstance(d, Poisson):
+            return self._average(_poisson_cdf(t, d.rate))
+        if isinstance(d, Bernoulli):
+            return torch.where(t < 0, 0.0, torch.where(t < 1, 1 - self.mean, 1.0))
+        return self._average(d.cdf(t))
+
+    def quantile(self, p: float | Sequence[float]) -> Tensor:
+        """The smallest t with P(T ≤ t) ≥ p: [B, ..] for one p, [Q, B, ..] for several.
+
+        Of continuous t by bisection on the mixture's distribution function in float64, to 1e-9 of the standard
+        deviation.
+        """
+        self._check_numbers("quantile")
+        if not isinstance(p, int | float):
+            return torch.stack([self.quantile(float(q)) for q in p])
+        if not 0 < p < 1:
+            raise ValueError(f"quantile: p must lie inside (0, 1), got {p}")
+        d, dtype = self.components, self._means().dtype
+        if isinstance(d, Bernoulli):
+            return (1 - self.mean < p).to(dtype)
+        exact = copy.copy(self)
+        exact._components = _mapped(d, lambda x: x.double())
+        return (_count_quantile(exact, p) if isinstance(d, Poisson) else _continuous_quantile(exact, p)).to(dtype)
+
+    def interval(self, p: float) -> tuple[Tensor, Tensor]:
+        """The central interval of t with probability p (at least p for counts): its two ends, [B, ..] each."""
+        if not 0 < p < 1:
+            raise ValueError(f"interval: p must lie inside (0, 1), got {p}")
+        return self.quantile((1 - p) / 2), self.quantile((1 + p) / 2)
+
+    def crps(self, t: Tensor) -> Tensor:
+        """E|T − t| − ½ E|T − T'| for Gaussian noise, in closed form over all pairs of draws: [B, ..]."""
+        d = self.components
+        if not isinstance(d, Normal):
+            raise TypeError(f"crps is closed form for Gaussian noise; this p(t | y) is {type(d).__name__}")
+        flat = normal_mixture_crps(d.loc.flatten(1), d.scale.flatten(1), self.weights, t.flatten())
+        return flat.reshape(t.shape)
+
+    def distribution(self) -> MixtureSameFamily:
+        """The mixture over draws as a torch distribution with batch shape [B, ..]."""
+        batch = len(self.components.batch_shape)
+        last = _mapped(self.components, lambda x: x.movedim(0, batch - 1))
+        weights = self.weights.expand(*last.batch_shape)
+        return MixtureSameFamily(Categorical(probs=weights, validate_args=False), last, validate_args=False)
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """n samples of t, [n, B, ..]; the observations of one sample share a draw of the weights, as real ones do."""
+        with borrowed_stream(generator):  # torch's distributions draw from the global stream
+            which = torch.multinomial(self.weights, n, replacement=True)
+            return _mapped(self.components, lambda x: x[which]).sample()
+
+    def _means(self) -> Tensor:
+        """E[t | y_s]: [S, B, ..], for a classifier [S, B, C, ..]."""
+        d = self.components
+        return d.probs.movedim(-1, 2) if isinstance(d, Categorical) else d.mean
+
+    def _average(self, x: Tensor) -> Tensor:
+        return torch.tensordot(self.weights.to(x), x, dims=1)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        return self._average((x - self._average(x)).square())
+
+    def _log_weights(self, like: Tensor) -> Tensor:
+        return self.weights.to(like).log().reshape(-1, *[1] * (like.ndim - 1))
+
+    def log_prob_draws(self, target: Any) -> Tensor:
+        """log p(t | y_s), [S, B, ..]; 0 where t was not observed."""
+        if not isinstance(self.likelihood, Likelihood):
+            one = [pytree.tree_map(lambda leaf, s=s: leaf[s], self.outputs) for s in range(self.draws)]
+            return torch.stack([self.likelihood(output, target) for output in one])
+        with torch.no_grad():  # its checks of shapes, dtypes and labels
+            self.likelihood(pytree.tree_map(lambda leaf: leaf[0], self.outputs), target)
+        t, observed = observed_target(self.likelihood, target)
+        if not t.dtype.is_floating_point and not isinstance(self.components, Categorical):
+            t = t.to(self._means().dtype)
+        log_prob = self.components.log_prob(t)
+        return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
+
+    def _check_labels(self, what: str) -> None:
+        if not isinstance(self.components, Categorical | Bernoulli):
+            raise TypeError(
+                f"{what} is for class labels; this p(t | y) is {type(self.components).__name__}, and mixtures of those "
+                "have no closed-form entropy: look at `epistemic` and `aleatoric`, which split the variance"
+            )
+
+    def _check_numbers(self, what: str) -> None:
+        if isinstance(self.components, Categorical):
+            raise TypeError(f"{what}: class labels have no order; look at `probabilities`")
+
+
+def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None]:
+    """t, with 0 where it was not observed, and which elements were: by mask and by the label that is ignored."""
+    t, mask = split_mask(target)
+    if isinstance(likelihood, likelihoods.Categorical | likelihoods.Bernoulli) and likelihood.ignore_index is not None:
+        labelled = t != likelihood.ignore_index
+        mask = labelled if mask is None else mask & labelled
+    return (t, None) if mask is None else (t.masked_fill(~mask, 0), mask)
+
+
+def normal_mixture_crps(mean: Tensor, scale: Tensor, weight: Tensor, t: Tensor) -> Tensor:
+    """E|T − t| − ½ E|T − T'| under Σ_s w_s N(m_s, σ_s²): [S, E], [S, E], [S], [E] → [E].
+
+    E|N(m, σ²)| = σ √(2/π) exp(−m²/2σ²) + m erf(m/σ√2). The second term runs over all S(S + 1)/2 pairs, S of them at
+    a time.
+    """
+
+    def absolute(m: Tensor, s: Tensor) -> Tensor:
+        return s * sqrt(2 / pi) * (-0.5 * (m / s).square()).exp() + m * torch.erf(m / (s * sqrt(2)))
+
+    weight = weight.to(mean)
+    crps = torch.tensordot(weight, absolute(mean - t, scale), dims=1)
+    for s in range(mean.shape[0]):
+        pairs = absolute(mean[s] - mean[s:], (scale[s].square() + scale[s:].square()).sqrt())
+        own = weight[s] * weight[s:]
+        own[0] /= 2  # every other pair stands for two
+        crps = crps - torch.tensordot(own, pairs, dims=1)
+    return crps
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _mapped(d: Distribution, function: Callable[[Tensor], Tensor]) -> Distribution:
+    """The distribution with a function applied to its parameters."""
+    if isinstance(d, Independent):
+        return Independent(_mapped(d.base_dist, function), d.reinterpreted_batch_ndims, validate_args=False)
+    if type(d) not in _PARAMETERS:
+        known = ", ".join(kind.__name__ for kind in _PARAMETERS)
+        raise TypeError(f"p(t | y) is {type(d).__name__}; this is known for {known}, and Independent of those")
+    return type(d)(**{name: function(getattr(d, name)) for name in _PARAMETERS[type(d)]}, validate_args=False)  # pyright: ignore
+
+
+def _poisson_cdf(t: Tensor, rate: Tensor) -> Tensor:
+    """P(T ≤ t) = Γ(⌊t⌋ + 1, rate)/Γ(⌊t⌋ + 1)."""
+    k = t.to(rate.dtype).floor()
+    return torch.where(k < 0, 0.0, torch.special.gammaincc(k.clamp(min=0) + 1, rate))
+
+
+def _continuous_quantile(exact: Predictive, p: float) -> Tensor:
+    d = exact.components
+    try:
+        bounds = d.icdf(torch.tensor(p, dtype=torch.float64, device=exact.weights.device))  # [S, B, ..]
+    except NotImplementedError:
+        raise TypeError(f"torch's {type(d).__name__} has no quantile function, and its mixture none either") from None
+    low, high = bounds.amin(0), bounds.amax(0)
+    tolerance = 1e-9 * exact.std
+    for _ in range(200):  # rounding may stop it short of the tolerance
+        if not bool((high - low > tolerance).any()):
+            break
+        middle = (low + high) / 2
+        below = exact.cdf(middle) < p
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def _count_quantile(exact: Predictive, p: float) -> Tensor:
+    low = torch.full_like(exact.mean, -1.0)
+    high = (exact.mean + 8 * exact.std + 8).ceil()
+    while bool((short := exact.cdf(high) < p).any()):
+        high = torch.where(short, 2 * high, high)
+    while bool((high - low > 1).any()):
+        middle = ((low + high) / 2).floor()
+        below = exact.cdf(middle) < p
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high

@@ -1,0 +1,51 @@
+"""What every fit comes to, of a network or of a log density: a status, the words for it, and the ELBO."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .objective import Estimate
+
+
+class Status(StrEnum):
+    """How a fit ended. The words are in `verdict`.
+
+    Attributes:
+        CONVERGED: more steps would gain next to nothing.
+        IMPROVING: the ELBO still rises by more than its noise.
+        UNCLEAR: noise could hide a gain that matters.
+        TOO_SHORT: too few steps to tell a trend.
+        STOPPED: by the user, or at a limit of evaluations.
+        NO_OPTIMUM: a search ended without an optimum.
+        OVER_FITTED: fixed draws are fitted better than fresh ones.
+        DIVERGED: the ELBO grows without bound, or there is none that is finite.
+    """
+
+    CONVERGED = "converged"
+    IMPROVING = "improving"
+    UNCLEAR = "unclear"
+    TOO_SHORT = "too short"
+    STOPPED = "stopped"
+    NO_OPTIMUM = "no optimum"
+    OVER_FITTED = "over-fitted"
+    DIVERGED = "diverged"
+
+
+@dataclass(repr=False, kw_only=True)
+class Result:
+    """What `posterior.fit` and `vi.fit` have in common.
+
+    Attributes:
+        status: how the fit ended.
+        verdict: the same in words.
+        elbo: of the posterior that was kept, in nats at λ = 1, with its standard error.
+        notes: what must be known to read the numbers.
+    """
+
+    status: Status
+    verdict: str
+    elbo: Estimate
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def converged(self) -> bool:
+        return self.status is Status.CONVERGED

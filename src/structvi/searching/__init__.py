@@ -1,0 +1,1 @@
+"""`vi.fit`: a family fitted to a log density on fixed draws."""

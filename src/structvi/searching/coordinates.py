@@ -1,0 +1,75 @@
+"""A target that is counted, a target in other coordinates, θ = shift + root z, and families in these."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..families.family import Family
+from ..models.target import Target
+from ..parameters import Parameters
+
+F = TypeVar("F", bound=Family)
+
+
+class Limit(Exception):
+    """No evaluation is left."""
+
+
+class Counted:
+    """A target that counts the points at which its log density is asked for."""
+
+    def __init__(self, target: Target, limit: float):
+        self.target, self.space, self.limit = target, target.space, limit
+        self.evaluations, self.exhausted = 0, False
+
+    def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
+        if self.evaluations + len(theta) > self.limit:
+            raise Limit
+        self.evaluations += len(theta)
+        return self.target.log_joint(theta)
+
+
+class Moved:
+    """A target in other coordinates, θ = shift + root z: [P], and [P, P] lower triangular or [P] for a diagonal."""
+
+    def __init__(self, target: Target, shift: Tensor, root: Tensor):
+        self.target, self.shift, self.root = target, shift, root
+        self.space = target.space.at(torch.zeros_like(shift))
+        self.log_det = (root if root.ndim == 1 else root.diagonal()).log().sum()
+
+    def theta(self, z: Tensor) -> Tensor:
+        return self.shift + (z * self.root if self.root.ndim == 1 else z @ self.root.mT)
+
+    def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
+        """At z = `theta`."""
+        return self.target.log_joint(self.theta(theta)) + self.log_det
+
+
+class NormalTarget:
+    """log N(θ; mean, (LLᵀ)⁻¹) but for a constant, with root L: a target that costs no evaluation."""
+
+    def __init__(self, space: Parameters, mean: Tensor, root: Tensor):
+        self.space, self.mean, self.root = space, mean, root
+
+    def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
+        return -0.5 * ((theta - self.mean) @ self.root).square().sum(-1)
+
+
+def standardising(target: Target, mean_field: Family) -> Moved:
+    """Coordinates in which the mean field is N(0, I)."""
+    density = mean_field()
+    return Moved(target, density.mean.detach(), density.variance.detach().sqrt())
+
+
+def standard(recipe: F, space: Parameters, generator: torch.Generator | None) -> F:
+    """The recipe bound, at N(0, I) or, where it has a factor, near it."""
+    q = recipe.bind(space, generator)
+    q.standardise(generator)
+    return q
+
+
+def to_theta(q: Family, place: Moved) -> None:
+    """Make q, in the place's coordinates, what it is in θ."""
+    q.space = place.target.space
+    q.change_coordinates(place.shift, place.root)

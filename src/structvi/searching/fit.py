@@ -1,0 +1,141 @@
+"""`vi.fit`: a family fitted to a log density on fixed draws: the ELBO is then a plain function for L-BFGS."""
+
+import copy
+import time
+from math import inf
+
+import torch
+
+from ..basics.checks import check_integer, is_positive
+from ..couplings import naive
+from ..families.density import MAX_DENSE
+from ..families.family import Family
+from ..models.bayesian_model import BayesianModel
+from ..models.target import Target
+from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
+from .fixed_draws import least_draws
+from .lbfgs import Curvature
+from .result import FRESH, DensityFit, judge
+from .search import Search
+
+#: searches from different points, where none is asked for
+STARTS = 4
+
+
+def fit(
+    target: Target,
+    family: Family,
+    *,
+    draws: int | None = None,
+    starts: int | None = None,
+    seed: int = 0,
+    max_evaluations: int | None = None,
+    tolerance: float = 1e-3,
+    progress: bool = True,
+) -> DensityFit:
+    """Maximise the ELBO of a log density without a step size: L-BFGS on draws that stay the same.
+
+    Mean field is fitted first, from several points, on few draws. Where it ends, the gradients at its draws tell
+    the average curvature, and a Gaussian family starts at its best approximation of the normal that has it, in
+    coordinates in which that normal (for the full family) or mean field (for others) is round. Then the draws are
+    multiplied by four until that gains less than ten tolerances. Mixtures, and families of your own that
+    are no normal with `mean` and `log_scale` alone, start as they are bound.
+
+    Give the parameters in float64. Constrained ones go through a transformation of yours inside the log density, with
+    the logarithm of its Jacobian.
+
+    Args:
+        target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
+        family: a recipe, or a bound family, whose copy goes on from where it is.
+        draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096.
+        starts: how many points to start from, the first at the space's values, others normal around it with its scales;
+            the best by ELBO is gone on with. By default 4, and 1 for a bound family.
+        seed: of starts and draws: the same seed gives the same fit.
+        max_evaluations: of the log density, all in all.
+        tolerance: in nats of the ELBO.
+        progress: a bar, in a terminal.
+
+    Example:
+        >>> from structvi import FullNormal, LogDensity, Parameters
+        >>> space = Parameters({"z": torch.zeros(2, dtype=torch.float64)})
+        >>> target = LogDensity(lambda p: -0.5 * (p["z"] - 3).square().sum(), space)
+        >>> result = fit(target, FullNormal(), progress=False)
+        >>> result.converged, [round(x, 3) for x in result.family().mean.tolist()]
+        (True, [3.0, 3.0])
+    """
+    probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
+    began = time.perf_counter()
+    run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
+    starts = 1 if family.is_bound else starts or STARTS
+    if family.is_bound:
+        found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
+    elif (coordinates := probe.coordinates) is not None:
+        found = run.gaussian(family, coordinates, starts, draws)
+    else:
+        found = run.any(family, starts, draws)
+    run.bar.close()
+    fresh = _fresh(found.family, target, seed)
+    counted, stage = run.target, run.stage
+    status, verdict = judge(
+        found, fresh, draws=run.draws, tolerance=tolerance, exhausted=counted.exhausted,
+        evaluations=counted.evaluations, stage=stage,
+    )  # fmt: skip
+    return DensityFit(
+        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
+        seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
+    )  # fmt: skip
+
+
+def _fresh(family: Family, target: Target, seed: int) -> Estimate:
+    """The ELBO on draws that the fit has not seen."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    try:
+        with torch.no_grad():
+            values = elbo_groups(family, target, groups=FRESH, coupling=naive, estimator="log_q", generator=generator)
+    except NonFiniteError:
+        return not_finite(FRESH)
+    return Estimate.of(values)
+
+
+def _checked(
+    target: Target, family: Family, draws: int | None, starts: int | None, limit: int | None, tolerance: float
+) -> Family:
+    """The arguments of `fit`; returns the family, bound."""
+    if isinstance(target, BayesianModel):
+        raise TypeError(
+            "fit is for log densities; a network with data is fitted in batches: variationalize(net, ..).fit(loader)"
+        )
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
+            "write LogDensity(fn, parameters)"
+        )
+    if not isinstance(family, Family):
+        raise TypeError(f"fit expects a family, got {type(family).__name__}; write FullNormal(), for example")
+    few = FRESH + 16 * least_draws(target.space.size)
+    for name, value, least in (("draws", draws, 2), ("starts", starts, 1), ("max_evaluations", limit, few)):
+        check_integer(name, value, least, optional=True)
+    if not is_positive(tolerance):
+        raise ValueError(f"tolerance must be a positive number of nats, got {tolerance!r}")
+    if family.is_bound and starts not in (None, 1):
+        raise ValueError(
+            f"a bound family goes on from where it is, got starts={starts}; give a recipe, such as "
+            f"{type(family).__name__}(..), to start from several points"
+        )
+    P = target.space.size
+    if P > MAX_DENSE:
+        raise ValueError(
+            f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: maximise `elbo` with an "
+            "optimizer of torch and fresh draws"
+        )
+    bound = family if family.is_bound else family.bind(target.space, torch.Generator())
+    density = bound()
+    if not density.has_density:
+        raise ValueError(f"{type(density).__name__} has no density, and so no ELBO; give a family that has one")
+    n = density.noise_size
+    if draws is not None and (draws % 2 or draws < 2 * n):
+        raise ValueError(
+            f"draws must be even and at least 2(P + K) = {2 * n}, got {draws}: with fewer the ELBO on them has no "
+            "maximum"
+        )
+    return bound

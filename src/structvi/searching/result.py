@@ -1,0 +1,99 @@
+"""What `vi.fit` hands back, and how it judges what a search came to."""
+
+from dataclasses import dataclass
+from math import isinf
+from typing import NamedTuple
+
+from ..families.family import Family
+from ..objective import Estimate
+from ..result import Result, Status
+
+#: iid draws of the ELBO that is reported
+FRESH = 1024
+#: a mean this far from zero, or an ELBO this high, is a fit that found no end
+FAR = 1e12
+#: more draws must gain less than this many tolerances
+ENOUGH = 10
+
+
+class SearchStep(NamedTuple):
+    """One evaluation of the objective that improved on all before it in the same search."""
+
+    stage: str
+    evaluations: int
+    draws: int
+    elbo: float
+
+
+class Found(NamedTuple):
+    """Where a search ended: ELBO on its draws, what it gained, and whether it is an optimum."""
+
+    family: Family
+    elbo: float
+    gain: float
+    converged: bool
+
+
+@dataclass(repr=False, kw_only=True)
+class DensityFit(Result):
+    """What `fit` hands back. `print(result)` says what it came to.
+
+    Attributes:
+        status, verdict, converged, notes: as of every `Result`.
+        elbo: on fresh independent draws, with its standard error.
+        family: bound, at the optimum that was found.
+        evaluations: points at which the log density was computed: those of the fit, each with its gradient, and the
+            fresh ones.
+        seconds: all in all.
+        draws: fixed draws of the last search.
+        starts: points to start from; a limit of evaluations may have left some out.
+        trace: the steps of all searches.
+    """
+
+    family: Family
+    evaluations: int
+    seconds: float
+    draws: int
+    starts: int
+    trace: list[SearchStep]
+
+    def __str__(self) -> str:
+        lines = [
+            self.verdict,
+            f"ELBO: {self.elbo} ({FRESH} fresh draws)",
+            f"evaluations of the log density: {self.evaluations}, starts: {self.starts}, seconds: {self.seconds:.3g}",
+        ]
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__  # a notebook shows what print does
+
+
+def judge(
+    found: Found, fresh: Estimate, *, draws: int, tolerance: float, exhausted: bool, evaluations: int, stage: str
+) -> tuple[Status, str]:
+    """Status and words, from where the last search ended and the ELBO on draws it has not seen."""
+    if max(found.family().mean.abs().max().item(), fresh.value) > FAR:
+        words = "not sound: the ELBO grows without bound: is the log density one that can be normalised?"
+        return Status.DIVERGED, words
+    if exhausted:
+        stopped = f"stopped at the limit of evaluations, {evaluations} of them and in the stage '{stage}'"
+        if isinf(fresh.value):
+            return Status.STOPPED, (
+                f"{stopped}, before an ELBO could be estimated: the log density is not finite at some draws; raise "
+                "max_evaluations=, or write the log density in parameters that take every real value"
+            )
+        return Status.STOPPED, f"{stopped}: ELBO {fresh}; raise max_evaluations="
+    if isinf(fresh.value):
+        return Status.DIVERGED, (
+            "not sound: the log density is not finite at some draws of the fitted posterior, which reaches where "
+            "there is none; write the log density in parameters that take every real value"
+        )
+    if not found.converged:
+        words = f"not converged: the search on {draws} draws ended without an optimum; ELBO {fresh}"
+        return Status.NO_OPTIMUM, words
+    if found.elbo - fresh.value > 3 * fresh.standard_error + ENOUGH * tolerance:
+        return Status.OVER_FITTED, (
+            f"the draws are over-fitted: ELBO {found.elbo:.2f} on the {draws} draws fitted, {fresh} on fresh "
+            f"ones; raise draws="
+        )
+    return Status.CONVERGED, f"converged: ELBO {fresh}, {draws} draws"

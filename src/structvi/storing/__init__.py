@@ -1,0 +1,1 @@
+"""Files: posteriors, checkpoints of fits, and the one format of both."""

@@ -1,0 +1,65 @@
+"""The files of a fit's checkpoints: a folder of them, the newest that is whole, and what is cleared away."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import file
+
+KIND = "fit"
+#: Of what a checkpoint's description holds; older ones cannot be resumed.
+VERSION = 2
+#: The last checkpoints are kept: where the newest is damaged, the one before is read.
+KEPT = 2
+
+
+class Found(NamedTuple):
+    """The newest checkpoint that is whole."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    description: dict[str, Any]
+    damaged: list[str]  # what was said of newer ones
+
+
+def write(
+    directory: str | os.PathLike, step: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
+) -> None:
+    """`directory`/fit-<step>.safetensors, atomically; then all but the last two are removed."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"fit-{step:010d}.safetensors"
+    file.write(path, tensors, {"kind": KIND, "version": VERSION, "state": dict(description)})
+    # what a process that was killed while writing has left
+    for old in [*files(directory)[KEPT:], *directory.glob(".fit-*.tmp")]:
+        old.unlink()
+
+
+def latest(directory: str | os.PathLike) -> Found | None:
+    """The newest checkpoint in a directory that is whole; None where there is no checkpoint at all."""
+    damaged: list[str] = []
+    for path in files(directory):
+        try:
+            tensors, description = file.read(path)
+        except file.CheckpointError as error:
+            damaged.append(f"{path.name} was left aside: {error}")
+            continue
+        if description.get("kind") != KIND:
+            raise file.CheckpointError(f"{path} is no checkpoint of a fit: of kind {description.get('kind')!r}")
+        if description.get("version") != VERSION or not isinstance(description.get("state"), dict):
+            raise file.CheckpointError(
+                f"{path} is a checkpoint of another version of structvi, which this one cannot go on from: finish "
+                "the fit with the version that began it, or begin again"
+            )
+        return Found(path, tensors, description["state"], damaged)
+    if damaged:
+        raise file.CheckpointError(f"no checkpoint in {directory} is whole: " + "; ".join(damaged))
+    return None
+
+
+def files(directory: str | os.PathLike) -> list[Path]:
+    """The newest first."""
+    return sorted(Path(directory).glob("fit-*.safetensors"), reverse=True)

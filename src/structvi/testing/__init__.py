@@ -1,0 +1,70 @@
+"""The laws that every family obeys, for ours and for users' own: `check_family`."""
+
+import torch
+
+from ..families.family import Family
+from ..parameters import Parameters
+from .laws import COUPLINGS, LAWS, Make, every_sign
+from .truth import STANDARD_ERRORS, NotApplicable, dense_moments, seeded
+
+__all__ = [
+    "COUPLINGS",
+    "LAWS",
+    "STANDARD_ERRORS",
+    "Make",
+    "NotApplicable",
+    "check_family",
+    "dense_moments",
+    "every_sign",
+]
+
+
+def check_family(family: Family | Make, *, seed: int = 0, laws: list[str] | None = None) -> dict[str, str]:
+    """Hold a family to the laws; raise `AssertionError` naming the first one that it breaks.
+
+    Args:
+        family: a recipe (it will be bound to small spaces), or a function from `Parameters` to a bound family, for
+            recipes whose configuration depends on P.
+        seed: of everything random in the check.
+        laws: their names, all of `LAWS` by default.
+
+    Returns:
+        law → "held", or "not applicable" with the reason.
+
+    Example:
+        >>> from structvi import MeanField
+        >>> check_family(MeanField(), laws=["draws", "state_dict"])
+        {'draws': 'held', 'state_dict': 'held'}
+    """
+    make = _maker(family, seed)
+    unknown = set(laws or ()) - set(LAWS)
+    if unknown:
+        raise ValueError(f"no laws named {sorted(unknown)}; there are {', '.join(LAWS)}")
+    verdicts = {}
+    for name in laws or LAWS:
+        try:
+            LAWS[name](make, seed)
+            verdicts[name] = "held"
+        except NotApplicable as reason:
+            verdicts[name] = f"not applicable: {reason}"
+        except AssertionError as error:
+            raise AssertionError(f"law {name!r}: {error}") from error
+    return verdicts
+
+
+def _maker(family: Family | Make, seed: int) -> Make:
+    """A function to a bound family whose parameters have been moved off their symmetric starting values."""
+    if not isinstance(family, Family) and not callable(family):
+        raise TypeError(f"check_family expects a recipe or a function of Parameters, got {type(family).__name__}")
+
+    def make(space: Parameters) -> Family:
+        bound = family.bind(space, seeded(seed)) if isinstance(family, Family) else family(space)
+        if not isinstance(bound, Family) or bound.space is None:
+            raise TypeError("check_family: the function must return a family bound to the parameters it is given")
+        generator = seeded(seed + 1)
+        with torch.no_grad():
+            for parameter in bound.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(parameter))
+        return bound
+
+    return make

@@ -1,0 +1,349 @@
+"""The laws that every family obeys."""
+
+import copy
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch.distributions import MultivariateNormal
+
+from ..couplings import Coupling, Noise, naive, paired, unscented
+from ..families.family import Family
+from ..families.gaussian import Gaussian
+from ..objective import elbo
+from ..parameters import Parameters
+from .truth import (
+    FunctionTarget,
+    GaussianTarget,
+    NotApplicable,
+    as_gaussian,
+    check,
+    check_close,
+    check_within,
+    dense_moments,
+    estimators_of,
+    learned_by,
+    points_of,
+    quadrature,
+    seeded,
+    small_space,
+    true_kl,
+    with_log_prob,
+)
+
+Make = Callable[[Parameters], Family]
+
+
+def every_sign(groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+    """All 2^(K+1) sign combinations of K low-rank numbers and one diagonal vector: a coupling of a user's own."""
+    base = naive(groups, P, K, generator, dtype, device)
+    signs = torch.tensor(list(product([1.0, -1.0], repeat=K + 1)), dtype=dtype, device=device)  # [2^(K+1), K + 1]
+    diagonal = base.diagonal.unsqueeze(1) * signs[:, :1]
+    return Noise(diagonal.flatten(0, 1), (base.low_rank.unsqueeze(1) * signs[:, 1:]).flatten(0, 1))
+
+
+COUPLINGS: dict[str, Coupling] = {
+    "naive": naive,
+    "paired": paired,
+    "unscented": unscented,
+    "unscented, not crossed": unscented(crossed=False),
+    "unscented, shared diagonal": unscented(shared_diagonal=True),
+    "unscented, one direction": unscented(directions=1),
+    "every sign": every_sign,
+}
+
+
+def law_draws(make: Make, seed: int) -> None:
+    """S draws of P finite numbers in the family's precision, with weights that sum to one."""
+    for dtype in (torch.float32, torch.float64):
+        density = make(small_space(7, dtype))()
+        for name, coupling in COUPLINGS.items():
+            draws = density.draw(3, coupling, seeded(seed))
+            S, P = draws.theta.shape
+            fixed = sum(t.numel() for t in draws.fixed.values())
+            check(fixed + P == 7, f"{name}: draws of {P} numbers and {fixed} fixed ones, expected 7")
+            check(draws.theta.dtype == dtype, f"{name}: draws in {draws.theta.dtype}, expected {dtype}")
+            check(draws.weight.shape == (S,), f"{name}: weights {tuple(draws.weight.shape)} for {S} draws")
+            check(bool(torch.isfinite(draws.theta).all()), f"{name}: draws are not finite")
+            check_close(draws.weight.sum(), torch.tensor(1.0), 1e-6, f"{name}: weights sum to {draws.weight.sum()}")
+            check(density.enumerates or S % 3 == 0, f"{name}: {S} draws do not divide into 3 groups")
+
+
+def law_reproducible(make: Make, seed: int) -> None:
+    """Same generator state, same bits; and the global stream is not touched."""
+    density = make(small_space(7))()
+    before = torch.get_rng_state()
+    first, second, other = (density.draw(4, paired, seeded(s)).theta for s in (seed, seed, seed + 1))
+    check(torch.equal(before, torch.get_rng_state()), "drawing with a generator changed the global random stream")
+    check(torch.equal(first, second), "the same seed gave other draws")
+    check(not density.has_density or not torch.equal(first, other), "another seed gave the same draws")
+
+
+def law_dense(make: Make, seed: int) -> None:
+    """Mean, covariance, log_prob, score and entropy of a Gaussian equal the dense ones in float64 to 1e-9."""
+    density = as_gaussian(make(small_space(7))())
+    mean, covariance = dense_moments(density)
+    theta = density.draw(16, naive, seeded(seed)).theta.detach()
+    truth = MultivariateNormal(mean, covariance)
+    check_close(density.mean, mean, 1e-9, "mean")
+    check_close(density.covariance(), covariance, 1e-9, "covariance()")
+    check_close(density.variance, covariance.diagonal(), 1e-9, "variance")
+    check_close(density.log_prob(theta), truth.log_prob(theta), 1e-9, "log_prob")
+    check_close(density.score(theta), -torch.linalg.solve(covariance, (theta - mean).mT).mT, 1e-9, "score")
+    check_close(density.entropy(), truth.entropy(), 1e-9, "entropy")
+    check_close(density.precision_diagonal(), torch.linalg.inv(covariance).diagonal(), 1e-9, "precision_diagonal")
+
+
+def law_blocks(make: Make, seed: int) -> None:
+    """The covariance between two named tensors is that block of the dense matrix."""
+    density = make(small_space(7))()
+    try:
+        dense = density.covariance()
+    except NotImplementedError as reason:
+        raise NotApplicable(str(reason)) from None
+    space = small_space(7)
+    for first, second in product(space.names, repeat=2):
+        block = density.covariance(first, second)
+        check_close(block, dense[space.slice(first), space.slice(second)], 1e-12, f"covariance({first!r}, {second!r})")
+
+
+def law_score(make: Make, seed: int) -> None:
+    """The score is the gradient of log_prob in θ, by automatic differentiation, to 1e-9."""
+    density = with_log_prob(make(small_space(7))())
+    theta = points_of(density, seed)
+    reference = theta.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(density.log_prob(reference).sum(), reference)
+    score = density.score(theta)
+    check(not score.requires_grad, "the score must come without a graph")
+    check_close(score, gradient, 1e-9, "score against autodiff of log_prob")
+
+
+def law_normalised(make: Make, seed: int) -> None:
+    """The density integrates to one over ℝ and ℝ², and −∫ q log q is its entropy, by quadrature."""
+    for P in (1, 2):
+        density = with_log_prob(make(small_space(P))(), everywhere=True)
+        theta, volume = quadrature(density)
+        log_q = density.log_prob(theta)
+        check_close((log_q.exp() * volume).sum(), torch.tensor(1.0), 1e-6, f"P = {P}: ∫ q")
+        if density.offers("entropy"):
+            try:
+                entropy = density.entropy()
+            except NotImplementedError:
+                continue
+            plogp = torch.where(log_q > -700, log_q.exp() * log_q, 0.0)
+            check_close(entropy, -(plogp * volume).sum(), 1e-5, f"P = {P}: entropy against −∫ q log q")
+
+
+def law_gradients(make: Make, seed: int) -> None:
+    """Every variational parameter receives a finite gradient, not all zero, under every estimator on offer."""
+    for estimator in estimators_of(make(small_space(7))()):
+        family = make(small_space(7))
+        target = GaussianTarget(family, seed)
+        elbo(family, target, groups=2, coupling=unscented, estimator=estimator, generator=seeded(seed)).backward()
+        for name, parameter in learned_by(family).items():
+            gradient = parameter.grad
+            if gradient is None:
+                raise AssertionError(f"{estimator}: no gradient reaches {name}")
+            check(bool(torch.isfinite(gradient).all()), f"{estimator}: the gradient of {name} is not finite")
+            check(bool(gradient.abs().max() > 0), f"{estimator}: the gradient of {name} is zero")
+
+
+def law_moments(make: Make, seed: int) -> None:
+    """Draws of every coupling have the density's mean and covariance, to 5.5 standard errors over groups."""
+    density = make(small_space(7))()
+    groups = 4096
+    for name, coupling in COUPLINGS.items():
+        draws = density.draw(groups, coupling, seeded(seed))
+        if density.enumerates or draws.fixed:
+            raise NotApplicable("draws are enumerated, or some tensors are fixed")
+        weight = groups * draws.weight.detach().reshape(groups, -1, 1)
+        theta = draws.theta.detach().reshape(groups, -1, 7)
+        mean, variance = density.mean.detach(), density.variance.detach()
+        check_within((weight * theta).sum(1), mean, f"{name}: mean of draws")
+        check_within((weight * (theta - mean).square()).sum(1), variance, f"{name}: variance of draws")
+        try:
+            covariance = density.covariance().detach()
+        except NotImplementedError:
+            continue
+        centred = theta - mean
+        outer = torch.einsum("gs,gsp,gsq->gpq", weight.squeeze(-1), centred, centred).flatten(1)
+        check_within(outer, covariance.flatten(), f"{name}: covariance of draws")
+
+
+def law_positions(make: Make, seed: int) -> None:
+    """At every position in a group a Gaussian's draws are normal: mean zero (so also the un-mirrored rows of
+    unscented), and Mahalanobis distances χ²_P (Kolmogorov–Smirnov at level 1e-6)."""
+    density = as_gaussian(make(small_space(7))())
+    mean, covariance = dense_moments(density)
+    cholesky = torch.linalg.cholesky(covariance)
+    groups = 4096
+    critical = (-0.5 * torch.tensor(1e-6 / 2).log() / groups).sqrt().item()
+    for name, coupling in COUPLINGS.items():
+        theta = density.draw(groups, coupling, seeded(seed)).theta.detach().reshape(groups, -1, 7)
+        white = torch.linalg.solve_triangular(cholesky, (theta - mean).mT, upper=False).mT  # [G, size, P]
+        for position in range(white.shape[1]):
+            rows = white[:, position]
+            check_within(rows, torch.zeros(7, dtype=rows.dtype), f"{name}: mean at position {position}")
+            distance = rows.square().sum(-1).sort().values
+            chi2 = torch.special.gammainc(torch.tensor(3.5, dtype=rows.dtype), distance / 2)
+            steps = torch.arange(groups + 1, dtype=rows.dtype) / groups
+            gap = torch.maximum((chi2 - steps[:-1]).abs(), (steps[1:] - chi2).abs()).max().item()
+            check(gap < critical, f"{name}: position {position}: distances are not χ²_7 (KS {gap:.4f})")
+
+
+def law_unbiased(make: Make, seed: int) -> None:
+    """Each estimator's gradient has the expectation −∇KL[q‖p] for a Gaussian p.
+
+    The truth is the closed form for Gaussians, quadrature over θ ∈ ℝ where there is a log_prob, and quadrature over
+    the noise where there is only an entropy.
+    """
+    P = 4 if isinstance(make(small_space(4))(), Gaussian) else 1
+    family = make(small_space(P))
+    if not family().bound:
+        raise NotApplicable("point masses have no KL")
+    target = GaussianTarget(family, seed)
+    parameters = list(learned_by(family).values())
+    truth = torch.autograd.grad(-true_kl(family(), target), parameters)
+    for estimator, (name, coupling) in product(estimators_of(family()), COUPLINGS.items()):
+        generator = seeded(seed)
+        samples = []
+        for _ in range(64):
+            value = elbo(family, target, groups=32, coupling=coupling, estimator=estimator, generator=generator)
+            samples.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters)]))
+        expected = torch.cat([g.reshape(-1) for g in truth])
+        check_within(torch.stack(samples), expected, f"{estimator}, {name}: gradient of the ELBO")
+
+
+def law_path_zero(make: Make, seed: int) -> None:
+    """Where q = p the path gradient is zero to rounding in every single group of draws."""
+    family = make(small_space(7))
+    with_log_prob(family(), everywhere=True)
+    frozen = copy.deepcopy(family).requires_grad_(False)
+    target = FunctionTarget(family, lambda theta: frozen().log_prob(theta))
+    generator = seeded(seed)
+    for _ in range(8):
+        value = elbo(family, target, groups=1, coupling=naive, estimator="path", generator=generator)
+        check_close(value, torch.zeros(()), 1e-9, "the ELBO where q = p")
+        learned = learned_by(family)
+        for name, gradient in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):
+            size = gradient.abs().max().item()
+            check(size < 1e-9, f"the path gradient of {name} is {size:.2e} where q = p")
+
+
+def law_precision(make: Make, seed: int) -> None:
+    """float32 agrees with float64 to its rounding."""
+    family = make(small_space(7))
+    single = copy.deepcopy(family).float()
+    check(single().mean.dtype == torch.float32, "the mean of a float32 family is not float32")
+    check_close(single().mean.double(), family().mean, 1e-5, "mean in float32")
+    density = with_log_prob(family())
+    theta = points_of(density, seed)
+    check_close(single().log_prob(theta.float()).double(), density.log_prob(theta), 1e-4, "log_prob in float32")
+    check_close(single().score(theta.float()).double(), density.score(theta), 1e-4, "score in float32")
+
+
+def law_state_dict(make: Make, seed: int) -> None:
+    """A family that loads another's state draws the same bits."""
+    first = make(small_space(7))
+    second = make(small_space(7))
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1.0)
+    second.load_state_dict(first.state_dict())
+    one, two = (family().draw(2, paired, seeded(seed)) for family in (first, second))
+    check(torch.equal(one.theta, two.theta) and torch.equal(one.weight, two.weight), "draws differ after loading")
+
+
+def law_distribution(make: Make, seed: int) -> None:
+    """`to_distribution` is the same law: equal log_prob."""
+    density = make(small_space(7))()
+    try:
+        distribution = density.to_distribution()
+    except NotImplementedError as reason:
+        raise NotApplicable(str(reason)) from None
+    theta = points_of(density, seed)
+    check_close(distribution.log_prob(theta), density.log_prob(theta), 1e-9, "log_prob of to_distribution()")
+
+
+# ---------------------------------------------------------------------------------- what a family knows of itself
+
+
+def law_placed(make: Make, seed: int) -> None:
+    """`place` puts the mean and, without a factor, the standard deviations where they are asked to be."""
+    family, generator = make(small_space(7)), seeded(seed)
+    space = family.bound_space()
+    mean, scale = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    for part in family.families():
+        part.first_stage()
+    try:
+        family.place(space.unravel(mean), space.unravel(scale.exp()))
+    except TypeError as reason:
+        raise NotApplicable(str(reason).split(";")[0]) from None
+    density = family()
+    check_close(density.mean, mean, 1e-12, "mean")
+    if density.bound:
+        check_close(density.variance, (2 * scale).exp(), 1e-9, "variance")
+
+
+def law_moved(make: Make, seed: int) -> None:
+    """`move_to` changes the mean and nothing else."""
+    family = make(small_space(7))
+    variance = family().variance.detach().clone()
+    theta = torch.randn(7, generator=seeded(seed), dtype=torch.float64)
+    try:
+        family.move_to(theta)
+    except TypeError as reason:
+        raise NotApplicable(str(reason).split(";")[0]) from None
+    check_close(family().mean, theta, 1e-12, "mean")
+    check_close(family().variance, variance, 1e-12, "variance")
+
+
+def law_coordinates(make: Make, seed: int) -> None:
+    """In θ = shift + root z a family is what it was in z: its draws from the same noise are mapped."""
+    family, generator = make(small_space(7)), seeded(seed)
+    if family.coordinates is None:
+        raise NotApplicable("it is searched for where it stands")
+    shift, scale = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    z = family().draw(8, naive, seeded(seed)).theta.detach()
+    family.change_coordinates(shift, scale.exp())
+    check_close(family().draw(8, naive, seeded(seed)).theta, shift + scale.exp() * z, 1e-9, "draws")
+    family.standardise(seeded(seed))
+    check_close(family().mean, torch.zeros_like(shift), 1e-12, "mean once standard")
+    for part in family.families():
+        part.first_stage()
+    check_close(family().variance, torch.ones_like(shift), 1e-12, "variance once standard, without a factor")
+
+
+def law_stages(make: Make, seed: int) -> None:
+    """In stage one something is held back, in stage two all learns."""
+    family = make(small_space(7))
+    parts = [part for part in family.families() if part.has_stages]
+    if not parts:
+        raise NotApplicable("all of it learns from the start")
+    for part in parts:
+        part.first_stage()
+        check(not all(p.requires_grad for p in part.parameters()), "nothing is held back in stage one")
+        part.second_stage(seeded(seed))
+        check(all(p.requires_grad for p in part.parameters()), "something is held back in stage two")
+
+
+LAWS: dict[str, Callable[[Make, int], None]] = {
+    "draws": law_draws,
+    "reproducible": law_reproducible,
+    "dense": law_dense,
+    "blocks": law_blocks,
+    "score": law_score,
+    "normalised": law_normalised,
+    "gradients": law_gradients,
+    "moments": law_moments,
+    "positions": law_positions,
+    "unbiased": law_unbiased,
+    "path_zero": law_path_zero,
+    "precision": law_precision,
+    "state_dict": law_state_dict,
+    "distribution": law_distribution,
+    "placed": law_placed,
+    "moved": law_moved,
+    "coordinates": law_coordinates,
+    "stages": law_stages,
+}

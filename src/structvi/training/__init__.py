@@ -1,0 +1,1 @@
+"""`posterior.fit`: a posterior fitted to data in minibatches."""

@@ -1,0 +1,232 @@
+"""What a fit asks of its data: how many observations there are, in which order they come, and all of them once."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from ..basics.checks import check_iterable
+
+#: (r, w): the r-th of w parts
+Part = tuple[int, int]
+
+
+class Batches:
+    """A `DataLoader`, or any re-iterable of batches, as a fit reads it.
+
+    Where the loader is a `DataLoader` over a map-style data set with torch's own shuffled or sequential order, the
+    order is made here, from the seed and the epoch alone: the same seed gives the same batches, and a run can go on in
+    the middle of an epoch. Elsewhere batches come as the loader gives them, and `exact` is False.
+
+    Args:
+        loader: what to read.
+        seed: of the order.
+        device: where batches are moved to; they stay where they are if None.
+        part: (r, w): every batch is the union of w of the loader's size, of which this one reads the r-th; where the
+            order is not made here, batches come as the loader gives them, and the loader must know its part.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.arange(5.0), torch.arange(5.0))
+        >>> batches = Batches(DataLoader(data, batch_size=2, shuffle=True))
+        >>> batches.num_data, batches.length, batches.exact
+        (5, 3, True)
+    """
+
+    def __init__(self, loader: Iterable[Any], seed: int = 0, device: torch.device | None = None, part: Part = (0, 1)):
+        check_iterable(loader)
+        if isinstance(loader, Iterator):
+            raise TypeError(
+                f"a {type(loader).__name__} can be read only once, and a fit reads the data many times; "
+                "give a DataLoader or a list of batches"
+            )
+        if isinstance(loader, Tensor):
+            raise TypeError("expected batches, got a tensor; wrap it: DataLoader(TensorDataset(x, t), batch_size=128)")
+        self.loader, self.seed, self.device, self.part = loader, seed, device, part
+        #: N, where the loader knows it
+        self.num_data: int | None = None
+        #: batches to an epoch, where that is known before one is read
+        self.length: int | None = None
+        #: why the order cannot be repeated exactly; None where it can
+        self.inexact: str | None = "the loader is no DataLoader: its order is its own"
+        self._indices: list[int] = []  # what a DataLoader of map-style data draws from
+        self._own_order = False
+        self._order: _Order | None = None
+        if isinstance(loader, DataLoader):
+            self._read_dataloader(loader)
+        elif isinstance(loader, Sized):
+            self.length = len(loader)
+            if isinstance(loader, list | tuple):
+                self.inexact = None
+        if self.length == 0:
+            raise ValueError(
+                "the loader gives no batch; is the data set empty, or smaller than batch_size with drop_last=True?"
+            )
+
+    @property
+    def exact(self) -> bool:
+        return self.inexact is None
+
+    @property
+    def splits(self) -> bool:
+        """Whether the order is made here, and every batch can be split into parts."""
+        return self._own_order
+
+    def share(self, index: int) -> float:
+        """This part of a batch of the epoch over the whole of it: B_r / B."""
+        start, stop, count = self._range(index)
+        return (stop - start) / count
+
+    def _range(self, index: int) -> tuple[int, int, int]:
+        """From where to where in an epoch's order this part of a batch goes, and B: all parts are as long or by one."""
+        assert self._order is not None
+        (r, w), size, total = self.part, self._order.size * self.part[1], len(self._indices)
+        count = min(size, total - index * size)
+        return index * size + r * count // w, index * size + (r + 1) * count // w, count
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of one epoch, without the first `skip`."""
+        if self._order is None or not self._own_order:
+            for index, batch in enumerate(self.loader):
+                if index >= skip:
+                    yield self._moved(batch)
+            return
+        order = torch.arange(len(self._indices))
+        if self._order.shuffled:
+            # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            order = torch.randperm(len(order), generator=generator)
+        self._order.generator.manual_seed((self.seed * 1_000_003 + epoch + 999_983 * self.part[0]) % 2**63)
+        assert self.length is not None
+        ranges = [self._range(index)[:2] for index in range(skip, self.length)]
+        # a part without observations reads one all the same: its share of the batch is zero
+        self._order.lists = [
+            [self._indices[i] for i in order[start : max(stop, start + 1)].tolist()] for start, stop in ranges
+        ]
+        for batch in self._order.loader:
+            yield self._moved(batch)
+
+    def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
+        """Every observation once in a fixed order, where the loader allows it, else one pass over the loader.
+
+        Args:
+            most: at most this many batches: of map-style data evenly spread over the whole, else the first ones.
+            part: (r, w): of map-style data the r-th of w parts, each of one batch at least.
+        """
+        if self._order is None:
+            for index, batch in enumerate(self.loader):
+                if index == most:
+                    return
+                yield self._moved(batch)
+            return
+        size = self._order.size
+        r, w = part
+        count = max(w, -(-len(self._indices) // size))
+        # strided, not consecutive: data sorted by class give every batch a bit of each
+        lists = [self._indices[start::count] for start in range(count)]
+        self._order.lists = lists[: None if most is None else max(most, w)][r::w]
+        for batch in self._order.loader:
+            yield self._moved(batch)
+
+    def _moved(self, batch: Any) -> Any:
+        if self.device is None:
+            return batch
+        return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+
+    def _read_dataloader(self, loader: DataLoader) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            self.inexact = "an IterableDataset's order is its own"
+            return
+        sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+        _warn_of_weights(loader)
+        self.num_data = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+        self.length = len(loader)
+        if isinstance(sampler, SubsetRandomSampler):
+            self.num_data = len(sampler.indices)
+            self._indices = [int(i) for i in sampler.indices]
+        else:
+            self._indices = list(range(self.num_data))
+        plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+        if not plain:
+            self.inexact = "the loader has a batch sampler of its own"
+            return
+        self._order = _Order(loader)
+        shuffled = type(sampler) in (RandomSampler, SubsetRandomSampler)
+        if isinstance(sampler, RandomSampler):
+            shuffled = not sampler.replacement and sampler.num_samples == self.num_data
+        if not shuffled and type(sampler) is not SequentialSampler:
+            self.inexact = f"the loader's {type(sampler).__name__} has an order of its own"
+            return
+        left_over = self.num_data % loader.batch_size  # pyright: ignore[reportOperatorIssue]
+        if loader.drop_last and not shuffled and left_over and self.length:
+            warnings.warn(
+                f"drop_last=True without shuffling: the last {left_over} of {self.num_data} observations are never "
+                "seen; leave drop_last out, or shuffle",
+                stacklevel=5,
+            )
+        self.inexact = None
+        if loader.num_workers:
+            self.inexact = "random numbers that the loader's worker processes draw are not kept"
+        self._own_order, self._order.shuffled = True, shuffled
+        if self.part[1] > self.num_data:
+            raise ValueError(f"{self.part[1]} ranks share {self.num_data} observations: use fewer ranks")
+        if self.part[1] > 1:
+            size = self._order.size * self.part[1]
+            self.length = self.num_data // size if loader.drop_last else -(-self.num_data // size)
+
+
+class _Order:
+    """The batch sampler of a `DataLoader` that is otherwise the user's: it gives the index lists it was handed last.
+
+    One loader for all epochs, so that its workers live on where the user asked for that.
+    """
+
+    def __init__(self, loader: DataLoader):
+        assert loader.batch_size is not None
+        self.shuffled, self.size, self.drop_last = False, loader.batch_size, loader.drop_last
+        self.lists: list[list[int]] = []
+        # a loader without one takes its workers' seed from the global stream, each time it is asked for an iterator
+        self.generator = torch.Generator()
+        self.loader = DataLoader(
+            loader.dataset,
+            batch_sampler=self,  # pyright: ignore[reportArgumentType]
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.lists)
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+
+def _warn_of_weights(loader: DataLoader) -> None:
+    for sampler in (loader.sampler, loader.batch_sampler):
+        # a weighted sampler of the user's own has no class to know it by
+        weights = getattr(sampler, "weights", None)
+        if weights is not None and len(set(torch.as_tensor(weights).tolist())) > 1:
+            warnings.warn(
+                f"the loader's {type(sampler).__name__} draws some observations more often than others: a minibatch "
+                "scaled by N/B then estimates the log likelihood of other data than yours (each observation counted "
+                "in proportion to its weight), and the posterior is that of those. Shuffle uniformly, and give class "
+                "weights to the likelihood where that is what you want",
+                stacklevel=6,
+            )

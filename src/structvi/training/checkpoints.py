@@ -1,0 +1,125 @@
+"""A run's state into a checkpoint, and back into a run that was freshly made."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..distributed.ranks import Ranks
+from ..networks.mixed_precision import GradientScale
+from ..posterior import PosteriorBase
+from ..storing import fit_checkpoint
+from ..storing.fit_checkpoint import Found
+from .adam import Adam, optimizer_state, set_optimizer_state
+from .averaging import assign
+from .schedule import Schedule
+from .state import FitState
+
+
+class Running(Protocol):
+    """What of a run a checkpoint needs: its state, and what has a memory of its own."""
+
+    state: FitState
+    posterior: PosteriorBase
+    named: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    generator: torch.Generator
+    ranks: Ranks
+
+
+def save(run: Running, directory: str | os.PathLike) -> None:
+    """Write the state to a folder; of several ranks the first one: all are in the same, or give it their rows."""
+    model = run.posterior.model
+    moments = optimizer_state(run.optimizer, run.named)
+    for name, value in moments.items():
+        if not isinstance(value, Tensor | int | float):
+            raise TypeError(f"{type(run.optimizer).__name__} keeps {name} = {value!r}, which no checkpoint holds")
+    state = replace(
+        run.state,
+        stream=run.generator.get_state(),
+        moments=moments,
+        evaluation=model.evaluation.record,
+        gradient_scale=(model.scale.value, model.scale.finite),
+    )
+    tensors, description = state.pack()
+    tensors = run.ranks.whole(tensors)
+    if run.ranks.rank == 0:
+        fit_checkpoint.write(directory, state.step, tensors, description)
+
+
+def save_alone(run: Running, directory: str | os.PathLike) -> str:
+    """After another rank was lost: the state before the step in which it was, unless that rank had rows of it; what
+    there is to say."""
+    if not run.ranks.sharded:
+        save(run, directory)
+    newest = fit_checkpoint.files(directory)[:1]
+    return f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}"
+
+
+def restore(run: Running, found: Found) -> list[str]:
+    """Put a freshly made run into the state of a checkpoint; returns what there is to say."""
+    tensors = {path: run.ranks.own(path, x) for path, x in found.tensors.items()}
+    saved = FitState.unpack(tensors, found.description)
+    _check_same(run.state, saved, found.path)
+    assign(run.state.learned, saved.learned)
+    if saved.stage == 2:
+        for parameter in run.named.values():
+            parameter.requires_grad_(True)
+    device = run.generator.device
+    # torch keeps step counts on the CPU but for the fused Adam; moments are where their parameter is
+    on_device = isinstance(run.optimizer, Adam)
+    moments = {
+        path: x.to(device) if isinstance(x, Tensor) and (on_device or not path.endswith("/step")) else x
+        for path, x in saved.moments.items()
+    }
+    set_optimizer_state(run.optimizer, run.named, moments)
+    run.generator.set_state(saved.stream)
+    model = run.posterior.model
+    model.evaluation.record = saved.evaluation
+    if saved.gradient_scale is not None:
+        model.scale = GradientScale(*saved.gradient_scale)
+    run.state = replace(
+        saved,
+        learned=run.state.learned,
+        snapshot=_moved(saved.snapshot, torch.device("cpu")),
+        average=_moved(saved.average, device),
+        without_factor=_moved(saved.without_factor, device),
+        moments={},
+        evaluation=None,
+    )
+    _replay(run)
+    return [*found.damaged, f"resumed at step {run.state.step} from {found.path.name}"]
+
+
+def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _check_same(now: FitState, then: FitState, path: Any) -> None:
+    learned, saved = now.learned, then.learned
+    differ = sorted(
+        name for name in learned.keys() | saved.keys()
+        if name not in learned or name not in saved or learned[name].shape != saved[name].shape
+    )  # fmt: skip
+    if differ:
+        raise ValueError(f"{path} belongs to another posterior; these tensors differ: {', '.join(differ)}")
+    here, there = (
+        {**asdict(state.settings), "optimizer": state.optimizer, "learning rates": list(state.rates)}
+        for state in (now, then)
+    )
+    differ = [f"{key}: {there[key]!r} then, {here[key]!r} now" for key in here if there[key] != here[key]]
+    if differ:
+        raise ValueError(f"{path} belongs to a fit with other settings; resume with the same: " + "; ".join(differ))
+
+
+def _replay(run: Running) -> None:
+    """A scheduler of the user's has no state in the file: it is called as often as it was."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)`")
+        for _ in range(run.state.step - len(run.state.skipped)):
+            run.schedule.after()

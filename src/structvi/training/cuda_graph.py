@@ -1,0 +1,76 @@
+"""A training step captured as one CUDA graph: the launches of its kernels no longer wait for Python."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .adam import Adam, Thin
+
+#: (batches, shares, λ, generator) → the ELBO of each group, the gradient's norm, and what of it is not in `.grad`
+Gradient = Callable[[Sequence[Any], Sequence[float], Any, torch.Generator], tuple[Tensor, Tensor, Thin]]
+
+
+class CapturedStep:
+    """A step captured for batches of one shape: called, it copies the batch in, replays, and gives ELBO and norm.
+
+    Args:
+        gradient: the step without its optimizer.
+        optimizer: moves the parameters.
+        generator: the stream of the draws; it goes on where a replay ends.
+        clip: the largest norm of the gradient.
+        batch: of the shape to capture.
+        temperature: λ.
+    """
+
+    def __init__(
+        self,
+        gradient: Gradient,
+        optimizer: Adam,
+        generator: torch.Generator,
+        clip: float,
+        batch: Any,
+        temperature: float,
+    ):
+        self.gradient, self.optimizer, self.clip = gradient, optimizer, clip
+        self.batch = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+        device = generator.device
+        self.temperature = torch.tensor(float(temperature), device=device)
+        self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
+        self.make = torch.zeros((), device=device)  # 0: everything is computed and nothing changed
+        # a generator of its own: one whose capture failed is of no further use
+        self.common, self.generator = generator, torch.Generator(device)
+        self.generator.set_state(generator.get_state())
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), optimizer.rates(self.rates):
+            for _ in range(2):
+                self._body()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.register_generator_state(self.generator)  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.cuda.graph(self.graph), optimizer.rates(self.rates):
+            self.elbo, self.norm = self._body()
+        self.make.fill_(1.0)
+
+    def _body(self) -> tuple[Tensor, Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        elbo, norm, thin = self.gradient([self.batch], (1.0,), self.temperature, self.generator)
+        finite = torch.isfinite(elbo).all() & torch.isfinite(norm)
+        coefficient = (self.clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
+        self.optimizer.step(thin=thin, coefficient=coefficient, make=self.make * finite)
+        return elbo, norm
+
+    def __call__(self, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
+        for own, new in zip(pytree.tree_leaves(self.batch), pytree.tree_leaves(batch), strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(new, non_blocking=True)
+        self.temperature.fill_(temperature)
+        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        self.generator.set_state(self.common.get_state())
+        self.graph.replay()
+        self.common.set_state(self.generator.get_state())
+        return self.elbo, self.norm

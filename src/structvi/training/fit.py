@@ -1,0 +1,295 @@
+"""`fit`: from its options to a run, and from the run to a result."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import torch
+from torch.func import functional_call
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..couplings import Coupling, paired
+from ..distributed.collectives import LostRankError
+from ..distributed.ranks import Parallel, Ranks
+from ..networks.mixed_precision import check_precision
+from ..objective import Estimator
+from ..posterior import BATCH_NORMS, PosteriorBase
+from ..storing import fit_checkpoint
+from ..storing.fit_checkpoint import Found
+from . import checkpoints
+from .adam import OptimizerLike
+from .averaging import copied
+from .batches import Batches
+from .loop import Run
+from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
+from .progress import Progress
+from .restarts import again_if_stuck, folder
+from .result import FitResult, History
+from .schedule import SchedulerLike
+from .warm_start import start_trained
+
+
+def fit(
+    posterior: PosteriorBase,
+    loader: Iterable[Any],
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    lr: float | None = None,
+    optimizer: OptimizerLike | None = None,
+    scheduler: SchedulerLike | None = None,
+    warmup: float = 0.05,
+    clip: float | None = 10.0,
+    accumulate: int = 1,
+    kl_warmup: float | Literal["auto"] = "auto",
+    temperature: float = 1.0,
+    groups: int = 1,
+    coupling: Coupling = paired,
+    estimator: Estimator = "path",
+    staged: bool | Literal["auto"] = "auto",
+    average: bool = True,
+    precision: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    parallel: Parallel = "auto",
+    capture: bool = True,
+    compile: bool = False,
+    stop: bool = True,
+    restarts: int = 1,
+    start: Literal["trained"] | None = None,
+    checkpoint: str | os.PathLike | None = None,
+    every: int | None = None,
+    resume: str | os.PathLike | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    callback: Callable[[History], None] | None = None,
+) -> FitResult:
+    """Maximise E log lik − λ KL[q‖prior] over minibatches: `posterior.fit(loader, epochs=20)`.
+
+    What is learned is `posterior.parameters()`: the variational parameters, and those of likelihood and prior. The
+    last step, the average over the last quarter of the steps and, of a staged fit, the posterior without its factor
+    are compared on common draws, and the best is kept. Ctrl-C ends the fit with what there is.
+
+    Args:
+        posterior: what to fit.
+        loader: a `DataLoader`, or any re-iterable of batches. N is the length of its data set unless the model has it.
+        epochs, steps: how long: one of them. A step takes `accumulate` batches.
+        lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
+        optimizer: a torch optimizer, or a function from parameters to one; without weight decay.
+        scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
+            by default a linear warm-up and a cosine decay to zero.
+        warmup: the fraction of the steps in which the learning rate rises.
+        clip: the largest norm of the gradient of −elbo/N; None for no limit.
+        accumulate: how many batches share one step.
+        kl_warmup: the fraction of the steps in which λ rises from zero. "auto": a quarter where nothing has been
+            learned yet, none otherwise. At λ = 1 from the start, units are switched off before they have learned.
+        temperature: λ. Other than one, what is found is not the posterior; the reported ELBO is always at λ = 1.
+        groups, coupling, estimator: as in `elbo`.
+        staged: of families with a low-rank factor first mean and scales, then after 40 % of the steps the factor too.
+            "auto": where nothing has been learned yet.
+        average: average the last quarter of the iterates, and keep that where its ELBO is not lower.
+        precision: `torch.bfloat16` or `torch.float16` runs the network, and nothing else, in mixed precision. A step
+            whose gradient overflows in float16 is left out, and halves the scale of the gradients in the network.
+        device: where the posterior is moved; batches follow it.
+        parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch,
+            of w times the loader's batch size; "draws": each draws weights of its own for the same batch; None: they
+            know nothing of each other. "auto" is "data" where there is a group. See docs/distributed.md.
+        capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph where the network allows.
+        compile: run the network through `torch.compile`, one draw at a time: pays where steps are many and large.
+        stop: where the ELBO no longer rises over a quarter of the steps, looked at twice, let the learning rate fall
+            and end the fit a quarter of the steps later.
+        restarts: how often a fit that ends stuck, with predictions that hardly depend on the input or noise at the
+            targets' own spread, is begun again at a fresh draw of the network's initialisation; the best by ELBO is
+            kept. Each takes as many steps again; the progress bar says so. Not where the posterior was fitted before,
+            nor over several ranks.
+        start: "trained" starts at the network's present values with scales from a diagonal Fisher information.
+        checkpoint: a directory to which all of the fit's state is written, atomically, every `every` steps (an epoch
+            by default) and at its end.
+        resume: a directory of checkpoints to go on from: give the same posterior, loader and options. Where it holds
+            none, the fit starts from the beginning.
+        progress: show a bar, or lines where there is no terminal.
+        seed: of all randomness: draws, the order of the data, dropout.
+        callback: called with the history after every step; it may raise KeyboardInterrupt to end the fit.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+        >>> bayes = variationalize(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField())
+        >>> result = bayes.fit(loader, epochs=2, progress=False)
+        >>> result.steps, result.verdict
+        (8, 'too few steps to tell whether it has converged')
+    """
+    given = {name: value for name, value in locals().items() if name not in ("posterior", "loader", "device")}
+    options = FitOptions(**given)
+    if device is not None:
+        posterior.to(device)
+    return run_fit(posterior, loader, options)
+
+
+def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions, label: str = "") -> FitResult:
+    """A fit, and where it ends stuck others; `label` says in the progress bar what it is for."""
+    if not torch.is_grad_enabled():
+        raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
+    # before anything has changed
+    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
+    ranks = Ranks(options.parallel, posterior.family)
+    try:
+        batches = Batches(loader, options.seed, posterior.device, ranks.part)
+        notes = _set_num_data(posterior, batches) + _unused_batch_norm(posterior)
+        found = None if options.resume is None else fit_checkpoint.latest(options.resume)
+        may_restart = ranks.size == 1 and _may_restart(posterior, options, found)
+        begun = copied(posterior.outside_family())
+        settings = _settings(posterior, batches, options, found)
+        if options.start == "trained" and found is None:
+            start_trained(posterior, batches)
+        run = Run(
+            posterior, batches, settings, options.coupling, options.estimator, ranks, options.optimizer,
+            options.scheduler, options.lr, options.capture,
+        )  # fmt: skip
+        run.notes += notes
+        if found is not None:
+            run.notes += checkpoints.restore(run, found)
+        elif options.resume is not None:
+            run.notes.append(f"nothing to resume in {options.resume}: started from the beginning")
+        stopped = _loop(run, options, label)
+        if options.checkpoint is not None:
+            checkpoints.save(run, options.checkpoint)
+        result = run.finish(stopped)
+    finally:
+        ranks.close()
+    posterior.last_fit = result
+    if may_restart and not stopped:
+
+        def fit_again(seed: int, name: str, label: str) -> FitResult:
+            where = {key: folder(getattr(options, key), name) for key in ("checkpoint", "resume")}
+            again = replace(
+                options, epochs=None, steps=settings.total, kl_warmup=settings.kl_warmup, staged=settings.staged,
+                restarts=0, seed=seed, **where,
+            )  # fmt: skip
+            return run_fit(posterior, loader, again, label)
+
+        seen = _Some(batches, run.compared)
+        posterior.last_fit = again_if_stuck(posterior, result, begun, seen, options.restarts, options.seed, fit_again)
+    return posterior.last_fit
+
+
+def _loop(run: Run, options: FitOptions, label: str) -> bool:
+    """All steps; whether the user ended them before their end. Whatever happens, the posterior can be used again."""
+    posterior, ranks = run.posterior, run.ranks
+    every = options.every or run.steps_an_epoch or 500
+    told = {
+        **asdict(run.settings),
+        "optimizer": run.state.optimizer,
+        "learning rates": run.schedule.highest,
+        "step resumed from": run.state.step,
+        "family": repr(posterior.family),
+        "steps between checkpoints": every if ranks.sharded and options.checkpoint is not None else None,
+    }
+    ranks.start(told, run.state.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
+    bar = Progress(run.state.end, run.state.step, options.progress and ranks.rank == 0, label)
+    model = posterior.model
+    if options.compile:
+        model.compiled = torch.compile(functional_call)
+    before, model.precision = model.precision, options.precision or model.precision
+    try:
+        with ranks.interruptible():
+            run.loop(bar, options.checkpoint, every, options.callback)
+        return False
+    except KeyboardInterrupt:
+        run.back_to_step()
+        return True
+    except LostRankError as error:
+        run.back_to_step()
+        if options.checkpoint is not None:
+            error.add_note(checkpoints.save_alone(run, options.checkpoint))
+        raise
+    finally:
+        bar.close()
+        model.precision = before
+        model.compiled = None
+        run.schedule.reset()
+        for family in posterior.family.families():
+            family.learn_all()
+
+
+def _settings(posterior: PosteriorBase, batches: Batches, options: FitOptions, found: Found | None) -> Settings:
+    """What was left to be found out: how many steps, and what a posterior that has learned nothing needs."""
+    steps = options.steps
+    if options.epochs is not None:
+        if batches.length is None:
+            raise ValueError("the loader does not know how many batches it has: give steps= instead of epochs=")
+        steps = options.epochs * -(-batches.length // options.accumulate)
+    assert steps is not None
+    then = {} if found is None else found.description["settings"]
+    families = [family for family in posterior.family.families() if family.has_stages]
+    staged, kl_warmup = options.staged, options.kl_warmup
+    if staged == "auto":
+        staged = then["staged"] if then else bool(families) and all(family.is_untouched() for family in families)
+    if kl_warmup == "auto":
+        fresh = then["kl_warmup"] if then else KL_WARMUP if options.start is None and _fresh(posterior) else 0.0
+        kl_warmup = float(fresh)
+    staged = bool(staged and families and steps >= FEWEST_STAGED)
+    return options.settings(steps, kl_warmup, staged, posterior.model.num_data)
+
+
+def _may_restart(posterior: PosteriorBase, options: FitOptions, found: Found | None) -> bool:
+    if not options.restarts or options.start is not None or (found is None and not _fresh(posterior)):
+        return False
+    # an optimizer that is made already remembers the first fit
+    return not isinstance(options.optimizer, torch.optim.Optimizer) and not isinstance(options.scheduler, LRScheduler)
+
+
+def _fresh(posterior: PosteriorBase) -> bool:
+    """Whether all scales are still those that the family starts with; False where it has none."""
+    said = [fresh for family in posterior.family.families() if (fresh := family.is_fresh()) is not None]
+    return bool(said) and all(said)
+
+
+class _Some:
+    """At most so many batches, read anew each time."""
+
+    def __init__(self, batches: Batches, most: int):
+        self.batches, self.most = batches, most
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches.everything(self.most)
+
+
+def _set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
+    model = posterior.model
+    if model.known_num_data is None:
+        if batches.num_data is None:
+            raise ValueError(
+                "N, the number of observations, is needed to weigh a minibatch against the prior, and this loader does "
+                "not know it: give num_data= to variationalize, or a DataLoader over a data set with a length"
+            )
+        model.num_data, model.num_data_of_loader = batches.num_data, True
+    elif model.num_data_of_loader and batches.num_data not in (None, model.num_data):
+        before, model.num_data = model.num_data, batches.num_data
+        return [f"N = {model.num_data}, of this loader's data set; in the fit before it was {before}"]
+    elif batches.num_data is not None and batches.num_data != model.num_data:
+        return [
+            f"N = {model.num_data} as the model was told; the loader's data set has {batches.num_data} observations"
+        ]
+    return []
+
+
+def _unused_batch_norm(posterior: PosteriorBase) -> list[str]:
+    """Layers frozen at the statistics they were made with do not normalise."""
+    if posterior.batch_norm == "reestimated":
+        return []
+    unused = [
+        name
+        for name, module in posterior.net.named_modules()
+        if isinstance(module, BATCH_NORMS)
+        and module.running_mean is not None
+        and module.running_var is not None
+        and bool((module.running_mean == 0).all() and (module.running_var == 1).all())
+    ]
+    if not unused:
+        return []
+    return [
+        f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not normalise; "
+        'train the network first, or variationalize with batch_norm="reestimated"'
+    ]

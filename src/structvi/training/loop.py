@@ -1,0 +1,336 @@
+"""One run of a fit: what stays the same through it, the loop over steps, and what comes out in the end."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore
+
+from ..basics.interrupts import uninterrupted
+from ..basics.random_streams import borrowed_stream
+from ..couplings import Coupling
+from ..distributed.ranks import Counted, Ranks
+from ..models.likelihoods import Likelihood
+from ..models.priors.base import PriorModule
+from ..objective import Estimate, Estimator, NonFiniteError, not_finite
+from ..posterior import PosteriorBase
+from ..result import Status
+from . import verdict as words
+from .adam import OptimizerLike, make_optimizer
+from .averaging import Snapshots, assign, averaged, copied
+from .batches import Batches
+from .checkpoints import save
+from .comparing import elbo_on_seed
+from .options import Settings
+from .progress import Progress
+from .result import FitResult, History, Skipped
+from .schedule import Schedule, SchedulerLike
+from .state import FitState
+from .step import OverflowingError, Step
+from .verdict import LAST_PART, SHORTEST_PART, Trend
+
+#: The factor starts after this part of the steps: 40 %, measured on UCI networks.
+FIRST_STAGE = 0.4
+#: Groups of draws on which posteriors are compared.
+COMPARISON_GROUPS = 8
+#: At most so many steps lie between the states that a fit can go back to.
+MOST_LOST = 200
+#: About so many iterates are averaged: those between them are much the same.
+AVERAGED = 256
+#: So many batches in a row without a finite loss end the fit.
+FAILURES = 5
+
+
+class Run:
+    """One run: `run.state` is all of it that changes, and a step gives it a new one.
+
+    Args:
+        posterior: N must be known.
+        batches: what it is fitted to.
+        settings: what the run is defined by.
+        coupling, estimator: as in `elbo`.
+        ranks: the processes that share the work.
+        optimizer, scheduler, lr, capture: as in `fit`.
+    """
+
+    def __init__(
+        self,
+        posterior: PosteriorBase,
+        batches: Batches,
+        settings: Settings,
+        coupling: Coupling,
+        estimator: Estimator,
+        ranks: Ranks,
+        optimizer: OptimizerLike | None,
+        scheduler: SchedulerLike | None,
+        lr: float | None,
+        capture: bool,
+    ):
+        self.posterior, self.batches, self.settings, self.ranks = posterior, batches, settings, ranks
+        self.named: dict[str, Tensor] = dict(posterior.named_parameters())
+        self.generator = torch.Generator(posterior.device).manual_seed(settings.seed)
+        self.notes: list[str] = []
+        total = settings.total
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
+        self.schedule = Schedule(self.optimizer, scheduler, round(settings.warmup * total), total)
+        self.snapshots = Snapshots(self.named, every=max(1, min(MOST_LOST, total // 20)))
+        self.make_step = Step(
+            posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,
+            estimator=estimator, clip=settings.clip, capture=capture, ranks=ranks,
+        )  # fmt: skip
+        self.state = FitState(
+            settings, type(self.optimizer).__name__, tuple(self.schedule.highest), posterior.learned(),
+            self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
+        )  # fmt: skip
+        if settings.staged:
+            for family in posterior.family.families():
+                family.first_stage()
+
+    @property
+    def last_part(self) -> int:
+        return max(1, round(LAST_PART * self.settings.total))
+
+    @property
+    def compared(self) -> int:
+        """At most so many batches are read to compare posteriors at the end."""
+        return max(32, self.settings.total // 40)
+
+    @property
+    def steps_an_epoch(self) -> int | None:
+        return -(-self.batches.length // self.settings.accumulate) if self.batches.length else None
+
+    def loop(
+        self,
+        bar: Progress,
+        checkpoint: str | os.PathLike | None,
+        every: int,
+        callback: Callable[[History], None] | None,
+    ) -> None:
+        while self.state.step < self.state.end:
+            iterator = self.batches.epoch(self.state.epoch, self.state.index)
+            while self.state.step < self.state.end:
+                if self.state.stage == 1 and self.state.step >= round(FIRST_STAGE * self.settings.total):
+                    self.state = self._second_stage(self.state)
+                self.state = replace(self.state, stream=self.generator.get_state())
+                started = time.monotonic()
+                # data sets and networks that draw random numbers do so from the global stream
+                with borrowed_stream(self.generator, self.ranks.rank):
+                    accumulate, index = self.settings.accumulate, self.state.index
+                    batch, shares = self.ranks.take(iterator, accumulate, self.batches, index)
+                    if not batch:
+                        break
+                    with uninterrupted():
+                        self.state = self._advanced(self.state, batch, shares, started)
+                self.ranks.stop_together()
+                bar.update(*self._window())
+                if self._settled(self.state):
+                    step = self.state.step
+                    self.state = replace(self.state, cooling=step, end=step + self.last_part)
+                    bar.shorten(self.state.end)
+                if checkpoint is not None and self.state.step % every == 0 and self.state.step < self.state.end:
+                    save(self, checkpoint)
+                if callback is not None:
+                    callback(self.state.history)
+            else:
+                return
+            if self.state.index == 0:
+                raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
+            self.state = replace(self.state, epoch=self.state.epoch + 1, index=0)
+
+    def _advanced(self, state: FitState, batch: list[Any], shares: list[float], started: float) -> FitState:
+        """The state after one step of the optimizer, or after none where something is not finite."""
+        settings = self.settings
+        lam = settings.temperature
+        if (rise := settings.kl_warmup * settings.total) > state.step:
+            lam *= (state.step + 1) / (rise + 1)
+        row = {"step": state.step, "epoch": state.epoch, "temperature": lam, "stage": state.stage}
+        rate = self.schedule.before(state.step, state.cooling, state.end)
+        taken = None
+        if state.failures == 0:
+            taken = self.snapshots.take(state.snapshot, state.snapshot_step, state.step)
+        try:
+            values, norm = self.make_step(batch, shares, lam)
+        except OverflowingError as error:
+            skipped = Skipped(state.epoch, state.index, str(error))
+            state = replace(state, skipped=(*state.skipped, skipped))
+            state.history.append(**row)
+        except (NonFiniteError, LinAlgError) as error:
+            state = self._left_out(state, str(error))
+            state.history.append(**row)
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            error.add_note(f"in batch {state.index + getattr(error, 'batch', 0)} of epoch {state.epoch}")
+            raise
+        else:
+            if taken is not None:
+                self.snapshots.kept(state.snapshot)
+                state = replace(state, snapshot=taken, snapshot_step=state.step)
+            self.schedule.after()
+            estimate = Estimate.of(values)
+            state.history.append(
+                **row, elbo=estimate.value, standard_error=estimate.standard_error, lr=rate, gradient_norm=norm,
+                seconds=time.monotonic() - started,
+            )  # fmt: skip
+            stride = max(1, self.last_part // AVERAGED)
+            if settings.average and state.step >= state.end - self.last_part and state.step % stride == 0:
+                mean = averaged(state.average, state.averaged, self.named)
+                state = replace(state, average=mean, averaged=state.averaged + 1)
+            state = replace(state, failures=0)
+        return replace(state, step=state.step + 1, index=state.index + len(batch), stream=self.generator.get_state())
+
+    def _left_out(self, state: FitState, reason: str) -> FitState:
+        """A batch without a finite loss changes nothing; from the second in a row on an older state is gone back to."""
+        skipped = (*state.skipped, Skipped(state.epoch, state.index, reason))
+        state = self.state = replace(state, skipped=skipped, failures=state.failures + 1)
+        if state.failures > 1 and state.snapshot:
+            assign(self.named, state.snapshot)
+        if state.failures == FAILURES:
+            names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in state.skipped[-FAILURES:])
+            raise NonFiniteError(
+                f"{FAILURES} batches in a row ({names}) gave no finite loss, the last because {reason}. "
+                f"The posterior is in its last good state that was kept, before step {state.snapshot_step}"
+            )
+        return state
+
+    def _second_stage(self, state: FitState) -> FitState:
+        """What stage one ended with is kept, to be compared with what the second brings."""
+        without_factor = copied(state.learned)
+        for family in self.posterior.family.families():
+            family.second_stage(self.generator)
+        # a snapshot of stage one is none of stage two's
+        return replace(state, without_factor=without_factor, stage=2, snapshot={})
+
+    def _window(self) -> tuple[float, float]:
+        """The ELBO over the last steps, at most an epoch and a hundred, and its standard error."""
+        history = self.state.history
+        values = history.recent("elbo", min(100, self.steps_an_epoch or 100))
+        values = values[values.isfinite()]
+        if len(values) < 2:
+            return (float(values[0]), history.recent("standard_error", 1).item()) if len(values) else (-inf, inf)
+        return float(values.mean()), float(values.std()) / sqrt(len(values))
+
+    def _settled(self, state: FitState) -> bool:
+        """Whether the trend of the ELBO has just been found to be none: the learning rate then falls to its end."""
+        part, settings = self.last_part, self.settings
+        first = FIRST_STAGE * settings.total if settings.staged else 0
+        check = max(1, part // 4)
+        # stage one and both warm-ups begin with the fit
+        begun = max(first, max(settings.kl_warmup, settings.warmup) * settings.total)
+        early = state.step < begun + part + check
+        late = state.cooling is not None or state.step >= state.end - part
+        if not settings.stop or early or late or state.step % check or part < SHORTEST_PART:
+            return False
+        # twice: now, and a quarter of the window ago
+        return all(Trend.of(state.history, part, part, settings.num_data, back).has_ended for back in (0, check))
+
+    def back_to_step(self) -> None:
+        """After an interruption between two steps: the stream as the last one left it."""
+        self.generator.set_state(self.state.stream)
+
+    # -------------------------------------------------------------------------------------------------- the result
+
+    def verdict(self) -> tuple[Status, str]:
+        part, state = self.last_part, self.state
+        if state.cooling is not None:
+            return Status.CONVERGED, "converged"
+        if len(state.history) < part or part < SHORTEST_PART:
+            return Status.TOO_SHORT, words.TOO_SHORT
+        trend = Trend.of(state.history, 2 * part, part, self.settings.num_data)
+        steps = self.steps_an_epoch
+        return trend.judge() if steps is None else trend.judge(steps, "epoch")
+
+    def finish(self, stopped: bool) -> FitResult:
+        """Choose among the last step, the average and the posterior without its factor, and say what came out."""
+        state, bound = self.state, self.posterior.family().bound
+        kept, candidates = "last step", {}
+        if stopped:
+            mean, error = self._window()
+            elbo = Estimate(mean, error, state.history.recent("elbo", 1), bound)
+            comparison = "mean over the last steps: stopped before posteriors were compared"
+            status, verdict = Status.STOPPED, words.STOPPED
+        else:
+            kept, candidates = self._best()
+            elbo = candidates[kept]
+            seen = self.batches.length if self.batches.length is not None else self.compared
+            data = "all data" if seen <= self.compared else f"{self.compared} of {seen} batches"
+            comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
+            status, verdict = self.verdict()
+            if status is Status.IMPROVING:
+                self.notes.append(
+                    "improving: at the highest learning rate, which falls to zero in a fit; call fit again to go on"
+                )
+            if elbo.value == -inf:
+                self.notes.append("the ELBO over the full data is not finite: some observation has none at some draw")
+                status, verdict = Status.DIVERGED, words.NOT_FINITE
+        evaluation = self.posterior.model.evaluation
+        on_cpu, timed = self.generator.device.type == "cpu", evaluation.times(self.generator.device)
+        return FitResult(
+            status=status, verdict=verdict, elbo=elbo, kept=kept, candidates=candidates, comparison=comparison,
+            history=state.history, steps=state.step,
+            epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
+            temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
+            skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation),
+        )  # fmt: skip
+
+    def _best(self) -> tuple[str, dict[str, Estimate]]:
+        """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one."""
+        state, kept = self.state, "last step"
+        states = {kept: copied(state.learned)}
+        if state.averaged > 1:
+            states[f"average of the last {state.averaged}"] = {**states[kept], **state.average}
+        if state.without_factor:
+            states["without the factor"] = {**state.without_factor}
+        simpler = {"without the factor"}
+        candidates: dict[str, Estimate] = {}
+        for name, values in states.items():
+            assign(state.learned, values)
+            candidates[name] = self._evaluate()
+            # the average is wanted where it costs nothing; the simpler posterior only where it is better
+            gain = candidates[name].value - candidates[kept].value
+            if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):
+                kept = name
+        assign(state.learned, states[kept])
+        return kept, candidates
+
+    def _evaluate(self) -> Estimate:
+        batches = Counted(self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size)))
+        try:
+            estimate = elbo_on_seed(self.posterior, batches, COMPARISON_GROUPS, self.settings.seed)
+        except (NonFiniteError, LinAlgError):
+            estimate = not_finite(COMPARISON_GROUPS)
+        return self.ranks.pool(estimate, batches.observations)
+
+    def _notes(self, bound: bool) -> list[str]:
+        notes, model, kind = list(self.notes), self.posterior.model, self.generator.device.type
+        if self.settings.temperature != 1:
+            notes.append(
+                f"λ = {self.settings.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1"
+            )
+        if kind == "cuda" and self.make_step.reason is not None:
+            notes.append(f"the step was not captured as a CUDA graph: {self.make_step.reason}")
+        if self.ranks.size > 1:
+            what = "its part of every batch" if self.ranks.mode == "data" else "its own draws for every batch"
+            notes.append(f"{self.ranks.size} ranks, each with {what}")
+        if not bound:
+            notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
+        if isinstance(model.likelihood, Likelihood) and not model.likelihood.exact:
+            notes.append("the likelihood is weighted: its ELBO is no bound on the evidence")
+        if isinstance(model.prior, PriorModule) and not model.prior.normalised:
+            notes.append("the prior is not normalised: the ELBO is known up to a constant")
+        if not self.batches.exact:
+            notes.append(f"not exact: {self.batches.inexact}; a resumed run differs from one never stopped")
+        elif model.evaluation.times(self.generator.device):
+            notes.append("not exact: a clock decides between vmap and loop; deterministic=True lets a rule do so")
+        elif kind != "cpu":
+            notes.append(f"not exact: kernels on {kind} may add in another order each time")
+        if skipped := self.state.skipped:
+            first = skipped[0]
+            notes.append(
+                f"{len(skipped)} steps undone, not finite; the first at batch {first.index} of epoch "
+                f"{first.epoch}: {first.reason}"
+            )
+        return notes

@@ -1,0 +1,106 @@
+"""What `fit` is asked for, checked; and the settings by which a run is defined, which a resumed one must share."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..basics.checks import check_fraction, check_integer, check_positive
+from ..couplings import Coupling
+from ..distributed.ranks import Parallel
+from ..objective import Estimator
+from .adam import OptimizerLike
+from .result import History
+from .schedule import SchedulerLike
+
+#: The part of the steps in which λ rises to one, measured on UCI networks: see docs/optimisation.md.
+KL_WARMUP = 0.25
+#: Fewer steps are not cut into stages.
+FEWEST_STAGED = 10
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The arguments of `fit`, by the same names; see there."""
+
+    epochs: int | None
+    steps: int | None
+    lr: float | None
+    optimizer: OptimizerLike | None
+    scheduler: SchedulerLike | None
+    warmup: float
+    clip: float | None
+    accumulate: int
+    kl_warmup: float | Literal["auto"]
+    temperature: float
+    groups: int
+    coupling: Coupling
+    estimator: Estimator
+    staged: bool | Literal["auto"]
+    average: bool
+    precision: torch.dtype | None
+    parallel: Parallel
+    capture: bool
+    compile: bool
+    stop: bool
+    restarts: int
+    start: Literal["trained"] | None
+    checkpoint: str | os.PathLike | None
+    every: int | None
+    resume: str | os.PathLike | None
+    progress: bool
+    seed: int
+    callback: Callable[[History], None] | None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(f"give one of epochs= and steps=, got epochs={self.epochs!r} and steps={self.steps!r}")
+        for name in ("epochs", "steps", "accumulate", "every"):
+            value: Any = getattr(self, name)
+            if value is not None:
+                check_integer(name, value)
+        check_integer("restarts", self.restarts, least=0)
+        check_fraction("warmup", self.warmup)
+        check_fraction("kl_warmup", 0.0 if self.kl_warmup == "auto" else self.kl_warmup)
+        check_positive(self.temperature, "temperature")
+        if self.clip is not None:
+            check_positive(self.clip, "clip")
+        if self.staged not in (True, False, "auto"):
+            raise ValueError(f'staged must be True, False or "auto", got {self.staged!r}')
+        if self.start not in (None, "trained"):
+            raise ValueError(f'start must be None or "trained", got {self.start!r}')
+
+    def settings(self, total: int, kl_warmup: float, staged: bool, num_data: int) -> "Settings":
+        return Settings(
+            total, self.accumulate, self.groups, name_of(self.coupling), self.estimator, float(self.temperature),
+            kl_warmup, self.warmup, self.clip, staged, self.average, self.stop, str(self.precision), self.seed,
+            num_data,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is defined by; a resumed one must have the same."""
+
+    total: int
+    accumulate: int
+    groups: int
+    coupling: str
+    estimator: str
+    temperature: float
+    kl_warmup: float
+    warmup: float
+    clip: float | None
+    staged: bool
+    average: bool
+    stop: bool
+    precision: str
+    seed: int
+    num_data: int
+
+
+def name_of(function: Any) -> str:
+    """A function by its name, an object by what it prints: equal for equal settings."""
+    return getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,176 @@
+"""What a fit hands back: the record of its steps, and what it came to."""
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..objective import Estimate
+from ..result import Result
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from torch.utils.tensorboard import SummaryWriter
+
+#: What is recorded of every step.
+COLUMNS = ("step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "temperature", "stage", "seconds")
+
+
+class History:
+    """One row a step: the ELBO in nats for the whole data set at λ = 1, its standard error over groups, and the rest.
+
+    `history["elbo"]` is a column as a float64 tensor. Steps that were undone have an ELBO of nan.
+
+    Example:
+        >>> history = History()
+        >>> history.append(step=0, epoch=0, elbo=-12.0, standard_error=0.5, lr=0.01)
+        >>> len(history), history["elbo"]
+        (1, tensor([-12.], dtype=torch.float64))
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []
+
+    def append(self, **values: float) -> None:
+        unknown = set(values) - set(COLUMNS)
+        if unknown:
+            raise ValueError(f"a history holds {COLUMNS}, got {sorted(unknown)}")
+        self._rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, column: str) -> Tensor:
+        if column not in COLUMNS:
+            raise ValueError(f"a history holds {COLUMNS}, got {column!r}")
+        index = COLUMNS.index(column)
+        return torch.tensor([row[index] for row in self._rows], dtype=torch.float64)
+
+    def recent(self, column: str, count: int) -> Tensor:
+        """The last `count` values of a column."""
+        index = COLUMNS.index(column)
+        return torch.tensor([row[index] for row in self._rows[-count:]], dtype=torch.float64)
+
+    def to_tensor(self) -> Tensor:
+        """[steps, columns], float64."""
+        return torch.tensor(self._rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
+
+    @classmethod
+    def from_tensor(cls, rows: Tensor) -> "History":
+        history = cls()
+        history._rows = rows.tolist()
+        return history
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """One row a step, one column for each of `COLUMNS`. Needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("a dataframe needs pandas: pip install pandas") from None
+        frame = pandas.DataFrame(self._rows, columns=list(COLUMNS))
+        return frame.astype({"step": int, "epoch": int, "stage": int})
+
+    def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
+        """Write every column as scalars, to a log directory or a `SummaryWriter`. Needs tensorboard."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ImportError("the export needs tensorboard: pip install tensorboard") from None
+        writer = to if isinstance(to, SummaryWriter) else SummaryWriter(os.fspath(to))
+        for row in self._rows:
+            values = dict(zip(COLUMNS, row, strict=True))
+            for column in COLUMNS[2:]:
+                if values[column] == values[column]:  # not nan
+                    writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
+        if writer is not to:
+            writer.close()
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """The ELBO over steps with its running mean, and where the factor started. Needs matplotlib."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError:
+            raise ImportError('plots need matplotlib: pip install "structvi[plots]"') from None
+        if ax is None:
+            _, ax = plt.subplots()
+        step, elbo, stage = (self[column] for column in ("step", "elbo", "stage"))
+        finite = elbo.isfinite()
+        step, elbo, stage = step[finite], elbo[finite], stage[finite]
+        ax.plot(step, elbo, alpha=0.3, linewidth=0.8, label="each step")
+        window = max(1, len(elbo) // 50)
+        if len(elbo) >= 2 * window:
+            mean = elbo.unfold(0, window, 1).mean(-1)
+            ax.plot(step[window - 1 :], mean, label=f"mean of {window} steps")
+            # the first steps are far below the rest: they would flatten it
+            low, high = mean[len(mean) // 10 :].min().item(), elbo.max().item()
+            if high > low:
+                ax.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
+        if bool((stage[1:] > stage[:-1]).any()):
+            ax.axvline(step[1:][stage[1:] > stage[:-1]][0].item(), linestyle="--", color="grey", label="factor starts")
+        ax.set_xlabel("step")
+        ax.set_ylabel("ELBO (nats)")
+        ax.legend()
+        return ax
+
+
+@dataclass
+class Skipped:
+    """A step that was undone: which batch, and what was not finite."""
+
+    epoch: int
+    index: int
+    reason: str
+
+
+@dataclass(repr=False, kw_only=True)
+class FitResult(Result):
+    """What a fit came to. `print(result)` says all of it.
+
+    Attributes:
+        status: how it ended: `Status.CONVERGED`, `IMPROVING`, `UNCLEAR` where the noise could hide a gain of a
+            hundredth of a nat an observation, `TOO_SHORT`, `STOPPED` by you, or `DIVERGED`: no finite ELBO.
+        verdict: the same in words. Rates are those at the highest learning rate: one that has fallen to zero hides
+            what is left to gain.
+        converged: whether the status is that.
+        elbo: of the posterior that was kept, in nats for the whole data set at λ = 1, with its standard error.
+        kept: which of `candidates` was kept.
+        candidates: the posteriors that were compared, on common draws.
+        comparison: what they were compared on.
+        history: the steps.
+        steps, epochs: how many were made, all in all.
+        temperature: λ of the objective E log lik − λ KL; one but for a tempered posterior.
+        bound: whether the ELBO is a lower bound on the evidence: False with point masses.
+        exact: whether the same seed gives the same bits, and a resumed run those of one never stopped.
+        skipped: the steps that were undone because something was not finite.
+        notes: what must be known to read the numbers.
+        evaluation: how draws were evaluated, by vmap or in a loop, and why.
+    """
+
+    kept: str
+    candidates: dict[str, Estimate]
+    comparison: str
+    history: History
+    steps: int
+    epochs: float
+    temperature: float
+    bound: bool
+    exact: bool
+    skipped: list[Skipped] = field(default_factory=list)
+    evaluation: str = "one draw at a time"
+
+    def __str__(self) -> str:
+        name = "ELBO" if self.bound else "E log joint (no bound)"
+        lines = [
+            f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)",
+            f"{name}: {self.elbo} ({self.comparison})",
+        ]
+        if len(self.candidates) > 1:
+            compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
+            lines.append(f"kept: {self.kept}; compared on common draws: {compared}")
+        lines.append(f"draws: {self.evaluation}")
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__  # a notebook shows what print does

@@ -1,0 +1,70 @@
+"""The learning rate over the steps of a fit."""
+
+from collections.abc import Callable
+from math import cos, pi
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
+
+
+class Schedule:
+    """Linear warm-up, then cosine decay to zero at the last step; or the user's scheduler, a call a step.
+
+    Args:
+        optimizer: its groups' learning rates are the highest.
+        scheduler: the user's, or a function of the optimizer to one; None for the default.
+        warmup: steps of the warm-up.
+        total: steps in all.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: SchedulerLike | None, warmup: int, total: int):
+        if callable(scheduler) and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+            scheduler = scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau waits for a metric that a noisy ELBO is not; use one that counts steps")
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise TypeError(f"scheduler must be a torch LRScheduler or a function to one, got {scheduler!r}")
+        if scheduler is not None and scheduler.optimizer is not optimizer:
+            raise ValueError("the scheduler belongs to another optimizer; make it from the one you pass to fit")
+        self.optimizer, self.scheduler, self.warmup, self.total = optimizer, scheduler, warmup, total
+        self.highest = [group["lr"] for group in optimizer.param_groups]
+
+    def factor(self, step: int, cooling: int | None = None, end: int = 0) -> float:
+        """Of the highest learning rate, at this step.
+
+        Args:
+            step: from 0.
+            cooling: the step from which the rate falls to zero at `end`, once the fit has been found converged.
+            end: see `cooling`.
+        """
+        if cooling is not None and step >= cooling:
+            return self._default(cooling) * _cosine((step - cooling) / (end - cooling))
+        return self._default(step)
+
+    def _default(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return _cosine((step - self.warmup) / max(1, self.total - self.warmup))
+
+    def before(self, step: int, cooling: int | None = None, end: int = 0) -> float:
+        """Set the learning rates of this step; returns the first group's. Arguments as of `factor`."""
+        if self.scheduler is None:
+            for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
+                group["lr"] = highest * self.factor(step, cooling, end)
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def after(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def reset(self) -> None:
+        """Give the optimizer back as it came: it may be the user's."""
+        if self.scheduler is None:
+            for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
+                group["lr"] = highest
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + cos(pi * progress))

@@ -1,0 +1,272 @@
+"""One training step: draws, network, gradients, clipping and the optimizer; on a GPU captured as one CUDA graph."""
+
+from collections.abc import Hashable, Sequence
+from math import inf, isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore
+from torch.utils import _pytree as pytree
+
+from ..basics.host_reads import unread
+from ..couplings import Coupling, paired
+from ..distributed.ranks import Ranks
+from ..families.density import Detached
+from ..families.numerics.fused import LowRankGradient
+from ..networks.vmap_or_loop import training_key
+from ..objective import Estimator, NonFiniteError, Terms, check_estimator, check_spaces, draw_for, terms_at
+from ..posterior import PosteriorBase
+from .adam import Adam, Thin, gradient_norm
+from .cuda_graph import CapturedStep
+
+#: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
+_GRAPHS = 4
+
+
+class OverflowingError(NonFiniteError):
+    """Gradients inside a float16 network are too large at their present scale, which has been halved."""
+
+
+class Outcome(NamedTuple):
+    """What a step has to tell."""
+
+    elbo: Tensor  # [groups], float64, on the CPU: in nats for the whole data set at λ = 1
+    norm: float  # of the gradient of −elbo/N, before it was clipped
+
+
+class Step:
+    """`step(batch)` moves the posterior's parameters by one step of the optimizer along the gradient of −elbo/N.
+
+    Where loss or gradient are not finite it raises `NonFiniteError` and has changed nothing. On a GPU, with the
+    default optimizer and batches of a shape seen before, the whole step is one captured CUDA graph: the launches of
+    its kernels no longer wait for Python.
+
+    Args:
+        posterior: what is fitted; N must be known.
+        optimizer: over `posterior.parameters()`; `training.adam.Adam` can be captured.
+        generator: of the draws, on the posterior's device.
+        groups, coupling, estimator: as in `elbo`.
+        clip: the largest norm of the gradient; None for no limit.
+        capture: capture on a GPU where possible; `captured` and `reason` say what came of it.
+        ranks: the processes that share the work.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField(), num_data=8)
+        >>> step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(0))
+        >>> step([(torch.zeros(8, 3), torch.zeros(8, 1))]).elbo.shape
+        torch.Size([1])
+    """
+
+    def __init__(
+        self,
+        posterior: PosteriorBase,
+        optimizer: torch.optim.Optimizer,
+        generator: torch.Generator,
+        *,
+        groups: int = 1,
+        coupling: Coupling = paired,
+        estimator: Estimator = "path",
+        clip: float | None = None,
+        capture: bool = True,
+        ranks: Ranks | None = None,
+    ):
+        self.posterior, self.optimizer, self.generator = posterior, optimizer, generator
+        self.groups, self.coupling = groups, coupling
+        self.estimator: Estimator = estimator
+        self.clip = inf if clip is None else clip
+        self.ranks = Ranks() if ranks is None else ranks
+        self.named: dict[str, Tensor] = dict(posterior.named_parameters())
+        #: why the step is not captured; None where it is, or will be
+        self.reason = self._why_not(capture)
+        self._graphs: dict[Hashable, CapturedStep] = {}
+        # the factor's gradient as two thin sides, where the optimizer can take it and it need not travel
+        thin = isinstance(optimizer, Adam) and self.ranks.size == 1 and estimator == "path"
+        self._thin: set[Tensor] | None = optimizer.thin if isinstance(optimizer, Adam) and thin else None
+        check_spaces(posterior.family, posterior.model)
+        if generator.device.type == "cpu":
+            _keep_freed_memory()
+
+    @property
+    def captured(self) -> bool:
+        return bool(self._graphs)
+
+    def __call__(self, batches: Sequence[Any], shares: Sequence[float] = (1.0,), temperature: float = 1.0) -> Outcome:
+        """One step over the mean of these batches.
+
+        Args:
+            batches: one, or several whose gradients are accumulated.
+            shares: of this rank in the union of each batch over ranks.
+            temperature: λ in E log lik − λ KL[q‖prior].
+        """
+        stream = self.generator.get_state()
+        evaluation = self.posterior.model.evaluation
+        evaluation.captured = self.reason is None
+        try:
+            graph, elbo, norm, thin = self._gradients(batches, shares, temperature)
+        finally:
+            evaluation.captured = False
+        *values, size = torch.cat([elbo, norm.reshape(1)]).tolist()  # the one time that the host waits
+        if not all(map(isfinite, [*values, size])):
+            self.generator.set_state(stream)
+            raise self._explained(batches, temperature, not isfinite(sum(values)))
+        if graph is None:
+            self._move(size, thin)
+        if self.posterior.model.precision == torch.float16:
+            self.posterior.model.scale.count()
+        return Outcome(torch.tensor(values, dtype=torch.float64), size)
+
+    def replay(self) -> None:
+        """The step captured last once more, on the batch that it holds, without a look at what comes out."""
+        if not self._graphs:
+            raise ValueError(f"no step has been captured: {self.reason or 'call it first'}")
+        next(reversed(self._graphs.values())).graph.replay()
+
+    def _gradients(
+        self, batches: Sequence[Any], shares: Sequence[float], temperature: float
+    ) -> tuple[CapturedStep | None, Tensor, Tensor, Thin]:
+        """ELBO and norm, by a captured step, which has then moved the parameters too, or by `_gradient`."""
+        graph = self._graph(batches, temperature)
+        if graph is not None:
+            return graph, *graph(batches[0], temperature), {}
+        for parameter in self.named.values():
+            parameter.grad = None
+        return None, *self._gradient(batches, shares, temperature, self.generator)
+
+    def _move(self, size: float, thin: Thin) -> None:
+        """The optimizer's step, with the gradient, of this norm, clipped."""
+        if isinstance(self.optimizer, Adam):
+            self.optimizer.step(thin=thin, coefficient=min(1.0, self.clip / max(size, 1e-30)))
+            return
+        if size > self.clip:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.clip / size)
+        self.optimizer.step()
+
+    def _gradient(
+        self, batches: Sequence[Any], shares: Sequence[float], temperature: Any, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Thin]:
+        """Gradients of −(E log lik − λ KL)/N into the parameters' `.grad`, but for the thin ones, which are returned;
+        and the ELBO of each group and the gradient's norm."""
+        total: Tensor | float = 0.0
+        thin: dict[Tensor, list[LowRankGradient]] = {}
+        for offset, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            with self.ranks.together():
+                try:
+                    with unread():
+                        terms, detached = self._terms(batch, self.ranks.generator(generator))
+                except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                    error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
+                    raise
+                objective = (terms.fit - temperature * terms.complexity).mean()
+                if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
+                    raise NonFiniteError("the loss is not finite")
+            weight = share / len(batches)
+            (objective * (-weight / self.posterior.model.num_data)).backward()
+            if detached is not None:
+                self._pull(detached, thin)
+            total = total + (terms.fit - terms.complexity).detach().double() * weight
+        assert isinstance(total, Tensor)
+        total = self.ranks.reduce(self.named, total)
+        joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}
+        return total, self.ranks.norm(self.named, lambda own: gradient_norm(own, joined)), joined
+
+    def _terms(self, batch: Any, generator: torch.Generator) -> tuple[Terms, Detached | None]:
+        """The objective at one batch; where its draws are leaves, with the way on from their gradient."""
+        posterior = self.posterior
+        density = posterior.family()
+        check_estimator(density, self.estimator)
+        detached = None
+        if self._thin is not None and density.has_density:
+            detached = density.draw_detached(self.groups, self.coupling, generator)
+        if detached is None:
+            draws, log_q = draw_for(density, self.groups, self.coupling, self.estimator, generator)
+        else:
+            draws, log_q = detached.draws, detached.log_q
+        with posterior.network_mode():
+            return terms_at(density, draws, log_q, posterior.model, batch, self.groups, self.estimator), detached
+
+    def _pull(self, detached: Detached, thin: dict[Tensor, list[LowRankGradient]]) -> None:
+        """From the gradients at the draws to those of the parameters."""
+        theta, log_q = detached.draws.theta, detached.log_q
+        leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (theta, log_q)]
+        for source, gradient in detached.pull(*leaves):
+            if not source.requires_grad:
+                continue
+            if isinstance(gradient, LowRankGradient):
+                if self._thin is not None and source in self._thin:
+                    thin.setdefault(source, []).append(gradient)
+                    continue
+                gradient = gradient.dense()
+            if source.is_leaf:
+                source.grad = gradient if source.grad is None else source.grad.add_(gradient)
+            else:  # made of the family's parameters
+                source.backward(gradient)
+
+    def _explained(self, batches: Sequence[Any], temperature: float, loss: bool) -> Exception:
+        """What was not finite: the same draws again, this time with every check."""
+        model = self.posterior.model
+        if not loss and model.precision == torch.float16 and model.scale.halve():
+            return OverflowingError(f"float16 overflowed in the gradient; its scale is now {model.scale.value:g}")
+        if not loss:
+            bad = [n for n, p in self.named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+            return NonFiniteError(f"the loss is finite but its gradient is not, in {', '.join(bad) or 'a factor'}")
+        with torch.no_grad():
+            for offset, batch in enumerate(batches):
+                try:
+                    terms = self.posterior.terms(
+                        batch, groups=self.groups, coupling=self.coupling, estimator=self.estimator,
+                        generator=self.generator,
+                    )  # fmt: skip
+                except (NonFiniteError, LinAlgError) as error:
+                    return error
+                except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                    error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
+                    return error
+                if not bool(torch.isfinite((terms.fit - temperature * terms.complexity).mean())):
+                    break
+        return NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
+
+    # ----------------------------------------------------------------------------------------------------- capture
+
+    def _why_not(self, capture: bool) -> str | None:
+        if not capture:
+            return "as asked"
+        if self.generator.device.type != "cuda":
+            return "not on a CUDA device"
+        if not isinstance(self.optimizer, Adam):
+            return f"the optimizer is {type(self.optimizer).__name__}, not the default one"
+        return "the work is shared with other ranks" if self.ranks.size > 1 else None
+
+    def _graph(self, batches: Sequence[Any], temperature: float) -> CapturedStep | None:
+        if self.reason is not None or len(batches) > 1 or not isinstance(self.optimizer, Adam):
+            return None
+        leaves, form = pytree.tree_flatten(batches[0])
+        model = self.posterior.model
+        key = (
+            str(form), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
+            tuple(p.requires_grad for p in self.named.values()), training_key(self.posterior.net), model.precision,
+        )  # fmt: skip
+        if key not in self._graphs:
+            if len(self._graphs) == _GRAPHS:
+                return None
+            try:
+                self._graphs[key] = CapturedStep(
+                    self._gradient, self.optimizer, self.generator, self.clip, batches[0], temperature
+                )
+            except (RuntimeError, NotImplementedError) as error:  # what cannot be captured says so in many ways
+                torch.cuda.synchronize()
+                self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
+                return None
+        return self._graphs[key]
+
+
+def _keep_freed_memory() -> None:
+    """The C library gives freed memory back to the system, and the next step waits for every page of it again.
+
+    glibc gives back what is more than twice the largest block that was mapped and freed so far, up to 32 MB: after one
+    of that size, whose pages are never touched, the temporaries of a step stay (docs/performance.md).
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)

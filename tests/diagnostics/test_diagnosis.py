@@ -1,0 +1,228 @@
+"""The report: what is sound passes, what is not is flagged, and every finding has its words."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import structvi as vi
+from structvi import likelihoods as lk
+from structvi.diagnostics import Finding, Report, diagnose
+
+P = 5
+
+
+def random_gaussian(seed, gaussian_target):
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(P, P, generator=generator, dtype=torch.float64)
+    covariance = A @ A.mT + 0.5 * torch.eye(P)
+    mean = torch.randn(P, generator=generator, dtype=torch.float64)
+    return gaussian_target(mean, covariance), mean, covariance, generator
+
+
+def test_sound_fits_are_not_flagged_and_others_are(gaussian_target, full_normal):
+    # sound: moved by at most 0.05 sd in a random direction and 5 % too narrow; unsound: by 0.3 sd, or 25 % too narrow
+    flagged = {"sound": 0, "moved": 0, "narrow": 0}
+    runs = 15
+    for seed in range(runs):
+        target, mean, covariance, generator = random_gaussian(seed, gaussian_target)
+        sd = covariance.diagonal().sqrt()
+        sign = torch.sign(torch.randn(P, generator=generator, dtype=torch.float64))
+        root = torch.linalg.cholesky(covariance)
+        step = root @ (sign / P**0.5)  # one standard deviation along a random direction
+        cases = {
+            "sound": (mean + 0.05 * step / (step / sd).abs().max(), 0.95**2 * covariance),
+            "moved": (mean + 0.3 * step / (step / sd).abs().max(), covariance),
+            "narrow": (mean, 0.75**2 * covariance),
+        }
+        for name, (at, spread) in cases.items():
+            report = diagnose(full_normal(target.space, at, spread), target, gradients=False, seed=seed)
+            flagged[name] += not report.sound
+    assert flagged["sound"] <= 0.2 * runs
+    assert flagged["moved"] == flagged["narrow"] == runs
+
+
+def test_what_is_wrong_is_said(gaussian_target, full_normal):
+    target, mean, covariance, _ = random_gaussian(0, gaussian_target)
+    good = diagnose(full_normal(target.space, mean, covariance), target)
+    assert good.sound
+    assert good.verdict.startswith("sound")
+    assert good["ELBO"].value == "3.00 ± 0.00 nats"
+    moved = diagnose(
+        full_normal(target.space, mean + 0.3 * torch.eye(P)[2] * covariance[2, 2].sqrt(), covariance), target
+    )
+    assert moved["mean"].level == "bad"
+    assert "z[2]" in moved["mean"].value
+    narrow = diagnose(full_normal(target.space, mean, 0.7**2 * covariance), target)
+    assert "too narrow" in narrow["standard deviation"].meaning
+    wide = diagnose(full_normal(target.space, mean, 1.2**2 * covariance), target)
+    assert not wide.sound
+    assert "too wide" in wide["standard deviation"].meaning
+    far = diagnose(full_normal(target.space, mean + 4 * covariance.diagonal().sqrt(), 0.01 * covariance), target)
+    assert far["effective draws"].level == "bad"
+    assert far["k̂"].level == "bad"
+    assert "neither its moments nor corrected ones" in far["k̂"].meaning
+    assert far.verdict.startswith("unsound: k̂")
+    step = 60 * covariance.diagonal().sqrt()  # one draw has all weight: corrected sds are zero
+    gone = diagnose(full_normal(target.space, mean + step, 1e-8 * covariance), target, gradients=False)
+    assert all(gone[name].level == "bad" for name in ("k̂", "effective draws", "mean", "standard deviation"))
+
+
+def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
+    target, mean, covariance, _ = random_gaussian(0, gaussian_target)
+    module = sys.modules["structvi.diagnostics.importance_weights"]  # the package has a function of that name
+    monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5))
+    # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
+    near, far = (
+        diagnose(full_normal(target.space, mean, scale**2 * covariance), target, gradients=False)
+        for scale in (0.98, 0.8)
+    )
+    assert near["k̂"].level == "good"
+    assert "all but equal" in near["k̂"].meaning
+    assert near.sound
+    assert far["k̂"].level == "bad"
+
+
+def test_a_mode_that_is_lost_is_flagged_while_draws_reach_towards_it():
+    space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
+    both = torch.tensor([[2.5, 2.5], [-2.5, -2.5]], dtype=torch.float64)
+    target = vi.LogDensity(lambda p: (-0.5 * (p["z"] - both).square().sum(-1)).logsumexp(0), space)
+    result = vi.fit(target, vi.FullNormal(), progress=False)
+    assert result.family().mean.abs().min() > 2  # one of the two
+    assert diagnose(result.family, target, gradients=False).sound is False
+
+
+def test_mean_field_of_a_correlated_target_is_flagged(gaussian_target):
+    covariance = torch.tensor([[1.0, 0.95], [0.95, 1.0]], dtype=torch.float64)
+    target = gaussian_target([0.0, 0.0], covariance)
+    q = vi.MeanField().bind(target.space)
+    with torch.no_grad():
+        q.log_scale.copy_(-0.5 * torch.linalg.inv(covariance).diagonal().log())  # the optimum
+    assert diagnose(q, target, gradients=False).sound is False
+
+
+def test_a_log_density_that_is_not_finite_is_unsound():
+    space = vi.Parameters({"z": torch.zeros(1)})
+    q = vi.MeanField().bind(space)
+    report = diagnose(q, vi.LogDensity(lambda p: p["z"].log().sum(), space), gradients=False)  # nan below zero
+    assert report.sound is False
+    assert report["ELBO"].value == "not finite"
+    assert "is not a number at" in report["k̂"].meaning
+
+
+def test_a_point_mass_has_no_verdict():
+    space = vi.Parameters({"z": torch.zeros(1)})
+    report = diagnose(vi.MAP().bind(space), vi.LogDensity(lambda p: -p["z"].square().sum(), space), gradients=False)
+    assert report.sound is None
+    assert "no verdict: k̂ is not available, for part of q is a point mass" in report.verdict
+    assert "no bound" in report["ELBO"].meaning
+
+
+def regression(family, noise="point", seed=0):
+    torch.manual_seed(seed)
+    x = torch.linspace(-2, 2, 64).unsqueeze(-1)
+    data = TensorDataset(x, torch.sin(2 * x) + 0.1 * torch.randn_like(x))
+    net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    return vi.variationalize(net, lk.Gaussian(noise), family), DataLoader(data, batch_size=32, shuffle=True)
+
+
+def test_a_network(linear):
+    bayes, loader = regression(vi.StructuredNormal(rank=2))
+    result = bayes.fit(loader, steps=150, lr=0.05, progress=False)
+    report = bayes.diagnose(loader, result=result, draws=100)
+    names = [finding.name for finding in report.findings]
+    assert names == ["ELBO", "k̂", "fit", "stuck", "units off", "at the prior", "low-rank part", "gradient signal/noise"]
+    assert report["k̂"].level == "note"  # no Gaussian is the posterior of a network
+    assert "does not say that predictions are bad" in report["k̂"].meaning
+    assert report["fit"].value == result.verdict
+    assert result.status is vi.Status.UNCLEAR
+    assert report.sound is None  # an unfinished fit is not called sound
+    assert report.verdict.startswith("no verdict: the fit had not converged (not shown to have converged")
+    ended = replace(result, status=vi.Status.CONVERGED)
+    assert bayes.diagnose(loader, result=ended, draws=100, gradients=False).sound
+    assert set(report.parts) == {"elbo", "importance", "learned", "spectrum", "gradients"}
+    text = str(report)
+    assert text.splitlines()[-1] == report.verdict
+    assert max(map(len, text.splitlines()[:-1])) <= 130
+    exact = linear.posterior.diagnose(linear.loader, draws=200, gradients=False)
+    assert exact["k̂"].level == "good"
+    assert exact["mean"].level == exact["standard deviation"].level == "good"
+
+
+def test_a_stuck_network_is_unsound():
+    bayes, loader = regression(vi.MeanField())
+    bayes.model.num_data = 64
+    with torch.no_grad():  # what mean field gets stuck at: incoming weights at the prior, outgoing ones at zero
+        bayes.family.mean.zero_()
+        bayes.family.log_scale.zero_()
+        bayes.family.log_scale[bayes.space.slice("2.weight")] = -7.0
+        bayes.family.log_scale[bayes.space.slice("2.bias")] = -7.0
+    report = bayes.diagnose(loader, draws=30, gradients=False)
+    assert report.sound is False
+    assert report["stuck"].value.startswith("0 % of variance explained, noise 1.")
+    assert "start again" in report["stuck"].meaning
+    assert report["units off"].value == "100 % of 0.weight"
+    assert "say nothing about 0.weight, 0.bias:" in report["at the prior"].meaning
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(1), torch.zeros(1)), (torch.ones(1), torch.ones(1))])
+
+
+@pytest.mark.parametrize(
+    ("family", "loader", "reason"),
+    [
+        (vi.MAP(), [(torch.zeros(2, 1), torch.arange(2.0).unsqueeze(-1))], "point mass"),
+        (vi.MeanField(), DataLoader(Stream(), batch_size=2), "does not know its length"),
+    ],
+)
+def test_what_is_not_available_is_said_with_its_reason(family, loader, reason):
+    bayes, _ = regression(family, noise=1.0)
+    bayes.model.num_data = 2
+    report = bayes.diagnose(loader, gradients=False)
+    assert report["k̂"].level == "not available"
+    assert reason in report["k̂"].meaning
+    assert "k̂" not in report.verdict  # it does not count against the network
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        vi.MAP(),
+        vi.MCDropout(keep=0.9),
+        vi.FittedDropout(prior_keep=0.9, weights=vi.MeanField()),
+        vi.Mixture(vi.StructuredPrecision(rank=1), components=2),
+        vi.Blocks({"0.*": vi.MAP(), "*": vi.StructuredNormal(rank=2)}),
+        vi.Blocks({"0.*": vi.MeanField(), "*": vi.StructuredNormal(rank=2)}),
+    ],
+)
+def test_every_family_has_a_report(family):
+    bayes, loader = regression(family, noise=1.0)
+    bayes.model.num_data = 64
+    stream = torch.get_rng_state()
+    report = bayes.diagnose(loader, draws=30)
+    assert torch.equal(stream, torch.get_rng_state())
+    groups = set(report.parts["gradients"].groups["paired"])
+    assert groups & {"mean", "point", "theta"}, groups
+    assert ("unscented" in report.parts["gradients"].groups) == ("Structured" in repr(family))
+    assert str(bayes.diagnose(loader, draws=30)) == str(report)
+
+
+def test_without_arviz_the_rest_is_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arviz", None)
+    bayes, loader = regression(vi.MeanField(), noise=1.0)
+    bayes.model.num_data = 64
+    report = bayes.diagnose(loader, gradients=False)
+    assert "structvi[diagnostics]" in report["k̂"].meaning
+    assert report["ELBO"].level == "good"
+
+
+def test_a_finding_that_was_not_made():
+    report = Report([Finding("ELBO", "1", "good", "")], True, "sound")
+    with pytest.raises(KeyError, match="was not looked at"):
+        report["k̂"]
+    assert str(report) == "✓ ELBO  1\n\nsound"

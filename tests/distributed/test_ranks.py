@@ -1,0 +1,420 @@
+"""A fit over several processes: it computes what one process computes, and ends cleanly where a rank is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launching import launch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import structvi as vi
+from structvi.distributed import LossModule, LostRankError, average_gradients
+from structvi.distributed.ranks import Ranks
+from structvi.models.batch import observations
+from structvi.training.batches import Batches
+
+#: 21 = 8 + 8 + 5: the ranks' parts of the last batch differ in length
+N, D, BATCH = 21, 3, 8
+
+
+def data(n=N):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(n, D, generator=g, dtype=torch.float64)
+    return TensorDataset(x, x[:, :1].sin() + 0.1 * torch.randn(n, 1, generator=g, dtype=torch.float64))
+
+
+def loader(size=1, n=N, **options):
+    return DataLoader(data(n), batch_size=BATCH // size, shuffle=True, **options)
+
+
+def make(family=None, seed=0, **options):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    recipe = vi.StructuredPrecision(rank=2) if family is None else family
+    prior = vi.NormalPrior(1.0, learn=True)
+    return vi.variationalize(net, vi.likelihoods.Gaussian("point"), recipe, prior, **options).double()
+
+
+def learned(posterior):
+    return {name: tensor.detach().clone() for name, tensor in posterior.named_parameters()}
+
+
+def gradients(posterior):
+    return {name: parameter.grad.clone() for name, parameter in posterior.named_parameters()}
+
+
+def close(a, b, tolerance=1e-9):
+    """In float64; sums in another order differ by rounding alone."""
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=tolerance, rtol=tolerance)
+
+
+class Recorder:
+    """The paired coupling, and what it gave."""
+
+    def __init__(self):
+        self.noise = []
+
+    def __repr__(self):
+        return "recorder"
+
+    def __call__(self, *arguments):
+        self.noise.append(vi.paired(*arguments))
+        return self.noise[-1]
+
+
+#: plain descent: after one step the parameters say what the gradient was
+PLAIN = {
+    "clip": None,
+    "warmup": 0.0,
+    "kl_warmup": 0.0,
+    "average": False,
+    "stop": False,
+    "staged": False,
+    "progress": False,
+}
+
+
+def descent(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def plain_fit(posterior, loader, steps=3, **options):
+    return posterior.fit(loader, steps=steps, optimizer=descent, **PLAIN, **options)
+
+
+ADAM = {"epochs": 10, "accumulate": 2, "groups": 2, "lr": 0.05, "staged": True, "progress": False}
+
+
+def broken(n=N):
+    """One observation has no finite likelihood."""
+    x, t = data(n).tensors
+    t[5] = torch.nan
+    return DataLoader(TensorDataset(x, t), batch_size=BATCH)
+
+
+class Refusing(vi.likelihoods.Gaussian):
+    """Fails on the rank that meets the first observation."""
+
+    def forward(self, output, target):
+        if bool((target == data().tensors[1][0]).any()):
+            raise TypeError("no such target")
+        return super().forward(output, target)
+
+
+class Interrupting(vi.likelihoods.Gaussian):
+    """Ctrl-C on rank 1, at its tenth draw: in the second step, of four draws, after the first, of eight."""
+
+    rank, calls = 0, 0
+
+    def forward(self, output, target):
+        self.calls += 1
+        if self.rank == 1 and self.calls == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(output, target)
+
+
+class Stream(IterableDataset):
+    """Each rank has its part, rank 1 a longer one."""
+
+    def __init__(self, rank):
+        x, t = data().tensors
+        self.rows = list(zip(x, t, strict=True))[:8] if rank == 0 else list(zip(x, t, strict=True))[8:]
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+# ------------------------------------------------------------------------------------------------------- the ranks
+
+
+def ranks_of_a_fit(rank, size):
+    """Everything that is looked at below, from one start of the processes."""
+    out = {}
+    # networks and factors start differently on each rank: those of rank 0 hold
+    posterior, coupling = make(seed=rank), Recorder()
+    out["data result"] = plain_fit(posterior, loader(size), coupling=coupling).history
+    out["data"], out["data noise"] = learned(posterior), coupling.noise
+    posterior, coupling = make(seed=rank), Recorder()
+    out["draws result"] = plain_fit(posterior, loader(), steps=1, parallel="draws", coupling=coupling).history
+    out["draws"], out["draws noise"] = learned(posterior), coupling.noise
+    posterior = make(seed=rank)
+    out["fit result"], out["fit"] = posterior.fit(loader(size), **ADAM), learned(posterior)
+    posterior = make(seed=rank)
+    out["empty result"], out["empty"] = plain_fit(posterior, loader(size, n=17)).history, learned(posterior)
+    with pytest.raises(ValueError, match=r"the same options.*groups: 1 on rank 0, 2 on rank 1"):
+        plain_fit(make(), loader(size), groups=1 + rank)
+    posterior = make()
+    sequential = DataLoader(broken().dataset, batch_size=BATCH // size)
+    out["broken result"], out["broken"] = plain_fit(posterior, sequential), learned(posterior)
+    posterior = make()
+    posterior.model.likelihood = Refusing(noise=1.0)
+    with pytest.raises((TypeError, LostRankError)) as caught:
+        plain_fit(posterior, loader(size))
+    out["failure"] = repr(caught.value)
+    posterior = make(evaluation="loop")
+    posterior.model.likelihood = Interrupting("point").double()
+    posterior.model.likelihood.rank = rank
+    out["stopped result"], out["stopped"] = posterior.fit(loader(size), **ADAM), learned(posterior)
+    out["alone"] = make(seed=rank).fit(loader(), **ADAM, parallel=None).elbo.value
+    return out
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return launch(ranks_of_a_fit, request.param, request.param)
+
+
+def test_the_same_weights_and_the_union_of_the_parts_give_the_gradient_of_one_process(ranks):
+    posterior, coupling = make(), Recorder()
+    history = plain_fit(posterior, loader(), coupling=coupling).history
+    for out in ranks:
+        close(out["data"], learned(posterior))
+        for theirs, ours in zip(out["data noise"], coupling.noise, strict=True):
+            assert torch.equal(theirs.diagonal, ours.diagonal)
+        torch.testing.assert_close(out["data result"]["elbo"], history["elbo"])
+        torch.testing.assert_close(out["data result"]["gradient_norm"], history["gradient_norm"])
+
+
+def test_a_part_without_observations_takes_part_all_the_same(ranks):
+    posterior = make()
+    history = plain_fit(posterior, loader(n=17)).history
+    for out in ranks:
+        close(out["empty"], learned(posterior))
+        torch.testing.assert_close(out["empty result"]["elbo"], history["elbo"])
+
+
+def test_draws_of_all_ranks_give_the_gradient_of_one_process_with_all_of_them(ranks):
+    single = make(num_data=N)
+    batch = next(Batches(loader(), seed=0).epoch(0))
+    noise = [out["draws noise"][0] for out in ranks]
+    assert not any(torch.equal(noise[0].diagonal, other.diagonal) for other in noise[1:])
+    replay = iter(noise)
+    losses = torch.stack([single.loss(batch, coupling=lambda *_: next(replay)) for _ in noise])
+    before = learned(single)
+    losses.mean().backward()
+    expected = {name: before[name] - 0.01 * gradient for name, gradient in gradients(single).items()}
+    for out in ranks:
+        close(out["draws"], expected)
+        # groups of all ranks: there is a standard error although each has one
+        elbo, error = out["draws result"]["elbo"], out["draws result"]["standard_error"]
+        assert elbo.item() == pytest.approx(-N * losses.mean().item())
+        assert error.item() == pytest.approx(N * losses.std().item() / len(noise) ** 0.5)
+
+
+def test_a_fit_agrees_with_that_of_one_process(ranks):
+    posterior = make()
+    result = posterior.fit(loader(), **ADAM)
+    for out in ranks:
+        theirs = out["fit result"]
+        close(out["fit"], ranks[0]["fit"], 0.0)
+        # 20 steps of Adam, which divides by the size of small gradients, magnify rounding
+        close(out["fit"], learned(posterior), 1e-6)
+        assert (theirs.kept, theirs.verdict, theirs.steps) == (result.kept, result.verdict, result.steps)
+        assert theirs.elbo.value == pytest.approx(result.elbo.value, rel=1e-6)
+        assert any(f"{len(ranks)} ranks" in note for note in theirs.notes)
+        for column in ("elbo", "standard_error", "gradient_norm", "lr"):
+            torch.testing.assert_close(theirs.history[column], ranks[0]["fit result"].history[column], atol=0, rtol=0)
+            torch.testing.assert_close(theirs.history[column], result.history[column], atol=1e-6, rtol=1e-6)
+
+
+def test_what_is_not_finite_on_one_rank_is_undone_on_all(ranks):
+    posterior = make()
+    result = plain_fit(posterior, broken())
+    assert [one.index for one in result.skipped] == [0]
+    for out in ranks:
+        close(out["broken"], learned(posterior))
+        theirs = out["broken result"].skipped
+        assert [(one.epoch, one.index) for one in theirs] == [(0, 0)]
+        assert theirs == ranks[0]["broken result"].skipped
+        assert "the loss is not finite" in theirs[0].reason
+
+
+def test_an_error_on_one_rank_ends_all_with_its_message(ranks):
+    failures = [out["failure"] for out in ranks]
+    assert sum("TypeError" in one and "LostRank" not in one for one in failures) == 1
+    assert sum("failed, and the fit with it: TypeError: no such target" in one for one in failures) == len(ranks) - 1
+
+
+def test_an_interruption_of_one_rank_stops_all_after_the_same_step(ranks):
+    # a step that has begun is finished; what came in the second is told in the third
+    for out in ranks:
+        assert (out["stopped result"].verdict, out["stopped result"].steps) == ("stopped by you", 3)
+        close(out["stopped"], ranks[0]["stopped"], 0.0)
+
+
+def test_ranks_may_know_nothing_of_each_other(ranks):
+    for rank, out in enumerate(ranks):
+        assert out["alone"] == make(seed=rank).fit(loader(), **ADAM).elbo.value
+
+
+# ------------------------------------------------------------------------------------- loaders and loops of your own
+
+
+def own_loops(rank, size):
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment
+    from lightning_fabric.strategies import DDPStrategy
+
+    out, (x, t) = {}, data().tensors
+    parts = {"equal": slice(rank * 4, rank * 4 + 4), "unequal": slice(0, 3) if rank == 0 else slice(3, 8)}
+    batches = {name: (x[part], t[part]) for name, part in parts.items()}
+
+    def generator():
+        return torch.Generator().manual_seed(3)
+
+    posterior = make(num_data=N)
+    posterior.loss(batches["unequal"], generator=generator()).backward()
+    average_gradients(posterior, observations(batches["unequal"]))
+    out["average"] = gradients(posterior)
+
+    posterior = make(num_data=N)
+    module = DistributedDataParallel(LossModule(posterior))
+    module(batches["equal"], generator=generator()).backward()
+    out["ddp"] = gradients(posterior)
+
+    posterior = make(num_data=N)
+    strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
+    fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy)
+    fabric.launch()
+    module, optimizer = fabric.setup(LossModule(posterior), descent(posterior.parameters()))
+    fabric.backward(module(batches["equal"], generator=generator()))
+    out["fabric"] = gradients(posterior)
+    optimizer.step()
+    out["fabric step"] = learned(posterior)
+
+    sampler = DistributedSampler(data(), shuffle=False, drop_last=True)
+    posterior = make()
+    plain_fit(posterior, DataLoader(data(), batch_size=4, sampler=sampler), steps=1)
+    out["sampler"] = learned(posterior)
+    posterior = make(num_data=N)
+    stream = plain_fit(posterior, DataLoader(Stream(rank), batch_size=4), steps=5)
+    out["stream epochs"], out["stream"] = stream.history["epoch"].tolist(), learned(posterior)
+    return out
+
+
+@pytest.fixture(scope="module")
+def loops():
+    return launch(own_loops, 2, 2)
+
+
+def test_loops_of_your_own_get_the_gradient_of_the_union(loops):
+    x, t = data().tensors
+    posterior = make(num_data=N)
+    posterior.loss((x[:8], t[:8]), generator=torch.Generator().manual_seed(3)).backward()
+    expected = gradients(posterior)
+    after = {name: value - 0.01 * expected[name] for name, value in learned(posterior).items()}
+    for out in loops:
+        close(out["average"], expected)
+        close(out["ddp"], expected)
+        close(out["fabric"], expected)
+        close(out["fabric step"], after)
+
+
+def test_a_loader_with_an_order_of_its_own_gives_each_rank_its_part(loops):
+    x, t = data().tensors
+    order = [*range(0, 8, 2), *range(1, 8, 2)]
+    posterior = make(num_data=N)
+    plain_fit(posterior, [(x[order], t[order])], steps=1)
+    for out in loops:
+        close(out["sampler"], learned(posterior))
+    # rank 0 has two batches, rank 1 has four: an epoch is two steps for both
+    posterior = make(num_data=N)
+    union = [torch.cat([x[:4], x[8:12]]), torch.cat([x[4:8], x[12:16]])]
+    targets = [torch.cat([t[:4], t[8:12]]), torch.cat([t[4:8], t[12:16]])]
+    plain_fit(posterior, list(zip(union, targets, strict=True)), steps=5)
+    for out in loops:
+        assert out["stream epochs"] == [0, 0, 1, 1, 2]
+        close(out["stream"], learned(posterior))
+
+
+# ----------------------------------------------------------------------------------------------------- a rank is lost
+
+
+def with_a_death(rank, directory, who, at):
+    class Dying(vi.likelihoods.Gaussian):
+        calls = 0
+
+        def forward(self, output, target):
+            self.calls += 1
+            if rank == who and self.calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(output, target)
+
+    posterior = make(seed=rank, evaluation="loop")  # loop: a call a draw
+    posterior.model.likelihood = Dying("point").double()
+    with pytest.raises(LostRankError) as caught:
+        posterior.fit(loader(2), checkpoint=directory, every=4, **ADAM)
+    return str(caught.value), caught.value.__notes__
+
+
+@pytest.mark.parametrize(("who", "step"), [(1, 9), (0, 8)])
+def test_a_killed_rank_ends_the_fit_and_it_can_be_resumed(tmp_path, who, step):
+    # two groups of two draws, and two batches or one in turn: 8, 4, 8, 4, .. calls a step, 57 to 60 in step 9
+    results = launch(with_a_death, 2, tmp_path, who, 58)
+    assert results[who] is None
+    said, notes = results[1 - who]
+    assert f"rank {1 - who} of 2 has lost another rank" in said
+    # rank 0 writes what it has; where it is the one that was lost, there is the last regular checkpoint
+    assert f"fit-{step:010d}" in notes[-1]
+    whole, resumed = make(), make()
+    expected = whole.fit(loader(), **ADAM)
+    result = resumed.fit(loader(), resume=tmp_path, **ADAM)
+    assert f"resumed at step {step} from fit-{step:010d}.safetensors" in result.notes
+    assert result.steps == expected.steps
+    close(learned(resumed), learned(whole), 1e-6)
+
+
+def test_the_documented_script_runs_under_torchrun(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    # 64 observations, 8 to a rank: 4 steps to an epoch
+    assert "after 12 steps (3 epochs)" in done.stdout
+    assert "2 ranks, each with its part of every batch" in done.stdout
+    assert done.stdout.count("ELBO") == 1  # of rank 0
+    assert (tmp_path / "posterior.safetensors").exists()
+
+
+# --------------------------------------------------------------------------------------------------- in one process
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_parts_of_every_batch_make_it_up(size, drop_last):
+    whole = Batches(loader(drop_last=drop_last), seed=5)
+    parts = [Batches(loader(size, drop_last=drop_last), seed=5, part=(r, size)) for r in range(size)]
+    assert {part.length for part in parts} == {whole.length}
+    for skip in (0, 1):
+        expected = list(whole.epoch(3, skip))
+        split = [list(part.epoch(3, skip)) for part in parts]
+        for index, (x, _) in enumerate(expected):
+            assert torch.equal(torch.cat([part[index][0] for part in split]), x)
+            shares = [part.share(index + skip) for part in parts]
+            assert shares == [len(part[index][0]) / len(x) for part in split]
+    rows = torch.cat([x for r in range(size) for x, _ in whole.everything(part=(r, size))])
+    assert torch.equal(rows.sort(0).values, data().tensors[0].sort(0).values)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match='parallel must be "auto", "data", "draws" or None'):
+        make().fit(loader(), epochs=1, parallel="model")
+    with pytest.raises(ValueError, match="start the script with torchrun"):
+        make().fit(loader(), epochs=1, parallel="data")
+    with pytest.raises(ValueError, match="4 ranks share 3 observations"):
+        Batches(loader(n=3), part=(0, 4))
+    with pytest.raises(TypeError, match="without tensors"):
+        observations(["a"])
+    assert not dist.is_initialized()
+    assert Ranks("auto").size == 1

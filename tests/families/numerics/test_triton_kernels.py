@@ -1,0 +1,57 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the plain path and torch's Adam."""
+
+import os
+import subprocess
+import sys
+
+# the interpreter has to be asked for before Triton is imported
+CHECK = """
+import torch, structvi as vi
+from structvi.families.numerics import triton_kernels as kernels
+from structvi.families.numerics.fused import kernels_serve
+from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
+
+for form in (vi.StructuredNormal, vi.StructuredPrecision):
+    for rank, groups in ((1, 1), (3, 3), (17, 1)):
+        q = family(form(rank), torch.float32)
+        assert kernels_serve(q.factor)
+        # the test's function has derivatives of about a hundred: that many roundings of float32
+        both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+        for got, expected in zip(*both, strict=True):
+            close(got, expected, 1e-4)
+    gradient = thin_gradient(q, vi.paired, 2)
+    dense = gradient.dense()
+    torch.testing.assert_close(gradient.square.float(), dense.square().sum())
+    plain = torch.nn.Parameter(q.factor.detach().clone())
+    adam = torch.optim.Adam([plain], lr=0.01)
+    factor = q.factor.detach().clone()
+    first, second = torch.zeros_like(factor), torch.zeros_like(factor)
+    lr, clip = torch.tensor(0.01), torch.tensor(0.5)
+    for step in (1.0, 2.0, 3.0):
+        plain.grad = 0.5 * step * dense
+        adam.step()
+        kernels.adam(
+            factor, first, second, step * gradient.A, gradient.Z, torch.tensor(step), lr, clip, torch.ones(()),
+            (0.9, 0.999), 1e-8,
+        )
+    torch.testing.assert_close(factor, plain.detach(), rtol=1e-5, atol=1e-6)
+    before = factor.clone()
+    kernels.adam(
+        factor, first, second, gradient.A, gradient.Z, torch.tensor(4.0), lr, clip, torch.zeros(()), (0.9, 0.999), 1e-8
+    )
+    assert torch.equal(factor, before)
+q = family(vi.MeanField(), torch.float32)
+for got, expected in zip(gradients(q, True, vi.paired, 2), gradients(q, False, vi.paired, 2), strict=True):
+    close(got, expected, 1e-4)
+print("all right")
+"""
+
+
+def test_kernels_in_the_interpreter():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHECK],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == "all right", run.stderr

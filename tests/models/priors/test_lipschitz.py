@@ -1,0 +1,389 @@
+"""LipschitzPrior: operator norms against dense matrices, the way through a network, and what it does in training."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import structvi as vi
+from structvi.models.priors.lipschitz import RULES
+from structvi.models.priors.operator_norms import operator_norm, spectral_norm
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def dense(module, shape):
+    """The matrix of an affine layer without its shift, from its values at basis vectors."""
+    n = torch.Size(shape).numel()
+    with torch.no_grad():
+        columns = module(torch.eye(n, dtype=torch.float64).view(n, *shape)).flatten(1)
+        shift = module(torch.zeros(1, *shape, dtype=torch.float64)).flatten(1)
+    return (columns - shift).mT
+
+
+LAYERS = {
+    "linear": (nn.Linear(5, 7), (5,)),
+    "wide linear": (nn.Linear(9, 3), (9,)),
+    "linear on rows": (nn.Linear(3, 4), (2, 3)),
+    "conv1d": (nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 9)),
+    "conv2d": (nn.Conv2d(2, 3, 3), (2, 6, 5)),
+    "conv2d, same": (nn.Conv2d(2, 3, 3, padding="same"), (2, 6, 5)),
+    "conv2d, stride": (nn.Conv2d(3, 4, 3, stride=(2, 1), padding=1), (3, 7, 6)),
+    "conv2d, dilation": (nn.Conv2d(1, 2, 3, dilation=2, padding=2, bias=False), (1, 7, 7)),
+    "conv2d, groups": (nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 5, 5)),
+    "conv2d, circular": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), (2, 6, 6)),
+    "conv2d, reflect": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (2, 5, 6)),
+    "conv3d": (nn.Conv3d(1, 2, 2, padding=1), (1, 4, 3, 4)),
+    "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 4, 4)),
+    "one pixel": (nn.Conv2d(2, 2, 3, padding=1), (2, 1, 1)),
+    "average": (nn.AvgPool2d(3, stride=2, padding=1), (2, 7, 6)),
+    "adaptive average": (nn.AdaptiveAvgPool2d(2), (2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_norms_equal_those_of_dense_matrices(name):
+    layer, shape = LAYERS[name]
+    net = nn.Sequential(copy.deepcopy(layer), nn.Flatten(), nn.Linear(1, 1)).double()
+    width = net[:2](torch.zeros(1, *shape, dtype=torch.float64)).shape[1]
+    net[2] = nn.Linear(width, 1).double()
+    space = vi.Parameters.of(net)
+    theta = torch.randn(3, space.size, generator=generator(), dtype=torch.float64)
+    norms = vi.LipschitzPrior(net, torch.zeros(1, *shape, dtype=torch.float64), 1.0).norms(space, theta)
+    for s in range(3):
+        drawn = copy.deepcopy(net)
+        drawn.load_state_dict({**net.state_dict(), **space.unravel(theta[s])})
+        for index, inner in (("0", shape), ("2", (width,))):
+            truth = torch.linalg.matrix_norm(dense(drawn[int(index)], inner), ord=2)
+            torch.testing.assert_close(norms[index][s], truth, rtol=1e-6, atol=0)
+
+
+def test_convolutions_on_larger_maps_with_a_crowded_spectrum():
+    """16 × 16 maps: neighbouring singular values within a percent of each other."""
+    conv = nn.Conv2d(2, 2, 3, padding=1, bias=False).double()
+    truth = torch.linalg.svdvals(dense(conv, (2, 16, 16)))
+    assert truth[1] / truth[0] > 0.98
+    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
+        weight = conv.weight.detach().to(dtype).unsqueeze(0)
+        got = operator_norm(lambda w, x: F.conv2d(x, w, padding=1), weight, torch.Size((2, 16, 16)))
+        torch.testing.assert_close(got[0].double(), truth[0], rtol=tolerance, atol=0)
+
+
+def test_gradients_of_the_norms():
+    W = torch.randn(2, 4, 3, generator=generator(), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(spectral_norm, (W,))
+    assert torch.autograd.gradcheck(lambda w: spectral_norm(w.mT), (W,))
+    (gradient,) = torch.autograd.grad(spectral_norm(W).sum(), W)
+    U, _, Vh = torch.linalg.svd(W.detach(), full_matrices=False)
+    torch.testing.assert_close(gradient, U[:, :, :1] @ Vh[:, :1], rtol=1e-10, atol=1e-10)
+    zero = torch.zeros(1, 2, 2, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(spectral_norm(zero).sum(), zero)
+    assert torch.isfinite(gradient).all()
+
+
+def small_convnet():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.SiLU(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2)
+    ).double().eval()  # fmt: skip
+
+
+def test_the_gradient_of_the_prior_against_finite_differences():
+    net = small_convnet()
+    net[2].running_var.copy_(torch.tensor([0.5, 2.0]))
+    prior = vi.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=0.3)
+    space = vi.Parameters.of(net)
+    theta = torch.randn(2, space.size, generator=generator(), dtype=torch.float64, requires_grad=True)
+    # the singular vectors are found to 1e-6 at least: so are the finite differences of the norms
+    assert torch.autograd.gradcheck(lambda x: prior(space, x), (theta,), eps=1e-5, atol=1e-5, rtol=1e-4)
+
+
+def test_the_formula():
+    net = nn.Sequential(
+        nn.Linear(3, 4), nn.Sigmoid(), nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Linear(5, 2)
+    ).double()
+    space = vi.Parameters.of(net)
+    theta = torch.randn(4, space.size, generator=generator(), dtype=torch.float64)
+    prior = vi.LipschitzPrior(net, torch.zeros(1, 3, dtype=torch.float64), strength=0.7)
+    named = space.unravel(theta)
+    a, b, c = (torch.linalg.matrix_norm(named[f"{n}.weight"], ord=2) for n in ("0", "2.0", "3"))
+    torch.testing.assert_close(prior(space, theta), -0.7 * (a + a / 4 * b + a / 4 * b * c))
+    assert list(prior.norms(space, theta)) == ["0", "1", "2.0", "2.1", "3"]
+    assert not prior.normalised
+    assert not list(prior.parameters())
+
+
+def test_the_product_bounds_the_jacobian():
+    net = small_convnet()
+    prior = vi.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=1.0)
+    space = vi.Parameters.of(net)
+    product = torch.stack(list(prior.norms(space, space.initial[None]).values())).prod(0).item()
+    steepest = 0.0
+    for seed in range(50):
+        x = torch.randn(1, 1, 4, 4, generator=generator(seed), dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(net, x).reshape(2, 16)
+        steepest = max(steepest, torch.linalg.matrix_norm(jacobian, ord=2).item())
+    assert 0.2 * product < steepest <= product
+
+
+ACTIVATIONS = [
+    nn.ReLU(), nn.ReLU6(), nn.Tanh(), nn.Softplus(), nn.Softplus(beta=3.0), nn.Identity(), nn.Sigmoid(), nn.GELU(),
+    nn.SiLU(), nn.LeakyReLU(0.2), nn.LeakyReLU(1.5), nn.ELU(), nn.ELU(alpha=2.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_constants_of_activations_are_their_steepest_slopes(activation):
+    x = torch.linspace(-30, 30, 600_001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(activation(x).sum(), x)
+    rule = RULES[type(activation)]
+    constant = rule(activation, {}, torch.Size()) if callable(rule) else rule
+    # the grid has steps of 1e-4, and a smooth maximum is met to their square
+    assert slope.abs().max().item() == pytest.approx(constant, abs=1e-4 if isinstance(activation, nn.ELU) else 1e-7)
+
+
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool1d(2), nn.MaxPool2d((2, 3)), nn.MaxPool2d(2, stride=3), nn.MaxPool3d(2)], ids=str
+)
+def test_max_pooling_without_overlap_does_not_stretch(pool):
+    shape = (1, *[6] * int(type(pool).__name__[7]))
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(6 ** (len(shape) - 1), 6 ** (len(shape) - 1)), nn.Unflatten(1, shape), pool
+    )
+    told = vi.LipschitzPrior(net, torch.zeros(1, *shape), 1.0, bounds={nn.Unflatten: 1.0})
+    space = vi.Parameters.of(net)
+    assert told.norms(space, space.initial[None])["3"].item() == 1.0
+    x, y = torch.randn(2, 200, *shape, generator=generator())
+    ratio = (pool(x) - pool(y)).flatten(1).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
+    assert ratio.max() <= 1
+
+
+# ------------------------------------------------------------------------------------------- the way through a net
+
+
+class Functional(nn.Module):
+    """A user's forward with functions and reshapes between the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.out = nn.Linear(12, 2)
+
+    def forward(self, x):
+        x = self.pool(F.relu(self.conv(x)))
+        x = x.view(x.size(0), -1)
+        return torch.sigmoid(self.out(x).tanh())
+
+
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else x
+
+
+class TwoInputs(Branching):
+    def forward(self, x, y):
+        return self.layer(x)
+
+
+class Strange(nn.Linear):
+    def forward(self, input):
+        return super().forward(10 * input)
+
+
+def test_a_forward_with_functions_is_followed():
+    net = Functional()
+    space = vi.Parameters.of(net)
+    prior = vi.LipschitzPrior(net, torch.zeros(5, 1, 4, 4), 1.0)
+    norms = prior.norms(space, space.initial[None])
+    assert list(norms) == ["conv", "relu", "pool", "view", "out", "tanh", "sigmoid"]
+    truth = torch.linalg.matrix_norm(dense(copy.deepcopy(net.conv).double(), (1, 4, 4)), ord=2)
+    torch.testing.assert_close(norms["conv"][0].double(), truth, rtol=1e-5, atol=0)
+
+
+def test_tied_held_and_bare_layers():
+    tied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    space = vi.Parameters.of(tied)
+    norms = vi.LipschitzPrior(tied, torch.zeros(1, 3), 1.0).norms(space, 2 * space.initial[None])
+    torch.testing.assert_close(norms["2"], norms["0"])
+    torch.testing.assert_close(norms["0"][0], 2 * torch.linalg.matrix_norm(tied[0].weight, ord=2))
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    head = vi.Parameters.of(net, "2.*")
+    norms = vi.LipschitzPrior(net, torch.zeros(1, 3), 1.0).norms(head, 3 * head.initial.expand(2, -1))
+    torch.testing.assert_close(norms["0"], torch.linalg.matrix_norm(net[0].weight.detach(), ord=2).expand(2))
+    torch.testing.assert_close(norms["2"][1], 3 * torch.linalg.matrix_norm(net[2].weight, ord=2))
+
+    bare = nn.Linear(3, 2)
+    value = vi.LipschitzPrior(bare, torch.zeros(1, 3), 1.0)(vi.Parameters.of(bare), torch.ones(1, 8))
+    torch.testing.assert_close(value, -torch.tensor([6.0]).sqrt())
+
+
+def test_bounds_tell_how():
+    net = nn.Sequential(Residual(nn.Linear(3, 3)), nn.LayerNorm(3), nn.Linear(3, 1))
+    space = vi.Parameters.of(net)
+
+    def residual(module, tensors):
+        return 1 + torch.linalg.matrix_norm(tensors["inner.weight"], ord=2)
+
+    prior = vi.LipschitzPrior(net, torch.zeros(1, 3), 1.0, bounds={Residual: residual, "1": 2.5})
+    theta = torch.randn(4, space.size, generator=generator())
+    norms = prior.norms(space, theta)
+    expected = 1 + torch.linalg.matrix_norm(space.unravel(theta)["0.inner.weight"], ord=2)
+    torch.testing.assert_close(norms["0"], expected)
+    assert norms["1"].tolist() == [2.5] * 4
+
+
+def test_the_network_is_left_alone():
+    net = small_convnet()
+    before = copy.deepcopy(net.state_dict())
+    prior = vi.LipschitzPrior(net, torch.randn(3, 1, 4, 4, dtype=torch.float64), 1.0)
+    space = vi.Parameters.of(net)
+    prior(space, space.initial[None] + 1)
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    net.train()
+    with pytest.raises(ValueError, match="'2' is a BatchNorm in train mode"):
+        prior(space, space.initial[None])
+    assert torch.isnan(prior(space, space.initial[None] / 0)).all()
+
+
+def chain(*layers):
+    return nn.Sequential(nn.Linear(4, 4), *layers)
+
+
+LINE, IMAGE = torch.zeros(1, 4), torch.zeros(1, 1, 4, 4)
+BAD = {
+    "not a module": (lambda: vi.LipschitzPrior(torch.relu, LINE, 1.0), TypeError, "expects an nn.Module"),
+    "example": (lambda: vi.LipschitzPrior(chain(), 4, 1.0), ValueError, "must be a batch of inputs .* got int"),
+    "example without batch": (lambda: vi.LipschitzPrior(chain(), LINE[0], 1.0), ValueError, r"got \(4,\)"),
+    "strength": (lambda: vi.LipschitzPrior(chain(), LINE, 0), ValueError, "strength of a LipschitzPrior must be a pos"),
+    "no weights": (lambda: vi.LipschitzPrior(nn.Sequential(nn.ReLU()), LINE, 1.0), ValueError, "no layer with weights"),
+    "layer norm": (lambda: vi.LipschitzPrior(chain(nn.LayerNorm(4)), LINE, 1.0), ValueError, r"'1' \(LayerNorm\)"),
+    "attention": (
+        lambda: vi.LipschitzPrior(nn.TransformerEncoderLayer(4, 2), torch.zeros(2, 3, 4), 1.0),
+        ValueError,
+        r"cannot bound the network \(TransformerEncoderLayer\): the norm",
+    ),
+    "lstm": (lambda: vi.LipschitzPrior(nn.Sequential(nn.LSTM(4, 2)), LINE, 1.0), ValueError, r"'0' \(LSTM\)"),
+    "subclass": (
+        lambda: vi.LipschitzPrior(nn.Sequential(Strange(4, 4)), LINE, 1.0),
+        ValueError,
+        "tensor '0.weight' outside",
+    ),
+    "overlap": (
+        lambda: vi.LipschitzPrior(nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d(3, stride=2)), IMAGE, 1.0),
+        ValueError,
+        r"'1' \(MaxPool2d\): its windows overlap",
+    ),
+    "batch norm": (
+        lambda: vi.LipschitzPrior(chain(nn.BatchNorm1d(4)), LINE, 1.0),
+        ValueError,
+        r"'1' is a BatchNorm in train mode.*put it in eval mode .net.eval\(\)",
+    ),
+    "batch statistics": (
+        lambda: vi.LipschitzPrior(chain(nn.BatchNorm1d(4, track_running_stats=False)).eval(), LINE, 1.0),
+        ValueError,
+        "normalises by the batch",
+    ),
+    "dropout": (lambda: vi.LipschitzPrior(chain(nn.Dropout(0.5)), LINE, 1.0), ValueError, "Dropout in train mode"),
+    "approximate": (lambda: vi.LipschitzPrior(chain(nn.GELU("tanh")), LINE, 1.0), ValueError, "only the exact GELU"),
+    "parametrised": (
+        lambda: vi.LipschitzPrior(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), LINE, 1.0),
+        ValueError,
+        "LipschitzPrior cannot bound the layer '0'",
+    ),
+    "residual": (
+        lambda: vi.LipschitzPrior(chain(Residual(nn.Linear(4, 4))), LINE, 1.0),
+        ValueError,
+        "not a chain: 'add' does not take just the output of '_1_inner'",
+    ),
+    "control flow": (lambda: vi.LipschitzPrior(Branching(), LINE, 1.0), ValueError, "cannot follow the network's forw"),
+    "two inputs": (lambda: vi.LipschitzPrior(TwoInputs(), LINE, 1.0), ValueError, "takes 2 inputs"),
+    "bound of nothing": (
+        lambda: vi.LipschitzPrior(chain(), LINE, 1.0, bounds={"7": 1.0}),
+        ValueError,
+        "bounds names '7', but the network has no such module",
+    ),
+    "bound": (
+        lambda: vi.LipschitzPrior(chain(), LINE, 1.0, bounds={nn.Linear: -1.0}),
+        ValueError,
+        "must be a number ≥ 0 or a function",
+    ),
+    "bound's value": (
+        lambda: vi.LipschitzPrior(chain(), LINE, 1.0, bounds={"0": lambda module, tensors: 3.0})(
+            vi.Parameters.of(chain()), torch.ones(1, 20)
+        ),
+        ValueError,
+        "the bound of '0' must return a scalar tensor, got 3.0",
+    ),
+    "another network": (
+        lambda: vi.LipschitzPrior(chain(), LINE, 1.0)(vi.Parameters({"z": torch.zeros(3)}), torch.zeros(1, 3)),
+        ValueError,
+        "none of the tensors .'z',. belongs to its network",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_inputs(case):
+    action, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        action()
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def steepest_slope(net, inputs):
+    inputs = inputs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(inputs).sum(), inputs)
+    return gradient.norm(dim=-1).max().item()
+
+
+@pytest.mark.parametrize("family", [vi.MAP(), vi.StructuredNormal(2)], ids=["MAP", "StructuredNormal"])
+def test_a_network_trained_with_it_is_flatter(family):
+    """Same start, same draws, same budget: the largest input gradient over the data's range, at the mean weights.
+
+    The truth sin x has slope 1, so the data do not ask for a steeper function than the regularised ones.
+    """
+    x = torch.linspace(-2, 2, 40).unsqueeze(-1)
+    data = (x, torch.sin(x) + 0.3 * torch.randn(x.shape, generator=generator(1)))
+    grid = torch.linspace(-2, 2, 401).unsqueeze(-1)
+    slopes, errors = [], []
+    for strength in (None, 3.0, 10.0):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+        prior = vi.NormalPrior(1.0) if strength is None else vi.NormalPrior(1.0) + vi.LipschitzPrior(net, x, strength)
+        model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.3), prior, 40)
+        q = family.bind(model.space, generator(2))
+        optimizer = torch.optim.Adam(q.parameters(), lr=0.01)
+        draw = generator(3)
+        for _ in range(300):
+            optimizer.zero_grad()
+            (-vi.elbo(q, model, data, generator=draw) / 40).backward()
+            optimizer.step()
+        fitted = copy.deepcopy(net)
+        fitted.load_state_dict(model.space.unravel(q().mean.detach()))
+        slopes.append(steepest_slope(fitted, grid))
+        errors.append((fitted(grid) - torch.sin(grid)).square().mean().sqrt().item())
+    assert slopes[1] < 0.95 * slopes[0]
+    assert slopes[2] < 0.8 * slopes[0]
+    assert max(errors) < 0.3, "flatter, and not by giving up the fit"

@@ -1,0 +1,474 @@
+"""Evaluation at S weights: the loop is the truth, vmap is used where it is proven equal, and the choice is recorded."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from structvi import BayesianModel, LogDensity, MeanField, NormalPrior, Parameters, likelihoods, variationalize
+from structvi.networks import vmap_or_loop as module
+from structvi.networks.vmap_or_loop import Evaluation
+
+X, T = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(6, 1)
+
+
+def regression(net: nn.Module, **options) -> BayesianModel:
+    return BayesianModel(net, likelihoods.Gaussian(0.5), NormalPrior(), num_data=60, **options)
+
+
+def draws(model: BayesianModel, S: int = 5) -> torch.Tensor:
+    noise = torch.randn(S, model.space.size, generator=torch.Generator().manual_seed(2))
+    return (model.space.initial + 0.3 * noise.to(model.space.dtype)).requires_grad_()
+
+
+def value_and_gradient(model: BayesianModel, theta: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    value = model.log_joint(theta, batch)
+    (gradient,) = torch.autograd.grad(value.sum(), theta)
+    return value.detach(), gradient
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 4, batch_first=True)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embed(x.unsqueeze(-1))).mean(1))
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y if y.sum() > 0 else 2 * y
+
+
+class WrongRule(torch.autograd.Function):
+    """x, with a batching rule that shifts it by a part of its size."""
+
+    shift = 0.5
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0]
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x * (1 + WrongRule.shift), in_dims[0]
+
+
+class WrongGradient(WrongRule):
+    """x, with a batching rule that has the right value and loses the gradient."""
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x.detach().clone(), in_dims[0]
+
+
+class Custom(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(self.linear(x))
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("make", "choice", "reason"),
+        [
+            (mlp, "vmap", "proven equal to the loop"),
+            (lambda: batch_norm().eval(), "vmap", "proven equal to the loop"),
+            (batch_norm, "loop", "vmap cannot run it: Batch norm"),
+            (Branch, "loop", "vmap cannot run it: .*data-dependent"),
+            (lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)), "loop", "gives other values"),
+            (lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval(), "vmap", "proven equal"),
+            (lambda: Custom(WrongRule), "loop", "gives other values"),
+            (lambda: Custom(WrongGradient), "loop", "gives other values"),
+        ],
+        ids=[
+            "mlp",
+            "batch norm, eval",
+            "batch norm, train",
+            "branch",
+            "dropout, train",
+            "dropout, eval",
+            "wrong value",
+            "wrong gradient",
+        ],
+    )
+    def test_of_auto(self, make, choice, reason):
+        model = regression(make())
+        assert (model.evaluation.choice, model.evaluation.reason) == (None, None)
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == choice
+        assert re.search(reason, model.evaluation.reason or "")
+
+    @pytest.mark.parametrize("make", [mlp, Recurrent, Attention, batch_norm, Branch, lambda: Custom(WrongRule)])
+    @pytest.mark.parametrize("training", [True, False])
+    def test_auto_equals_the_loop(self, make, training):
+        net = make().double().train(training)
+        auto, loop = regression(net), regression(net, evaluation="loop")
+        theta, batch = draws(auto), (X.double(), T.double())
+        for got, expected in zip(
+            value_and_gradient(auto, theta, batch), value_and_gradient(loop, theta, batch), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+        assert (loop.evaluation.choice, loop.evaluation.reason) == ("loop", "as asked")
+
+    def test_an_operation_without_batching_rule_is_looped_without_a_warning(self):
+        model = regression(Attention().train())
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == "loop"
+        assert "batching rule for aten::_scaled_dot_product" in (model.evaluation.reason or "")
+
+    def test_outputs_whose_sum_has_no_gradient_are_proven_equal_all_the_same(self):
+        model = regression(nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
+        model.outputs(draws(model), X)
+        assert model.evaluation.choice == "vmap"
+
+    @pytest.mark.parametrize(("dtype", "choice"), [(torch.float64, "loop"), (torch.float32, "vmap")])
+    def test_tolerance_follows_the_dtype(self, dtype, choice, monkeypatch):
+        monkeypatch.setattr(WrongRule, "shift", 1e-6)  # a bug in float64, rounding in float32
+        model = regression(Custom(WrongRule).to(dtype))
+        model.log_joint(draws(model), (X.to(dtype), T.to(dtype)))
+        assert model.evaluation.choice == choice
+
+    def test_equal_first_rows_do_not_fool_the_probe(self):
+        # the rows of a point mass are all the same; a rule that mixes them up would go unnoticed
+        class Swap(WrongRule):
+            @staticmethod
+            def vmap(info, in_dims, x):
+                return x + (x.flip(in_dims[0]) - x).detach(), in_dims[0]  # values of another row, gradients of this
+
+        model = regression(Custom(Swap))
+        model.log_joint(model.space.initial.expand(4, -1), (X, T))
+        assert model.evaluation.choice == "loop"
+
+    def test_one_draw_is_evaluated_directly(self):
+        model = regression(Branch())
+        assert model.log_joint(draws(model, 1), (X, T)).shape == (1,)
+        assert model.evaluation.choice is None
+
+    def test_probed_once_and_again_when_the_network_goes_to_train_and_back(self):
+        calls = []
+
+        class Counting(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = batch_norm()
+
+            def forward(self, x):
+                calls.append(None)
+                return self.body(x)
+
+        net = Counting().eval()
+        model, history = regression(net), []
+        for training in (False, False, True, True, False):
+            net.train(training)
+            calls.clear()
+            model.log_joint(draws(model, 4), (X, T))
+            history.append((model.evaluation.choice, len(calls)))
+        # a proof is two calls of the loop and one of vmap; two more of vmap measure what a draw takes
+        assert history == [("vmap", 5 + 1), ("vmap", 1), ("loop", 3 + 4), ("loop", 4), ("vmap", 1)]
+
+    def test_a_part_that_trains_inside_a_network_in_eval_mode(self):
+        net = batch_norm().eval()
+        model = regression(net)
+        model.log_joint(draws(model), (X, T))
+        net[1].train()
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == "loop"
+
+    def test_repr_has_the_record(self):
+        model = regression(mlp())
+        model.log_joint(draws(model), (X, T))
+        assert "choice='vmap', reason='proven equal to the loop" in repr(model.evaluation)
+        assert str(regression(mlp()).evaluation) == "one draw at a time"
+
+
+def conv() -> nn.Sequential:
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 1))
+
+
+def no_clock() -> float:
+    raise AssertionError("the rule reads no clock")
+
+
+class TestRule:
+    """Without a clock: what a seed gives depends on nothing but the seed."""
+
+    @pytest.fixture(autouse=True)
+    def clock(self, monkeypatch):
+        monkeypatch.setattr(module, "perf_counter", no_clock)
+
+    def test_a_kernel_for_each_draw_is_looped(self):
+        model = regression(conv())
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == "loop"
+        assert "kernel for each draw" in (model.evaluation.reason or "")
+
+    def test_a_network_that_is_itself_a_convolution(self):
+        model = regression(nn.Conv1d(3, 1, 1))
+        model.log_joint(draws(model), (X.unsqueeze(-1), T.unsqueeze(-1)))
+        assert "kernel for each draw" in (model.evaluation.reason or "")
+
+    @pytest.mark.parametrize("held", [True, False])
+    def test_one_kernel_for_all_draws_is_not(self, held):
+        net = conv()
+        head = Parameters.of(net, "3.*")
+        model = regression(net, parameters=head) if held else regression(net)
+        theta = (head.initial + torch.randn(5, head.size)).requires_grad_()
+        fixed = {} if held else {name: p for name, p in net.named_parameters() if name.startswith("1.")}
+        model.log_joint(theta, (X, T), fixed)
+        assert model.evaluation.choice == "vmap"
+
+    def test_a_large_draw_is_looped_and_what_draws_share_does_not_count(self):
+        x = torch.randn(256, 3)
+        # product, bias and tanh make 3·256·2000 numbers
+        net = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1))
+        whole = regression(net)
+        whole.outputs(draws(whole, 2), x)
+        assert whole.evaluation.choice == "loop"
+        assert "a draw takes 6.19 MB" in (whole.evaluation.reason or "")
+        head = regression(net, parameters=Parameters.of(net, "2.*"))
+        head.outputs(draws(head, 2), x)
+        assert head.evaluation.choice == "vmap"
+
+    def test_deterministic_everywhere(self):
+        assert [Evaluation().times(torch.device(d)) for d in ("cpu", "cuda")] == [False, True]
+        assert not Evaluation(deterministic=True).times(torch.device("cuda"))
+        assert not Evaluation("loop", deterministic=False).times(torch.device("cpu"))
+
+    def test_checkpointed_activations_are_looped(self):
+        model = regression(mlp(), checkpoint_activations=True)
+        model.log_joint(draws(model), (X, T))
+        assert (model.evaluation.choice, model.evaluation.reason) == (
+            "loop",
+            "activations are checkpointed, one draw at a time",
+        )
+
+
+class TestTimed:
+    """With a clock that the function itself moves: no test waits, or depends on the machine."""
+
+    @pytest.mark.parametrize(("seconds", "choice"), [(0.9, "vmap"), (1.1, "loop")])
+    @pytest.mark.parametrize("gradient", [True, False])
+    def test_the_faster_one_at_all_draws(self, monkeypatch, seconds, choice, gradient):
+        now, backwards, S = 0.0, 0, 5
+
+        def function(row):
+            nonlocal now
+            # inside vmap a row hides all S of them; a call of the loop takes one S-th of a second
+            now += seconds if torch._C._functorch.is_batchedtensor(row) else 1 / S
+            out = row.sin().sum()
+            if out.requires_grad:
+                out.register_hook(count) if not torch._C._functorch.is_batchedtensor(row) else None
+            return out
+
+        def count(_):
+            nonlocal backwards
+            backwards += 1
+
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+        evaluation = Evaluation(deterministic=False)
+        with torch.set_grad_enabled(gradient):
+            evaluation(function, torch.randn(S, 3))
+        assert evaluation.choice == choice
+        expected = f"timed at 5 draws: loop 1e+03 ms, vmap {1000 * seconds:.3g} ms"
+        assert evaluation.reason == expected
+        # the loop: two draws to prove, then 1 + REPEATS times all of them
+        assert backwards == 2 + (S * (1 + module.REPEATS) if gradient else 0)
+
+    def test_a_fit_that_was_timed_is_not_exact(self):
+        bayes = variationalize(mlp(), likelihoods.Gaussian(0.5), MeanField(), num_data=6, deterministic=False)
+        result = bayes.fit([(X, T)], steps=2, progress=False)
+        assert not result.exact
+        assert any("deterministic=True" in note for note in result.notes)
+
+
+class TestChunk:
+    def test_as_many_draws_as_memory_allows(self, monkeypatch, peak_bytes):
+        x = torch.randn(100, 3)
+        peaks, values = [], []
+        for memory in (2**30, 2**18):
+            monkeypatch.setattr(module, "MEMORY", memory)
+            model = regression(nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 1)))
+            with torch.no_grad():
+                model.outputs(draws(model, 2), x)  # the choice
+                with peak_bytes() as tracker:
+                    values.append(model.outputs(draws(model, 64) * 0 + 0.1, x))
+            peaks.append(tracker.peak)
+            assert model.evaluation.choice == "vmap"
+        # product, bias and tanh make 3·100·50 numbers a draw, 60 kB: four draws at once of 64
+        assert peaks[0] > 64 * 20_000
+        assert peaks[1] < 2 * 2**18
+        torch.testing.assert_close(values[0], values[1])
+        assert re.match("vmap, at most 4 draws at once", str(model.evaluation))
+
+    def test_a_chunk_of_the_users_own_is_kept(self):
+        model = regression(mlp(), chunk=2)
+        model.log_joint(draws(model), (X, T))
+        assert str(model.evaluation).startswith("vmap, at most 2 draws at once")
+
+    def test_no_memory_for_two(self, monkeypatch):
+        monkeypatch.setattr(module, "MEMORY", 600)
+        model = regression(mlp())
+        model.log_joint(draws(model), (X, T))
+        assert model.evaluation.choice == "loop"
+        assert "memory for one at a time" in (model.evaluation.reason or "")
+
+
+class TestRecord:
+    def test_a_record_that_is_set_is_used_as_it_is(self):
+        first, second = regression(mlp()), regression(mlp())
+        first.log_joint(draws(first), (X, T))
+        choices, last = first.evaluation.record
+        second.evaluation.record = {key: ("loop", "recorded", None) for key in choices}, last
+        assert second.evaluation.choice == "vmap"
+        second.log_joint(draws(second), (X, T))
+        assert (second.evaluation.choice, second.evaluation.reason) == ("loop", "recorded")
+
+    def test_it_is_in_the_result_and_a_resumed_fit_goes_the_same_way(self, tmp_path):
+        def stop(history):
+            if len(history) == 4:
+                raise KeyboardInterrupt
+
+        def posterior():
+            return variationalize(mlp(), likelihoods.Gaussian(0.5), MeanField(), num_data=6)
+
+        bayes, options = posterior(), {"steps": 8, "progress": False, "callback": stop}
+        result = bayes.fit([(X, T)], **options)
+        assert result.evaluation == str(bayes.model.evaluation)
+        assert f"draws: {result.evaluation}" in str(result)
+        assert result.evaluation.startswith("vmap")
+        # not what a probe would find: only the file can say so
+        choices, last = bayes.model.evaluation.record
+        bayes.model.evaluation.record = {key: ("loop", "recorded") for key in choices}, last
+        bayes.fit([(X, T)], checkpoint=tmp_path, **options)
+        assert posterior().fit([(X, T)], resume=tmp_path, **options).evaluation == "loop: recorded"
+
+
+class TestForced:
+    def test_vmap_and_loop_are_equal_in_value_and_gradient(self):
+        net = mlp().double()
+        batch = X.double(), T.double()
+        models = [regression(net, evaluation=mode) for mode in ("vmap", "loop")]
+        theta = draws(models[0])
+        (value, gradient), (expected, expected_gradient) = (value_and_gradient(m, theta, batch) for m in models)
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+        assert [m.evaluation.choice for m in models] == ["vmap", "loop"]
+
+    def test_vmap_that_cannot_is_an_error(self):
+        model = regression(batch_norm(), evaluation="vmap")
+        with pytest.raises(RuntimeError, match="Batch norm got a batched tensor"):
+            model.log_joint(draws(model), (X, T))
+
+    def test_forced_vmap_is_not_probed(self):
+        model = regression(Custom(WrongRule), evaluation="vmap")
+        model.log_joint(draws(model), (X, T))
+        assert (model.evaluation.choice, model.evaluation.reason) == ("vmap", "as asked")
+
+    @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
+    def test_chunks(self, chunk):
+        seen = []
+        evaluation = Evaluation("vmap", chunk)
+        theta = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+        def function(row):
+            seen.append(None)
+            return {"y": row.sin(), "sum": (row.sum(),)}
+
+        outputs = evaluation(function, theta)
+        torch.testing.assert_close(outputs["y"], theta.sin())
+        torch.testing.assert_close(outputs["sum"][0], theta.sum(-1))
+        (gradient,) = torch.autograd.grad(outputs["y"].sum(), theta)
+        torch.testing.assert_close(gradient, theta.cos())
+        assert len(seen) == -(-5 // chunk)  # one call of the function to a chunk
+
+
+class TestNothingIsTouched:
+    @pytest.mark.parametrize("make", [mlp, batch_norm, Recurrent])
+    def test_probe_leaves_the_global_stream(self, make):
+        model = regression(make())
+        theta = draws(model)
+        state = torch.get_rng_state()
+        model.log_joint(theta, (X, T))
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_dropout_costs_the_stream_no_more_than_the_loop_itself(self):
+        net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        values = []
+        for mode in ("loop", "auto"):
+            model = regression(net, evaluation=mode)
+            torch.manual_seed(5)
+            values.append((model.log_joint(draws(model), (X, T)), torch.get_rng_state()))
+        assert torch.equal(values[0][0], values[1][0])
+        assert torch.equal(values[0][1], values[1][1])
+
+    @pytest.mark.parametrize("part", [False, True])
+    def test_train_mode_changes_neither_buffers_nor_parameters(self, part):
+        net = batch_norm().train(not part)
+        net[1].train()
+        before = {name: t.clone() for name, t in net.state_dict().items()}
+        flags = [p.requires_grad for p in net.parameters()]
+        model = regression(net)
+        value_and_gradient(model, draws(model), (X, T))
+        model.outputs(draws(model), X)
+        assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+        assert [p.requires_grad for p in net.parameters()] == flags
+        assert all(p.grad is None for p in net.parameters())
+
+
+def test_log_density_takes_the_same_way():
+    space = Parameters({"z": torch.zeros(2)})
+    theta = torch.randn(4, 2)
+    smooth = LogDensity(lambda p: -p["z"].square().sum(), space)
+    branch = LogDensity(lambda p: -p["z"].square().sum() if p["z"][0] > 0 else -p["z"].abs().sum(), space)
+    torch.testing.assert_close(smooth.log_joint(theta), -theta.square().sum(-1))
+    expected = torch.where(theta[:, 0] > 0, -theta.square().sum(-1), -theta.abs().sum(-1))
+    torch.testing.assert_close(branch.log_joint(theta), expected)
+    assert (smooth.evaluation.choice, branch.evaluation.choice) == ("vmap", "loop")
+
+
+def test_an_error_of_the_users_own_is_not_swallowed():
+    def fn(p):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        LogDensity(fn, Parameters({"z": torch.zeros(2)})).log_joint(torch.zeros(3, 2))

@@ -1,0 +1,517 @@
+"""A posterior that was saved and loaded predicts the same bits; what does not fit is refused by name."""
+
+import copy
+import json
+import os
+import pickle
+import random
+
+import pytest
+import torch
+from torch import distributions as td
+from torch import nn
+
+import structvi as vi
+from structvi.predicting.predict import predict
+from structvi.storing import file as checkpoint
+from structvi.storing.describe import OfYourOwn, decode, encode
+
+FAMILIES = {
+    "MAP": lambda: vi.MAP(),
+    "MeanField": lambda: vi.MeanField(initial_scale=0.2),
+    "StructuredNormal": lambda: vi.StructuredNormal(rank=3),
+    "StructuredPrecision": lambda: vi.StructuredPrecision(rank=2, initial_factor=0.5),
+    "FullNormal": lambda: vi.FullNormal(),
+    "Mixture": lambda: vi.Mixture(vi.StructuredNormal(rank=1), components=3),
+    "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")], common_noise=False),
+    "Blocks": lambda: vi.Blocks({"*": vi.MAP(), "0.*": vi.StructuredNormal(rank=2)}),
+    "Blocks of others": lambda: vi.Blocks({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
+    "Mixture of blocks": lambda: vi.Mixture(vi.Blocks({"2.*": vi.MeanField(), "0.*": vi.StructuredPrecision(rank=1)})),
+    "MCDropout": lambda: vi.MCDropout(keep=0.7, per="input", exempt=["*bias", "2.*"]),
+    "FittedDropout": lambda: vi.FittedDropout(prior_keep=0.8, per="output"),
+    "FittedDropout over a density": lambda: vi.FittedDropout(weights=vi.MeanField(), per="input"),
+    "FittedDropout, relaxed": lambda: vi.FittedDropout(
+        q="logistic_normal", weights=vi.StructuredNormal(rank=1), gates=vi.StructuredNormal(rank=1), per="input"
+    ),
+}
+#: name, and what a posterior needs besides
+NOISE_PRIORS = {
+    "default": None,
+    "inverse gamma": td.InverseGamma(2.0, 1.5),
+    "gamma": td.Gamma(torch.tensor(2.0, dtype=torch.float64), 1 / 3),
+}
+PRIORS = {
+    "normal": vi.NormalPrior(0.7),
+    "learned by pattern": vi.NormalPrior({"2.*": 0.1, "0.*": 1.0}, learn=True),
+    "laplace": vi.LaplacePrior.fan_in(0.5),
+    "student": vi.StudentTPrior(df=3.0, per="tensor"),
+    "sum": vi.NormalPrior(1.0) + vi.LaplacePrior(0.5),
+    "distributions": vi.DistributionPrior(
+        {"*weight": td.Cauchy(0.0, 1 / 3), "0.bias": td.Normal(torch.zeros(5), 0.1), "*": td.StudentT(4.0)}
+    ),
+}
+LIKELIHOODS = {
+    "number": vi.likelihoods.Gaussian(0.3),
+    "point": vi.likelihoods.Gaussian("point", initial=0.5),
+    **{f"random, {k}": vi.likelihoods.Gaussian("random", 0.5, prior) for k, prior in NOISE_PRIORS.items()},
+    "head": vi.likelihoods.Gaussian("head"),
+    "categorical": vi.likelihoods.Categorical(ignore_index=9, class_weights=[1.0, 0.5]),
+    "bernoulli": vi.likelihoods.Bernoulli(),
+    "poisson": vi.likelihoods.Poisson(),
+}
+
+
+def network(dtype=torch.float32, seed=0, hidden=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 2)).to(dtype)
+
+
+def data(dtype=torch.float32, classes=False):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 3, generator=g, dtype=torch.float64).to(dtype)
+    return x, (x[:, 0] > 0).long() if classes else x[:, :2].sin()
+
+
+def scatter(module, seed=0):
+    """Other values for all parameters, as after a fit."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=g, dtype=torch.float64).to(parameter))
+    return module
+
+
+def outputs(posterior, x, **settings):
+    pred = predict(posterior, x, draws=6, generator=torch.Generator().manual_seed(5), **settings)
+    return [pred.outputs, pred.weights, *pred.values.values()]
+
+
+def assert_same_bits(a, b):
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def loss(posterior, batch):
+    return posterior.loss(batch, groups=2, generator=torch.Generator().manual_seed(7)).detach()
+
+
+# The round trip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_predicts_the_same_bits_after_the_round_trip(tmp_path, name, dtype):
+    batch = data(dtype, classes=True)
+    posterior = vi.variationalize(network(dtype), vi.likelihoods.Categorical(), FAMILIES[name](), num_data=12)
+    scatter(posterior)
+    before = outputs(posterior, batch[0])
+    posterior.save(tmp_path / "q")
+    other = network(dtype, seed=9)
+    stream = torch.get_rng_state()
+    loaded = vi.load(tmp_path / "q", other)
+    assert torch.equal(stream, torch.get_rng_state())  # loading draws nothing
+    assert_same_bits(outputs(loaded, batch[0]), before)
+    assert type(loaded.family) is type(posterior.family)
+    assert encode(loaded.family) == encode(posterior.family)
+    assert torch.equal(loss(loaded, batch), loss(posterior, batch))
+    names = [[n for n, _ in p.named_parameters()] for p in (loaded, posterior)]
+    assert names[0] == names[1]
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_second_save_is_the_same_file(tmp_path, name):
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), FAMILIES[name](), num_data=12)
+    posterior.save(tmp_path / "q")
+    vi.load(tmp_path / "q", network(seed=9)).save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "q").read_bytes()
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_every_prior_is_rebuilt(tmp_path, name):
+    prior = copy.deepcopy(PRIORS[name])
+    posterior = scatter(vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), prior, num_data=12))
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(seed=9))
+    assert type(loaded.model.prior) is type(prior)
+    theta = torch.randn(4, posterior.space.size)
+    assert torch.equal(loaded.model.log_prior(theta), posterior.model.log_prior(theta))
+    assert_same_bits([loss(loaded, data())], [loss(posterior, data())])
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_every_likelihood_is_rebuilt(tmp_path, name):
+    likelihood = copy.deepcopy(LIKELIHOODS[name])
+    x, t = data(classes=name == "categorical")
+    t = {"head": t[..., :1], "bernoulli": (t > 0).float(), "poisson": (t > 0).long()}.get(name, t)
+    posterior = scatter(vi.variationalize(network(), likelihood, vi.MeanField(), num_data=12))
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(seed=9))
+    assert type(loaded.model.likelihood) is type(likelihood)
+    assert loaded.space.names == posterior.space.names
+    assert_same_bits(outputs(loaded, x), outputs(posterior, x))
+    assert_same_bits([loss(loaded, (x, t))], [loss(posterior, (x, t))])
+
+
+def test_learned_noise_keeps_its_precision(tmp_path):
+    net = network(torch.float64)
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.MAP(), num_data=12).double()
+    with torch.no_grad():
+        posterior.model.likelihood.log_noise.fill_(-1 / 3)
+    posterior.save(tmp_path / "q")
+    log_noise = vi.load(tmp_path / "q", network(torch.float64)).model.likelihood.log_noise
+    assert log_noise.dtype == torch.float64
+    assert log_noise.item() == -1 / 3
+
+
+def test_the_settings_come_back(tmp_path):
+    posterior = vi.variationalize(
+        nn.Sequential(network(), nn.BatchNorm1d(2), nn.Dropout(0.5)),
+        vi.likelihoods.Categorical(),
+        exclude="0.0.*",
+        evaluation="loop",
+        chunk=3,
+        deterministic=True,
+        checkpoint_activations=True,
+        dropout="on",
+        batch_norm="deterministic",
+    )
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", nn.Sequential(network(), nn.BatchNorm1d(2), nn.Dropout(0.5)))
+    assert (loaded.dropout, loaded.batch_norm) == ("on", "deterministic")
+    evaluation = loaded.model.evaluation
+    assert (evaluation.mode, evaluation.chunk, evaluation.deterministic) == ("loop", 3, True)
+    assert loaded.model.checkpoint_activations
+    assert loaded.space.names == ("0.2.weight", "0.2.bias")
+    with pytest.raises(ValueError, match=r"num_data.*is not known yet"):
+        _ = loaded.model.num_data
+
+
+def test_the_recorded_way_of_evaluation_is_used_again(tmp_path):
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=12)
+    outputs(posterior, data()[0])
+    recorded = posterior.model.evaluation
+    assert recorded._choices
+    # not what a probe would find: only the record can say so
+    recorded._choices = {key: ("loop", "recorded before") for key in recorded._choices}
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network())
+    outputs(loaded, data()[0])
+    assert (loaded.model.evaluation.choice, loaded.model.evaluation.reason) == ("loop", "recorded before")
+
+
+def test_it_goes_where_the_network_is_or_is_told(tmp_path):
+    posterior = vi.variationalize(network(), vi.likelihoods.Gaussian("point"), vi.MeanField(), num_data=12)
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(), device="meta")
+    tensors = [*loaded.parameters(), *loaded.net.parameters()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+# The network's own tensors
+
+
+def normalised(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[1].running_mean.normal_()
+    net[1].num_batches_tracked.fill_(seed + 3)
+    net[0].weight.requires_grad_(False)
+    return net
+
+
+def test_held_tensors_and_buffers_are_stored_and_set_and_nothing_else(tmp_path):
+    net = normalised()
+    posterior = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), exclude="1.*", num_data=12)
+    posterior.save(tmp_path / "q")
+    other = normalised(seed=1)
+    start = copy.deepcopy(other.state_dict())
+    loaded = vi.load(tmp_path / "q", other)
+    assert loaded.net is other
+    assert_same_bits(outputs(loaded, data()[0]), outputs(posterior, data()[0]))
+    random_names = {"0.bias", "2.weight", "2.bias"}
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, start[name] if name in random_names else net.state_dict()[name]), name
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in net.parameters()]
+
+
+def test_saving_changes_nothing(tmp_path):
+    net = normalised().train()
+    posterior = vi.variationalize(net, vi.likelihoods.Categorical(), num_data=12)
+    before = copy.deepcopy(posterior.state_dict())
+    for kind in ("store", "hash"):
+        posterior.save(tmp_path / "q", network=kind)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in posterior.state_dict().items())
+    assert all(module.training for module in net.modules())
+
+
+def test_hashes_instead_of_tensors(tmp_path):
+    net = normalised()
+    posterior = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=12)
+    posterior.save(tmp_path / "q", network="hash")
+    assert not [name for name in checkpoint.read(tmp_path / "q")[0] if name.startswith("network.")]
+    same = copy.deepcopy(net)
+    with torch.no_grad():
+        same[2].weight.zero_()  # a random one: its value here does not matter
+    assert_same_bits(outputs(vi.load(tmp_path / "q", same), data()[0]), outputs(posterior, data()[0]))
+    other = copy.deepcopy(net)
+    other[1].running_var[2] += 1e-6
+    with pytest.raises(ValueError, match=r"have other values: 1.running_var; give the network as it was"):
+        vi.load(tmp_path / "q", other)
+
+
+def test_a_refused_load_leaves_the_network_alone(tmp_path):
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=12)
+    posterior.save(tmp_path / "q")
+    other = normalised(seed=1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"the family .StructuredNormal. is not the one that was saved"):
+        vi.load(tmp_path / "q", other, family=vi.StructuredNormal(rank=1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (network(hidden=6), r"0.weight: \[5, 3\] torch.float32 in the file, \[6, 3\] torch.float32 here"),
+        (network(torch.float64), r"2.bias: \[2\] torch.float32 in the file, \[2\] torch.float64 here"),
+        (nn.Sequential(nn.Linear(3, 5), nn.Tanh()), r"missing: 2.weight \[2, 5\].*\n.*missing: 2.bias \[2\]"),
+        (nn.Sequential(*network(), nn.BatchNorm1d(2)), r"extra: 3.weight \[2\]"),
+        (nn.Sequential(network()), r"missing: 0.weight \[5, 3\](.|\n)*extra: 0.0.weight \[5, 3\]"),
+    ],
+)
+def test_the_wrong_network_is_told_which_tensors_differ(tmp_path, net, message):
+    vi.variationalize(network(), vi.likelihoods.Categorical(), num_data=12).save(tmp_path / "q")
+    with pytest.raises(ValueError, match=f"another network(.|\n)*{message}"):
+        vi.load(tmp_path / "q", net)
+
+
+# What users write themselves
+
+
+class Heavy(vi.Family):
+    def __init__(self, df=5.0):
+        super().__init__()
+        self.df = df
+
+    def initialise(self, parameters, generator):
+        self.loc = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+
+    def forward(self):
+        return td.Independent(td.StudentT(self.df, self.loc, self.log_scale.exp()), 1)
+
+
+class Renamed(vi.MeanField):
+    """A subclass may do anything: it is not rebuilt as its parent."""
+
+
+def own_prior(parameters, theta):
+    return -theta.abs().sum(-1)
+
+
+class OwnPrior(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, parameters, theta):
+        return td.Normal(0.0, self.log_scale.exp()).log_prob(theta).sum(-1)
+
+
+def own_likelihood(output, target):
+    return -(output - target).square().sum(-1)
+
+
+def own_forward(net, batch):
+    return net(batch["x"]), batch["t"]
+
+
+OWN = {
+    "family": Heavy,
+    "prior": lambda: own_prior,
+    "likelihood": lambda: own_likelihood,
+    "forward": lambda: own_forward,
+}
+
+
+@pytest.mark.parametrize("parts", [["family"], ["prior"], ["likelihood"], ["forward"], list(OWN)])
+def test_what_is_your_own_is_asked_for_by_name(tmp_path, parts):
+    theirs = {"likelihood": vi.likelihoods.Gaussian(0.3), "family": vi.MeanField()}
+    posterior = vi.variationalize(network(), **{**theirs, **{part: OWN[part]() for part in parts}}, num_data=12)
+    scatter(posterior)
+    posterior.save(tmp_path / "q")
+    with pytest.raises(ValueError, match="is not in the file") as caught:
+        vi.load(tmp_path / "q", network())
+    assert [part for part in OWN if f"{part}=…" in str(caught.value)] == parts
+    loaded = vi.load(tmp_path / "q", network(seed=9), **{part: OWN[part]() for part in parts})
+    x, t = data()
+    batch = {"x": x, "t": t} if "forward" in parts else (x, t)
+    assert_same_bits([loss(loaded, batch)], [loss(posterior, batch)])
+    assert_same_bits([*loaded.family.state_dict().values()], [*posterior.family.state_dict().values()])
+
+
+def test_what_your_own_prior_learned_is_set(tmp_path):
+    posterior = vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), OwnPrior(), num_data=12)
+    scatter(posterior)
+    posterior.save(tmp_path / "q")
+    prior = OwnPrior()
+    vi.load(tmp_path / "q", network(), prior=prior)
+    assert torch.equal(prior.log_scale, posterior.model.prior.log_scale)
+    assert prior.log_scale != 0
+    with pytest.raises(ValueError, match=r"the prior \(NormalPrior\) is not the one that was saved(.|\n)*log_scale"):
+        vi.load(tmp_path / "q", network(), prior=vi.NormalPrior(1.0))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "name"),
+    [
+        ("family", Renamed(), "Renamed"),
+        ("family", vi.MCDropout(exempt=lambda name, tensor: "bias" in name), "<lambda>"),
+        ("family", vi.Blocks({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
+        ("prior", vi.SumPrior([vi.NormalPrior(1.0), own_prior]), "own_prior"),
+        ("prior", vi.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),
+        ("likelihood", vi.likelihoods.Gaussian("random", noise_prior=td.Chi2(3.0)), "Chi2"),
+    ],
+)
+def test_the_error_names_what_cannot_be_stored(tmp_path, part, value, name):
+    parts = {"likelihood": vi.likelihoods.Gaussian(0.3), part: value}
+    vi.variationalize(network(), **parts, num_data=12).save(tmp_path / "q")
+    with pytest.raises(ValueError, match=rf"the {part} \({name}\); give it again: load\(path, net, {part}=…\)"):
+        vi.load(tmp_path / "q", network())
+    assert isinstance(vi.load(tmp_path / "q", network(), **{part: value}), vi.Posterior)
+
+
+# Descriptions
+
+
+def test_values_come_back_from_their_description():
+    value = (1, 2.5, None, True, "x", [1, (2,)], {"b": 1, "a": {"deep": [0.1]}}, frozenset({"u", "v"}))
+    there_and_back = decode(json.loads(json.dumps(encode(value), sort_keys=True)))
+    assert there_and_back == value
+    assert list(there_and_back[6]) == ["b", "a"]  # the order of patterns decides which parameter is whose
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        td.Cauchy(0.1, 0.3),
+        td.Exponential(0.3),
+        td.Gamma(2.0, 0.3),
+        td.HalfCauchy(0.3),
+        td.HalfNormal(0.3),
+        td.InverseGamma(2.0, 0.3),
+        td.Laplace(0.1, torch.tensor([0.3, 0.4])),
+        td.LogNormal(0.1, 0.3),
+        td.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.3], [0.3, 1.0]])),
+        td.Normal(torch.tensor(0.1, dtype=torch.float64), 0.3),
+        td.StudentT(3.0, 0.1, 0.3),
+    ],
+    ids=lambda d: type(d).__name__,
+)
+def test_distributions_come_back_from_their_description(distribution):
+    there_and_back = decode(json.loads(json.dumps(encode(distribution))))
+    x = torch.rand(5, *(distribution.batch_shape + distribution.event_shape))
+    expected = distribution.log_prob(x)
+    assert type(there_and_back) is type(distribution)
+    assert_same_bits([there_and_back.log_prob(x)], [expected])
+
+
+@pytest.mark.parametrize("value", [len, object(), td.Chi2(1.0), nn.Linear(2, 2), {"a": {1, 2}}, lambda: 0])
+def test_functions_and_other_classes_are_not_described(value):
+    with pytest.raises(OfYourOwn):
+        encode(value)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("arguments", [{"network": "copy"}, {"network": None}])
+def test_save_refuses(tmp_path, arguments):
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), num_data=12)
+    with pytest.raises(ValueError, match='network must be "store" or "hash"'):
+        posterior.save(tmp_path / "q", **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_load_refuses_what_is_no_network(tmp_path):
+    with pytest.raises(TypeError, match=r"nn.Module"):
+        vi.load(tmp_path / "q", {"weight": torch.zeros(2)})
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def rewritten(tensors, description):
+    """Files with the right hash whose content is another: as another version, or a forger, might write them."""
+    for field in description:
+        yield f"without {field}", tensors, {k: v for k, v in description.items() if k != field}
+        for value in (None, 7, "x", [], {}, [[1]], {"own": 1}, {"value": {"structvi": ["os.system", {}]}}):
+            allowed = {"hashes": [None], "num_data": [None, 7]}.get(field, [])
+            if value != description[field] and value not in allowed:
+                yield f"{field} = {value}", tensors, {**description, field: value}
+    for name in ("system", "Linear", "Family", "Posterior", "__import__"):
+        yield name, tensors, {**description, "family": {"value": {"structvi": [name, {}]}}}
+        yield name, tensors, {**description, "prior": {"value": {"distribution": [name, {"loc": 0.0}]}}}
+    wrong = [{"rank": 10**9}, {"rank": 99}, {"rank": -1}, {}, {"rank": 2, "more": 1}, {"rank": 1}]
+    for arguments in wrong:
+        family = {"value": {"structvi": ["StructuredNormal", arguments]}}
+        yield f"{arguments}", tensors, {**description, "family": family}
+    for name, tensor in tensors.items():
+        yield f"without {name}", {k: v for k, v in tensors.items() if k != name}, description
+        yield f"{name} renamed", {**{k: v for k, v in tensors.items() if k != name}, "other": tensor}, description
+        yield f"{name} longer", {**tensors, name: torch.cat([tensor.reshape(-1), torch.ones(1)])}, description
+        yield f"{name} flat", {**tensors, name: tensor.reshape(1, -1)}, description
+    yield "more", {**tensors, "family.more": torch.ones(1)}, description
+    yield "stray", {**tensors, "stray": torch.ones(1)}, description
+    yield "network", {**tensors, "network.more": torch.ones(1)}, description
+
+
+def test_damaged_posteriors_are_refused_and_leave_the_network_alone(tmp_path):
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2), num_data=12)
+    path, damaged, trap = tmp_path / "q", tmp_path / "damaged", tmp_path / "trap"
+    posterior.save(path)
+    whole, generator = path.read_bytes(), random.Random(0)
+    net = normalised(seed=1)
+    before = copy.deepcopy(net.state_dict())
+    accepted, crafted, count = [], list(rewritten(*checkpoint.read(path))), 0
+
+    def attempt(name):
+        nonlocal count
+        count += 1
+        try:
+            vi.load(damaged, net)
+        except ValueError:
+            return
+        accepted.append(name)
+
+    for name, tensors, description in crafted:
+        checkpoint.write(damaged, tensors, description)
+        attempt(name)
+    for _ in range(100):
+        position = generator.randrange(8 * len(whole))
+        flipped = bytearray(whole)
+        flipped[position // 8] ^= 1 << position % 8
+        damaged.write_bytes(flipped)
+        attempt(f"bit {position}")
+        damaged.write_bytes(whole[: position // 8])
+        attempt(f"first {position // 8} bytes")
+    for data in (b"", pickle.dumps(Trap(trap)), generator.randbytes(999)):
+        damaged.write_bytes(data)
+        attempt("other content")
+    damaged.unlink()
+    attempt("missing")
+    damaged.mkdir()
+    attempt("a directory")
+    assert accepted == []
+    assert count >= 300
+    assert not trap.exists()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    vi.load(path, net)  # the whole one still loads

@@ -1,0 +1,38 @@
+"""A report from few steps and targets, made once: for what does not depend on the quality of the fits."""
+
+import pytest
+
+from structvi.studies.paper.run import PARTS, compute, record, write
+from structvi.studies.paper.settings import Settings
+
+TINY = Settings(
+    targets=2,
+    optimum_starts=2,
+    tolerance=0.1,
+    steps=8,
+    regression_steps=8,
+    kl_draws=256,
+    coupling_targets=2,
+    coupling_repeats=4,
+    coupling_steps=30,
+)
+
+
+@pytest.fixture(scope="session")
+def settings():
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def tiny(settings):
+    """What was computed, and the content of results.json."""
+    found = compute(list(PARTS), settings, workers=1)
+    return found, record(found, settings)
+
+
+@pytest.fixture(scope="session")
+def report(tiny, tmp_path_factory):
+    """The folder of a whole report."""
+    folder = tmp_path_factory.mktemp("report")
+    write(*tiny, folder)
+    return folder

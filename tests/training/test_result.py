@@ -1,0 +1,108 @@
+"""The record of a fit: columns, exports, plot and summary."""
+
+import builtins
+
+import matplotlib
+import pytest
+import torch
+
+import structvi as vi
+from structvi.objective import Estimate
+from structvi.training.result import COLUMNS, FitResult, History, Skipped
+
+matplotlib.use("Agg")
+
+
+def history(steps=100):
+    record = History()
+    for step in range(steps):
+        elbo = float("nan") if step == 7 else -100.0 / (step + 1)
+        record.append(
+            step=step, epoch=step // 10, elbo=elbo, standard_error=0.5, lr=0.01, gradient_norm=1.0, temperature=1.0,
+            stage=1 if step < 40 else 2, seconds=0.1,
+        )  # fmt: skip
+    return record
+
+
+def test_columns():
+    record = history()
+    assert len(record) == 100
+    assert record["epoch"].tolist() == [step // 10 for step in range(100)]
+    assert record.recent("elbo", 2).tolist() == pytest.approx([-100 / 99, -1.0])
+    again = History.from_tensor(record.to_tensor())
+    assert torch.equal(again.to_tensor().nan_to_num(0), record.to_tensor().nan_to_num(0))
+    assert History().to_tensor().shape == (0, len(COLUMNS))
+    assert len(History.from_tensor(History().to_tensor())) == 0
+    with pytest.raises(ValueError, match="a history holds"):
+        record["loss"]
+    with pytest.raises(ValueError, match="a history holds"):
+        record.append(loss=1.0)
+
+
+def test_dataframe():
+    frame = history().to_dataframe()
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["step"].dtype.kind == "i"
+    assert frame["elbo"].iloc[-1] == -1.0
+    assert frame["elbo"].isna().sum() == 1
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    history().to_tensorboard(tmp_path)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = events.Scalars("fit/elbo")
+    assert len(scalars) == 99  # not the step that was undone
+    assert (scalars[-1].step, scalars[-1].value) == (99, -1.0)
+
+
+def test_plot():
+    import matplotlib.pyplot as plt
+
+    axes = history().plot()
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert labels == ["each step", "mean of 1 steps", "factor starts"]
+    assert axes.get_lines()[2].get_xdata()[0] == 40
+    assert axes.get_ylabel() == "ELBO (nats)"
+    assert axes.get_ylim()[0] > -20  # the first steps do not flatten the rest
+    own = plt.figure().gca()
+    assert history(3).plot(own) is own
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "extra"),
+    [
+        ("plot", "matplotlib", r"structvi\[plots\]"),
+        ("to_dataframe", "pandas", "pip install pandas"),
+        ("to_tensorboard", "torch.utils.tensorboard", "pip install tensorboard"),
+    ],
+)
+def test_missing_extras_are_named(method, module, extra, monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def missing(name, *arguments, **keywords):
+        if name.startswith(module):
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=extra):
+        getattr(history(), method)(*([tmp_path] if method == "to_tensorboard" else []))
+
+
+def test_result_says_all():
+    before, after = Estimate.of(torch.tensor([-3.0, -5.0])), Estimate.of(torch.tensor([-2.0, -3.0]))
+    result = FitResult(
+        status=vi.Status.CONVERGED, verdict="converged", elbo=after, kept="grown",
+        candidates={"before": before, "grown": after}, comparison="2 groups of draws", history=history(), steps=100,
+        epochs=10.0, temperature=1.0, bound=True, exact=True, skipped=[Skipped(0, 7, "x")], notes=["a note"],
+    )  # fmt: skip
+    text = str(result)
+    assert text.splitlines()[0] == "converged, after 100 steps (10 epochs)"
+    assert "ELBO: -2.50 ± 0.50 nats (2 groups of draws)" in text
+    assert "kept: grown; compared on common draws: before -4.00 ± 1.00 nats, grown -2.50 ± 0.50 nats" in text
+    assert text.endswith("a note")
+    assert Estimate.of(torch.tensor([1.0])).standard_error != Estimate.of(torch.tensor([1.0])).standard_error  # nan
