@@ -195,6 +195,7 @@ def test_no_attribute_of_another_rooms_objects_is_guessed(module):
     """No `hasattr`, and `getattr` with a default only on what is not ours: user's objects, torch's and errors."""
     allowed = {"models.bayesian_model", "parameters", "training.batches", "training.options", "training.loop",
                "families.density", "families.low_rank", "storing.describe", "distributed.sharding",
+               "training.fingerprint", "training.samplers",
                "studies.is_it_bayesian.adapters", "studies.is_it_bayesian.suite"}  # fmt: skip
     calls = [
         node

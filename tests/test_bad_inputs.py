@@ -543,6 +543,15 @@ TABLE = {
         ValueError,
         r"beyond 8192: maximise `elbo`",
     ),
+    "fit: a dict with more than the network takes": (
+        lambda: vi.variationalize(nn.Linear(2, 1), likelihoods.Gaussian(1.0), num_data=4).fit(
+            [{"image": torch.zeros(4, 2), "label": torch.zeros(4, 1), "path": ["a", "b", "c", "d"]}],
+            steps=1,
+            progress=False,
+        ),
+        ValueError,
+        r"forward\(input\) does not take \['image', 'path'\]: give variationalize a function forward=",
+    ),
     "elbo: groups": (lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, groups=0), ValueError, r"integer ≥ 1, got 0"),
     "elbo: coupling": (lambda: vi.elbo(family(), TARGET, coupling="naive"), TypeError, r"callable.*got 'naive'"),
     "elbo: a seed": (lambda: vi.elbo(family(), TARGET, generator=0), TypeError, r"torch\.Generator, got int"),

@@ -106,18 +106,19 @@ class PosteriorBase(nn.Module):
             )
 
     @contextmanager
-    def network_mode(self) -> Iterator[None]:
-        """Inside, the network is in eval mode but for what `dropout` and `batch_norm` ask; afterwards as it was."""
-        before = [(module, module.training) for module in self.net.modules()]
-        try:
-            for module, _ in before:
-                active = isinstance(module, _DROPOUTS) and self.dropout == "on"
-                active = active or (isinstance(module, BATCH_NORMS) and self.batch_norm == "reestimated")
-                module.__dict__["training"] = active  # past nn.Module's own, which takes longer than small networks
-            yield
-        finally:
-            for module, training in before:
-                module.__dict__["training"] = training
+    def network_mode(self) -> Iterator[nn.Module]:
+        """Inside, `model` calls the network in eval mode but for what `dropout` and `batch_norm` ask, in this thread.
+
+        The network itself keeps its mode: what is called, and given here, is a twin that shares its tensors
+        (`networks/twins.py`).
+        """
+        with self.model.twins.borrowed(self._is_active) as twin:
+            yield twin.net
+
+    def _is_active(self, module: nn.Module) -> bool:
+        if self.dropout == "on" and isinstance(module, _DROPOUTS):
+            return True
+        return self.batch_norm == "reestimated" and isinstance(module, BATCH_NORMS)
 
     def loss(
         self,

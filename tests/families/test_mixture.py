@@ -545,3 +545,72 @@ def test_both_modes_are_found_from_any_start():
     both, proportion = found(q, 5.0)
     assert both
     assert abs(proportion - 0.7) <= 0.02
+
+
+# ------------------------------------------------------------------------------------------ ensembles of networks
+
+
+class Normed(nn.Module):
+    """A backbone with batch norm, a frozen layer, and a buffer that is in no file."""
+
+    def __init__(self, offset=0.0):
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+        self.register_buffer("offset", torch.tensor(offset), persistent=False)
+
+    def forward(self, x):
+        return self.frozen(self.head(torch.tanh(self.norm(self.body(x))))) + self.offset
+
+
+def ensemble(count=3):
+    """Networks that differ in what is random alone."""
+    nets = [Normed() for _ in range(count)]
+    for net in nets[1:]:
+        net.frozen.load_state_dict(nets[0].frozen.state_dict())
+    return nets
+
+
+def test_networks_that_share_what_is_not_random_are_an_ensemble():
+    nets, x = ensemble(), torch.randn(5, 2, generator=generator())
+    nets[0].norm.running_mean.fill_(torch.nan)  # NaN is the same as NaN
+    for net in nets:
+        net.norm.running_mean.copy_(nets[0].norm.running_mean)
+    assert len(vi.Mixture.from_networks(nets, vi.MAP()).part) == 3
+    for net in nets:
+        net.norm.running_mean.fill_(0.5)
+    q = vi.Mixture.from_networks(nets, vi.MAP())
+    pred = vi.variationalize(nets[0], vi.likelihoods.Gaussian(1.0), q, num_data=5).predict(x)
+    with torch.no_grad():
+        expected = torch.stack([net.eval()(x) for net in nets])
+    torch.testing.assert_close(pred.outputs, expected)
+
+
+def statistics(nets):
+    nets[1].norm.train()(torch.randn(8, 3, generator=generator()))
+
+
+def unsaved_buffer(nets):
+    nets[2].offset += 1.0
+
+
+def frozen_layer(nets):
+    nn.init.constant_(nets[1].frozen.weight, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "select", "message"),
+    [
+        (statistics, "*", r"norm\.running_mean, norm\.running_var, norm\.num_batches_tracked differ.*Fold batch norms"),
+        (unsaved_buffer, "*", "offset differ: they are not random"),
+        (frozen_layer, "*", r"frozen\.weight differ.*Select these parameters too"),
+        (lambda nets: None, "head.*", r"body\.weight, body\.bias differ.*Select these parameters too"),
+    ],
+    ids=["statistics", "a buffer in no file", "frozen", "not selected"],
+)
+def test_networks_that_differ_in_what_is_not_random_are_refused(change, select, message):
+    """Every part would silently be called with what the first network has."""
+    nets = ensemble()
+    change(nets)
+    with pytest.raises(ValueError, match=message):
+        vi.Mixture.from_networks(nets, vi.MAP(), select=select)

@@ -11,7 +11,8 @@ import structvi as vi
 from structvi import likelihoods as lk
 from structvi.families.mixture import LOGIT_UNIT
 from structvi.predicting.predict import DrawChunks
-from structvi.predicting.predictive import Predictive, normal_mixture_crps
+from structvi.predicting.predictive import Predictive
+from structvi.predicting.quantiles import normal_mixture_crps
 
 NOISE = 0.5
 

@@ -1,10 +1,15 @@
 """Files are written whole or not at all, read back to the bit, and refused in whatever way they are damaged."""
 
+import errno
 import io
 import json
 import os
 import pickle
 import random
+import socket
+import stat
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -14,6 +19,7 @@ from safetensors.torch import save as serialise
 
 from structvi.storing import file as checkpoint
 from structvi.storing.file import CheckpointError, digest, read, write
+from structvi.storing.header import CONTAINERS, HEADER, NESTING
 
 TENSORS = {
     "family.mean": torch.arange(12.0).reshape(3, 4) / 7,
@@ -48,6 +54,11 @@ def header_and_payload(data):
 def assemble(header, payload):
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + payload
+
+
+def assemble_text(text, payload, encoding="utf-8"):
+    data = text.encode(encoding)
+    return len(data).to_bytes(8, "little") + data + payload
 
 
 # What is written is what is read
@@ -104,6 +115,37 @@ def test_digest_sees_names_dtypes_shapes_and_values():
     ]
     assert len({digest(tensors) for tensors in [one, *others]}) == 6
     assert digest({"a": torch.zeros(3, 2).T}) == digest(one)
+
+
+def test_what_would_not_be_read_is_not_written(tmp_path):
+    deep = None
+    for _ in range(NESTING):
+        deep = [deep]
+    with pytest.raises(ValueError, match=rf"cannot write .* more than {NESTING} lists and objects in each other"):
+        write(tmp_path / "x", {}, {"deep": deep})
+    with pytest.raises(ValueError, match=rf"its description takes 100000\d+ bytes, at most {HEADER} are read"):
+        write(tmp_path / "x", {}, {"long": "x" * HEADER})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_within_the_bounds_is_read(tmp_path):
+    deep = "bottom"
+    for _ in range(NESTING - 2):  # and the description itself, and what is written around it
+        deep = [deep]
+    description = {"deep": deep, "[{": '"]}\\', "many": [[]] * 100_000}
+    write(tmp_path / "x", {}, description)
+    assert read(tmp_path / "x") == ({}, description)
+
+
+def test_booleans_are_zero_or_one(path):
+    """Of a file with the right hash: what torch does with other bytes is undefined."""
+    data = torch.tensor([0, 2, 1], dtype=torch.uint8)
+    sha = checkpoint._digest({"mask": data.view(torch.bool)}, {})
+    entry = {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]}
+    envelope = json.dumps({"description": {}, "format": 1, "sha256": sha}, separators=(",", ":"))
+    path.write_bytes(assemble({"__metadata__": {"structvi": envelope}, "mask": entry}, data.numpy().tobytes()))
+    with pytest.raises(CheckpointError, match="boolean tensor has bytes that are neither 0 nor 1"):
+        read(path)
 
 
 @pytest.mark.parametrize("tensors", [{"x": 1.0}, {"x": torch.eye(2).to_sparse()}])
@@ -176,6 +218,199 @@ def test_a_directory_that_is_not_there(tmp_path):
         write(tmp_path / "nowhere" / "x", {}, {})
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_disk_that_takes_no_more_is_named_with_what_is_left(path, monkeypatch, code, old):
+    if not old:
+        path.unlink()
+
+    def full(file, data):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(checkpoint, "_write_bytes", full)
+    left = "the file that was there is untouched" if old else "no file was made"
+    with pytest.raises(OSError, match=f"cannot write {path}: {os.strerror(code)}; {left}") as caught:
+        write(path, {"new": torch.ones(3)}, {})
+    assert caught.value.errno == code
+    assert [file.name for file in path.parent.iterdir()] == [path.name] * old
+
+
+LIMITED = """
+import resource, signal, sys, torch
+from structvi.storing.file import write
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write(sys.argv[1], {"x": torch.zeros(1_000_000)}, {})
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_limit_on_the_size_of_files(path):
+    said = run(LIMITED, path)
+    assert f"cannot write {path}: File too large; the file that was there is untouched" in said
+    assert read(path)[1] == DESCRIPTION
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def run(code, *arguments):
+    """What a process of its own prints."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# Links stay links, and what is no file is left alone
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_its_target_is_written(path, tmp_path, there):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    target = elsewhere / "target"
+    if there:
+        path.rename(target)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to("elsewhere/target")
+    second.symlink_to(first)
+    write(second, {"new": torch.ones(3)}, {"new": True})
+    assert first.is_symlink()
+    assert second.is_symlink()
+    assert not target.is_symlink()
+    for name in (first, second, target):
+        assert read(name)[1] == {"new": True}
+    assert [file.name for file in elsewhere.iterdir()] == ["target"]
+
+
+def test_a_fault_leaves_what_a_link_leads_to(path, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    monkeypatch.setattr(checkpoint, "_rename", lambda *names: (_ for _ in ()).throw(OSError(5, "injected")))
+    with pytest.raises(OSError, match=r"cannot write .*link: injected; the file that was there is untouched"):
+        write(link, {"new": torch.ones(3)}, {})
+    assert link.is_symlink()
+    assert read(path)[1] == DESCRIPTION
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([path.name, "link"])
+
+
+def special(kind, path):
+    """A file that is none; skips where the system makes none."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's name may have 100 letters
+        try:
+            socket.socket(socket.AF_UNIX).bind(path.name)
+        finally:
+            os.chdir(here)
+    elif kind == "link to a device":
+        path.symlink_to("/dev/null")
+    elif kind == "link to an endless device":
+        path.symlink_to("/dev/zero")
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only the superuser makes devices")
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    else:
+        path.mkdir()
+
+
+SPECIAL = {
+    "pipe": "it is a pipe",
+    "socket": "it is a socket",
+    "device": "it is a device",
+    "link to a device": "it is a device",
+    "link to an endless device": "it is a device",
+    "link to itself": "Too many levels of symbolic links",
+    "directory": "it is a directory",
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the socket
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_not_written(tmp_path, kind):
+    path = tmp_path / "x"
+    special(kind, path)
+    before = os.lstat(path)
+    with pytest.raises(OSError, match=f"cannot write {path}: {SPECIAL[kind]}"):
+        write(path, TENSORS, {})
+    after = os.lstat(path)
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+READ = """
+import resource, sys
+from structvi.storing.file import CheckpointError, read
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+with open("/proc/self/statm") as file:
+    limit = int(file.read().split()[0]) * resource.getpagesize() + 2**28
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for path in sys.argv[1:]:
+    try:
+        read(path)
+    except CheckpointError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
+def test_what_is_no_file_is_not_read_and_does_not_block(tmp_path):
+    paths = {}
+    for kind in SPECIAL:
+        path = tmp_path / kind
+        if kind != "device" or os.geteuid() == 0:
+            special(kind, path)
+            paths[kind] = path
+    command = [sys.executable, "-c", READ, *map(str, paths.values())]
+    # nothing is waited for: the time limit is there for a pipe that blocks
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert [line.startswith("cannot read") for line in done.stdout.splitlines()] == [True] * len(paths)
+    for (kind, path), line in zip(paths.items(), done.stdout.splitlines(), strict=True):
+        assert f"{path}: {SPECIAL[kind]}" in line
+
+
+def sparse(path, start, size):
+    """A file of this size with these bytes at its start, which takes no place on the disk."""
+    with open(path, "wb") as file:
+        file.write(start)
+        file.truncate(size)
+
+
+def claims(size):
+    """The start of a file whose header speaks of one tensor of so many bytes, and is right otherwise."""
+    envelope = '{"description":{},"format":1,"sha256":"' + "0" * 64 + '"}'
+    entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    return assemble({"__metadata__": {"structvi": envelope}, "x": entry}, b"")
+
+
+GB = 10**9
+LARGE = {
+    "zeros": (b"", 200 * GB, "header does not fit"),
+    "a header of 5 GB": ((5 * GB).to_bytes(8, "little") + b"{", 6 * GB, "its header has 5000000000 bytes, at most"),
+    "5 GB behind the tensors": (claims(400) + b"\0" * 400, 5 * GB, "speaks of 400 bytes of tensors, it has 49999"),
+    "200 GB that the header speaks of": (claims(200 * GB), len(claims(200 * GB)) + 200 * GB, "bytes of tensors"),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
+def test_large_files_are_refused_in_little_memory(tmp_path):
+    try:
+        for name, (start, size, _) in LARGE.items():
+            sparse(tmp_path / name, start, size)
+    except OSError:
+        pytest.skip("no files of this size here")
+    lines = run(READ, *(tmp_path / name for name in LARGE)).splitlines()
+    for (name, (*_, message)), line in zip(LARGE.items(), lines, strict=True):
+        assert str(tmp_path / name) in line
+        assert message in line
+
+
 # Damage
 
 
@@ -228,6 +463,28 @@ def header_variants(data):
         changes += [{"data_offsets": None}, {"shape": [*entry["shape"], 1]}]
         for change in changes:
             yield f"{name}: {change}", assemble({**header, name: {**entry, **change}}, payload)
+        size = len(payload) + 10**12
+        yield f"{name}: 10^12 bytes", assemble({**header, name: {**entry, "data_offsets": [0, size]}}, payload)
+        yield f"{name}: more said", assemble({**header, name: {**entry, "stride": [1]}}, payload)
+        yield f"{name}: no entry", assemble({**header, name: None}, payload)
+        yield f"{name}: digits", assemble({**header, name: {**entry, "shape": [10**400]}}, payload)
+        yield f"{name}: true", assemble({**header, name: {**entry, "shape": [True]}}, payload)
+        yield f"{name}: empty and vast", assemble({**header, name: {**entry, "shape": [0, 2**62, 2**62]}}, payload)
+    overlapping = {name: {**header[name], "data_offsets": header[names[0]]["data_offsets"]} for name in names}
+    yield "overlapping", assemble({**header, **overlapping}, payload)
+    moved = {n: {**header[n], "data_offsets": [8 + x for x in header[n]["data_offsets"]]} for n in names}
+    yield "a gap before the first", assemble({**header, **moved}, b"\0" * 8 + payload)
+    text = json.dumps(header)
+    twice = text[:-1] + f', "{names[0]}": {json.dumps(header[names[0]])}' + "}"
+    yield "a tensor twice", len(twice).to_bytes(8, "little") + twice.encode() + payload
+    yield "digits", assemble_text(text[:-1] + ', "x": ' + "1" * 5000 + "}", payload)
+    yield "a key of half a letter", assemble({**header, "\ud800": header[names[0]]}, payload)
+    yield "UTF-16", assemble_text(text, payload, "utf-16-le")
+    yield "version true", with_envelope({**envelope, "format": True})
+    yield "version 1.0", with_envelope({**envelope, "format": 1.0})
+    deep = "[" * NESTING + "]" * NESTING
+    yield "nested", assemble_text(text[:-1] + f', "x": {deep}' + "}", payload)
+    yield "many", assemble_text(text[:-1] + ', "x": [' + "[]," * CONTAINERS + "0]}", payload)
     yield "not an object", assemble([header], payload)
     yield "deep", (100_000).to_bytes(8, "little") + b'{"a":' * 20_000 + payload
     yield "nan shape", assemble({**header, names[0]: {**header[names[0]], "shape": float("nan")}}, payload)

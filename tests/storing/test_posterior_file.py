@@ -1,10 +1,14 @@
 """A posterior that was saved and loaded predicts the same bits; what does not fit is refused by name."""
 
+import base64
 import copy
 import json
 import os
 import pickle
 import random
+import subprocess
+import sys
+import zlib
 
 import pytest
 import torch
@@ -14,7 +18,9 @@ from torch import nn
 import structvi as vi
 from structvi.predicting.predict import predict
 from structvi.storing import file as checkpoint
-from structvi.storing.describe import OfYourOwn, decode, encode
+from structvi.storing.describe import DEPTH, OfYourOwn, check, decode, encode
+from structvi.storing.describe import FAMILIES as MOST_FAMILIES
+from structvi.storing.implied import tensors_of_family
 
 FAMILIES = {
     "MAP": lambda: vi.MAP(),
@@ -26,6 +32,7 @@ FAMILIES = {
     "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")], common_noise=False),
     "Blocks": lambda: vi.Blocks({"*": vi.MAP(), "0.*": vi.StructuredNormal(rank=2)}),
     "Blocks of others": lambda: vi.Blocks({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
+    "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),
     "Mixture of blocks": lambda: vi.Mixture(vi.Blocks({"2.*": vi.MeanField(), "0.*": vi.StructuredPrecision(rank=1)})),
     "MCDropout": lambda: vi.MCDropout(keep=0.7, per="input", exempt=["*bias", "2.*"]),
     "FittedDropout": lambda: vi.FittedDropout(prior_keep=0.8, per="output"),
@@ -153,6 +160,28 @@ def test_every_likelihood_is_rebuilt(tmp_path, name):
     assert loaded.space.names == posterior.space.names
     assert_same_bits(outputs(loaded, x), outputs(posterior, x))
     assert_same_bits([loss(loaded, (x, t))], [loss(posterior, (x, t))])
+
+
+def test_a_file_of_an_earlier_version_loads(tmp_path):
+    """`vi.MAP()` over `network()`, as the version before the rooms saved it."""
+    (tmp_path / "q").write_bytes(zlib.decompress(base64.b85decode(EARLIER)))
+    loaded = vi.load(tmp_path / "q", network())
+    assert torch.equal(loaded.family.point, checkpoint.read(tmp_path / "q")[0]["family.point"])
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "q").read_bytes()
+
+
+EARLIER = (
+    "c-n<i&ui2`6z;);7f)Wr!-$^3l4Lj8-KxPK;6YI;T0Assc$-X`VP`X8GTGXe6$L>=3PSHi@YsVC>Y>=ggB0{6lqz@-"
+    "kCuX`{sYb=YgrF&a|rX^oA-U+dvD&<iK+5iMxNKl0s;`=d1!hWrGjU^7!Wj#mR%I!)aN7-gvG9mx~L1nkGz=izO-Ewa<+tJNOO@NVZWC!5(^J}"
+    "K?b0bQh6%`nqqk&;4ER8DDzktmPvR3G=mZRoQoh6Oa|hN(&{HEMV3&k!b%VE6~J6)ScW^pjsyvzPv~N$PvPO}__vY@`S#Tr2`t?tCV~K!WkXzQ"
+    "@iWeGEMbS8;ZVUbz5qNJQyxJYVO2^gN!pkO6~~w!7xhRSl!ysS1?GhDvPMdJn39OG;24S5LEw4Di4U}r>QhKlZvm6}NQ}{wdD(yLNjCgw<Q++m"
+    "v%aTBDZPd%?W7Vhk@b$8CD56XTs7iFFN9dak9B}z;Nx~GH7YctrjMvO!~yI7+ZBnf*DCoH^!O-"
+    "`&X!g$+b0<JqgqHAh`Q+_HQN%POCX(;J|WpWp54?Y102I{{wMk9DfL0M!caYnz_jf0f!Mm$uo~D7yCIm(AcU4}K?D1?jvHZH55NlQy3uSJzHPP"
+    "Jw%Kg8Ti9-efezi4yer=-8fv45Un`eR?QS3z6D$|^M%_f3;#1aK-Rx+nTyVK{DHf^p>6&4-"
+    "q{jU>EALOQt~rly9TuNoelIpQ{o>w>v(A;?#qA|HaIXEho9`xPoV9hcIOy%?dHvLfZ#y50XYbPDWaI6nl`Z0g4>z3M@KZsyo)ph#FE~@@3TJb;"
+    "o&SEY?qsi5b7Sx7<-z?g4kdd<e*RT4`}0?R_|z<Je%*2Y0J1iplK"
+)
 
 
 def test_learned_noise_keeps_its_precision(tmp_path):
@@ -425,6 +454,85 @@ def test_functions_and_other_classes_are_not_described(value):
         encode(value)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tensors_of_a_family_are_known_before_it_is_made(name):
+    likelihoods = [vi.likelihoods.Categorical()]
+    if name not in ("Blocks of others", "Mixture of blocks"):  # which have no block for the noise
+        likelihoods.append(vi.likelihoods.Gaussian("random"))
+    for likelihood in likelihoods:
+        posterior = vi.variationalize(network(), likelihood, FAMILIES[name](), num_data=12)
+        expected = {name: tuple(tensor.shape) for name, tensor in posterior.family.state_dict().items()}
+        assert tensors_of_family(encode(posterior.family), posterior.space) == expected
+
+
+def nested(depth, components=1):
+    value = encode(vi.MeanField())
+    for _ in range(depth - 1):
+        value = {"structvi": ["Mixture", {"part": value, "components": components}]}
+    return value
+
+
+def test_families_are_counted_before_they_are_made():
+    assert sum(1 for _ in decode(nested(DEPTH), "family").families()) == DEPTH
+    check(nested(2, MOST_FAMILIES - 1))
+    for value in (nested(DEPTH + 1), nested(DEPTH + 1, 2)):
+        with pytest.raises(ValueError, match=f"more than {DEPTH} families or priors in each other"):
+            decode(value)
+    # with 10^9 parts at each of 8 levels: counted, not made
+    for value in (nested(2, MOST_FAMILIES), nested(DEPTH, 10**9), nested(5, 10)):
+        with pytest.raises(ValueError, match=f"more than {MOST_FAMILIES} families in all"):
+            decode(value)
+
+
+def test_a_family_that_could_not_be_loaded_is_not_saved(tmp_path):
+    family = vi.MeanField()
+    for _ in range(DEPTH):
+        family = vi.Mixture(family, components=1)
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), family, num_data=12)
+    with pytest.raises(ValueError, match=f"the family cannot be saved, .* more than {DEPTH} families"):
+        posterior.save(tmp_path / "q")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1], "expected a number, a text or an object with one entry"),
+        ({"a": 1, "b": 2}, "expected a number, a text or an object with one entry"),
+        ({"list": 1}, "expected a list"),
+        ({"frozenset": ["a", 1]}, "expected names in a set"),
+        ({"dict": [[1]]}, "expected pairs of keys and values"),
+        ({"dict": [["a", 1], ["a", 2]]}, "a key is there twice"),
+        ({"dict": [[{"list": []}, 1]]}, "TypeError"),
+        ({"structvi": ["MeanField"]}, "expected a name and what belongs to it"),
+        ({"structvi": ["Linear", {}]}, "no family, likelihood or prior that structvi knows: 'Linear'"),
+        ({"structvi": ["MeanField", {"x": 1}]}, "TypeError.*unexpected keyword argument 'x'"),
+        ({"structvi": ["SumPrior", {"priors": {"list": [encode(vi.likelihoods.Poisson())]}}]}, "expected a prior, got"),
+        ({"structvi": ["Mixture", {"part": encode(vi.NormalPrior())}]}, "expected a family, got the prior NormalPrior"),
+        ({"structvi": ["NormalPrior", {"scale": float("inf")}]}, "a number that is not finite"),
+        ({"structvi": ["StructuredNormal", {"rank": 10**400}]}, "a whole number beyond 64 bits"),
+        (
+            {"structvi": ["Mixture", {"part": encode(vi.MAP()), "components": True}]},
+            "components must be None or an int",
+        ),
+        ({"structvi": ["MCDropout", {"exempt": "x" * 1_000_001}]}, "more than 1000000 letters"),
+        ({"distribution": ["Chi2", {"df": 1.0}]}, "no distribution that structvi knows"),
+        ({"distribution": ["Normal", {"loc": 0.0}]}, "Normal has the arguments"),
+        (
+            {"distribution": ["Normal", {"loc": encode(torch.zeros(2, 1)), "scale": encode(torch.ones(2))}]},
+            "the arguments of Normal differ in shape",
+        ),
+        ({"tensor": ["torch.float8", 1.0]}, "no dtype that structvi knows"),
+        ({"tensor": ["torch.float32", {"list": ["x"]}]}, "expected numbers in a tensor"),
+        ({"tensor": ["torch.float32", {"list": [1.0, {"list": []}]}]}, "Error|expected"),
+        ({"__class__": ["x", {}]}, "there is no place for"),
+    ],
+)
+def test_what_describes_nothing_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        decode(value)
+
+
 # Refusals
 
 
@@ -515,3 +623,200 @@ def test_damaged_posteriors_are_refused_and_leave_the_network_alone(tmp_path):
     assert not trap.exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     vi.load(path, net)  # the whole one still loads
+
+
+# What a file with the right hash may say, and what is said of it
+
+
+def with_part(part, value):
+    return lambda tensors, description: (tensors, {**description, part: {"value": encode(value)}})
+
+
+def with_field(field, value):
+    return lambda tensors, description: (tensors, {**description, field: value})
+
+
+def with_tensor(name, change):
+    return lambda tensors, description: ({**tensors, name: change(tensors[name].clone())}, description)
+
+
+def with_value(value, at=0):
+    def change(tensor):
+        tensor.view(-1)[at] = value
+        return tensor
+
+    return change
+
+
+def with_evaluation(index, value):
+    def change(tensors, description):
+        evaluation = list(description["evaluation"])
+        evaluation[index] = value
+        return tensors, {**description, "evaluation": evaluation}
+
+    return change
+
+
+def choices(value, last=None):
+    return encode(({(("outputs", frozenset(), (False,)), "cpu", False): value}, last))
+
+
+BAD = {
+    "a likelihood as the prior": (with_part("prior", vi.likelihoods.Poisson()), "expected a prior, got the likelihood"),
+    "a family as the prior": (with_part("prior", vi.MeanField()), "expected a prior, got the family MeanField"),
+    "a prior as the likelihood": (with_part("likelihood", vi.NormalPrior()), "expected a likelihood, got the prior"),
+    "a prior as the family": (with_part("family", vi.NormalPrior()), "expected a family, got the prior NormalPrior"),
+    "a distribution as the prior": (with_part("prior", td.Normal(0.0, 1.0)), "expected a family, likelihood or prior"),
+    "a number as the family": (with_part("family", 3), "expected a family, likelihood or prior, got 3"),
+    "another prior": (with_part("prior", vi.NormalPrior({"zzz": 1.0})), "no pattern of"),
+    "another prior in a sum": (with_part("prior", vi.NormalPrior() + vi.LaplacePrior({"zzz": 1.0})), "no pattern of"),
+    "another rank": (
+        with_part("family", vi.StructuredNormal(rank=3)),
+        r"factor: .*, 2\] in the file, .*, 3\] here",
+    ),
+    "a rank of 10^9": (with_part("family", vi.StructuredNormal(rank=10**9)), r"1000000000\] here"),
+    "another family": (with_part("family", vi.FullNormal()), "extra: log_diagonal"),
+    "a mixture": (with_part("family", vi.Mixture(vi.MAP(), components=4)), r"extra: raw_logits \[4\]"),
+    "no field": (lambda tensors, d: (tensors, {k: v for k, v in d.items() if k != "held"}), "expected the fields"),
+    "another field": (with_field("more", 1), "expected the fields"),
+    "N = 10^400": (with_field("num_data", 10**400), "num_data must be null or a number of observations, got 1000"),
+    "N = 2^63": (with_field("num_data", 2**63), "num_data must be null or a number of observations"),
+    "N = -1": (with_field("num_data", -1), "num_data must be null or a number of observations, got -1"),
+    "N = 0": (with_field("num_data", 0), "num_data must be null or a number of observations, got 0"),
+    "N = true": (with_field("num_data", True), "num_data must be null or a number of observations, got True"),
+    "N = 12.0": (with_field("num_data", 12.0), "num_data must be null or a number of observations, got 12.0"),
+    "N = NaN": (with_field("num_data", float("nan")), "num_data must be null or a number of observations, got nan"),
+    "dropout": (with_field("dropout", "maybe"), "unknown dropout or batch_norm"),
+    "batch norm": (with_field("batch_norm", ["frozen"]), "unknown dropout or batch_norm"),
+    "forward = 1": (with_field("forward", 1), "forward must be true or false, got 1"),
+    "checkpointed = 0": (
+        with_field("checkpoint_activations", 0),
+        "activations must be true or false, got 0",
+    ),
+    "hashes of others": (with_field("hashes", {"x": "0" * 64}), "a hash for each tensor that is not random"),
+    "no random tensors": (with_field("random", {"dict": []}), "expected random tensors"),
+    "a shape of -1": (with_field("random", encode({"0.bias": ((-1,), "torch.float32")})), "a tensor's shape and dtype"),
+    "a shape of 1.5": (with_field("held", encode({"x": ((1.5,), "torch.float32")})), "a tensor's shape and dtype"),
+    "a dtype of 3": (with_field("random", encode({"0.bias": ((4,), 3)})), "a tensor's shape and dtype"),
+    "the mode": (with_evaluation(0, "fast"), 'evaluation must be "auto", "vmap" or "loop"'),
+    "a chunk of 0": (with_evaluation(1, 0), "chunk must be None or an integer ≥ 1, got 0"),
+    "a chunk of 10^400": (with_evaluation(1, 10**400), "a whole number beyond 64 bits"),
+    "a chunk of true": (with_evaluation(1, True), "chunk must be None or an integer ≥ 1, got True"),
+    "deterministic = 1": (with_evaluation(2, 1), "deterministic must be true, false or null, got 1"),
+    "a record of 3": (with_evaluation(3, 3), "TypeError"),
+    "a record of nothing": (with_evaluation(3, encode(())), "not enough values"),
+    "a record of classes": (
+        with_evaluation(3, encode(({1: vi.MAP()}, None))),
+        "expected no object, got the family",
+    ),
+    "a way of no kind": (with_evaluation(3, choices(("fast", "", 1))), "expected a choice"),
+    "a choice without a reason": (with_evaluation(3, choices(("vmap", 3, 1))), "expected a choice"),
+    "a choice of -1 draws": (with_evaluation(3, choices(("vmap", "", -1))), "expected a choice"),
+    "a choice of 10^30 draws": (with_evaluation(3, choices(("vmap", "", 10**30))), "a whole number beyond 64 bits"),
+    "a last choice of nothing": (with_evaluation(3, choices(("vmap", ""), ("loop", "", 1, 2))), "expected a choice"),
+    "a key of no kind": (with_evaluation(3, encode(({"cpu": ("vmap", "", 1)}, None))), "choices between vmap and loop"),
+    "a mean of NaN": (with_tensor("family.mean", with_value(float("nan"))), "values that are not finite in mean"),
+    "a mean of inf": (with_tensor("family.mean", with_value(float("inf"), -1)), "values that are not finite in mean"),
+    "a scale of NaN": (with_tensor("family.log_scale", with_value(float("nan"))), "not finite in log_scale"),
+    "a scale of exp(100)": (with_tensor("family.log_scale", with_value(100.0)), "log_scale goes up to 100"),
+    "a factor of -inf": (with_tensor("family.factor", with_value(float("-inf"))), "not finite in factor"),
+    "a unit of 0": (with_tensor("family.unit", with_value(0.0)), "scales that are not positive in unit"),
+    "a noise of NaN": (with_tensor("likelihood.log_noise", with_value(float("nan"))), "the likelihood has values"),
+    "a mean in float16": (
+        with_tensor("family.mean", torch.Tensor.half),
+        "must be in torch.float32, but .*float16",
+    ),
+    "a mean in bfloat16": (with_tensor("family.mean", torch.Tensor.bfloat16), "mean in torch.bfloat16"),
+    "a mean in float64": (with_tensor("family.mean", torch.Tensor.double), "mean in torch.float64"),
+    "a mean in int64": (with_tensor("family.mean", torch.Tensor.long), "mean in torch.int64"),
+    "a mean in complex64": (with_tensor("family.mean", lambda t: t.to(torch.complex64)), "mean in torch.complex64"),
+    "a noise in int32": (with_tensor("likelihood.log_noise", torch.Tensor.int), "log_noise in torch.int32"),
+    "a mean of no element": (with_tensor("family.mean", lambda t: t[:0]), r"mean: \[0\] in the file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_said_of_a_file_with_the_right_hash(tmp_path, name):
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2), num_data=12)
+    path, net = tmp_path / "q", normalised(seed=1)
+    posterior.save(path)
+    change, message = BAD[name]
+    checkpoint.write(path, *change(*checkpoint.read(path)))
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(vi.CheckpointError, match=message) as caught:
+        vi.load(path, net)
+    assert str(path) in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_parts_of_your_own_have_the_numbers_that_were_saved(tmp_path):
+    path = tmp_path / "q"
+    vi.variationalize(network(), vi.likelihoods.Categorical(), Heavy(), num_data=12).save(path)
+    tensors, description = checkpoint.read(path)
+    checkpoint.write(path, {**tensors, "family.loc": tensors["family.loc"].long()}, description)
+    with pytest.raises(ValueError, match=r"the family \(Heavy\) has other kinds of numbers than were saved, in loc"):
+        vi.load(path, network(), family=Heavy())
+    with pytest.raises(TypeError, match=r"family must be a family such as MeanField\(\), got 3"):
+        vi.load(path, network(), family=3)
+
+
+def test_a_network_in_half_precision_has_a_posterior_in_it(tmp_path):
+    """float16 is refused where the network is in float32, not where it is the network's own."""
+    posterior = vi.variationalize(network(torch.bfloat16), vi.likelihoods.Gaussian("point"), vi.MeanField(), num_data=9)
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(torch.bfloat16, seed=1))
+    assert_same_bits([*loaded.family.state_dict().values()], [*posterior.family.state_dict().values()])
+
+
+def fitted(folder):
+    posterior = vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), num_data=12)
+    posterior.fit([data()], epochs=1, checkpoint=folder, progress=False)
+    (path, *_) = folder.glob("fit-*.safetensors")
+    return path.read_bytes()
+
+
+NOT_A_POSTERIOR = {
+    "missing": (lambda path: None, "cannot read .*: No such file or directory"),
+    "empty": (lambda path: path.write_bytes(b""), "is empty"),
+    "a directory": (lambda path: path.mkdir(), "cannot read .*: it is a directory, not a file"),
+    "a pipe": (os.mkfifo, "cannot read .*: it is a pipe, not a file"),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps([1.0] * 99)), "looks like a pickle or a zip"),
+    "torch.save": (lambda path: torch.save(torch.ones(3), path), "looks like a pickle or a zip"),
+    "a checkpoint": (lambda path: path.write_bytes(fitted(path.parent)), "is a checkpoint of a fit, not a posterior"),
+    "another kind": (lambda path: checkpoint.write(path, {}, {"kind": "x" * 99}), "holds no posterior: .* kind 'xxx"),
+    "no kind": (lambda path: checkpoint.write(path, {}, {}), "holds no posterior: its description is of kind None"),
+    "text": (lambda path: path.write_text("import os\n" * 50), "no safetensors file"),
+    "a zero byte": (lambda path: None, "cannot read"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_POSTERIOR)
+def test_what_is_said_of_what_is_no_posterior(tmp_path, name):
+    path = tmp_path / "q"
+    make, message = NOT_A_POSTERIOR[name]
+    make(path)
+    with pytest.raises(vi.CheckpointError, match=message):
+        vi.load(f"{path}\0" if name == "a zero byte" else path, network())
+
+
+DENIED = """
+import os, sys
+import structvi as vi
+from torch import nn
+net = nn.Linear(3, 2)
+if os.geteuid() == 0:
+    os.seteuid(65534)
+try:
+    vi.load(sys.argv[1], net)
+except vi.CheckpointError as error:
+    print(error)
+"""
+
+
+def test_what_is_said_of_a_file_that_may_not_be_read(tmp_path):
+    path = tmp_path / "q"
+    vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), num_data=12).save(path)
+    path.chmod(0)
+    command = [sys.executable, "-c", DENIED, str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == f"cannot read {path}: Permission denied\n"

@@ -239,6 +239,8 @@ def test_mixture_from_networks():
         torch.testing.assert_close(part.mean.detach(), values(net))
     posterior = bayes(q, nets[0])
     assert posterior.fit(loader(), steps=20, progress=False).steps == 20
+    for net in nets[1:]:  # heads of one backbone
+        net[0].load_state_dict(nets[0][0].state_dict())
     heads = vi.Mixture.from_networks(nets, part=vi.MAP(), select="2.*")
     assert heads.space.names == ("2.weight", "2.bias")
     with pytest.raises(ValueError, match='initial_mean="current"'):

@@ -59,7 +59,7 @@ def test_several_batches_share_a_step():
     generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)]
     adam = Adam(several.parameters(), lr=0.01, factors=several.family.factors())
     step = Step(several, adam, generators[0])
-    outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], shares=(1.0, 1.0), temperature=0.5)
+    outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], weights=(0.5, 0.5), temperature=0.5)
     loss = sum(
         one.loss(batch, temperature=0.5, generator=generators[1]) / 2 for batch in ((X[:6], T[:6]), (X[6:], T[6:]))
     )

@@ -1,25 +1,60 @@
-"""Code that draws from torch's global streams, run without touching the user's."""
+"""Code that draws from torch's global streams, run without touching the user's, by one thread at a time."""
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+
+_LOCK = threading.RLock()
+
+
+def alone() -> AbstractContextManager[Any]:
+    """Inside, no other thread is: for what all threads share, the global streams and networks without a twin.
+
+    Example:
+        >>> with alone(), alone():  # a thread may enter again
+        ...     pass
+    """
+    return _LOCK
+
+
+def _in_a_child() -> None:
+    """A process that was forked while another thread was inside would wait for ever."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_in_a_child)
+
+
+def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[int]:
+    """So many seeds, from the global stream where there is no generator."""
+    if generator is not None:
+        return torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
+    with alone():  # not from what another thread has borrowed
+        return torch.randint(2**62, (count,)).tolist()
 
 
 @contextmanager
 def borrowed_stream(generator: torch.Generator | None = None, rank: int = 0) -> Iterator[None]:
-    """Inside, the global streams are seeded from `generator`; afterwards they are as they were.
+    """Inside, the global streams are seeded from `generator`, for this thread alone; afterwards they are as they were.
 
     Without a generator the seed comes from the global stream, which advances by that one number. Ranks with a common
     generator get streams of their own: dropout and augmentation differ between them.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
-    device = None if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for index in devices:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        yield
+    with alone():
+        device = None if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(seed)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(seed)
+            yield

@@ -63,7 +63,7 @@ class Problem:
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
-    def mode(self) -> AbstractContextManager[None]:
+    def mode(self) -> AbstractContextManager[object]:
         """The network's mode during a call."""
         return nullcontext() if self.posterior is None else self.posterior.network_mode()
 

@@ -5,10 +5,10 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..families.family import Family
-from ..models.batch import observations
+from ..models.batch import observations, rows
 from ..objective import Estimate, NonFiniteError
 from .collectives import LostRankError, all_gather, all_reduce, collective, from_rank_0, sum_gradients
 
@@ -32,9 +32,19 @@ class Splits(Protocol):
         """Whether every batch can be split into parts."""
         ...
 
-    def share(self, index: int) -> float:
-        """This rank's part of a batch of the epoch over the whole of it."""
+    def rows_of(self, index: int) -> tuple[int, int]:
+        """Observations of a batch of the epoch: this rank's, and all ranks'."""
         ...
+
+
+class Taken(NamedTuple):
+    """The batches of one step."""
+
+    batches: list[Any]
+    #: observations of each that count for this rank
+    rows: list[float]
+    #: observations of all of them, on all ranks
+    whole: int
 
 
 class Ranks:
@@ -124,23 +134,27 @@ class Ranks:
 
     # --------------------------------------------------------------------------------------------------- one step
 
-    def take(self, iterator: Iterator[Any], count: int, batches: Splits, index: int) -> tuple[list[Any], list[float]]:
-        """The next `count` batches of this rank, and its share B_r/B in the union of each.
+    def take(self, iterator: Iterator[Any], count: int, batches: Splits, index: int) -> "Taken":
+        """The next `count` batches of this rank, with their rows and those of all ranks together.
 
         Where the loader's order is its own, each rank has a loader of its own: an epoch ends for all of them when one
         has no batch left.
         """
         batch = list(islice(iterator, count))
-        if self.size == 1:
-            return batch, [1.0] * len(batch)
         if batches.splits:
-            shares = [batches.share(index + i) for i in range(len(batch))]
-        else:
-            counts = [observations(one) for one in batch] + [0] * (count - len(batch))
-            table = torch.tensor(self.tell(counts), dtype=torch.float64)  # [ranks, count]
-            whole = int((table > 0).all(0).long().cumprod(0).sum())
-            batch, shares = batch[:whole], (table[self.rank] / table.sum(0)).tolist()[:whole]
-        return batch, shares if self.mode == "data" else [1 / self.size] * len(batch)
+            pairs = [batches.rows_of(index + i) for i in range(len(batch))]
+            return self._taken(batch, [own for own, _ in pairs], sum(whole for _, whole in pairs))
+        counts = [rows(one) for one in batch]
+        if self.size == 1:
+            return self._taken(batch, counts, sum(counts))
+        table = torch.tensor(self.tell(counts + [0] * (count - len(batch))))  # [ranks, count]
+        ready = int((table > 0).all(0).long().cumprod(0).sum())
+        union = table[0] if self.mode == "draws" else table.sum(0)
+        return self._taken(batch[:ready], counts[:ready], int(union[:ready].sum()))
+
+    def _taken(self, batch: list[Any], own: Sequence[int], whole: int) -> "Taken":
+        parts = 1 if self.mode != "draws" else self.size  # each draws for all of the batch
+        return Taken(batch, [count / parts for count in own], whole)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
         """Where this rank's draws come from: the common stream, or one of its own that the common one seeds."""

@@ -23,6 +23,7 @@ from .density import Density, Draws, check_draw
 from .family import Family
 from .full import FullNormalDensity
 from .gaussian import Gaussian, kl
+from .held import check_held
 from .numerics.algebra import project, sum_weights
 from .starts import normal
 
@@ -228,7 +229,8 @@ class Mixture(Family):
         """A bound mixture that starts at a trained ensemble: one part at the present values of each network.
 
         Args:
-            networks: of one architecture; variationalize one of them.
+            networks: of one architecture; variationalize one of them. What is not random, buffers and tensors that
+                are not selected, must be the same in all: every part is called with those of that one.
             part: a recipe whose means start at the current values.
             select, exclude: which tensors are random, as in `Parameters.of`.
 
@@ -240,7 +242,10 @@ class Mixture(Family):
         """
         if isinstance(networks, nn.Module) or not networks:
             raise ValueError("from_networks expects a list of at least one network")
-        parts = [part.bind(Parameters.of(net, select, exclude)) for net in networks]
+        spaces = [Parameters.of(net, select, exclude) for net in networks]
+        _check_shared(spaces)
+        check_held(networks, spaces)
+        parts = [part.bind(space) for space in spaces]
         for bound in parts:
             assert bound.space is not None
             if not torch.equal(bound().mean.detach(), bound.space.initial):

@@ -41,8 +41,8 @@ class FixedPredictive(nn.Module):
             values = posterior.model.likelihood_values(theta, fixed)
             random = posterior.space.without(fixed).unravel(theta)
             own = set(posterior.model.likelihood_names)
-            with posterior.network_mode():
-                self.net = copy.deepcopy(posterior.net).requires_grad_(False)
+            with posterior.network_mode() as net:
+                self.net = copy.deepcopy(net).requires_grad_(False)
             for name, parameter in self.net.named_parameters():
                 if name in fixed:
                     parameter.copy_(fixed[name])

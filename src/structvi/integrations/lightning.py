@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from ..basics.checks import check_fraction
 from ..couplings import Coupling, paired
 from ..front_door import Posterior
+from ..models.batch import rows
 from ..objective import Estimate, Estimator
 from ..posterior import PosteriorBase
 from ..result import Status
@@ -92,6 +93,7 @@ class BayesianModule(LightningModule):
         self.lr, self.warmup, self.kl_warmup = lr, warmup, kl_warmup
         self.options: dict[str, Any] = {"groups": groups, "coupling": coupling, "estimator": estimator}
         self.draws, self.reference = draws, reference
+        self._rows, self._batches = 0, 0
         # the network's own tensors get no gradient, and DistributedDataParallel would wait for one
         own = {**dict(posterior.net.named_parameters()), **dict(posterior.net.named_buffers())}
         self._ddp_params_and_buffers_to_ignore = [f"posterior.model.net.{name}" for name in own]
@@ -116,7 +118,7 @@ class BayesianModule(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family.factors())
         steps = int(self.trainer.estimated_stepping_batches)
-        schedule = Schedule(optimizer, None, round(self.warmup * steps), steps)
+        schedule = Schedule(optimizer, None, self.warmup, steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -130,6 +132,7 @@ class BayesianModule(LightningModule):
         with self._mixed_precision():
             terms = self.posterior.terms(batch, **self.options)
         loss = -(terms.fit - self.temperature * terms.complexity).mean() / self.posterior.model.num_data
+        loss = loss * self._weight(batch)
         return {
             "loss": loss,
             "elbo": (terms.fit - terms.complexity).detach(),  # [groups]
@@ -137,6 +140,12 @@ class BayesianModule(LightningModule):
             "temperature": self.temperature,
             "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
         }
+
+    def _weight(self, batch: Any) -> float:
+        """B over the mean of it so far: all observations count the same, those of a short last batch too."""
+        B = rows(batch)
+        self._rows, self._batches = self._rows + B, self._batches + 1
+        return B * self._batches / self._rows
 
     def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
         self._evaluate(batch, "val")

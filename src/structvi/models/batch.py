@@ -1,9 +1,10 @@
 """A batch as inputs and target, and how many observations it has."""
 
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
@@ -35,6 +36,20 @@ def arguments_of(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
+def check_keywords(net: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Entries of a dict batch that the network's forward does not take are named before torch does."""
+    known = signature(net.forward).parameters
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    strange = [key for key in keywords if key not in known]
+    if strange:
+        raise ValueError(
+            f"the batch is a dict with the inputs {list(keywords)}, which are passed to the network by name, and its "
+            f"forward({', '.join(known)}) does not take {strange}: give variationalize a function forward=, such as "
+            'lambda net, batch: (net(batch["image"]), batch["label"])'
+        )
+
+
 def batch_size(target: Any) -> int:
     """B: the number of rows of a target t, or of t in (t, mask)."""
     if isinstance(target, tuple | list) and len(target) == 2:
@@ -51,3 +66,15 @@ def observations(batch: Any) -> int:
     if not tensors:
         raise TypeError(f"cannot tell how many observations are in a batch without tensors: {type(batch).__name__}")
     return tensors[0].shape[0]
+
+
+def rows(batch: Any) -> int:
+    """B as far as a batch tells it: rows of its target, of its first tensor, or one."""
+    try:
+        return batch_size(split_batch(batch)[1])
+    except (TypeError, ValueError):  # of a form that only the user's `forward` knows
+        pass
+    try:
+        return observations(batch)
+    except TypeError:
+        return 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,19 +13,24 @@ from ..basics.checks import is_integer
 from ..families.numerics.algebra import sum_weights
 from ..networks.call import call_network
 from ..networks.mixed_precision import GradientScale, check_precision
-from ..networks.vmap_or_loop import Evaluation, Mode, training_key
+from ..networks.twins import Twins
+from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from .batch import arguments_of, batch_size, split_batch
+from .batch import arguments_of, batch_size, check_keywords, split_batch
 from .likelihoods import Likelihood
 from .priors.base import Prior, SeparablePrior, log_prior
 from .target import NOTHING, check_theta
+
+#: Whether this thread's networks run in full precision, whatever `precision` says.
+_EXACT: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 class BayesianModel(nn.Module):
     """log p(T, θ | X) = (N/B) Σ_batch log p(t | y_θ(x)) + log p(θ) for a network y_θ, unbiased for uniform batches.
 
-    The network is never changed or copied: it is called with the drawn weights in place of its own. Trainable tensors
-    that are not in `parameters` are held at the values the network has.
+    The network is never changed: it is called with the drawn weights in place of its own, and copies of the buffers
+    that a call changes, in a twin that shares its tensors (`networks/twins.py`). Trainable tensors that are not in
+    `parameters` are held at the values the network has.
 
     Args:
         net: the network.
@@ -81,6 +87,8 @@ class BayesianModel(nn.Module):
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
         self.checkpoint_activations = checkpoint_activations
         self._precision: torch.dtype | None = None
+        parts = {"net": net, "likelihood": likelihood}
+        self._twins = {name: Twins(part) for name, part in parts.items() if isinstance(part, nn.Module)}
         #: `torch.func.functional_call` compiled, while a fit asks for it
         self.compiled: Callable[..., Any] | None = None
         #: of the gradients inside a network that runs in float16
@@ -100,6 +108,16 @@ class BayesianModel(nn.Module):
         if own:
             appended = {f"likelihood.{name}": tensor.detach().to(self.space.initial) for name, tensor in own.items()}
             self.space = self.net_space.append(appended, scale=1.0)
+
+    @property
+    def twins(self) -> Twins:
+        """Of the network: with `twins.borrowed(modes)` a thread has one to itself."""
+        return self._twins_of("net", self.net)
+
+    def _twins_of(self, part: str, module: nn.Module) -> Twins:
+        if self._twins[part].original is not module:  # another has been put in its place
+            self._twins[part] = Twins(module)
+        return self._twins[part]
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -177,17 +195,21 @@ class BayesianModel(nn.Module):
             B = batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
-            if own:
-                assert isinstance(self.likelihood, nn.Module)
-                log_prob = functional_call(self.likelihood, own, (output, target))
-            else:
-                log_prob = self.likelihood(output, target)
+            log_prob = self._log_prob(own, output, target)
             if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
                 came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
                 raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
         return self._evaluate(one, theta, fixed), B
+
+    def _log_prob(self, own: Mapping[str, Tensor], output: Any, target: Any) -> Any:
+        """log p(t | y) with these values of the likelihood's random tensors."""
+        if not own:
+            return self.likelihood(output, target)
+        assert isinstance(self.likelihood, nn.Module)
+        with self._twins_of("likelihood", self.likelihood).borrowed() as twin:
+            return functional_call(twin.net, dict(own), (output, target))
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
@@ -203,12 +225,13 @@ class BayesianModel(nn.Module):
         return self._evaluate(one, theta, fixed, "outputs")
 
     def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
-        key = (*what, frozenset(fixed), training_key(self.net))
         single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
         against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
-        return self.evaluation(
-            one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=self._full_precision
-        )
+        with self.twins.borrowed() as twin:
+            key = (*what, frozenset(fixed), twin.modes)
+            return self.evaluation(
+                one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=_full_precision
+            )
 
     def _convolves(self, fixed: Mapping[str, Tensor]) -> bool:
         """Whether a convolution has a kernel for each draw."""
@@ -219,14 +242,6 @@ class BayesianModel(nn.Module):
             if isinstance(module, nn.modules.conv._ConvNd)
             for name, _ in module.named_parameters()
         )
-
-    @contextmanager
-    def _full_precision(self) -> Iterator[None]:
-        before, self._precision = self._precision, None
-        try:
-            yield
-        finally:
-            self._precision = before
 
     def call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
         """Output and target of a batch, for the network with these tensors in place of its own."""
@@ -239,17 +254,30 @@ class BayesianModel(nn.Module):
         inputs, target = split_batch(batch)
         batch_size(target)  # an empty batch is named before the network meets it
         arguments, keywords = arguments_of(inputs)
+        if keywords:
+            check_keywords(self.net, keywords)
         return self._network(random, arguments, keywords), target
 
     def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        return call_network(
-            self.net, random, arguments, keywords,
-            precision=self._precision,
-            scale=self.scale if self._precision == torch.float16 else None,
-            checkpointed=self.checkpoint_activations,
-            functional=self.compiled or functional_call,
-            tied=self._tied,
-        )  # fmt: skip
+        precision = None if _EXACT.get() else self._precision
+        with self.twins.borrowed() as twin:
+            return call_network(
+                twin, random, arguments, keywords,
+                precision=precision,
+                scale=self.scale if precision == torch.float16 else None,
+                checkpointed=self.checkpoint_activations,
+                functional=self.compiled or functional_call,
+                tied=self._tied,
+            )  # fmt: skip
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    token = _EXACT.set(True)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
 
 
 class _Bound(nn.Module):

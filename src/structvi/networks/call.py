@@ -1,20 +1,22 @@
 """One call of a network with given tensors in place of its own: in mixed precision, or without keeping activations."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from .mixed_precision import GradientScale, is_floating, times_gradient
+from .twins import Twin
 
 
 def call_network(
-    net: nn.Module,
+    twin: Twin,
     tensors: Mapping[str, Tensor],
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
@@ -25,10 +27,10 @@ def call_network(
     functional: Callable[..., Any] = functional_call,
     tied: bool = True,
 ) -> Any:
-    """The network's output; neither its tensors nor its buffers change.
+    """The network's output; neither its tensors nor its buffers change, and every call sees the buffers as they are.
 
     Args:
-        net: the network.
+        twin: the network, in modes of its own, as `Twins.borrowed` gives it.
         tensors: by name, in place of its own parameters; the others are held.
         arguments, keywords: what it is called with.
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
@@ -38,40 +40,49 @@ def call_network(
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
 
     Example:
-        >>> net = nn.Linear(2, 1)
-        >>> call_network(net, {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, (torch.ones(3, 2),), {})
+        >>> from structvi.networks.twins import Twins
+        >>> tensors = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+        >>> with Twins(torch.nn.Linear(2, 1)).borrowed() as twin:
+        ...     call_network(twin, tensors, (torch.ones(3, 2),), {})
         tensor([[3.],
                 [3.],
                 [3.]])
     """
-    modes, some = [module.training for module in net.modules()], next(iter(tensors.values()))
+    some = next(iter(tensors.values()))
 
-    def call(tensors: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        held = {name: p.detach() for name, p in net.named_parameters() if name not in tensors}
-        # a part may train inside a network in eval mode
-        buffers = {name: b.clone() for name, b in net.named_buffers()} if any(modes) else {}
+    def call(twin: Twin, tensors: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        held = {name: p.detach() for name, p in twin.parameters if name not in tensors}
+        buffers = twin.copied_buffers()
         every = {**held, **buffers, **tensors}
-        if precision is None:
-            return functional(net, every, tuple(arguments), dict(keywords), tie_weights=tied)
-        with torch.autocast(some.device.type, precision):
-            return functional(net, every, tuple(arguments), dict(keywords), tie_weights=tied)
-
-    def call_in_modes(*inputs: Any) -> Any:  # by the time of the backward pass they may be others
-        with _in_modes(net, modes):
-            return call(*inputs)
+        with nullcontext() if precision is None else torch.autocast(some.device.type, precision):
+            output = functional(twin.net, every, tuple(arguments), dict(keywords), tie_weights=tied)
+        if buffers:
+            twin.note_changes(buffers, every)
+        return output
 
     inputs: Any = (dict(tensors), tuple(arguments), dict(keywords))
     up, down = (None, None) if scale is None else scale.factors(some.device)
     if down is not None:
         inputs = times_gradient(inputs, down)
     try:
-        output = checkpoint(call_in_modes, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
+        output = checkpoint(_again(twin, call), *inputs, use_reentrant=False) if checkpointed else call(twin, *inputs)
     except Exception as error:  # whatever a network raises goes on its way, with what came to it
         error.add_note(_called_with((arguments, keywords), some.dtype))
         raise
     if precision is not None:
         output = tree_map(lambda x: x.to(some.dtype) if is_floating(x) else x, output)
     return output if up is None else times_gradient(output, up)
+
+
+def _again(twin: Twin, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, in the modes of now: in the backward pass with another twin, and maybe in a thread of autograd's."""
+    twins, modes, caller = twin.twins, twin.modes, get_ident()
+
+    def repeated(*inputs: Any) -> Any:
+        with twins.borrowed(modes, caller) as now:
+            return call(now, *inputs)
+
+    return repeated
 
 
 def _called_with(inputs: Any, dtype: torch.dtype) -> str:
@@ -82,15 +93,3 @@ def _called_with(inputs: Any, dtype: torch.dtype) -> str:
     if any(is_floating(x) and x.dtype != dtype for x in given):
         note += f"; convert them: x.{'float()' if dtype == torch.float32 else f'to({dtype})'}"
     return note
-
-
-@contextmanager
-def _in_modes(net: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    before = [(module, module.training) for module in net.modules()]
-    try:
-        for (module, _), mode in zip(before, modes, strict=True):
-            module.training = mode
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

@@ -1,5 +1,6 @@
 """One function at S weight vectors: by vmap where that is proven equal to a loop and pays, else by the loop."""
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..basics.checks import check_integer
-from ..basics.random_streams import borrowed_stream
+from ..basics.random_streams import alone, borrowed_stream
 
 Mode = Literal["auto", "vmap", "loop"]
 
@@ -31,6 +32,13 @@ class Choice(NamedTuple):
     way: str  # "vmap" or "loop"
     reason: str
     chunk: int | None = None  # how many draws vmap takes at once
+
+
+class _Own(threading.local):
+    captured = False
+
+    def __reduce__(self) -> tuple:  # a copy begins anew
+        return _Own, ()
 
 
 class Evaluation:
@@ -70,11 +78,19 @@ class Evaluation:
         self.mode: Mode = mode
         self.chunk = chunk
         self.deterministic = deterministic
-        #: set it where steps are captured as CUDA graphs: the two ways are then captured before they are timed, for a
-        #: loop would mostly wait for its launches
-        self.captured = False
+        self._own = _Own()
         self._choices: dict[Hashable, Choice] = {}
         self._last: Choice | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Set it where this thread's steps are captured as CUDA graphs: the two ways are then captured before they are
+        timed, for a loop would mostly wait for its launches."""
+        return self._own.captured
+
+    @captured.setter
+    def captured(self, captured: bool) -> None:
+        self._own.captured = captured
 
     @property
     def choice(self) -> str | None:
@@ -88,7 +104,8 @@ class Evaluation:
     @property
     def record(self) -> tuple[dict[Hashable, tuple], tuple | None]:
         """All choices and the last one, to be kept: one that is set again is used as it is."""
-        return {key: tuple(choice) for key, choice in self._choices.items()}, self._last and tuple(self._last)
+        choices, last = self._choices.copy(), self._last  # another thread may add one
+        return {key: tuple(choice) for key, choice in choices.items()}, last and tuple(last)
 
     @record.setter
     def record(self, record: tuple[dict[Hashable, tuple], tuple | None]) -> None:
@@ -134,8 +151,7 @@ class Evaluation:
         """
         if theta.shape[0] == 1:
             return _loop(function, theta)
-        self._last = self._choose(function, theta, key, against, convolves, exactly)
-        way, _, chunk = self._last
+        way, _, chunk = self._last = self._choose(function, theta, key, against, convolves, exactly)
         if way == "loop":
             return _loop(function, theta)
         return _vmap(function, theta, chunk if chunk is not None and chunk < theta.shape[0] else None)
@@ -147,8 +163,9 @@ class Evaluation:
             return Choice("loop", against)
         key = (key, theta.device.type, self.captured)
         if key not in self._choices:
-            with borrowed_stream(torch.Generator().manual_seed(0)):
-                self._choices[key] = self._probe(function, theta.detach(), convolves, exactly)
+            with alone(), borrowed_stream(torch.Generator().manual_seed(0)):
+                if key not in self._choices:  # no other thread was faster
+                    self._choices[key] = self._probe(function, theta.detach(), convolves, exactly)
         return self._choices[key]
 
     def _probe(self, function: Any, theta: Tensor, convolves: Any, exactly: Any) -> Choice:

@@ -41,6 +41,11 @@ class CalibrationHistogram:
 
     def add(self, confidence: Tensor, right: Tensor) -> None:
         """[n] probabilities, and the outcomes 0 or 1 that they are of."""
+        if bad := int(confidence.isnan().sum()):
+            raise ValueError(
+                f"{bad} of {len(confidence)} probabilities are NaN, and in no bin: look at the network's outputs "
+                "there, predict(x).outputs, for inputs or weights that are not finite"
+            )
         bins = (confidence * CALIBRATION_BINS).floor().long().clamp(max=CALIBRATION_BINS - 1).cpu()
         self.count.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
         self.confidence.index_add_(0, bins, confidence.double().cpu())
@@ -74,6 +79,11 @@ class RiskHistogram:
 
     def add(self, uncertainty: Tensor, risk: Tensor) -> None:
         """[n] uncertainties ≥ 0, and what relying on each of the n observations costs."""
+        if bad := int(uncertainty.isnan().sum()):  # as a number of bits it would be the most uncertain
+            raise ValueError(
+                f"{bad} of {len(uncertainty)} uncertainties are NaN, and cannot be ranked: look at the network's "
+                "outputs there, predict(x).outputs, for inputs or weights that are not finite"
+            )
         bins = uncertainty.float().clamp(min=0).contiguous().view(torch.int32).long().cpu() >> 11
         self.count.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
         self.risk.index_add_(0, bins, risk.double().cpu())

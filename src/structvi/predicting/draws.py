@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..basics.checks import check_integer
-from ..basics.random_streams import borrowed_stream
+from ..basics.random_streams import seed_from
 from ..couplings import Coupling, naive
 from ..families.density import Density, Draws, check_draw
 from ..models.batch import split_batch
+from ..networks.quiet import with_stream
 from ..networks.vmap_or_loop import training_key
 from ..posterior import PosteriorBase
 from .predictive import Predictive
@@ -68,9 +69,7 @@ class DrawChunks:
         self.note = f"{draws} asked for, whole groups of {size} taken" if self.draws != draws else ""
         if finite:
             self.note = f"{draws} asked for, the family has {size} states" if size != draws else ""
-        device = None if generator is None else generator.device
-        seeds = torch.randint(2**62, (len(self.groups),), generator=generator, device=device)
-        self.seeds: list[int] = seeds.tolist()
+        self.seeds = seed_from(generator, len(self.groups))
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -82,26 +81,45 @@ class DrawChunks:
     def predictive(self, index: int, inputs: Any) -> Predictive:
         """The mixture over the draws of one chunk, its weights summing to one."""
         model = self.posterior.model
-        with torch.no_grad(), self.posterior.network_mode():
+        with torch.no_grad(), self.posterior.network_mode() as net:
             draws, generator = self.draw(index)
             joined, rows = self._with_reference(inputs)
-            with borrowed_stream(generator):  # of dropout, and whatever else is random in the network
+            modes = training_key(net)
+
+            def run() -> Any:
                 if model.user_forward is None:
-                    outputs = model.outputs(draws.theta, joined, draws.fixed)
-                else:
-                    key = ("prediction", frozenset(draws.fixed), training_key(model.net))
-                    outputs = model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
+                    return model.outputs(draws.theta, joined, draws.fixed)
+                key = ("prediction", frozenset(draws.fixed), modes)
+                return model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
+
+            # the stream is that of dropout, and of whatever else is random in the network
+            outputs = with_stream(run, generator, model.twins.quiet, modes)
             outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
             return Predictive(
                 outputs, draws.weight, model.likelihood, model.likelihood_values(draws.theta, draws.fixed), self.note
             )
 
+    def whole(self, inputs: Any) -> Predictive:
+        """The mixture over all draws."""
+        parts = [self.predictive(index, inputs) for index in range(len(self))]
+        outputs = [part.outputs for part in parts]
+        values = [part.values for part in parts]
+        return Predictive(
+            pytree.tree_map(lambda *leaves: torch.cat(leaves), outputs[0], *outputs[1:]),
+            torch.cat([self.share(index) * part.weights for index, part in enumerate(parts)]),
+            self.posterior.model.likelihood,
+            {name: torch.cat([value[name] for value in values]) for name in values[0]},
+            self.note,
+        )
+
     def target(self, batch: Any) -> Any:
         """The target that a user's `forward` makes of a batch; it takes a pass of the network."""
-        with torch.no_grad(), self.posterior.network_mode():
+        quiet = self.posterior.model.twins.quiet
+        with torch.no_grad(), self.posterior.network_mode() as net:
             draws, generator = self.draw(0)
-            with borrowed_stream(generator):
-                return self._call(draws, draws.theta[0], batch)[1]
+            return with_stream(
+                lambda: self._call(draws, draws.theta[0], batch)[1], generator, quiet, ("target", training_key(net))
+            )
 
     def draw(self, index: int) -> tuple[Draws, torch.Generator]:
         """The draws of one chunk, and the stream of whatever else is random in it."""
@@ -147,8 +165,7 @@ class IndependentDraws:
         self.density, self.count = density, count
         size = max(1, DRAWN_NUMBERS // density.P) if chunk is None else chunk
         self.sizes = [min(size, count - start) for start in range(0, count, size)]
-        device = None if generator is None else generator.device
-        self.seeds: list[int] = torch.randint(2**62, (len(self.sizes),), generator=generator, device=device).tolist()
+        self.seeds = seed_from(generator, len(self.sizes))
 
     def __iter__(self) -> Iterator[Draws]:
         for size, seed in zip(self.sizes, self.seeds, strict=True):
@@ -179,8 +196,8 @@ def predictive_at(posterior: PosteriorBase, draws: Draws, batch: Any) -> tuple[P
         named = {**space.unravel(row), **draws.fixed}
         return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
 
-    with torch.no_grad(), posterior.network_mode():
-        key = ("diagnostics", frozenset(draws.fixed), training_key(model.net))
+    with torch.no_grad(), posterior.network_mode() as net:
+        key = ("diagnostics", frozenset(draws.fixed), training_key(net))
         outputs = model.evaluation(lambda row: call(row)[0], draws.theta, key)
         values = model.likelihood_values(draws.theta, draws.fixed)
         return Predictive(outputs, draws.weight, model.likelihood, values), target_of(posterior, batch)

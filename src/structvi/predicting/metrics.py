@@ -7,12 +7,12 @@ batch is the mixture of its chunks' predictives. Over batches only sums and hist
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from math import log, nan, sqrt
-from typing import Any, Literal, get_args
+from math import nan, sqrt
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Normal
+from torch.distributions import Normal
 
 from ..basics.checks import check_iterable
 from ..couplings import Coupling, naive
@@ -20,12 +20,12 @@ from ..models.batch import split_batch
 from ..posterior import PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .draws import DrawChunks, on_device
-from .predictive import Predictive, normal_mixture_crps, observed_target
+from .predictive import observed_target
+from .quantiles import normal_mixture_crps
+from .summary import Score, Summary
 
 #: So many means and scales of draws are held at once for the pairs of the CRPS.
 CRPS_NUMBERS = 2**22
-
-Score = Literal["entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic"]
 
 
 @dataclass(frozen=True)
@@ -156,73 +156,23 @@ def ood_auroc(
     if score not in known:
         raise ValueError(f"score must be one of {known}, got {score!r}")
     chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
-    sides = [torch.cat(list(_scores(chunks, loader, score))) for loader in (in_loader, out_loader)]
+    loaders = {"in_loader": in_loader, "out_loader": out_loader}
+    sides = [torch.cat(list(_scores(chunks, loader, score))) for loader in loaders.values()]
+    for name, side in zip(loaders, sides, strict=True):
+        if bad := int((~side.isfinite()).sum()):
+            raise ValueError(
+                f"{bad} of {len(side)} scores ({score}) of {name} are not finite, and cannot be ranked: look at the "
+                "network's outputs there, predict(x).outputs, for inputs or weights that are not finite"
+            )
     # ranks: torchmetrics squashes scores beyond one, and makes ties of them
     _, ranks = torch.cat(sides).unique(return_inverse=True)
     unfamiliar = torch.cat([torch.full(side.shape, i) for i, side in enumerate(sides)])
     return binary_auroc(ranks.double() / max(1, int(ranks.max())), unfamiliar).item()
 
 
-@dataclass
-class _Summary:
-    """What the metrics need to know of a predictive over some of the draws: everything merges into that over all."""
-
-    weight: float
-    log_prob: Tensor
-    labels: bool = False
-    mean: Tensor | None = None
-    epistemic: Tensor | None = None
-    aleatoric: Tensor | None = None
-    expected_entropy: Tensor | None = None
-    cdf: Tensor | None = None
-    cdf_below: Tensor | None = None
-
-    @classmethod
-    def of(cls, predictive: Predictive, target: Any, weight: float) -> "_Summary":
-        """`target` None: no log probability is asked for."""
-        log_prob = torch.tensor(0.0) if target is None else predictive.log_prob(target)
-        if predictive.is_function:
-            return cls(weight, log_prob)
-        labels = isinstance(predictive.components, Categorical | Bernoulli)
-        moments = (predictive.mean, predictive.epistemic, predictive.aleatoric)
-        if labels:
-            return cls(weight, log_prob, True, *moments, expected_entropy=predictive.expected_entropy)
-        if target is None:
-            return cls(weight, log_prob, False, *moments)
-        t, _ = observed_target(predictive.likelihood, target)
-        try:
-            cdf = predictive.cdf(t)
-        except NotImplementedError:  # torch gives a Student t none
-            return cls(weight, log_prob, False, *moments)
-        below = predictive.cdf(t - 1) if predictive.components.support.is_discrete else cdf  # pyright: ignore
-        return cls(weight, log_prob, False, *moments, cdf=cdf, cdf_below=below)
-
-    def merge(self, other: "_Summary") -> "_Summary":
-        total = self.weight + other.weight
-        a, b = self.weight / total, other.weight / total
-
-        def mixed(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-            return None if x is None or y is None else a * x + b * y
-
-        epistemic = mixed(self.epistemic, other.epistemic)
-        if epistemic is not None and self.mean is not None and other.mean is not None:
-            epistemic = epistemic + a * b * (self.mean - other.mean).square()
-        return _Summary(
-            total,
-            torch.logaddexp(self.log_prob + log(a), other.log_prob + log(b)),
-            self.labels,
-            mixed(self.mean, other.mean),
-            epistemic,
-            mixed(self.aleatoric, other.aleatoric),
-            mixed(self.expected_entropy, other.expected_entropy),
-            mixed(self.cdf, other.cdf),
-            mixed(self.cdf_below, other.cdf_below),
-        )
-
-
-def _summary(chunks: DrawChunks, inputs: Any, target: Any) -> tuple[_Summary, Tensor | None]:
+def _summary(chunks: DrawChunks, inputs: Any, target: Any) -> tuple[Summary, Tensor | None]:
     """The summary of the predictive over all draws, and its CRPS [E] where the noise is Gaussian."""
-    summary: _Summary | None = None
+    summary: Summary | None = None
     crps: list[Tensor] = []
     E, done = 1, 0
     while done < E:
@@ -230,7 +180,7 @@ def _summary(chunks: DrawChunks, inputs: Any, target: Any) -> tuple[_Summary, Te
         for index in range(len(chunks)):
             part = chunks.predictive(index, inputs)
             if done == 0:
-                own = _Summary.of(part, target, chunks.share(index))
+                own = Summary.of(part, target, chunks.share(index))
                 summary = own if summary is None else summary.merge(own)
             if part.is_function or not isinstance(part.components, Normal):
                 continue
@@ -261,7 +211,7 @@ class _Totals:
         self.calibration = CalibrationHistogram()
         self.risk = RiskHistogram()
 
-    def add(self, summary: _Summary, crps: Tensor | None, likelihood: Any, target: Any) -> None:
+    def add(self, summary: Summary, crps: Tensor | None, likelihood: Any, target: Any) -> None:
         known = summary.mean is not None  # of a plain function only log p is, and its target may be anything
         t, observed = observed_target(likelihood, target) if known else (summary.log_prob, None)
         if observed is None:
@@ -280,7 +230,7 @@ class _Totals:
         elif known and t.shape == observed.shape:
             self._numbers(summary, crps, t, observed)
 
-    def _labels(self, summary: _Summary, t: Tensor, observed: Tensor) -> None:
+    def _labels(self, summary: Summary, t: Tensor, observed: Tensor) -> None:
         p = summary.mean
         assert p is not None
         binary = p.shape == t.shape
@@ -296,7 +246,7 @@ class _Totals:
         self.risk.add(1 - top, 1 - right)
         self.calibration.add(confidence, hit)
 
-    def _numbers(self, summary: _Summary, crps: Tensor | None, t: Tensor, observed: Tensor) -> None:
+    def _numbers(self, summary: Summary, crps: Tensor | None, t: Tensor, observed: Tensor) -> None:
         assert summary.mean is not None
         assert summary.epistemic is not None
         assert summary.aleatoric is not None
@@ -350,29 +300,9 @@ def _scores(chunks: DrawChunks, loader: Iterable[Any], score: Score) -> Iterator
     for batch in loader:
         whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
         inputs = batch if whole else split_batch(batch)[0]
-        summary: _Summary | None = None
+        summary: Summary | None = None
         for index in range(len(chunks)):
-            own = _Summary.of(chunks.predictive(index, inputs), None, chunks.share(index))
+            own = Summary.of(chunks.predictive(index, inputs), None, chunks.share(index))
             summary = own if summary is None else summary.merge(own)
         assert summary is not None
-        yield _score(summary, score).double().cpu()
-
-
-def _score(summary: _Summary, score: Score) -> Tensor:
-    if summary.mean is None or summary.epistemic is None or summary.aleatoric is None:
-        raise TypeError("the likelihood is a plain function: no uncertainty of t is known; write a Likelihood")
-    if score in ("variance", "epistemic"):
-        value = summary.epistemic if score == "epistemic" else summary.epistemic + summary.aleatoric
-        return value.reshape(len(value), -1).mean(1)
-    if summary.expected_entropy is None:
-        raise TypeError(f'score={score!r} is for class labels; for numbers take "epistemic" or "variance"')
-    p = summary.mean
-    p = torch.stack([1 - p, p], 1) if p.shape == summary.expected_entropy.shape else p  # Bernoulli
-    entropy = -torch.xlogy(p, p).sum(1)
-    value = {
-        "entropy": entropy,
-        "expected_entropy": summary.expected_entropy,
-        "mutual_information": entropy - summary.expected_entropy,
-        "max_probability": 1 - p.max(1).values,
-    }[score]
-    return value.reshape(len(value), -1).mean(1)
+        yield summary.score(score).double().cpu()

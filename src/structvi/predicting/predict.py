@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from ..basics.checks import check_integer
-from ..basics.random_streams import borrowed_stream
+from ..basics.random_streams import alone, borrowed_stream
 from ..couplings import Coupling, naive
 from ..posterior import PosteriorBase
 from .draws import DrawChunks, IndependentDraws
@@ -56,17 +55,7 @@ def predict(
             f"predict expects the network's inputs as tensors, got {type(x).__name__}; of an array make one with "
             "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
         )
-    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
-    parts = [chunks.predictive(index, x) for index in range(len(chunks))]
-    outputs = [part.outputs for part in parts]
-    values = [part.values for part in parts]
-    return Predictive(
-        pytree.tree_map(lambda *leaves: torch.cat(leaves), outputs[0], *outputs[1:]),
-        torch.cat([chunks.share(index) * part.weights for index, part in enumerate(parts)]),
-        posterior.model.likelihood,
-        {name: torch.cat([value[name] for value in values]) for name in values[0]},
-        chunks.note,
-    )
+    return DrawChunks(posterior, draws, coupling, chunk, reference, generator).whole(x)
 
 
 def sample(posterior: PosteriorBase, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -112,7 +101,8 @@ def mean_network(posterior: PosteriorBase) -> nn.Module:
 
 
 def _network_at(posterior: PosteriorBase, theta: Tensor) -> nn.Module:
-    net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
+    with alone():  # drawn weights may be in a network without a twin
+        net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
     named = posterior.space.unravel(theta)
     for name, parameter in net.named_parameters():
         if name in named:

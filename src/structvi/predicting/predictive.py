@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from math import pi, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from ..basics.random_streams import borrowed_stream
 from ..models import likelihoods
 from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
+from .quantiles import continuous_quantile, count_quantile, normal_mixture_crps, poisson_cdf
 
 #: What each distribution is made of: to index it, to move its axes, to change its dtype.
 _PARAMETERS: dict[type, tuple[str, ...]] = {
@@ -33,6 +34,8 @@ _PARAMETERS: dict[type, tuple[str, ...]] = {
     Poisson: ("rate",),
     Categorical: ("logits",),
 }
+_HALF = (torch.float16, torch.bfloat16)
+_DISCRETE = (Bernoulli, Poisson, Categorical)
 
 
 class Predictive:
@@ -40,7 +43,8 @@ class Predictive:
 
     y is the noise-free function (for a classifier the logits), t the observation. Everything is per element of the
     target: per observation, per pixel. A classifier's label counts as the indicator of its class, so that its `mean`
-    is the class probabilities, [B, C, ..], and `variance` p(1 − p).
+    is the class probabilities, [B, C, ..], and `variance` p(1 − p). What is a probability lies in [0, 1], also where
+    rounding lets the weights add up to more than one.
 
     Args:
         outputs: [S, B, ..], or a tuple or dict of such.
@@ -70,11 +74,15 @@ class Predictive:
                 came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"expected outputs [S, B, ..] and weights [S], got {came} and {tuple(weights.shape)}")
         self.outputs = pytree.tree_map(_at_least_float32, outputs)
+        if weights.dtype in _HALF:  # 64 of 1/64 make one in any type, three of 1/3 make 1.002 in bfloat16
+            weights = weights.float() / weights.float().sum()
         self.weights, self.likelihood, self.values, self.note = weights, likelihood, values, note
         self._components: Distribution | None = None
         if isinstance(likelihood, Likelihood):
             with torch.no_grad():  # now, not when asked: learned noise may change later
                 self._components = likelihood.distribution(self.outputs, values)
+                if type(self._components) is Normal and not _has_known_noise(likelihood):
+                    self._components = _in_range(self._components)
 
     @property
     def draws(self) -> int:
@@ -85,6 +93,11 @@ class Predictive:
     def is_function(self) -> bool:
         """Whether the likelihood is a plain function (output, target) → log p, of which no distribution is known."""
         return self._components is None
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether t is a label or a count, and p(t | y) a probability."""
+        return isinstance(self._components, _DISCRETE)
 
     def __repr__(self) -> str:
         shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), self.outputs)
@@ -123,7 +136,8 @@ class Predictive:
     @property
     def mean(self) -> Tensor:
         """E t; of a classifier the class probabilities, [B, C, ..]."""
-        return self._average(self._means())
+        mean = self._average(self._means())
+        return as_probability(mean) if isinstance(self.components, Categorical | Bernoulli) else mean
 
     @property
     def epistemic(self) -> Tensor:
@@ -156,16 +170,13 @@ class Predictive:
     def entropy(self) -> Tensor:
         """H[Σ_s w_s p(t | y_s)] of the label in nats: [B, ..]."""
         self._check_labels("entropy")
-        p = self.mean
-        if isinstance(self.components, Categorical):
-            return -torch.xlogy(p, p).sum(1)
-        return -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+        return label_entropy(self.mean, isinstance(self.components, Bernoulli))
 
     @property
     def expected_entropy(self) -> Tensor:
         """Σ_s w_s H[p(t | y_s)], in nats: the aleatoric part of the entropy."""
         self._check_labels("expected_entropy")
-        return self._average(self.components.entropy())
+        return self._average(self.components.entropy()).clamp(min=0)
 
     @property
     def mutual_information(self) -> Tensor:
@@ -177,26 +188,22 @@ class Predictive:
 
         Class weights of the likelihood take no part: this is a log probability.
         """
-        log_prob = self.log_prob_draws(target)
-        return (self._log_weights(log_prob) + log_prob).logsumexp(0)
+        return self._log_average(self.log_prob_draws(target))
 
     def joint_log_prob(self, target: Any) -> Tensor:
         """log Σ_s w_s Π_b p(t_b | y_bs): of all observations of the batch together, a scalar.
 
         It is not the sum of `log_prob`, for the inputs share the unknown weights.
         """
-        log_prob = self.log_prob_draws(target).flatten(1).sum(1)  # [S]
-        return (self._log_weights(log_prob) + log_prob).logsumexp(0)
+        return self._log_average(self.log_prob_draws(target).flatten(1).sum(1))  # of [S]
 
     def cdf(self, t: Tensor) -> Tensor:
         """P(T ≤ t) of every element: [B, ..]."""
         d = self.components
         self._check_numbers("cdf")
-        if isinstance(d, Poisson):
-            return self._average(_poisson_cdf(t, d.rate))
         if isinstance(d, Bernoulli):
             return torch.where(t < 0, 0.0, torch.where(t < 1, 1 - self.mean, 1.0))
-        return self._average(d.cdf(t))
+        return as_probability(self._average(poisson_cdf(t, d.rate) if isinstance(d, Poisson) else d.cdf(t)))
 
     def quantile(self, p: float | Sequence[float]) -> Tensor:
         """The smallest t with P(T ≤ t) ≥ p: [B, ..] for one p, [Q, B, ..] for several.
@@ -214,7 +221,18 @@ class Predictive:
             return (1 - self.mean < p).to(dtype)
         exact = copy.copy(self)
         exact._components = _mapped(d, lambda x: x.double())
-        return (_count_quantile(exact, p) if isinstance(d, Poisson) else _continuous_quantile(exact, p)).to(dtype)
+        return exact._quantile(p).to(dtype)
+
+    def _quantile(self, p: float) -> Tensor:
+        d = self.components
+        if isinstance(d, Poisson):
+            return count_quantile(p, self.cdf, (self.mean + 8 * self.std + 8).nan_to_num(torch.inf, torch.inf))
+        try:
+            bounds = d.icdf(torch.tensor(p, dtype=torch.float64, device=self.weights.device))  # [S, B, ..]
+        except NotImplementedError:
+            what = type(d).__name__
+            raise TypeError(f"torch's {what} has no quantile function, and its mixture none either") from None
+        return continuous_quantile(p, self.cdf, bounds.amin(0), bounds.amax(0), 1e-9 * self.std)
 
     def interval(self, p: float) -> tuple[Tensor, Tensor]:
         """The central interval of t with probability p (at least p for counts): its two ends, [B, ..] each."""
@@ -252,10 +270,16 @@ class Predictive:
         return torch.tensordot(self.weights.to(x), x, dims=1)
 
     def _spread(self, x: Tensor) -> Tensor:
-        return self._average((x - self._average(x)).square())
+        mean = self._average(x)
+        deviation = x - mean
+        if isinstance(self._components, Poisson):  # a rate beyond all numbers does not differ from itself
+            deviation = deviation.masked_fill(x == mean, 0.0)
+        return self._average(deviation.square())
 
-    def _log_weights(self, like: Tensor) -> Tensor:
-        return self.weights.to(like).log().reshape(-1, *[1] * (like.ndim - 1))
+    def _log_average(self, log_prob: Tensor) -> Tensor:
+        """log Σ_s w_s p_s of log p_s [S, ..]."""
+        log_weights = self.weights.to(log_prob).log().reshape(-1, *[1] * (log_prob.ndim - 1))
+        return as_log_probability((log_weights + log_prob).logsumexp(0), self.is_discrete)
 
     def log_prob_draws(self, target: Any) -> Tensor:
         """log p(t | y_s), [S, B, ..]; 0 where t was not observed."""
@@ -268,6 +292,10 @@ class Predictive:
         if not t.dtype.is_floating_point and not isinstance(self.components, Categorical):
             t = t.to(self._means().dtype)
         log_prob = self.components.log_prob(t)
+        if isinstance(self.likelihood, likelihoods.Poisson):  # rates that are zero or infinite by rounding
+            rounded = (self.components.rate == 0) | self.components.rate.isinf()  # pyright: ignore
+            y = self.outputs
+            log_prob = torch.where(rounded, t * y - y.exp() - (t + 1).lgamma(), log_prob)
         return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
 
     def _check_labels(self, what: str) -> None:
@@ -291,28 +319,42 @@ def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None
     return (t, None) if mask is None else (t.masked_fill(~mask, 0), mask)
 
 
-def normal_mixture_crps(mean: Tensor, scale: Tensor, weight: Tensor, t: Tensor) -> Tensor:
-    """E|T − t| − ½ E|T − T'| under Σ_s w_s N(m_s, σ_s²): [S, E], [S, E], [S], [E] → [E].
+def as_probability(p: Tensor) -> Tensor:
+    """A sum of weighted probabilities, without what rounding may add: in [0, 1]."""
+    return p.clamp(0.0, 1.0)
 
-    E|N(m, σ²)| = σ √(2/π) exp(−m²/2σ²) + m erf(m/σ√2). The second term runs over all S(S + 1)/2 pairs, S of them at
-    a time.
-    """
 
-    def absolute(m: Tensor, s: Tensor) -> Tensor:
-        return s * sqrt(2 / pi) * (-0.5 * (m / s).square()).exp() + m * torch.erf(m / (s * sqrt(2)))
+def as_log_probability(log_p: Tensor, discrete: bool) -> Tensor:
+    """log of a sum of weighted probabilities, at most 0; of densities as it is."""
+    return log_p.clamp(max=0.0) if discrete else log_p
 
-    weight = weight.to(mean)
-    crps = torch.tensordot(weight, absolute(mean - t, scale), dims=1)
-    for s in range(mean.shape[0]):
-        pairs = absolute(mean[s] - mean[s:], (scale[s].square() + scale[s:].square()).sqrt())
-        own = weight[s] * weight[s:]
-        own[0] /= 2  # every other pair stands for two
-        crps = crps - torch.tensordot(own, pairs, dims=1)
-    return crps
+
+def label_entropy(p: Tensor, binary: bool) -> Tensor:
+    """−Σ_c p_c log p_c in nats, of probabilities [B, C, ..], or of those of 1 [B, ..]: [B, ..]."""
+    if binary:
+        return -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+    return -torch.xlogy(p, p).sum(1)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in _HALF else x
+
+
+def _has_known_noise(likelihood: Likelihood) -> bool:
+    return isinstance(likelihood, likelihoods.Gaussian) and isinstance(likelihood.noise, float)
+
+
+def _in_range(d: Normal) -> Normal:
+    """A normal whose standard deviations are kept where their squares neither vanish nor overflow.
+
+    In float32 a head that gives log σ = ±200 has no other.
+    """
+    number = torch.finfo(d.scale.dtype)
+    # what all elements share is looked at once, and stays shared
+    once = d.scale[tuple(slice(0, 1) if step == 0 else slice(None) for step in d.scale.stride())]
+    changed = copy.copy(d)
+    changed.scale = once.clamp(sqrt(number.tiny), sqrt(number.max) / 4).expand_as(d.scale)
+    return changed
 
 
 def _mapped(d: Distribution, function: Callable[[Tensor], Tensor]) -> Distribution:
@@ -323,38 +365,3 @@ def _mapped(d: Distribution, function: Callable[[Tensor], Tensor]) -> Distributi
         known = ", ".join(kind.__name__ for kind in _PARAMETERS)
         raise TypeError(f"p(t | y) is {type(d).__name__}; this is known for {known}, and Independent of those")
     return type(d)(**{name: function(getattr(d, name)) for name in _PARAMETERS[type(d)]}, validate_args=False)  # pyright: ignore
-
-
-def _poisson_cdf(t: Tensor, rate: Tensor) -> Tensor:
-    """P(T ≤ t) = Γ(⌊t⌋ + 1, rate)/Γ(⌊t⌋ + 1)."""
-    k = t.to(rate.dtype).floor()
-    return torch.where(k < 0, 0.0, torch.special.gammaincc(k.clamp(min=0) + 1, rate))
-
-
-def _continuous_quantile(exact: Predictive, p: float) -> Tensor:
-    d = exact.components
-    try:
-        bounds = d.icdf(torch.tensor(p, dtype=torch.float64, device=exact.weights.device))  # [S, B, ..]
-    except NotImplementedError:
-        raise TypeError(f"torch's {type(d).__name__} has no quantile function, and its mixture none either") from None
-    low, high = bounds.amin(0), bounds.amax(0)
-    tolerance = 1e-9 * exact.std
-    for _ in range(200):  # rounding may stop it short of the tolerance
-        if not bool((high - low > tolerance).any()):
-            break
-        middle = (low + high) / 2
-        below = exact.cdf(middle) < p
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (low + high) / 2
-
-
-def _count_quantile(exact: Predictive, p: float) -> Tensor:
-    low = torch.full_like(exact.mean, -1.0)
-    high = (exact.mean + 8 * exact.std + 8).ceil()
-    while bool((short := exact.cdf(high) < p).any()):
-        high = torch.where(short, 2 * high, high)
-    while bool((high - low > 1).any()):
-        middle = ((low + high) / 2).floor()
-        below = exact.cdf(middle) < p
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high

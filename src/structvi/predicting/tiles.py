@@ -11,8 +11,11 @@ from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
 from ..posterior import PosteriorBase
-from .predict import predict
+from .draws import DrawChunks
 from .predictive import Predictive
+
+#: Of these a network's strides are, nearly always: they are tried where a tile's shape does not fit.
+MULTIPLES = (2, 4, 8, 16, 32, 64)
 
 
 def predict_tiles(
@@ -30,10 +33,11 @@ def predict_tiles(
     """Where in the volume, and the predictive there: cores that cover the volume once, one after the other.
 
     A tile is seen with the margin around its core, which is cut off: no voxel is predicted from the edge of a tile, and
-    none is blended from two. All tiles see the same draws of the weights, so that there are no seams. Where the margin
-    is at least the radius of what the network sees, the result is that of the whole volume in one pass; volume, tile
-    and margin must then be multiples of the network's strides. With norms over the whole image (instance and group
-    norm) it is not: they take the statistics of the tile.
+    none is blended from two. All tiles see the same draws of the weights, those of `predict` with a generator in the
+    same state, so that there are no seams. Where the margin is at least the radius of what the network sees, the result
+    is that of the whole volume in one pass; volume, tile and margin must then be multiples of the network's strides.
+    With norms over the whole image (instance and group norm) it is not: they take the statistics of the tile. With
+    `dropout="on"` it is not either: masks are drawn for the tile's shape.
 
     Args:
         posterior: of a network from [B, channels, ..] to outputs [B, .., ..] of the same spatial shape.
@@ -62,34 +66,68 @@ def predict_tiles(
     for length, cut in zip(tile, margins, strict=True):
         if cut < 0 or length <= 2 * cut:
             raise ValueError(f"a tile must be longer than its two margins, which must be ≥ 0: got {tile} and {margins}")
-    device = None if generator is None else generator.device
-    seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
     axes = [_windows(*axis) for axis in zip(sizes, tile, margins, strict=True)]
-    return _predictives(posterior, volume, axes, draws, coupling, chunk, reference, seed)
+    return _predictives(chunks, volume, axes)
 
 
 def _predictives(
-    posterior: PosteriorBase, volume: Any, axes: list[list[tuple[slice, slice]]], draws: int, coupling: Coupling,
-    chunk: int, reference: Any, seed: int,
-) -> Iterator[tuple[tuple[slice, ...], Predictive]]:  # fmt: skip
+    chunks: DrawChunks, volume: Any, axes: list[list[tuple[slice, slice]]]
+) -> Iterator[tuple[tuple[slice, ...], Predictive]]:
     for place in product(*axes):
         windows, cores = (tuple(parts) for parts in zip(*place, strict=True))
         part = volume[(slice(None), *windows)]
-        x = (part if isinstance(part, Tensor) else torch.tensor(part)).to(posterior.space.dtype).unsqueeze(0)
-        own = torch.Generator().manual_seed(seed)
-        whole = predict(posterior, x, draws, coupling=coupling, chunk=chunk, reference=reference, generator=own)
+        x = (part if isinstance(part, Tensor) else torch.tensor(part)).to(chunks.posterior.space.dtype).unsqueeze(0)
+        whole = _of_tile(chunks, x)
         inside = tuple(slice(c.start - w.start, c.stop - w.start) for w, c in place)
-
-        def cut(leaf: Tensor, inside: tuple[slice, ...] = inside, seen: torch.Size = x.shape[2:]) -> Tensor:
-            if leaf.shape[-len(inside) :] != seen:
-                raise ValueError(
-                    f"the network must give outputs of its input's spatial shape {tuple(seen)}, got "
-                    f"{tuple(leaf.shape)} for [S, B, ..]; choose a tile that its strides divide"
-                )
-            return leaf[(..., *inside)]
-
-        outputs = pytree.tree_map(cut, whole.outputs)
+        outputs = pytree.tree_map(lambda leaf, inside=inside: leaf[(..., *inside)], whole.outputs)
         yield cores, Predictive(outputs, whole.weights, whole.likelihood, whole.values, whole.note)
+
+
+def _of_tile(chunks: DrawChunks, x: Tensor) -> Predictive:
+    """The predictive of one tile; a network that does not take its shape is refused, with a shape that it does take."""
+    seen = tuple(x.shape[2:])
+    try:
+        whole, error = chunks.whole(x), None
+    except (RuntimeError, ValueError) as raised:
+        whole, error = None, raised
+    if whole is not None and _same_shape(whole, seen):
+        return whole
+    if error is not None and _takes(chunks, x, seen):
+        raise error  # of another cause than the shape
+    multiple = next((m for m in MULTIPLES if _takes(chunks, x, _rounded(seen, m))), None)
+    if multiple is None and error is not None:
+        raise error
+    came = f"gave {_shapes(whole)} for [S, B, ..]" if whole is not None else f"raised: {str(error).splitlines()[0]}"
+    advice = f"nor does it keep the spatial shape of its input at multiples of {MULTIPLES}, and it must"
+    if multiple is not None:
+        advice = (
+            f"it takes multiples of {multiple}: choose tile={_rounded(seen, multiple)}, for example; on an axis where "
+            "the volume is shorter than that, pad the volume"
+        )
+    raise ValueError(f"the network saw a tile of spatial shape {seen} and {came}; {advice}") from error
+
+
+def _takes(chunks: DrawChunks, x: Tensor, spatial: tuple[int, ...]) -> bool:
+    """Whether the network, at one draw, gives outputs of its input's spatial shape."""
+    one = DrawChunks(chunks.posterior, 1, naive, 1, chunks.reference, torch.Generator().manual_seed(0))
+    try:
+        return _same_shape(one.predictive(0, x.new_zeros(*x.shape[:2], *spatial)), spatial)
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _same_shape(predictive: Predictive, spatial: tuple[int, ...]) -> bool:
+    return all(tuple(leaf.shape[-len(spatial) :]) == spatial for leaf in pytree.tree_leaves(predictive.outputs))
+
+
+def _shapes(predictive: Predictive) -> str:
+    return " and ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(predictive.outputs))
+
+
+def _rounded(spatial: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Up, to multiples."""
+    return tuple(-(-length // multiple) * multiple for length in spatial)
 
 
 def _windows(size: int, tile: int, margin: int) -> list[tuple[slice, slice]]:

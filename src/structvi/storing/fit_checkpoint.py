@@ -39,9 +39,10 @@ def write(
 
 
 def latest(directory: str | os.PathLike) -> Found | None:
-    """The newest checkpoint in a directory that is whole; None where there is no checkpoint at all."""
+    """The newest checkpoint in a directory that is whole, or the one that is given itself; None where there is none."""
     damaged: list[str] = []
-    for path in files(directory):
+    there = [Path(directory)] if Path(directory).is_file() else files(directory)
+    for path in there:
         try:
             tensors, description = file.read(path)
         except file.CheckpointError as error:

@@ -1,26 +1,31 @@
-"""Save and load: a posterior as one file of tensors and a description, without code."""
+"""Save and load: a posterior as one file of tensors and a description, without code.
+
+What a file says is checked in this order, and nothing is made before it has passed: the header fits the file, the
+description is one of a posterior, the network is the one that was saved, the tensors in the header are those that
+description and network ask for; then they are read, their SHA-256 and values are checked, and the parts are built.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..basics.patterns import few
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
-from ..models.priors.base import Prior
-from ..networks.vmap_or_loop import Evaluation
+from ..models.priors.base import Prior, SeparablePrior
 from ..parameters import Parameters
-from ..posterior import BATCH_NORM, DROPOUT, PosteriorBase
-from .describe import OfYourOwn, decode, encode
-from .file import CheckpointError, digest, read, write
+from ..posterior import PosteriorBase
+from .describe import Kind, OfYourOwn, check, decode, encode
+from .file import CheckpointError, digest, opened, write
+from .header import Entry, brief
+from .implied import tensors_of_family
+from .posterior_description import KIND, PARTS, Saved, Table, most_patterns, refusing
 
-_KIND = "posterior"
-_PARTS = ("family", "likelihood", "prior")
-
-#: tensor names with their shape and dtype
-Table = dict[str, tuple[tuple[int, ...], str]]
+#: lines of differences in a message
+_LINES = 20
 
 
 def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
@@ -41,7 +46,7 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
         tensors |= {f"network.{name}": tensor for name, tensor in held.items()}
     evaluation = model.evaluation
     description = {
-        "kind": _KIND,
+        "kind": KIND,
         **{part: _describe(value) for part, value in parts.items()},
         "forward": model.user_forward is not None,
         "random": encode(_table(random)),
@@ -53,6 +58,12 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
         "checkpoint_activations": model.checkpoint_activations,
         "evaluation": [evaluation.mode, evaluation.chunk, evaluation.deterministic, encode(evaluation.record)],
     }
+    for part in PARTS:
+        if "value" in description[part]:
+            try:
+                check(description[part]["value"], part, most_patterns(random))
+            except ValueError as error:
+                raise ValueError(f"the {part} cannot be saved, for it could not be loaded: {error}") from None
     write(path, tensors, description)
 
 
@@ -69,87 +80,61 @@ def load(
     """The posterior of a file, see `structvi.load`."""
     if not isinstance(net, nn.Module):
         raise TypeError(f"load expects the network, an nn.Module, after the path, got {type(net).__name__}")
-    tensors, description = read(path)
-    saved = _Saved.of(description, path)
+    if family is not None and not isinstance(family, Family):
+        raise TypeError(f"family must be a family such as MeanField(), got {family!r}")
     given = {"family": family, "likelihood": likelihood, "prior": prior, "forward": forward}
-    needed = {part: name for part, name in saved.own.items() if given[part] is None}
-    if needed:
-        raise ValueError(
-            f"{path}: what you wrote yourself is not in the file, "
-            + ", ".join(f"the {part} ({name})" for part, name in needed.items())
-            + "; give it again: load(path, net, "
-            + ", ".join(f"{part}=…" for part in needed)
-            + ")"
+    with opened(path) as stored:
+        saved = Saved.of(stored.description, path)
+        _check_given(saved, given, path)
+        _check_held(saved, stored.table, path)
+        random, held = _tensors_of(net, saved.random)
+        _check_network(saved, random, held, path)
+        parts = {part: _part(saved, part, path) if given[part] is None else given[part] for part in PARTS[1:]}
+        space = Parameters(random, net=net)
+        if prior is None:
+            with refusing(path):
+                _check_prior(parts["prior"], space)
+        model = BayesianModel(
+            net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward
         )
-    _check_tensors(saved, tensors, path)
-    random, held = _tensors_of(net, saved.random)
-    _check_network(saved, random, held, path)
-
-    parts = {part: saved.parts[part] if given[part] is None else given[part] for part in _PARTS}
-    space = Parameters(random, net=net)
-    model = BayesianModel(net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward)
-    model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
-    bound = parts["family"]
-    if not bound.is_bound:  # its values come from the file: any start will do
-        bound = bound.bind(model.space, torch.Generator().manual_seed(0))
-    parts["family"] = bound
-    for part in _PARTS:
+        model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
+        if family is not None:
+            parts["family"] = family if family.is_bound else family.bind(model.space, _any_start())
+        for part in PARTS:
+            _check_part(saved, part, parts.get(part), _under(part, stored.table), model, given, path)
+        tensors = stored.tensors()
+    for part in PARTS:
+        if given[part] is None:
+            _check_values(_under(part, tensors), f"{path}: the {part}")
+    if family is None:
+        with refusing(path):
+            parts["family"] = _part(saved, "family", path).bind(model.space, _any_start())
+    for part in PARTS:
         _set_tensors(parts[part], _under(part, tensors), f"{path}: the {part} ({type(parts[part]).__name__})")
         if isinstance(parts[part], nn.Module):
             parts[part].to(space.device)
     with torch.no_grad():
         for name, tensor in _under("network", tensors).items():
             held[name].copy_(tensor)
-    posterior = PosteriorBase(model, bound, dropout=saved.dropout, batch_norm=saved.batch_norm)
+    posterior = PosteriorBase(model, parts["family"], dropout=saved.dropout, batch_norm=saved.batch_norm)
     return posterior if device is None else posterior.to(device)
 
 
-class _Saved(NamedTuple):
-    """A description, decoded."""
+def _any_start() -> torch.Generator:
+    """For a family whose values come from the file."""
+    return torch.Generator().manual_seed(0)
 
-    parts: dict[str, Any]  # the family as a recipe, likelihood and prior; None where they are the user's own
-    own: dict[str, str]  # part → the name of what the user has to give
-    random: Table
-    held: Table
-    hashes: dict[str, str] | None
-    num_data: int | None
-    dropout: Literal["off", "on"]
-    batch_norm: Literal["frozen", "deterministic", "reestimated"]
-    evaluation: Evaluation
-    checkpoint_activations: bool
 
-    @classmethod
-    def of(cls, description: Mapping[str, Any], path: Any) -> Self:
-        if description.get("kind") != _KIND:
-            raise CheckpointError(f"{path} holds no posterior: its description is of kind {description.get('kind')!r}")
-        try:
-            own = {part: description[part]["own"] for part in _PARTS if "own" in description[part]}
-            if description["forward"] not in (True, False):
-                raise ValueError("forward must be true or false")
-            if description["forward"]:
-                own["forward"] = "(net, batch) → (output, target)"
-            *settings, record = description["evaluation"]
-            evaluation = Evaluation(*settings)
-            evaluation.record = decode(record)
-            if not isinstance(description["checkpoint_activations"], bool):
-                raise ValueError("checkpoint_activations must be true or false")
-            if description["dropout"] not in DROPOUT or description["batch_norm"] not in BATCH_NORM:
-                raise ValueError("unknown dropout or batch_norm")
-            return cls(
-                {part: None if part in own else decode(description[part]["value"]) for part in _PARTS},
-                own,
-                dict(decode(description["random"])),
-                dict(decode(description["held"])),
-                description["hashes"],
-                description["num_data"],
-                description["dropout"],
-                description["batch_norm"],
-                evaluation,
-                description["checkpoint_activations"],
-            )
-        # a description with the right hash that `save` did not write: another version's, or made by hand
-        except (AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} does not describe a posterior: {type(error).__name__} {error}") from None
+def _part(saved: Saved, part: Kind, path: Any) -> Any:
+    with refusing(path):
+        return decode(saved.parts[part], part, most_patterns(saved.random))
+
+
+def _check_prior(prior: nn.Module, space: Parameters) -> None:
+    """That it fits the space; of a sum, each of its priors."""
+    for module in prior.modules():
+        if isinstance(module, SeparablePrior):
+            module.check(space)
 
 
 def _describe(part: Any) -> dict[str, Any]:
@@ -172,33 +157,53 @@ def _table(tensors: Mapping[str, Tensor]) -> Table:
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
 
 
-def _under(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _under(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
 
 
 def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    lines = [f"  missing: {name} {_text(saved[name])}" for name in saved if name not in here]
-    lines += [f"  extra: {name} {_text(here[name])}" for name in here if name not in saved]
-    return lines + [
-        f"  {name}: {_text(saved[name])} in the file, {_text(here[name])} here"
+    lines = [f"  missing: {_shown(name)} {_text(saved[name])}" for name in saved if name not in here]
+    lines += [f"  extra: {_shown(name)} {_text(here[name])}" for name in here if name not in saved]
+    lines += [
+        f"  {_shown(name)}: {_text(saved[name])} in the file, {_text(here[name])} here"
         for name in saved
         if name in here and saved[name] != here[name]
     ]
+    return lines if len(lines) <= _LINES else [*lines[:_LINES], f"  … and {len(lines) - _LINES} more"]
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() and len(name) <= 200 else brief(name)
 
 
 def _text(entry: tuple) -> str:
-    return " ".join(str(list(item) if isinstance(item, tuple) else item) for item in entry)
+    return " ".join(_shown(str(list(item) if isinstance(item, tuple) else item)) for item in entry)
 
 
-def _check_tensors(saved: _Saved, tensors: Mapping[str, Tensor], path: Any) -> None:
-    """The file's tensors are those that its description speaks of; the parts check their own."""
-    stray = [name for name in tensors if name.split(".")[0] not in (*_PARTS, "network")]
-    different = _differences(saved.held if saved.hashes is None else {}, _table(_under("network", tensors)))
+def _check_given(saved: Saved, given: Mapping[str, Any], path: Any) -> None:
+    needed = {part: name for part, name in saved.own.items() if given[part] is None}
+    if needed:
+        raise ValueError(
+            f"{path}: what you wrote yourself is not in the file, "
+            + ", ".join(f"the {part} ({name})" for part, name in needed.items())
+            + "; give it again: load(path, net, "
+            + ", ".join(f"{part}=…" for part in needed)
+            + ")"
+        )
+
+
+def _check_held(saved: Saved, table: Mapping[str, Entry], path: Any) -> None:
+    """The network's tensors in the file are those that its description speaks of, and none belongs to nobody."""
+    stray = [_shown(name) for name in table if name.split(".")[0] not in (*PARTS, "network")]
+    inside = {name: (entry.shape, str(entry.dtype)) for name, entry in _under("network", table).items()}
+    different = _differences(saved.held if saved.hashes is None else {}, inside)
     if stray or different:
-        raise CheckpointError(f"{path} does not hold the tensors that it describes: {stray}\n" + "\n".join(different))
+        raise CheckpointError(
+            f"{path} does not hold the tensors that it describes: {few(stray)}\n" + "\n".join(different)
+        )
 
 
-def _check_network(saved: _Saved, random: Mapping[str, Tensor], held: Mapping[str, Tensor], path: Any) -> None:
+def _check_network(saved: Saved, random: Mapping[str, Tensor], held: Mapping[str, Tensor], path: Any) -> None:
     different = _differences({**saved.random, **saved.held}, _table({**random, **held}))
     if different:
         raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
@@ -211,12 +216,61 @@ def _check_network(saved: _Saved, random: Mapping[str, Tensor], held: Mapping[st
             )
 
 
+def _check_part(
+    saved: Saved,
+    part: Kind,
+    module: Any,
+    table: Mapping[str, Entry],
+    model: BayesianModel,
+    given: Mapping[str, Any],
+    path: Any,
+) -> None:
+    """The tensors in the file are those that a part has, by name, shape and kind of number; none is read."""
+    if part == "family" and module is None:
+        with refusing(path):
+            shapes = tensors_of_family(saved.parts[part], model.space)
+        what = saved.parts[part]["structvi"][0]
+    else:
+        here = module.state_dict() if isinstance(module, nn.Module) else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
+        what = type(module).__name__
+    file = {name: (entry.shape,) for name, entry in table.items()}
+    if different := _differences(file, {name: (shape,) for name, shape in shapes.items()}):
+        text = f"{path}: the {part} ({what}) is not the one that was saved. Its tensors are\n" + "\n".join(different)
+        raise (CheckpointError if given[part] is None and given["likelihood"] is None else ValueError)(text)
+    if given[part] is None:
+        dtypes = {model.space.dtype} if part == "family" else {model.space.dtype, torch.float32, torch.float64}
+        wrong = [f"{name} in {entry.dtype}" for name, entry in table.items() if entry.dtype not in dtypes]
+        if wrong:
+            expected = " or ".join(sorted(map(str, dtypes)))
+            raise CheckpointError(f"{path}: the {part} ({what}) must be in {expected}, but it has {few(wrong)}")
+    else:
+        here = module.state_dict() if isinstance(module, nn.Module) else {}
+        wrong = [name for name, entry in table.items() if _floats(entry.dtype) != _floats(here[name].dtype)]
+        if wrong:
+            raise ValueError(f"{path}: the {part} ({what}) has other kinds of numbers than were saved, in {few(wrong)}")
+
+
+def _floats(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _check_values(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Of our families, likelihoods and priors: what was learned is finite, and so are scales; units are positive."""
+    for name, tensor in tensors.items():
+        last = name.split(".")[-1]
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{what} has values that are not finite in {name}: save one whose fit has not failed")
+        if last.startswith("log_") and not tensor.exp().isfinite().all():
+            raise CheckpointError(f"{what} has scales that are not finite: {name} goes up to {tensor.max().item():g}")
+        if last == "unit" and not (tensor > 0).all():
+            raise CheckpointError(f"{what} has scales that are not positive in {name}")
+
+
 def _set_tensors(module: Any, tensors: Mapping[str, Tensor], what: str) -> None:
-    here = module.state_dict() if isinstance(module, nn.Module) else {}
-    different = _differences(
-        {name: (tuple(t.shape),) for name, t in tensors.items()}, {name: (tuple(t.shape),) for name, t in here.items()}
-    )
-    if different:
-        raise ValueError(f"{what} is not the one that was saved. Its tensors are\n" + "\n".join(different))
-    if here:
+    if not tensors:
+        return
+    try:
         module.load_state_dict(tensors, assign=True)  # assign: with the dtype of the file
+    except RuntimeError as error:
+        raise ValueError(f"{what} does not take the tensors of the file: {error}") from None

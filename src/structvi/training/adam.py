@@ -109,10 +109,13 @@ class Adam(torch.optim.Adam):
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
                 torch._foreach_mul_([p.grad for p in with_gradient], coefficient)  # pyright: ignore[reportPrivateImportUsage]
-            self._step_fused([p for p in with_gradient if p not in self._by_kernel], group, coefficient, make)
+            # a factor with a whole gradient (of a mixture's part, a block) is a parameter like others
+            by_kernel = {p for p in with_gradient if p in self._by_kernel and p.ndim == 1}
+            self._step_fused([p for p in with_gradient if p not in by_kernel], group, coefficient, make)
             dense = coefficient if isinstance(coefficient, Tensor) else 1.0
             for parameter in group["params"]:
-                if parameter in self._by_kernel and parameter.grad is not None:
+                if parameter in by_kernel:
+                    assert parameter.grad is not None
                     ones = parameter.new_ones(1, 1)
                     self._step_low_rank(parameter, parameter.grad.unsqueeze(0), ones, group, dense, make)
                 elif (gradient := thin.get(parameter)) is not None:

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import check_iterable
+from ..basics.random_streams import borrowed_stream
+from ..models.batch import rows
+from .samplers import reachable, warn_of_weights
 
 #: (r, w): the r-th of w parts
 Part = tuple[int, int]
@@ -55,11 +51,13 @@ class Batches:
         self.loader, self.seed, self.device, self.part = loader, seed, device, part
         #: N, where the loader knows it
         self.num_data: int | None = None
+        #: why N cannot be told from the loader, where it has a data set with a length
+        self.question: str | None = None
         #: batches to an epoch, where that is known before one is read
         self.length: int | None = None
         #: why the order cannot be repeated exactly; None where it can
         self.inexact: str | None = "the loader is no DataLoader: its order is its own"
-        self._indices: list[int] = []  # what a DataLoader of map-style data draws from
+        self._indices: list[int] = []  # the distinct ones that a DataLoader of map-style data can give
         self._own_order = False
         self._order: _Order | None = None
         if isinstance(loader, DataLoader):
@@ -82,10 +80,31 @@ class Batches:
         """Whether the order is made here, and every batch can be split into parts."""
         return self._own_order
 
-    def share(self, index: int) -> float:
-        """This part of a batch of the epoch over the whole of it: B_r / B."""
+    @property
+    def indices(self) -> list[int]:
+        """The distinct observations that the loader can give, where they are known; else none."""
+        return self._indices
+
+    def restrict(self, indices: list[int]) -> None:
+        """All ranks' observations together, where each has a sampler of its own."""
+        if indices:
+            self._indices, self.num_data = indices, None if self.question else len(indices)
+
+    def rows_of(self, index: int) -> tuple[int, int]:
+        """Of a batch of the epoch how many observations are this part's, and how many there are: B_r and B."""
         start, stop, count = self._range(index)
-        return (stop - start) / count
+        return stop - start, count
+
+    def mean_rows(self, accumulate: int) -> float | None:
+        """Observations a step, over an epoch and all parts; None where that is not known before it was read."""
+        if self.length is None:
+            return None
+        steps = -(-self.length // accumulate)
+        if self._own_order:
+            return sum(self._range(index)[2] for index in range(self.length)) / steps
+        if isinstance(self.loader, list | tuple):
+            return sum(rows(batch) for batch in self.loader) / steps
+        return None
 
     def _range(self, index: int) -> tuple[int, int, int]:
         """From where to where in an epoch's order this part of a batch goes, and B: all parts are as long or by one."""
@@ -138,6 +157,17 @@ class Batches:
         for batch in self._order.loader:
             yield self._moved(batch)
 
+    def probe(self) -> tuple[Any, int] | None:
+        """A batch of at most two items, put together in this process, and how many; None where items are not known."""
+        loader = self.loader
+        if self._order is None or not isinstance(loader, DataLoader) or loader.collate_fn is None:
+            return None
+        chosen = self._indices[:2]
+        together = getattr(loader.dataset, "__getitems__", None)  # as torch's own fetcher has it
+        with borrowed_stream(torch.Generator().manual_seed(0)):
+            items = [loader.dataset[i] for i in chosen] if together is None else together(chosen)
+            return loader.collate_fn(items), len(chosen)
+
     def _moved(self, batch: Any) -> Any:
         if self.device is None:
             return batch
@@ -147,32 +177,29 @@ class Batches:
         if isinstance(loader.dataset, IterableDataset):
             self.inexact = "an IterableDataset's order is its own"
             return
+        warn_of_weights(loader)
+        if not len(loader.dataset):  # pyright: ignore[reportArgumentType]
+            raise ValueError("the loader's data set is empty: there is nothing to fit to")
+        found = reachable(loader)
+        self.question, self.length = found.question, len(loader)
+        if found.indices is not None:
+            self._indices = found.indices
+            self.num_data = None if found.question else len(found.indices)
+            size = loader.batch_size or found.size or 1
+            self._order = _Order(loader, size)
         sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
-        _warn_of_weights(loader)
-        self.num_data = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-        self.length = len(loader)
-        if isinstance(sampler, SubsetRandomSampler):
-            self.num_data = len(sampler.indices)
-            self._indices = [int(i) for i in sampler.indices]
-        else:
-            self._indices = list(range(self.num_data))
-        plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
-        if not plain:
+        self.inexact = f"the loader's {type(sampler).__name__} has an order of its own"
+        if loader.batch_size is None:
             self.inexact = "the loader has a batch sampler of its own"
+        if found.order is None or self._order is None or self.num_data is None or loader.batch_size is None:
             return
-        self._order = _Order(loader)
-        shuffled = type(sampler) in (RandomSampler, SubsetRandomSampler)
-        if isinstance(sampler, RandomSampler):
-            shuffled = not sampler.replacement and sampler.num_samples == self.num_data
-        if not shuffled and type(sampler) is not SequentialSampler:
-            self.inexact = f"the loader's {type(sampler).__name__} has an order of its own"
-            return
-        left_over = self.num_data % loader.batch_size  # pyright: ignore[reportOperatorIssue]
+        shuffled = found.order == "shuffled"
+        left_over = self.num_data % loader.batch_size
         if loader.drop_last and not shuffled and left_over and self.length:
             warnings.warn(
                 f"drop_last=True without shuffling: the last {left_over} of {self.num_data} observations are never "
                 "seen; leave drop_last out, or shuffle",
-                stacklevel=5,
+                stacklevel=6,
             )
         self.inexact = None
         if loader.num_workers:
@@ -191,9 +218,8 @@ class _Order:
     One loader for all epochs, so that its workers live on where the user asked for that.
     """
 
-    def __init__(self, loader: DataLoader):
-        assert loader.batch_size is not None
-        self.shuffled, self.size, self.drop_last = False, loader.batch_size, loader.drop_last
+    def __init__(self, loader: DataLoader, size: int):
+        self.shuffled, self.size, self.drop_last = False, size, loader.drop_last
         self.lists: list[list[int]] = []
         # a loader without one takes its workers' seed from the global stream, each time it is asked for an iterator
         self.generator = torch.Generator()
@@ -216,17 +242,3 @@ class _Order:
 
     def __len__(self) -> int:
         return len(self.lists)
-
-
-def _warn_of_weights(loader: DataLoader) -> None:
-    for sampler in (loader.sampler, loader.batch_sampler):
-        # a weighted sampler of the user's own has no class to know it by
-        weights = getattr(sampler, "weights", None)
-        if weights is not None and len(set(torch.as_tensor(weights).tolist())) > 1:
-            warnings.warn(
-                f"the loader's {type(sampler).__name__} draws some observations more often than others: a minibatch "
-                "scaled by N/B then estimates the log likelihood of other data than yours (each observation counted "
-                "in proportion to its weight), and the posterior is that of those. Shuffle uniformly, and give class "
-                "weights to the likelihood where that is what you want",
-                stacklevel=6,
-            )

@@ -16,6 +16,7 @@ from ..storing import fit_checkpoint
 from ..storing.fit_checkpoint import Found
 from .adam import Adam, optimizer_state, set_optimizer_state
 from .averaging import assign
+from .fingerprint import differences
 from .schedule import Schedule
 from .state import FitState
 
@@ -61,11 +62,17 @@ def save_alone(run: Running, directory: str | os.PathLike) -> str:
     return f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}"
 
 
-def restore(run: Running, found: Found) -> list[str]:
-    """Put a freshly made run into the state of a checkpoint; returns what there is to say."""
+def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
+    """Put a freshly made run into the state of a checkpoint; returns what there is to say.
+
+    Args:
+        run: about to begin, with what it is a fit of in its state.
+        found: the checkpoint.
+        anyway: also where it is a fit of something else.
+    """
     tensors = {path: run.ranks.own(path, x) for path, x in found.tensors.items()}
     saved = FitState.unpack(tensors, found.description)
-    _check_same(run.state, saved, found.path)
+    extended = _check_same(run.state, saved, found.path, anyway)
     assign(run.state.learned, saved.learned)
     if saved.stage == 2:
         for parameter in run.named.values():
@@ -83,8 +90,11 @@ def restore(run: Running, found: Found) -> list[str]:
     model.evaluation.record = saved.evaluation
     if saved.gradient_scale is not None:
         model.scale = GradientScale(*saved.gradient_scale)
+    settings = replace(saved.settings, total=run.state.settings.total, num_data=run.state.settings.num_data)
     run.state = replace(
         saved,
+        settings=settings,
+        problem=run.state.problem,
         learned=run.state.learned,
         snapshot=_moved(saved.snapshot, torch.device("cpu")),
         average=_moved(saved.average, device),
@@ -93,14 +103,23 @@ def restore(run: Running, found: Found) -> list[str]:
         evaluation=None,
     )
     _replay(run)
-    return [*found.damaged, f"resumed at step {run.state.step} from {found.path.name}"]
+    said = [*found.damaged, f"resumed at step {run.state.step} from {found.path.name}"]
+    if extended:
+        total = run.state.settings.total
+        run.state = replace(run.state, begun=saved.step, end=total, cooling=None, average={}, averaged=0)
+        said.append(
+            f"extended from {saved.step} to {total} steps, by a new cycle of the learning rate: not what {total} steps "
+            "from the start would have given"
+        )
+    return said
 
 
 def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _check_same(now: FitState, then: FitState, path: Any) -> None:
+def _check_same(now: FitState, then: FitState, path: Any, anyway: bool) -> bool:
+    """Refuse another posterior, other settings and another problem; whether a finished fit is to be extended."""
     learned, saved = now.learned, then.learned
     differ = sorted(
         name for name in learned.keys() | saved.keys()
@@ -108,13 +127,33 @@ def _check_same(now: FitState, then: FitState, path: Any) -> None:
     )  # fmt: skip
     if differ:
         raise ValueError(f"{path} belongs to another posterior; these tensors differ: {', '.join(differ)}")
+    others = differences(then.problem, now.problem)
+    if others and not anyway:
+        raise ValueError(
+            f"{path} belongs to another problem; these differ: {'; '.join(others)}. Resume with what the fit was begun "
+            "with, begin anew with another folder, or, where you know that it is the same, say resume_anyway=True"
+        )
     here, there = (
         {**asdict(state.settings), "optimizer": state.optimizer, "learning rates": list(state.rates)}
         for state in (now, then)
     )
-    differ = [f"{key}: {there[key]!r} then, {here[key]!r} now" for key in here if there[key] != here[key]]
+    names = [key for key in here if there[key] != here[key]]
+    if others and anyway:
+        names = [key for key in names if key != "num_data"]
+    differ = [f"{key}: {there[key]!r} then, {here[key]!r} now" for key in names]
+    finished = then.step >= then.end
+    if names == ["total"] and finished and now.settings.total > then.step:
+        return True
+    if names == ["total"]:
+        how = (
+            f"the fit has made {then.step} steps: give more than that to extend it"
+            if finished
+            else f"the fit has made {then.step} of {then.end} steps: finish it with the same first, then extend it"
+        )
+        raise ValueError(f"{path} belongs to a fit of another length ({differ[0]}); {how}")
     if differ:
         raise ValueError(f"{path} belongs to a fit with other settings; resume with the same: " + "; ".join(differ))
+    return False
 
 
 def _replay(run: Running) -> None:

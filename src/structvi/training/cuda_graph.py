@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 
 from .adam import Adam, Thin
 
-#: (batches, shares, λ, generator) → the ELBO of each group, the gradient's norm, and what of it is not in `.grad`
-Gradient = Callable[[Sequence[Any], Sequence[float], Any, torch.Generator], tuple[Tensor, Tensor, Thin]]
+#: (batches, weights, λ, generator) → the ELBO of each group, the gradient's norm, and what of it is not in `.grad`
+Gradient = Callable[[Sequence[Any], Sequence[Any], Any, torch.Generator], tuple[Tensor, Tensor, Thin]]
 
 
 class CapturedStep:
@@ -38,6 +38,7 @@ class CapturedStep:
         self.batch = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
         device = generator.device
         self.temperature = torch.tensor(float(temperature), device=device)
+        self.weight = torch.ones((), dtype=torch.float64, device=device)
         self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
         self.make = torch.zeros((), device=device)  # 0: everything is computed and nothing changed
         # a generator of its own: one whose capture failed is of no further use
@@ -57,17 +58,18 @@ class CapturedStep:
 
     def _body(self) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        elbo, norm, thin = self.gradient([self.batch], (1.0,), self.temperature, self.generator)
+        elbo, norm, thin = self.gradient([self.batch], (self.weight,), self.temperature, self.generator)
         finite = torch.isfinite(elbo).all() & torch.isfinite(norm)
         coefficient = (self.clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
         self.optimizer.step(thin=thin, coefficient=coefficient, make=self.make * finite)
         return elbo, norm
 
-    def __call__(self, batch: Any, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Any, weight: float, temperature: float) -> tuple[Tensor, Tensor]:
         for own, new in zip(pytree.tree_leaves(self.batch), pytree.tree_leaves(batch), strict=True):
             if isinstance(own, Tensor):
                 own.copy_(new, non_blocking=True)
         self.temperature.fill_(temperature)
+        self.weight.fill_(weight)
         for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
             rate.fill_(group["lr"])
         self.generator.set_state(self.common.get_state())

@@ -2,16 +2,20 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.func import functional_call
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..basics.folder_lock import folder_lock
 from ..couplings import Coupling, paired
 from ..distributed.collectives import LostRankError
 from ..distributed.ranks import Parallel, Ranks
+from ..models.batch import batch_size, split_batch
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimator
 from ..posterior import BATCH_NORMS, PosteriorBase
@@ -21,6 +25,7 @@ from . import checkpoints
 from .adam import OptimizerLike
 from .averaging import copied
 from .batches import Batches
+from .fingerprint import fingerprint
 from .loop import Run
 from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
 from .progress import Progress
@@ -60,6 +65,8 @@ def fit(
     checkpoint: str | os.PathLike | None = None,
     every: int | None = None,
     resume: str | os.PathLike | None = None,
+    resume_anyway: bool = False,
+    data_id: str | None = None,
     progress: bool = True,
     seed: int = 0,
     callback: Callable[[History], None] | None = None,
@@ -105,8 +112,13 @@ def fit(
         start: "trained" starts at the network's present values with scales from a diagonal Fisher information.
         checkpoint: a directory to which all of the fit's state is written, atomically, every `every` steps (an epoch
             by default) and at its end.
-        resume: a directory of checkpoints to go on from: give the same posterior, loader and options. Where it holds
-            none, the fit starts from the beginning.
+            The directory belongs to this fit: one that holds checkpoints of another is refused.
+        resume: a directory of checkpoints, or one of them, to go on from: give the same posterior, loader and options.
+            Where the directory holds none, the fit starts from the beginning. Another problem (data, likelihood, prior,
+            network, family) is refused with what differs. A finished fit goes on where more epochs or steps are asked
+            for than it made, with a new cycle of the learning rate.
+        resume_anyway: go on where the problem differs.
+        data_id: what you call the data: a stream cannot be known by anything else.
         progress: show a bar, or lines where there is no terminal.
         seed: of all randomness: draws, the order of the data, dropout.
         callback: called with the history after every step; it may raise KeyboardInterrupt to end the fit.
@@ -135,31 +147,25 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
     check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
     ranks = Ranks(options.parallel, posterior.family)
     try:
-        batches = Batches(loader, options.seed, posterior.device, ranks.part)
-        notes = _set_num_data(posterior, batches) + _unused_batch_norm(posterior)
-        found = None if options.resume is None else fit_checkpoint.latest(options.resume)
-        may_restart = ranks.size == 1 and _may_restart(posterior, options, found)
-        begun = copied(posterior.outside_family())
-        settings = _settings(posterior, batches, options, found)
-        if options.start == "trained" and found is None:
-            start_trained(posterior, batches)
-        run = Run(
-            posterior, batches, settings, options.coupling, options.estimator, ranks, options.optimizer,
-            options.scheduler, options.lr, options.capture,
-        )  # fmt: skip
-        run.notes += notes
-        if found is not None:
-            run.notes += checkpoints.restore(run, found)
-        elif options.resume is not None:
-            run.notes.append(f"nothing to resume in {options.resume}: started from the beginning")
-        stopped = _loop(run, options, label)
-        if options.checkpoint is not None:
-            checkpoints.save(run, options.checkpoint)
-        result = run.finish(stopped)
+        with _own_folder(options) if ranks.rank == 0 else nullcontext():
+            batches = Batches(loader, options.seed, posterior.device, ranks.part)
+            if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
+                batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
+            found = None if options.resume is None else fit_checkpoint.latest(options.resume)
+            notes = _set_num_data(posterior, batches) + _unused_batch_norm(posterior)
+            may_restart = ranks.size == 1 and _may_restart(posterior, options, found)
+            begun = copied(posterior.outside_family())
+            run = _begin(posterior, batches, options, ranks, found)
+            run.notes = notes + run.notes
+            stopped = _loop(run, options, label)
+            if options.checkpoint is not None:
+                checkpoints.save(run, options.checkpoint)
+            result = run.finish(stopped)
     finally:
         ranks.close()
     posterior.last_fit = result
     if may_restart and not stopped:
+        settings = run.settings
 
         def fit_again(seed: int, name: str, label: str) -> FitResult:
             where = {key: folder(getattr(options, key), name) for key in ("checkpoint", "resume")}
@@ -172,6 +178,51 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
         seen = _Some(batches, run.compared)
         posterior.last_fit = again_if_stuck(posterior, result, begun, seen, options.restarts, options.seed, fit_again)
     return posterior.last_fit
+
+
+@contextmanager
+def _own_folder(options: FitOptions) -> Iterator[None]:
+    """Inside, the folder of checkpoints is this fit's alone."""
+    if options.checkpoint is None:
+        yield
+        return
+    with folder_lock(options.checkpoint, "a fit"):
+        there = fit_checkpoint.files(options.checkpoint)
+        if there and (options.resume is None or not _same_folder(options.checkpoint, options.resume)):
+            raise ValueError(
+                f"the folder {options.checkpoint} holds checkpoints of another fit, up to {there[0].name}: a folder "
+                "belongs to one fit. Give another folder, go on with that fit (resume=), or remove its files"
+            )
+        yield
+
+
+def _same_folder(folder: Any, resumed: Any) -> bool:
+    """Whether what is resumed is in the folder, or the folder itself."""
+    resumed = Path(resumed).resolve()
+    return Path(folder).resolve() in (resumed, resumed.parent if resumed.is_file() else resumed)
+
+
+def _begin(posterior: PosteriorBase, batches: Batches, options: FitOptions, ranks: Ranks, found: Found | None) -> Run:
+    """A run at its first step, or at the one that a checkpoint has."""
+    settings = _settings(posterior, batches, options, found)
+    known = None
+    if options.checkpoint is not None or found is not None:
+        known = fingerprint(posterior, batches, options.data_id)
+    if options.start == "trained" and found is None:
+        start_trained(posterior, batches)
+    run = Run(
+        posterior, batches, settings, options.coupling, options.estimator, ranks, options.optimizer,
+        options.scheduler, options.lr, options.capture,
+    )  # fmt: skip
+    if known is not None:
+        run.state = replace(run.state, problem=known.parts)
+    if found is not None:
+        run.notes += checkpoints.restore(run, found, options.resume_anyway)
+        if known is not None and known.unchecked:
+            run.notes.append(f"resumed without a look at {'; '.join(known.unchecked)}")
+    elif options.resume is not None:
+        run.notes.append(f"nothing to resume in {options.resume}: started from the beginning")
+    return run
 
 
 def _loop(run: Run, options: FitOptions, label: str) -> bool:
@@ -258,12 +309,16 @@ class _Some:
 
 def _set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
     model = posterior.model
-    if model.known_num_data is None:
-        if batches.num_data is None:
+    if model.known_num_data is None or model.num_data_of_loader:
+        question = batches.question or _question_of_rows(posterior, batches)
+        if batches.num_data is None or question is not None:
+            why = question or "this loader does not know it"
             raise ValueError(
-                "N, the number of observations, is needed to weigh a minibatch against the prior, and this loader does "
-                "not know it: give num_data= to variationalize, or a DataLoader over a data set with a length"
+                f"N, the number of observations, is needed to weigh a minibatch against the prior: {why}. Give "
+                "num_data= to variationalize, or a DataLoader over a data set with a length"
             )
+    if model.known_num_data is None:
+        assert batches.num_data is not None
         model.num_data, model.num_data_of_loader = batches.num_data, True
     elif model.num_data_of_loader and batches.num_data not in (None, model.num_data):
         before, model.num_data = model.num_data, batches.num_data
@@ -273,6 +328,20 @@ def _set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
             f"N = {model.num_data} as the model was told; the loader's data set has {batches.num_data} observations"
         ]
     return []
+
+
+def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
+    """Where an item of the data set is not one row of a batch, the rows in all are not known."""
+    if posterior.model.user_forward is not None or (probe := batches.probe()) is None:
+        return None
+    batch, items = probe
+    try:
+        found = batch_size(split_batch(batch)[1])
+    except (TypeError, ValueError):  # what is wrong with it the first step says, with the batch's number
+        return None
+    if found == items:
+        return None
+    return f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
 
 
 def _unused_batch_norm(posterior: PosteriorBase) -> list[str]:

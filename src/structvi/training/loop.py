@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from ..basics.interrupts import uninterrupted
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling
-from ..distributed.ranks import Counted, Ranks
+from ..distributed.ranks import Counted, Ranks, Taken
 from ..models.likelihoods import Likelihood
 from ..models.priors.base import PriorModule
 from ..objective import Estimate, Estimator, NonFiniteError, not_finite
@@ -26,6 +25,7 @@ from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches
 from .checkpoints import save
 from .comparing import elbo_on_seed
+from .constant_predictor import Watched, explain, worse_than_nothing
 from .options import Settings
 from .progress import Progress
 from .result import FitResult, History, Skipped
@@ -75,9 +75,13 @@ class Run:
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         self.generator = torch.Generator(posterior.device).manual_seed(settings.seed)
         self.notes: list[str] = []
+        #: log likelihood of the best output that ignores the input, once posteriors were compared
+        self.constant: float | None = None
+        #: observations a step over an epoch, where that is known before one was read
+        self.mean_rows = batches.mean_rows(settings.accumulate) if batches.splits or ranks.size == 1 else None
         total = settings.total
         self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
-        self.schedule = Schedule(self.optimizer, scheduler, round(settings.warmup * total), total)
+        self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
         self.snapshots = Snapshots(self.named, every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
             posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,
@@ -92,8 +96,13 @@ class Run:
                 family.first_stage()
 
     @property
+    def cycle(self) -> int:
+        """Steps of the present cycle of the learning rate: all, but for a fit that was extended."""
+        return self.settings.total - self.state.begun
+
+    @property
     def last_part(self) -> int:
-        return max(1, round(LAST_PART * self.settings.total))
+        return max(1, round(LAST_PART * self.cycle))
 
     @property
     def compared(self) -> int:
@@ -121,11 +130,11 @@ class Run:
                 # data sets and networks that draw random numbers do so from the global stream
                 with borrowed_stream(self.generator, self.ranks.rank):
                     accumulate, index = self.settings.accumulate, self.state.index
-                    batch, shares = self.ranks.take(iterator, accumulate, self.batches, index)
-                    if not batch:
+                    taken = self.ranks.take(iterator, accumulate, self.batches, index)
+                    if not taken.batches:
                         break
                     with uninterrupted():
-                        self.state = self._advanced(self.state, batch, shares, started)
+                        self.state = self._advanced(self.state, taken, started)
                 self.ranks.stop_together()
                 bar.update(*self._window())
                 if self._settled(self.state):
@@ -142,19 +151,25 @@ class Run:
                 raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
             self.state = replace(self.state, epoch=self.state.epoch + 1, index=0)
 
-    def _advanced(self, state: FitState, batch: list[Any], shares: list[float], started: float) -> FitState:
+    def _advanced(self, state: FitState, taken: Taken, started: float) -> FitState:
         """The state after one step of the optimizer, or after none where something is not finite."""
         settings = self.settings
         lam = settings.temperature
-        if (rise := settings.kl_warmup * settings.total) > state.step:
+        if (rise := settings.kl_warmup * settings.total) > state.step and not state.begun:
             lam *= (state.step + 1) / (rise + 1)
         row = {"step": state.step, "epoch": state.epoch, "temperature": lam, "stage": state.stage}
-        rate = self.schedule.before(state.step, state.cooling, state.end)
-        taken = None
+        begun, cooling = state.begun, state.cooling
+        rate = self.schedule.before(
+            state.step - begun, self.cycle, None if cooling is None else cooling - begun, state.end - begun
+        )
+        snapshot = None
         if state.failures == 0:
-            taken = self.snapshots.take(state.snapshot, state.snapshot_step, state.step)
+            snapshot = self.snapshots.take(state.snapshot, state.snapshot_step, state.step)
+        state = replace(state, rows=state.rows + taken.whole)
+        # observations a step, or as far as is known yet
+        mean = self.mean_rows or state.rows / (state.step + 1)
         try:
-            values, norm = self.make_step(batch, shares, lam)
+            values, norm = self.make_step(taken.batches, [rows / mean for rows in taken.rows], lam, taken.whole / mean)
         except OverflowingError as error:
             skipped = Skipped(state.epoch, state.index, str(error))
             state = replace(state, skipped=(*state.skipped, skipped))
@@ -166,9 +181,9 @@ class Run:
             error.add_note(f"in batch {state.index + getattr(error, 'batch', 0)} of epoch {state.epoch}")
             raise
         else:
-            if taken is not None:
+            if snapshot is not None:
                 self.snapshots.kept(state.snapshot)
-                state = replace(state, snapshot=taken, snapshot_step=state.step)
+                state = replace(state, snapshot=snapshot, snapshot_step=state.step)
             self.schedule.after()
             estimate = Estimate.of(values)
             state.history.append(
@@ -177,10 +192,12 @@ class Run:
             )  # fmt: skip
             stride = max(1, self.last_part // AVERAGED)
             if settings.average and state.step >= state.end - self.last_part and state.step % stride == 0:
-                mean = averaged(state.average, state.averaged, self.named)
-                state = replace(state, average=mean, averaged=state.averaged + 1)
+                iterates = averaged(state.average, state.averaged, self.named)
+                state = replace(state, average=iterates, averaged=state.averaged + 1)
             state = replace(state, failures=0)
-        return replace(state, step=state.step + 1, index=state.index + len(batch), stream=self.generator.get_state())
+        return replace(
+            state, step=state.step + 1, index=state.index + len(taken.batches), stream=self.generator.get_state()
+        )
 
     def _left_out(self, state: FitState, reason: str) -> FitState:
         """A batch without a finite loss changes nothing; from the second in a row on an older state is gone back to."""
@@ -216,11 +233,11 @@ class Run:
     def _settled(self, state: FitState) -> bool:
         """Whether the trend of the ELBO has just been found to be none: the learning rate then falls to its end."""
         part, settings = self.last_part, self.settings
-        first = FIRST_STAGE * settings.total if settings.staged else 0
+        first = FIRST_STAGE * settings.total if settings.staged and not state.begun else 0
         check = max(1, part // 4)
         # stage one and both warm-ups begin with the fit
-        begun = max(first, max(settings.kl_warmup, settings.warmup) * settings.total)
-        early = state.step < begun + part + check
+        rising = settings.warmup if state.begun else max(settings.kl_warmup, settings.warmup)
+        early = state.step - state.begun < max(first, rising * self.cycle) + part + check
         late = state.cooling is not None or state.step >= state.end - part
         if not settings.stop or early or late or state.step % check or part < SHORTEST_PART:
             return False
@@ -259,7 +276,11 @@ class Run:
             data = "all data" if seen <= self.compared else f"{self.compared} of {seen} batches"
             comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
             status, verdict = self.verdict()
-            if status is Status.IMPROVING:
+            worse = worse_than_nothing(elbo.value, elbo.standard_error, self.constant)
+            if worse and bound and status is not Status.TOO_SHORT:
+                assert self.constant is not None
+                self.notes.append(explain(elbo.value, self.constant, status is Status.IMPROVING))
+            elif status is Status.IMPROVING:
                 self.notes.append(
                     "improving: at the highest learning rate, which falls to zero in a fit; call fit again to go on"
                 )
@@ -273,7 +294,7 @@ class Run:
             history=state.history, steps=state.step,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
             temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
-            skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation),
+            skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation), constant=self.constant,
         )  # fmt: skip
 
     def _best(self) -> tuple[str, dict[str, Estimate]]:
@@ -297,11 +318,14 @@ class Run:
         return kept, candidates
 
     def _evaluate(self) -> Estimate:
-        batches = Counted(self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size)))
+        read = Watched(self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size)), self.posterior.model)
+        batches = Counted(read)
         try:
             estimate = elbo_on_seed(self.posterior, batches, COMPARISON_GROUPS, self.settings.seed)
         except (NonFiniteError, LinAlgError):
             estimate = not_finite(COMPARISON_GROUPS)
+        else:
+            self.constant = read.log_likelihood if self.ranks.size == 1 else None  # each rank has read its part alone
         return self.ranks.pool(estimate, batches.observations)
 
     def _notes(self, bound: bool) -> list[str]:

@@ -50,6 +50,8 @@ class FitOptions:
     checkpoint: str | os.PathLike | None
     every: int | None
     resume: str | os.PathLike | None
+    resume_anyway: bool
+    data_id: str | None
     progress: bool
     seed: int
     callback: Callable[[History], None] | None

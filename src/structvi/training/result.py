@@ -147,6 +147,8 @@ class FitResult(Result):
         skipped: the steps that were undone because something was not finite.
         notes: what must be known to read the numbers.
         evaluation: how draws were evaluated, by vmap or in a loop, and why.
+        constant: the log likelihood of the best output that ignores the input, in nats for the whole data set: an ELBO
+            below it is worse than knowing nothing. None where it is not known.
     """
 
     kept: str
@@ -160,6 +162,7 @@ class FitResult(Result):
     exact: bool
     skipped: list[Skipped] = field(default_factory=list)
     evaluation: str = "one draw at a time"
+    constant: float | None = None
 
     def __str__(self) -> str:
         name = "ELBO" if self.bound else "E log joint (no bound)"
@@ -170,6 +173,8 @@ class FitResult(Result):
         if len(self.candidates) > 1:
             compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
             lines.append(f"kept: {self.kept}; compared on common draws: {compared}")
+        if self.constant is not None:
+            lines.append(f"for comparison, the best output that ignores the input: {self.constant:.2f} nats")
         lines.append(f"draws: {self.evaluation}")
         return "\n".join([*lines, *self.notes])
 

@@ -15,11 +15,11 @@ class Schedule:
     Args:
         optimizer: its groups' learning rates are the highest.
         scheduler: the user's, or a function of the optimizer to one; None for the default.
-        warmup: steps of the warm-up.
+        warmup: the fraction of the steps in which the rate rises.
         total: steps in all.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: SchedulerLike | None, warmup: int, total: int):
+    def __init__(self, optimizer: Optimizer, scheduler: SchedulerLike | None, warmup: float, total: int):
         if callable(scheduler) and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
             scheduler = scheduler(optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -31,28 +31,31 @@ class Schedule:
         self.optimizer, self.scheduler, self.warmup, self.total = optimizer, scheduler, warmup, total
         self.highest = [group["lr"] for group in optimizer.param_groups]
 
-    def factor(self, step: int, cooling: int | None = None, end: int = 0) -> float:
+    def factor(self, step: int, total: int | None = None, cooling: int | None = None, end: int = 0) -> float:
         """Of the highest learning rate, at this step.
 
         Args:
             step: from 0.
+            total: steps in all, where they are others than at first.
             cooling: the step from which the rate falls to zero at `end`, once the fit has been found converged.
             end: see `cooling`.
         """
+        total = self.total if total is None else total
         if cooling is not None and step >= cooling:
-            return self._default(cooling) * _cosine((step - cooling) / (end - cooling))
-        return self._default(step)
+            return self._default(cooling, total) * _cosine((step - cooling) / (end - cooling))
+        return self._default(step, total)
 
-    def _default(self, step: int) -> float:
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        return _cosine((step - self.warmup) / max(1, self.total - self.warmup))
+    def _default(self, step: int, total: int) -> float:
+        warmup = round(self.warmup * total)
+        if step < warmup:
+            return (step + 1) / warmup
+        return _cosine((step - warmup) / max(1, total - warmup))
 
-    def before(self, step: int, cooling: int | None = None, end: int = 0) -> float:
+    def before(self, step: int, total: int | None = None, cooling: int | None = None, end: int = 0) -> float:
         """Set the learning rates of this step; returns the first group's. Arguments as of `factor`."""
         if self.scheduler is None:
             for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
-                group["lr"] = highest * self.factor(step, cooling, end)
+                group["lr"] = highest * self.factor(step, total, cooling, end)
         return float(self.optimizer.param_groups[0]["lr"])
 
     def after(self) -> None:

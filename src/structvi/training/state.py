@@ -36,6 +36,8 @@ class FitState:
     step: int = 0
     epoch: int = 0
     index: int = 0
+    #: observations of all steps
+    rows: int = 0
     #: batches in a row without a finite loss
     failures: int = 0
     #: the step from which the learning rate falls to its end, once the fit has been found converged
@@ -49,6 +51,10 @@ class FitState:
     averaged: int = 0
     #: what stage one ended with
     without_factor: Mapping[str, Tensor] = field(default_factory=dict)
+    #: the step at which the present cycle of the learning rate began: where a finished fit was extended
+    begun: int = 0
+    #: what it is a fit of, see `fingerprint`; of fits that keep checkpoints
+    problem: Mapping[str, str] = field(default_factory=dict)
     # of what has a memory of its own, filled in for a checkpoint:
     moments: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Any = None

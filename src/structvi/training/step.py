@@ -92,22 +92,34 @@ class Step:
     def captured(self) -> bool:
         return bool(self._graphs)
 
-    def __call__(self, batches: Sequence[Any], shares: Sequence[float] = (1.0,), temperature: float = 1.0) -> Outcome:
-        """One step over the mean of these batches.
+    def __call__(
+        self,
+        batches: Sequence[Any],
+        weights: Sequence[float] = (1.0,),
+        temperature: float = 1.0,
+        whole: float | None = None,
+    ) -> Outcome:
+        """One step over these batches.
+
+        With B_i observations in batch i and R̄ in a step on average, batches have the weights B_i/R̄: log likelihood and
+        KL alike, since model.log_likelihood is scaled by N/B_i already. All observations then count the same, whatever
+        the sizes of batches and steps.
 
         Args:
             batches: one, or several whose gradients are accumulated.
-            shares: of this rank in the union of each batch over ranks.
+            weights: of each; of several ranks, of this rank's part of it.
             temperature: λ in E log lik − λ KL[q‖prior].
+            whole: the sum of all weights, over ranks; that of `weights` if None.
         """
         stream = self.generator.get_state()
         evaluation = self.posterior.model.evaluation
         evaluation.captured = self.reason is None
         try:
-            graph, elbo, norm, thin = self._gradients(batches, shares, temperature)
+            graph, elbo, norm, thin = self._gradients(batches, weights, temperature)
         finally:
             evaluation.captured = False
-        *values, size = torch.cat([elbo, norm.reshape(1)]).tolist()  # the one time that the host waits
+        whole = sum(weights) if whole is None else whole
+        *values, size = torch.cat([elbo / whole, norm.reshape(1)]).tolist()  # the one time that the host waits
         if not all(map(isfinite, [*values, size])):
             self.generator.set_state(stream)
             raise self._explained(batches, temperature, not isfinite(sum(values)))
@@ -124,15 +136,15 @@ class Step:
         next(reversed(self._graphs.values())).graph.replay()
 
     def _gradients(
-        self, batches: Sequence[Any], shares: Sequence[float], temperature: float
+        self, batches: Sequence[Any], weights: Sequence[float], temperature: float
     ) -> tuple[CapturedStep | None, Tensor, Tensor, Thin]:
         """ELBO and norm, by a captured step, which has then moved the parameters too, or by `_gradient`."""
         graph = self._graph(batches, temperature)
         if graph is not None:
-            return graph, *graph(batches[0], temperature), {}
+            return graph, *graph(batches[0], weights[0], temperature), {}
         for parameter in self.named.values():
             parameter.grad = None
-        return None, *self._gradient(batches, shares, temperature, self.generator)
+        return None, *self._gradient(batches, weights, temperature, self.generator)
 
     def _move(self, size: float, thin: Thin) -> None:
         """The optimizer's step, with the gradient, of this norm, clipped."""
@@ -146,13 +158,13 @@ class Step:
         self.optimizer.step()
 
     def _gradient(
-        self, batches: Sequence[Any], shares: Sequence[float], temperature: Any, generator: torch.Generator
+        self, batches: Sequence[Any], weights: Sequence[float], temperature: Any, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Thin]:
         """Gradients of −(E log lik − λ KL)/N into the parameters' `.grad`, but for the thin ones, which are returned;
-        and the ELBO of each group and the gradient's norm."""
+        and the ELBO of each group, times the weights' sum, and the gradient's norm."""
         total: Tensor | float = 0.0
         thin: dict[Tensor, list[LowRankGradient]] = {}
-        for offset, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+        for offset, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             with self.ranks.together():
                 try:
                     with unread():
@@ -163,8 +175,9 @@ class Step:
                 objective = (terms.fit - temperature * terms.complexity).mean()
                 if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
                     raise NonFiniteError("the loss is not finite")
-            weight = share / len(batches)
-            (objective * (-weight / self.posterior.model.num_data)).backward()
+            factor = -weight / self.posterior.model.num_data
+            # of a captured step a tensor, rounded as a number is
+            (objective * (factor.to(objective.dtype) if isinstance(factor, Tensor) else factor)).backward()
             if detached is not None:
                 self._pull(detached, thin)
             total = total + (terms.fit - terms.complexity).detach().double() * weight

@@ -40,6 +40,22 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         factor, first, second, gradient.A, gradient.Z, torch.tensor(4.0), lr, clip, torch.zeros(()), (0.9, 0.999), 1e-8
     )
     assert torch.equal(factor, before)
+# a factor whose gradient is whole, as that of a mixture's part: torch's own Adam
+from structvi.training.adam import Adam
+q = vi.Mixture(vi.StructuredNormal(3), 2).bind(vi.Parameters({"z": torch.randn(37)}), torch.Generator().manual_seed(0))
+plain = [torch.nn.Parameter(p.detach().clone()) for p in q.parameters()]
+ours = Adam(q.parameters(), lr=0.01, factors=q.factors())
+assert len(ours.thin) == 2
+rates = {id(p): group["lr"] for group in ours.param_groups for p in group["params"]}
+theirs = torch.optim.Adam([{"params": [b], "lr": rates[id(a)]} for a, b in zip(q.parameters(), plain)])
+for step in range(3):
+    for a, b in zip(q.parameters(), plain):
+        b.grad = torch.randn(a.shape)
+        a.grad = torch.empty_like(a).copy_(b.grad)  # in the order of its memory, as autograd has it
+    ours.step()
+    theirs.step()
+for a, b in zip(q.parameters(), plain):
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
 q = family(vi.MeanField(), torch.float32)
 for got, expected in zip(gradients(q, True, vi.paired, 2), gradients(q, False, vi.paired, 2), strict=True):
     close(got, expected, 1e-4)

@@ -1,0 +1,110 @@
+"""What every likelihood has, and the targets and outputs it takes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from ...basics.configuration import configuration
+from .constant import Constant
+
+NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Likelihood(nn.Module, ABC):
+    """Called with (output [B, ..], target [B, ..] or (target, mask)) it gives log p(t | y), [B, ..]; 0 where masked.
+
+    To write one, give `log_prob` and `distribution`. One with random numbers of its own (an unknown noise) also gives
+    `random_tensors` and `log_prior`, and keeps each as a buffer of that name: a `BayesianModel` appends them to θ as
+    "likelihood.<name>" and calls the likelihood with the buffer replaced by the draw.
+
+    Example:
+        >>> class Laplace(Likelihood):
+        ...     def log_prob(self, output, target):
+        ...         return self.distribution(output).log_prob(target)
+        ...     def distribution(self, output, values=NO_VALUES):
+        ...         return torch.distributions.Laplace(output, 1.0)
+        >>> t, mask = torch.zeros(2, 1), torch.tensor([[True], [False]])
+        >>> Laplace()(torch.zeros(2, 1), (t, mask)).squeeze(-1)
+        tensor([-0.6931,  0.0000])
+    """
+
+    #: False where `log_prob` is no log probability of the data (class weights): the ELBO is then that of a weighted
+    #: objective, no bound on the evidence, and not to be compared with that of another likelihood or other weights.
+    exact: bool = True
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, output: Any, target: Any) -> Tensor:
+        target, mask = split_mask(target)
+        if mask is None:
+            return self.log_prob(output, target)
+        # 0 is a possible observation of all of them: NaN and out-of-range labels under the mask do no harm
+        return self.log_prob(output, target.masked_fill(~mask, 0)).masked_fill(~mask, 0.0)
+
+    @abstractmethod
+    def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        """log p(t | y) at one draw: output [B, ..], target [B, ..] → [B, ..]."""
+
+    @abstractmethod
+    def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        """p(t | y) at S draws, a torch distribution with batch shape [S, B, ..].
+
+        Args:
+            output: the network's, [S, B, ..]: always with the axis of the draws, [1, B, ..] for one.
+            values: the likelihood's random tensors at the draws, [S, *shape] each.
+        """
+
+    def random_tensors(self) -> dict[str, Tensor]:
+        """What of the likelihood is random, at its initial values; nothing by default."""
+        return {}
+
+    def log_prior(self, values: Mapping[str, Tensor]) -> Tensor:
+        """log p of the random tensors [S, *shape], a density in just these coordinates: [S]."""
+        raise NotImplementedError(f"{type(self).__name__} has random tensors but no prior: write `log_prior(values)`")
+
+    def constant(self) -> Constant | None:
+        """What the best output that ignores the input is worth, to be told the targets; None where that is unknown."""
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments: what the likelihood can be rebuilt from."""
+        return configuration(self)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.config().items())
+
+
+def split_mask(target: Any) -> tuple[Tensor, Tensor | None]:
+    """A target t, or a pair (t, mask), as t and mask."""
+    if isinstance(target, Tensor):
+        return target, None
+    if not isinstance(target, tuple | list) or len(target) != 2 or not all(isinstance(x, Tensor) for x in target):
+        came = f"{type(target).__name__} of {len(target)}" if isinstance(target, Sequence) else type(target).__name__
+        raise TypeError(f"the target must be a tensor t or a pair of tensors (t, mask), got {came}")
+    t, mask = target
+    if mask.dtype != torch.bool or mask.shape != t.shape:
+        raise ValueError(
+            f"a mask must be boolean and of the target's shape {tuple(t.shape)}, True where t was observed; "
+            f"got {mask.dtype} of {tuple(mask.shape)}"
+        )
+    return t, mask
+
+
+def check_output(name: str, output: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise TypeError(f"{name}: the network's output must be a tensor, got {type(output).__name__}")
+
+
+def check_same_shape(name: str, output: Any, target: Tensor) -> None:
+    check_output(name, output)
+    if output.shape != target.shape:
+        raise ValueError(
+            f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; "
+            "they must be equal (broadcasting would silently compare every output with every target)"
+        )

@@ -1,0 +1,140 @@
+"""Class labels: one of C, or 0 and 1."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli as BernoulliDistribution
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from ...basics.host_reads import reads
+from .base import NO_VALUES, Likelihood, check_output, check_same_shape
+from .constant import ClassesConstant, Constant
+
+
+class _Classes(Likelihood):
+    """What classes share: the label that is not counted, and weights."""
+
+    def __init__(self, ignore_index: int | None = None, class_weights: Sequence[float] | Tensor | None = None):
+        super().__init__()
+        if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
+            raise TypeError(f"ignore_index must be None or an integer label, got {ignore_index!r}")
+        if class_weights is not None:
+            class_weights = tuple(float(weight) for weight in class_weights)
+            if not all(isfinite(w) and w >= 0 for w in class_weights) or not any(class_weights):
+                raise ValueError(f"class_weights must be numbers ≥ 0, one per class and not all 0, got {class_weights}")
+        self.ignore_index = ignore_index
+        self.class_weights: tuple[float, ...] | None = class_weights
+        self.exact = class_weights is None
+
+    def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        classes = self._check(output, target)
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise ValueError(f"{type(self).__name__}: {len(self.class_weights)} class_weights for {classes} classes")
+        ignored = None if self.ignore_index is None else target == self.ignore_index
+        labels = target if ignored is None else target.masked_fill(ignored, 0)
+        wrong = None
+        if reads():
+            self._check_labels(labels, classes)
+        else:
+            wrong = (labels < 0) | (labels >= classes)
+            if labels.dtype.is_floating_point:
+                wrong = wrong | (labels != labels.floor())
+            labels = labels.masked_fill(wrong, 0)
+        log_prob = self._log_prob(output, labels)
+        if wrong is not None:
+            log_prob = log_prob.masked_fill(wrong, nan)
+        if self.class_weights is not None:
+            weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
+            log_prob = weights[labels.long()] * log_prob
+        return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
+
+    def _check_labels(self, labels: Tensor, classes: int) -> None:
+        if labels.dtype.is_floating_point and bool((labels != labels.floor()).any()):
+            raise ValueError(f"{type(self).__name__}: labels must be whole numbers, got fractions or NaN")
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"{type(self).__name__}: labels run from {low} to {high}, but there are {classes} classes: labels must "
+                f"lie in 0 … {classes - 1}; for pixels without a label give ignore_index= or a mask"
+            )
+
+    def constant(self) -> Constant:
+        return ClassesConstant(self.ignore_index, self.class_weights)
+
+    @abstractmethod
+    def _check(self, output: Any, target: Tensor) -> int:
+        """Shapes and dtypes; the number of classes."""
+
+    @abstractmethod
+    def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Of labels that are all in range."""
+
+
+class Categorical(_Classes):
+    """t ~ softmax(y): output [B, C, ..] of logits, target [B, ..] of class labels 0 … C−1.
+
+    Args:
+        ignore_index: a label that was not observed: it contributes 0.
+        class_weights: C numbers w ≥ 0, used as they are: the result is w_t · log p(t | y). That is no likelihood of
+            the data (p^w does not sum to one over t): what is fitted is a weighted objective, the posterior of data
+            in which class c counts w_c times, `exact` is False, and `distribution` stays the unweighted softmax.
+            Weights that do not average to one over the data change how much the data count against the prior.
+
+    Example:
+        >>> Categorical()(torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)).shape
+        torch.Size([5])
+        >>> Categorical(ignore_index=255)(torch.zeros(1, 2, 2), torch.tensor([[1, 255]]))
+        tensor([[-0.6931,  0.0000]])
+    """
+
+    def _check(self, output: Any, target: Tensor) -> int:
+        check_output("Categorical", output)
+        if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:
+            raise ValueError(
+                "Categorical expects logits [B, C, ..] and labels [B, ..], "
+                f"got {tuple(output.shape)} and {tuple(target.shape)}; one-hot labels: .argmax(1), [B, 1]: .squeeze(1)"
+            )
+        if target.dtype.is_floating_point or target.dtype == torch.bool:
+            raise TypeError(f"Categorical: labels must be integers, got {target.dtype}; convert them with .long()")
+        return output.shape[1]
+
+    def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
+        return -cross_entropy(output, labels.long(), reduction="none")
+
+    def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        if output.ndim < 3:
+            raise ValueError(
+                f"Categorical expects logits [S, B, C, ..] of S draws, got {tuple(output.shape)}; for one input add a "
+                "batch axis: x.unsqueeze(0)"
+            )
+        return CategoricalDistribution(logits=output.movedim(2, -1), validate_args=False)
+
+
+class Bernoulli(_Classes):
+    """t ~ Bernoulli(sigmoid(y)), independently for every element: output of logits, target of 0 and 1, equal shapes.
+
+    Args:
+        ignore_index: a label that was not observed: it contributes 0.
+        class_weights: the weights of t = 0 and t = 1, used as they are; as in `Categorical` the result is then the
+            logarithm of no likelihood and `exact` is False.
+
+    Example:
+        >>> Bernoulli()(torch.zeros(2, 1), torch.tensor([[0.0], [1.0]])).squeeze(-1)
+        tensor([-0.6931, -0.6931])
+    """
+
+    def _check(self, output: Any, target: Tensor) -> int:
+        check_same_shape("Bernoulli", output, target)
+        return 2
+
+    def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
+        return -binary_cross_entropy_with_logits(output, labels.to(output.dtype), reduction="none")
+
+    def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        return BernoulliDistribution(logits=output, validate_args=False)

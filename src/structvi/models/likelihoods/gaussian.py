@@ -1,0 +1,147 @@
+"""Gaussian noise: known, learned, random, or from a head of the network."""
+
+from collections.abc import Mapping
+from math import log, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution, LogNormal, Normal
+
+from ...basics.checks import is_positive
+from .base import NO_VALUES, Likelihood, check_output, check_same_shape
+from .constant import Constant, GaussianConstant
+
+
+class Gaussian(Likelihood):
+    """t ~ N(y, σ²), independently for every element of the output.
+
+    Args:
+        noise: the standard deviation σ:
+
+            a number   known, > 0;
+            "point"    one learned number, the parameter `log_noise`, optimised with the variational parameters;
+            "random"   one random number with a prior: log σ is appended to θ as "likelihood.log_noise";
+            "head"     one per element, from the network: y is (mean, log σ), each of the target's shape, as a pair,
+                       as a dict with the keys "mean" and "log_scale", or as the two halves along dim 1 of an
+                       output [B, 2C, ..], the mean first, for a target [B, C, ..].
+
+        initial: where σ starts for "point" and "random".
+        noise_prior: for "random" a distribution of one positive number, the *variance* σ². θ holds log σ, whose
+            density is p(log σ) = p_{σ²}(σ²)·2σ². By default σ² ~ LogNormal(2 log initial, 2²), which is
+            log σ ~ N(log initial, 1); InverseGamma(a, b) is the conjugate choice, informative for σ² ≪ b.
+
+    Example:
+        >>> Gaussian(noise=0.25)(torch.zeros(5, 1), torch.zeros(5, 1)).shape
+        torch.Size([5, 1])
+        >>> Gaussian("head")(torch.zeros(5, 2), torch.zeros(5, 1)).shape
+        torch.Size([5, 1])
+        >>> Gaussian("random", noise_prior=torch.distributions.InverseGamma(2.0, 1.0)).random_tensors()
+        {'log_noise': tensor(0.)}
+    """
+
+    log_noise: Tensor
+
+    def __init__(self, noise: float | str, initial: float = 1.0, noise_prior: Distribution | None = None):
+        super().__init__()
+        if isinstance(noise, str):
+            if noise not in ("point", "random", "head"):
+                raise ValueError(f'noise must be a number, "point", "random" or "head", got {noise!r}')
+        elif not is_positive(noise):
+            raise ValueError(f"noise must be a positive standard deviation, got {noise!r}")
+        if not is_positive(initial):
+            raise ValueError(f"initial must be a positive standard deviation, got {initial!r}")
+        if initial != 1.0 and noise not in ("point", "random"):
+            raise ValueError(
+                f'initial is where the noise starts for "point" and "random"; drop it with noise={noise!r}'
+            )
+        if noise_prior is not None:
+            if noise != "random":
+                raise ValueError(f'noise_prior needs noise="random"; with noise={noise!r} nothing has a prior')
+            _check_noise_prior(noise_prior)
+        self.noise: float | str = noise if isinstance(noise, str) else float(noise)
+        self.initial, self.noise_prior = float(initial), noise_prior
+        if noise == "point":
+            self.log_noise = nn.Parameter(torch.tensor(log(initial)))
+        elif noise == "random":
+            self.register_buffer("log_noise", torch.tensor(log(initial)), persistent=False)
+
+    def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        mean, log_noise = self._mean_and_log_noise(output, 1)
+        check_same_shape("Gaussian", mean, target)
+        if not target.dtype.is_floating_point:
+            raise TypeError(f"Gaussian: the target must be floating, got {target.dtype}; for classes use Categorical")
+        return -0.5 * ((target - mean) * (-log_noise).exp()).square() - log_noise - 0.5 * log(2 * pi)
+
+    def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        mean, log_noise = self._mean_and_log_noise(output, 2)
+        if self.noise == "random":
+            if "log_noise" not in values or values["log_noise"].shape != mean.shape[:1]:
+                came = {name: tuple(value.shape) for name, value in values.items()}
+                raise ValueError(
+                    'Gaussian("random") has another noise at every draw: for an output [S, B, ..] = '
+                    f"{tuple(mean.shape)} give values={{'log_noise': tensor [S]}}, got {came}"
+                )
+            log_noise = values["log_noise"].reshape(-1, *[1] * (mean.ndim - 1))
+        return Normal(mean, log_noise.to(mean).exp(), validate_args=False)
+
+    def random_tensors(self) -> dict[str, Tensor]:
+        return {"log_noise": self.log_noise} if self.noise == "random" else {}
+
+    def log_prior(self, values: Mapping[str, Tensor]) -> Tensor:
+        log_noise = values["log_noise"]
+        prior = self.noise_prior or LogNormal(2 * log(self.initial), 2.0)
+        return prior.log_prob((2 * log_noise).exp()) + log(2) + 2 * log_noise  # + log |dσ² / dlog σ|
+
+    def constant(self) -> Constant:
+        return GaussianConstant(self.noise)
+
+    def _mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
+        """A mean, and the log σ that goes with it as far as it does not depend on the draw."""
+        if self.noise == "head":
+            return _heads(output, channel)
+        check_output("Gaussian", output)
+        if isinstance(self.noise, float):
+            return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
+        return output, self.log_noise
+
+
+def _heads(output: Any, channel: int) -> tuple[Tensor, Tensor]:
+    """(mean, log σ) from the output of a network with two heads, or with twice the channels."""
+    if isinstance(output, Tensor):
+        if output.ndim <= channel or output.shape[channel] % 2:
+            raise ValueError(
+                'Gaussian("head"): the output must have an even number of channels on the axis after the batch, first '
+                f"the means and then the log scales, got {tuple(output.shape)}"
+            )
+        mean, log_noise = output.chunk(2, dim=channel)
+    elif isinstance(output, Mapping) and {"mean", "log_scale"} <= output.keys():
+        mean, log_noise = output["mean"], output["log_scale"]
+    elif isinstance(output, tuple | list) and len(output) == 2:
+        mean, log_noise = output
+    else:
+        raise TypeError(
+            'Gaussian("head"): the output must be a tensor [B, 2C, ..], a pair (mean, log_scale) or a dict with these '
+            f"keys, got {type(output).__name__}"
+        )
+    if mean.shape != log_noise.shape:
+        raise ValueError(
+            f'Gaussian("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
+        )
+    return mean, log_noise
+
+
+def _check_noise_prior(prior: Distribution) -> None:
+    if not isinstance(prior, Distribution):
+        raise TypeError(f"noise_prior must be a torch distribution of the variance σ², got {type(prior).__name__}")
+    if prior.batch_shape + prior.event_shape:
+        raise ValueError(
+            f"noise_prior must be of one number, got batch shape {tuple(prior.batch_shape)} and event shape "
+            f"{tuple(prior.event_shape)}"
+        )
+    inside = prior.support.check(torch.tensor([-1.0, 1e-6, 1.0, 1e6]))  # pyright: ignore[reportOptionalMemberAccess]
+    if inside.tolist() != [False, True, True, True]:
+        raise ValueError(
+            f"noise_prior is of the variance σ² and needs all positive numbers as its support, got {prior}; take "
+            "InverseGamma, LogNormal or Gamma, for example"
+        )
