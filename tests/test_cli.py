@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from structvi import __version__, cli
+from structvi.basics.folder_lock import folder_lock
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -67,6 +68,15 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
     assert code == 130
     assert "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("structvi.studies.paper.run.compute", lambda *_: pytest.fail("computed"))
+    with folder_lock(tmp_path, "structvi reproduce"):
+        code, _, err = run(monkeypatch, capsys, "reproduce", "figure1", "--out", str(tmp_path))
+    assert code == 2
+    assert "in use by this process" in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
 
 
 def test_reproduce_writes_where_it_says(monkeypatch, capsys, tmp_path):

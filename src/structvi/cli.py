@@ -84,6 +84,7 @@ def _add_reproduce(app: Any) -> None:
         quick: Annotated[bool, typer.Option("--quick", help="Three targets instead of ten.")] = False,
     ) -> None:
         """Redo the tables and figures of "Is MC Dropout Bayesian?"."""
+        from .basics.folder_lock import FolderInUse
         from .studies.paper.run import PARTS
         from .studies.paper.run import reproduce as run
         from .studies.paper.settings import Settings
@@ -94,6 +95,8 @@ def _add_reproduce(app: Any) -> None:
         parts = list(PARTS) if part is Part.all else [part.value]
         try:
             run(parts, settings, out, workers=max(1, min(8, os.cpu_count() or 1)))
+        except FolderInUse as error:
+            raise typer.BadParameter(str(error), param_hint="--out") from None
         except KeyboardInterrupt:
             print("interrupted: nothing was written", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -110,8 +113,12 @@ def _add_check(app: Any) -> None:
         out: Annotated[Path, typer.Option(help="Folder for check.html, check.json and check.txt.")] = Path("report"),
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
         quick: Annotated[bool, typer.Option("--quick", help="Six of the problems, the small ones.")] = False,
+        timeout: Annotated[
+            float, typer.Option(min=0.001, help="Seconds for a method on a problem; then its process is killed.")
+        ] = 600.0,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
+        from .basics.folder_lock import FolderInUse, folder_lock
         from .studies.is_it_bayesian import suite
 
         try:
@@ -120,21 +127,24 @@ def _add_check(app: Any) -> None:
             raise typer.BadParameter(str(error)) from None
         _check_out(out)
         try:
-            report = suite.run_named(*names, seed, workers=max(1, min(8, os.cpu_count() or 1)))
-        except ImportError as error:
-            sys.exit(f"structvi: {error}")
+            with folder_lock(out, "structvi check"):
+                report = suite.run_named(*names, seed, max(1, min(8, os.cpu_count() or 1)), timeout)
+                report.write(out)
+        except FolderInUse as error:
+            raise typer.BadParameter(str(error), param_hint="--out") from None
         except KeyboardInterrupt:
             print("interrupted: nothing was written", file=sys.stderr)
             raise typer.Exit(130) from None
-        report.save(out)
         print(report)
         print(f"\n{out / 'check.html'}")
+        if all(row.failed for row in report.rows):
+            raise typer.Exit(1)
 
 
 def _check_out(out: Path) -> None:
     import typer
 
-    from .studies.paper.run import check_folder
+    from .studies.files import check_folder
 
     try:
         check_folder(out)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..families.family import Family
 from ..models.target import Target
 from ..parameters import Parameters
+from .gradient import checked_log_joint
 
 F = TypeVar("F", bound=Family)
 
@@ -17,17 +18,21 @@ class Limit(Exception):
 
 
 class Counted:
-    """A target that counts the points at which its log density is asked for."""
+    """A target that counts the points at which its log density is asked for; the first answer is looked at."""
 
     def __init__(self, target: Target, limit: float):
         self.target, self.space, self.limit = target, target.space, limit
-        self.evaluations, self.exhausted = 0, False
+        self.evaluations, self.exhausted, self.known = 0, False, False
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         if self.evaluations + len(theta) > self.limit:
             raise Limit
         self.evaluations += len(theta)
-        return self.target.log_joint(theta)
+        if self.known:
+            return self.target.log_joint(theta)
+        value = checked_log_joint(self.target, theta)
+        self.known = True
+        return value
 
 
 class Moved:

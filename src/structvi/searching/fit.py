@@ -13,7 +13,9 @@ from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
+from .coordinates import Counted
 from .fixed_draws import least_draws
+from .improper import runaway
 from .lbfgs import Curvature
 from .result import FRESH, DensityFit, judge
 from .search import Search
@@ -41,6 +43,9 @@ def fit(
     multiplied by four until that gains less than ten tolerances. Mixtures, and families of your own that
     are no normal with `mean` and `log_scale` alone, start as they are bound.
 
+    Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
+    normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
+
     Give the parameters in float64. Constrained ones go through a transformation of yours inside the log density, with
     the logarithm of its Jacobian.
 
@@ -51,7 +56,7 @@ def fit(
         starts: how many points to start from, the first at the space's values, others normal around it with its scales;
             the best by ELBO is gone on with. By default 4, and 1 for a bound family.
         seed: of starts and draws: the same seed gives the same fit.
-        max_evaluations: of the log density, all in all.
+        max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.
         progress: a bar, in a terminal.
 
@@ -76,13 +81,15 @@ def fit(
     run.bar.close()
     fresh = _fresh(found.family, target, seed)
     counted, stage = run.target, run.stage
+    checked = Counted(target, inf if max_evaluations is None else max_evaluations)
     status, verdict = judge(
-        found, fresh, draws=run.draws, tolerance=tolerance, exhausted=counted.exhausted,
-        evaluations=counted.evaluations, stage=stage,
+        found, fresh, runaway(checked, found.family), draws=run.draws, tolerance=tolerance,
+        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
     return DensityFit(
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
+        check_evaluations=checked.evaluations,
     )  # fmt: skip
 
 
@@ -92,9 +99,9 @@ def _fresh(family: Family, target: Target, seed: int) -> Estimate:
     try:
         with torch.no_grad():
             values = elbo_groups(family, target, groups=FRESH, coupling=naive, estimator="log_q", generator=generator)
-    except NonFiniteError:
+    except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
-    return Estimate.of(values)
+    return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
 
 
 def _checked(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..families.family import Family
 from ..objective import Estimate
 from ..result import Result, Status
+from .improper import Runaway
 
 #: iid draws of the ELBO that is reported
 FRESH = 1024
@@ -48,6 +49,8 @@ class DensityFit(Result):
         draws: fixed draws of the last search.
         starts: points to start from; a limit of evaluations may have left some out.
         trace: the steps of all searches.
+        check_evaluations: points at which the log density was computed after the fit, to see whether it can be
+            normalised; not among `evaluations`.
     """
 
     family: Family
@@ -56,12 +59,14 @@ class DensityFit(Result):
     draws: int
     starts: int
     trace: list[SearchStep]
+    check_evaluations: int = 0
 
     def __str__(self) -> str:
         lines = [
             self.verdict,
             f"ELBO: {self.elbo} ({FRESH} fresh draws)",
-            f"evaluations of the log density: {self.evaluations}, starts: {self.starts}, seconds: {self.seconds:.3g}",
+            f"evaluations of the log density: {self.evaluations}, starts: {self.starts}, seconds: {self.seconds:.3g}, "
+            f"evaluations of the check: {self.check_evaluations}",
         ]
         return "\n".join([*lines, *self.notes])
 
@@ -69,9 +74,19 @@ class DensityFit(Result):
 
 
 def judge(
-    found: Found, fresh: Estimate, *, draws: int, tolerance: float, exhausted: bool, evaluations: int, stage: str
+    found: Found,
+    fresh: Estimate,
+    runaway: Runaway | None,
+    *,
+    draws: int,
+    tolerance: float,
+    exhausted: bool,
+    evaluations: int,
+    stage: str,
 ) -> tuple[Status, str]:
-    """Status and words, from where the last search ended and the ELBO on draws it has not seen."""
+    """Status and words, from where the last search ended, the ELBO on draws it has not seen, and the check."""
+    if runaway is not None:
+        return Status.DIVERGED, runaway.words()
     if max(found.family().mean.abs().max().item(), fresh.value) > FAR:
         words = "not sound: the ELBO grows without bound: is the log density one that can be normalised?"
         return Status.DIVERGED, words

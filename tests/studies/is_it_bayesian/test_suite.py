@@ -10,7 +10,8 @@ import torch
 
 import structvi as vi
 from structvi import cli
-from structvi.studies.is_it_bayesian import PEERS, PROBLEMS, Adapter, NotApplicable, Problem, run
+from structvi.basics.folder_lock import FolderInUse, folder_lock
+from structvi.studies.is_it_bayesian import PEERS, PROBLEMS, Adapter, NotApplicable, Problem, Report, run
 from structvi.studies.is_it_bayesian.suite import QUICK, method_names, problem_names, run_named
 
 
@@ -97,11 +98,13 @@ def test_not_applicable_is_said():
     assert "prior: applicable to none of these problems" in report.summary()
 
 
-def test_the_same_seed_gives_the_same_report():
-    first, second = (run_named(["mean-field"], ["bimodal"], seed=3, workers=1).record() for _ in range(2))
-    for one in (*first["rows"], *second["rows"]):
+def test_the_same_seed_gives_the_same_report_with_one_worker_and_with_two():
+    methods, problems = ["mean-field", "full"], ["correlated"]
+    first, second = (run_named(methods, problems, seed=3, workers=workers).record() for workers in (1, 2))
+    third = run(methods, problems, seed=3, progress=False).record()
+    for one in (*first["rows"], *second["rows"], *third["rows"]):
         one.pop("seconds")
-    assert first == second
+    assert first == second == third
 
 
 def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
@@ -134,12 +137,31 @@ def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
         (("--problems", "bogus,bimodal"), "there is no problem 'bogus'; there are all, correlated"),
         (("--problems", ","), "there is no problem ','"),
         (("--seed", "-1"), "--seed"),
+        (("--timeout", "0"), "--timeout"),
     ],
 )
 def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
     code, _, err = command(monkeypatch, capsys, *arguments)
     assert code == 2
     assert says in err
+
+
+def test_a_folder_in_use_is_refused_before_computing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("structvi.studies.is_it_bayesian.suite.run_named", lambda *_: pytest.fail("computed"))
+    with folder_lock(tmp_path, "structvi check"):
+        code, _, err = command(monkeypatch, capsys, "--out", str(tmp_path))
+        with pytest.raises(FolderInUse):
+            Report((), {}).save(tmp_path)
+    assert code == 2
+    assert "in use by this process" in err
+    assert "wait for it to end, or give another folder" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (True, TypeError)])
+def test_a_limit_that_cannot_be_is_refused(timeout, error):
+    with pytest.raises(error, match="timeout must be"):
+        run(Prior(), ["correlated"], timeout=timeout)
 
 
 def test_names_and_groups_of_the_command_line():
@@ -184,11 +206,6 @@ class Numbered(Prior):
         ([], None, ValueError, "give at least one method and one problem"),
         (Prior(), [], ValueError, "give at least one method and one problem"),
         (Prior(), ["bogus"], ValueError, "there is no problem 'bogus'"),
-        (Returning(torch.zeros(7, 2)), None, ValueError, r"prior: draw.* must give a tensor \[n, P\] = \[8192, 2\]"),
-        (Returning([1.0]), None, ValueError, "got list"),
-        (Returning(torch.full((8192, 2), torch.nan)), None, ValueError, "not finite on correlated"),
-        (Lying(lambda theta: theta), None, ValueError, r"one number for each of 16385 rows, .* it gave \(16385, 2\)"),
-        (Lying(lambda theta: theta[:, 0] * torch.nan), None, ValueError, "log_prob gave NaN"),
     ],
 )
 def test_wrong_input_is_refused(method, problems, error, says):
@@ -196,12 +213,41 @@ def test_wrong_input_is_refused(method, problems, error, says):
         run(method, ["correlated"] if problems is None else problems, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (Returning(torch.zeros(7, 2)), r"ValueError: draw.* must give a tensor \[n, P\] = \[8192, 2\]"),
+        (Returning([1.0]), "got list"),
+        (Returning(torch.full((8192, 2), torch.nan)), "not finite"),
+        (Lying(lambda theta: theta), r"one number for each of 16385 rows, .* it gave \(16385, 2\)"),
+        (Lying(lambda theta: theta[:, 0] * torch.nan), "log_prob gave NaN"),
+    ],
+)
+def test_wrong_answers_are_said(method, says):
+    (row,) = run(method, ["correlated"], progress=False).rows
+    assert re.search(says, row.verdict)
+    assert row.verdict.startswith("no result: ")
+    assert (row.bayesian, row.grade, row.measures) == (None, "failed", None)
+
+
 @pytest.mark.parametrize(("method", "package"), [("pyro-full", "pyro"), ("laplace-torch", "laplace")])
 def test_a_missing_package_is_named(monkeypatch, method, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("structvi.studies.is_it_bayesian.peers.STEPS", 1)
-    with pytest.raises(ImportError, match=f"{package} is not installed; this method needs it: "):
-        run(method, ["linear-regression"], progress=False)
+    (row,) = run(method, ["linear-regression"], progress=False).rows
+    assert f"{package} is not installed; this method needs it: " in row.verdict
+    assert row.grade == "failed"
+
+
+def test_a_command_without_any_result_says_so_and_fails(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "pyro", None)
+    code, out, _ = command(
+        monkeypatch, capsys, "--methods", "pyro-full", "--problems", "correlated", "--out", str(tmp_path)
+    )
+    assert code == 1
+    assert "pyro is not installed; this method needs it: " in out
+    assert "Pyro full normal: Bayesian on 0 of 1 problems, no result on 1" in (tmp_path / "check.txt").read_text()
 
 
 @pytest.mark.parametrize(

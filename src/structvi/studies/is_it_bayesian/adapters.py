@@ -59,12 +59,20 @@ class Adapter(Protocol):
     name: str
 
     def fit(self, problem: Problem, seed: int) -> object:
-        """Approximate the posterior of `problem`, a target with `space`, `log_joint` and, for networks, `data`."""
+        """Approximate the posterior of `problem`, a target with `space`, `log_joint` and, for networks, `data`.
+
+        What the method is compared with is not in it: see `Problem.question`.
+        """
         ...
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Independent draws of the approximation: [n, P]."""
         ...
+
+
+def density_of(adapter: Adapter) -> Callable[[Tensor], Tensor] | None:
+    """Its `log_prob`, where it has one."""
+    return getattr(adapter, "log_prob", None)
 
 
 class Ours:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Chi2, Normal
 
+from .joint import joint_error
 from .problems import Problem
 
 #: the intervals whose calibration is measured
@@ -61,6 +62,8 @@ class Measures:
     #: log Var_q − log Var_p where it is farthest from zero, and the root mean square
     log_variance_error: float
     log_variance_error_rms: float
+    #: by how much an event has another probability than under the posterior, at least
+    joint_error: float
     #: share of inputs at which the prediction is the posterior's: the class, or a mean between its quartiles
     agreement: float | None
     #: between the predictive distributions, averaged over inputs
@@ -90,6 +93,7 @@ def measure(problem: Problem, theta: Tensor, log_prob: Callable[[Tensor], Tensor
         mean_error_rms=bias.square().mean().sqrt().item(),
         log_variance_error=spread[spread.abs().argmax()].item(),
         log_variance_error_rms=spread.square().mean().sqrt().item(),
+        joint_error=joint_error(problem, theta),
         agreement=agreement,
         total_variation=variation,
     )
@@ -151,7 +155,7 @@ def _densities(
         return found | {"log_q_true": -inf, "kl_p_q": Estimate(inf), "kl_q_p": Estimate(inf)}
     if log_prob is None or not problem.identified:
         return found
-    log_q = _checked(log_prob, torch.cat([truth, problem.reference, theta]))
+    log_q = checked_log_prob(log_prob, torch.cat([truth, problem.reference, theta]))
     at_truth, at_reference, at_own = log_q.split([1, len(problem.reference), len(theta)])
     found["log_q_true"] = at_truth.item()
     if known:
@@ -160,7 +164,8 @@ def _densities(
     return found
 
 
-def _checked(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+def checked_log_prob(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """log q(θ) in float64, or a word on what is wrong with it: [S, P] → [S]."""
     with torch.no_grad():
         values = log_prob(theta)
     if not isinstance(values, Tensor) or values.shape != theta.shape[:1]:
@@ -168,7 +173,7 @@ def _checked(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
         raise ValueError(f"log_prob must give one number for each of {len(theta)} rows, [S, P] → [S]; it gave {came}")
     if values.isnan().any():
         raise ValueError("log_prob gave NaN; it is the logarithm of a density, or −inf where that is zero")
-    return values.double()
+    return values.detach().double()
 
 
 def predictions(problem: Problem, theta: Tensor) -> tuple[float | None, float | None]:

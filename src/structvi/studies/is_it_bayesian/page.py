@@ -15,7 +15,8 @@ from .problems import Problem
 from .rows import HEADINGS, LEGEND, Row
 from .verdicts import REASONS
 
-COLOURS = {"Bayesian": "#2e7d32", "off": "#b06a00", "not a posterior": "#c2243b", "not applicable": "#8a8a8a"}
+COLOURS = {"Bayesian": "#2e7d32", "off": "#b06a00", "not a posterior": "#c2243b", "not applicable": "#8a8a8a",
+           "failed": "#4a3a6b"}  # fmt: skip
 OWN = """
 body { max-width: 84rem; }
 .rows td:nth-child(2), .rows th:nth-child(2) { text-align: left; white-space: normal; min-width: 24rem; }

@@ -1,7 +1,7 @@
 """Problems whose posterior is known: exactly, or by long runs of a sampler whose draws come with the package."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import log
 from typing import Any
@@ -98,6 +98,12 @@ class Problem:
             )
         if not self.identified and self.data is None:
             raise ValueError(f"{self.name}: without a network there are no predictions to compare: identified=True")
+
+    def question(self) -> "Problem":
+        """The problem without the answer, which is what methods get: no reference draws [0, P], no modes, no evidence,
+        and NaN for the truth."""
+        unknown = torch.full_like(self.truth, torch.nan)
+        return replace(self, reference=self.reference[:0].clone(), truth=unknown, log_evidence=None, modes=())
 
     def log_joint(self, theta: Tensor, batch: Any = None) -> Tensor:
         """log p(data, θ): [S, P] → [S]."""
@@ -299,9 +305,14 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 
 
-@cache
-def problem(name: str) -> Problem:
-    """The problem of this name, made once."""
+def fresh(name: str) -> Problem:
+    """The problem of this name, made anew: nobody else has had it."""
     if name not in PROBLEMS:
         raise ValueError(f"there is no problem {name!r}; there are {', '.join(PROBLEMS)}")
     return PROBLEMS[name]()
+
+
+@cache
+def problem(name: str) -> Problem:
+    """The problem of this name, made once."""
+    return fresh(name)

@@ -2,13 +2,14 @@
 
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from math import isinf
 from pathlib import Path
 from typing import Any
 
+from ...basics.folder_lock import folder_lock
 from ...basics.version import __version__
+from ..files import write_together
 from .problems import Problem
 from .rows import HEADINGS, LEGEND, Row
 from .verdicts import THRESHOLDS
@@ -37,13 +38,15 @@ class Report:
         sentences = []
         for method in self.methods:
             rows = [row for row in self.rows if row.method == method and row.bayesian is not None]
-            if not rows:
+            failed = sum(row.failed for row in self.rows if row.method == method)
+            if not rows and not failed:
                 sentences.append(f"{method}: applicable to none of these problems")
                 continue
             good = sum(bool(row.bayesian) for row in rows)
             points = sum(row.grade == "not a posterior" for row in rows)
-            words = f"{method}: Bayesian on {good} of {len(rows)} problems"
-            sentences.append(words + (f", not a posterior on {points}" if points else ""))
+            words = f"{method}: Bayesian on {good} of {len(rows) + failed} problems"
+            words += f", not a posterior on {points}" if points else ""
+            sentences.append(words + (f", no result on {failed}" if failed else ""))
         return sentences
 
     def table(self) -> str:
@@ -66,22 +69,25 @@ class Report:
         return head | {"problems": problems, "rows": rows}
 
     def save(self, folder: str | os.PathLike) -> list[Path]:
-        """Write check.txt, check.json and check.html, each whole or not at all; the page needs matplotlib."""
+        """Write check.txt, check.json and check.html, together; the page needs matplotlib.
+
+        Raises:
+            FolderInUse: where another run writes to the folder.
+        """
+        with folder_lock(folder, "structvi check"):
+            return self.write(Path(folder))
+
+    def write(self, folder: Path) -> list[Path]:
+        """`save`, by who has the folder's lock."""
         from .page import page
 
-        contents = {
-            "check.txt": self.table() + "\n",
-            "check.json": json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-            "check.html": page(self),
-        }
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place, prefix=".structvi-") as hidden:
-            for name, text in contents.items():
-                (Path(hidden) / name).write_text(text, encoding="utf-8")
-            for name in contents:
-                os.replace(Path(hidden) / name, place / name)
-        return [place / name for name in contents]
+        def make(hidden: Path) -> None:
+            text = json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False)
+            (hidden / "check.txt").write_text(self.table() + "\n", encoding="utf-8")
+            (hidden / "check.json").write_text(text + "\n", encoding="utf-8")
+            (hidden / "check.html").write_text(page(self), encoding="utf-8")
+
+        return write_together(folder, make)
 
 
 def _line(cells: list[str] | tuple[str, ...], widths: list[int]) -> str:

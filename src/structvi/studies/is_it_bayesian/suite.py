@@ -1,7 +1,9 @@
 """`run`: methods on problems, a row for each pair."""
 
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
+from math import isnan
 from time import perf_counter
 
 import torch
@@ -12,16 +14,19 @@ from ..paper.jobs import Job
 from ..paper.jobs import run as run_jobs
 from ..paper.settings import Settings
 from .adapters import Adapter, NotApplicable, ours
+from .isolation import Failed, at_work
 from .measures import measure
 from .methods import as_adapter
 from .peers import PEERS
-from .problems import PROBLEMS, Problem, problem
+from .problems import PROBLEMS, Problem, fresh
 from .report import Report
 from .rows import Row
 from .verdicts import findings, verdict
 
 #: draws of the method that are measured
 DRAWS = 8192
+#: seconds that a method may take for one problem: its fit, its draws and their density
+TIMEOUT = 600.0
 #: the problems of `--quick`: the small ones, of each kind one
 QUICK = ("correlated", "bimodal", "gaussian-10-100", "linear-regression", "rbf-regression", "logistic-regression")
 
@@ -31,9 +36,13 @@ def run(
     problems: Sequence[str | Problem] | str | Problem | None = None,
     *,
     seed: int = 0,
+    timeout: float | None = TIMEOUT,
     progress: bool = True,
 ) -> Report:
     """Put one method, or several, to the question: is it Bayesian?
+
+    Each method meets each problem in a process of its own, which has not the reference that its draws are compared
+    with afterwards. Where it raises, takes too long or dies, its row says so, and the others go on.
 
     Args:
         method: an adapter of yours with `name`, `fit(problem, seed)` and `draw(n, generator) -> [n, P]`, and
@@ -41,6 +50,7 @@ def run(
             "mean-field" or "laplace-torch"; or a list of these.
         problems: names of `PROBLEMS`, or `Problem`s of your own; all by default.
         seed: of fits and draws.
+        timeout: seconds that a method may take for one problem, then its process is killed; None for no limit.
         progress: a bar, in a terminal.
 
     Returns:
@@ -53,22 +63,32 @@ def run(
         (True, 'Bayesian here')
     """
 
+    check_timeout(timeout)
     methods = method if isinstance(method, list | tuple) else [method]
     adapters = [as_adapter(one) for one in methods]
-    chosen = [one if isinstance(one, Problem) else problem(one) for one in _names(problems)]
+    chosen = [one if isinstance(one, Problem) else fresh(one) for one in _names(problems)]
     if not adapters or not chosen:
         raise ValueError("nothing to do: give at least one method and one problem")
     names = [adapter.name for adapter in adapters]
     if len(set(names)) < len(names):
         raise ValueError(f"two methods have the same name, {names}; name one: structvi.check.Ours(family, name)")
-    pairs = [(adapter, one) for one in chosen for adapter in adapters]
+    # a name stays one: where a process is spawned, what it stands for need not be sent
+    given = [one if isinstance(one, str) else adapter for one, adapter in zip(methods, adapters, strict=True)]
+    pairs = [(one, name, on) for on in chosen for one, name in zip(given, names, strict=True)]
     rows = []
     with tqdm(total=len(pairs), disable=not (progress and sys.stderr.isatty())) as bar:
-        for adapter, one in pairs:
-            bar.set_postfix_str(f"{adapter.name}: {one.name}")
-            rows.append(examine(adapter, one, seed))
+        for one, name, on in pairs:
+            bar.set_postfix_str(f"{name}: {on.name}")
+            rows.append(examine(one, on, seed, timeout))
             bar.update()
     return Report(tuple(rows), {one.name: one for one in chosen}, seed)
+
+
+def check_timeout(timeout: float | None) -> None:
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if timeout is not None and (isnan(timeout) or timeout <= 0):
+        raise ValueError(f"timeout must be seconds above zero, or None for no limit, got {timeout!r}")
 
 
 def method_names(text: str) -> list[str]:
@@ -92,24 +112,27 @@ def _known(text: str, groups: dict[str, list[str]], what: str, names: Sequence[s
     return list(dict.fromkeys(chosen))
 
 
-def run_named(methods: Sequence[str], problems: Sequence[str], seed: int, workers: int) -> Report:
-    """`run` for names, in several processes; the result is the same."""
+def run_named(
+    methods: Sequence[str], problems: Sequence[str], seed: int, workers: int, timeout: float | None = TIMEOUT
+) -> Report:
+    """`run` for names, several at a time; the result is the same."""
+    check_timeout(timeout)
     jobs = [
-        Job(f"{name}: {method}", _examine_named, (method, name, seed), WEIGHTS.get(name, 1.0))
+        Job(f"{name}: {method}", _examine_named, (method, name, seed, timeout), WEIGHTS.get(name, 1.0))
         for name in sorted(problems, key=lambda name: -WEIGHTS.get(name, 1.0))  # the long ones first
         for method in methods
     ]
     found = {job.arguments[:2]: row for job, row in zip(jobs, run_jobs(jobs, workers), strict=True)}
     rows = tuple(found[method, name] for name in problems for method in methods)
-    return Report(rows, {name: problem(name) for name in problems}, seed)
+    return Report(rows, {name: fresh(name) for name in problems}, seed)
 
 
 #: how long fits take beside those of a small problem
 WEIGHTS = {"network": 15.0, "gaussian-50-10000": 3.0, "gaussian-50-100": 2.0, "gaussian-50-1": 2.0}
 
 
-def _examine_named(method: str, name: str, seed: int) -> Row:
-    return examine(as_adapter(method), problem(name), seed)
+def _examine_named(method: str, name: str, seed: int, timeout: float | None) -> Row:
+    return examine(method, fresh(name), seed, timeout)
 
 
 def _names(problems: Sequence[str | Problem] | str | Problem | None) -> Iterable[str | Problem]:
@@ -118,33 +141,29 @@ def _names(problems: Sequence[str | Problem] | str | Problem | None) -> Iterable
     return [problems] if isinstance(problems, str | Problem) else problems
 
 
-def examine(adapter: Adapter, on: Problem, seed: int) -> Row:
-    """Fit, draw, measure, judge."""
-    began = perf_counter()
+def examine(method: Adapter | str, on: Problem, seed: int, timeout: float | None = TIMEOUT) -> Row:
+    """Fit and draw, in a process that does not have the reference; measure and judge, in this one."""
+    name, began = as_adapter(method).name, perf_counter()
+    generator = Settings(seed).generator("check draws", on.name)
     try:
-        adapter.fit(on, seed)
+        with at_work(method, on, seed, DRAWS, generator, timeout) as work:
+            theta, seconds, dense = work.draws()
+            with torch.no_grad():
+                measures = measure(on, theta, work.log_prob if dense else None)
     except NotApplicable as reason:
-        return Row(adapter.name, on.name, f"not applicable: {reason}", None, perf_counter() - began)
-    seconds = perf_counter() - began
-    theta = _draws(adapter, on, Settings(seed).generator("check draws", on.name))
-    with torch.no_grad():
-        measures = measure(on, theta, getattr(adapter, "log_prob", None))
+        return Row(name, on.name, f"not applicable: {reason}", None, perf_counter() - began)
+    except Failed as failure:
+        return _failed(name, on, str(failure), perf_counter() - began, failure.details)
+    except Exception as error:  # of a problem of the user's own, say: the other rows are not lost
+        words = f"its draws could not be measured: {type(error).__name__}: {error}"
+        return _failed(name, on, words, perf_counter() - began, traceback.format_exc())
     found = tuple(findings(on, measures))
     words = verdict(on, measures)
-    return Row(adapter.name, on.name, words, not found, seconds, measures, found, sketch(on, theta))
+    return Row(name, on.name, words, not found, seconds, measures, found, sketch=sketch(on, theta))
 
 
-def _draws(adapter: Adapter, on: Problem, generator: torch.Generator) -> Tensor:
-    theta = adapter.draw(DRAWS, generator)
-    if not isinstance(theta, Tensor) or theta.shape != (DRAWS, on.P):
-        came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
-        raise ValueError(
-            f"{adapter.name}: draw(n, generator) must give a tensor [n, P] = [{DRAWS}, {on.P}] of draws of θ in the "
-            f"order of problem.space, got {came}"
-        )
-    if not torch.isfinite(theta).all():
-        raise ValueError(f"{adapter.name}: draw gave numbers that are not finite on {on.name}")
-    return theta.detach().double()
+def _failed(name: str, on: Problem, words: str, seconds: float, details: str) -> Row:
+    return Row(name, on.name, f"no result: {words}", None, seconds, failed=True, details=details)
 
 
 def sketch(on: Problem, theta: Tensor) -> Tensor | None:

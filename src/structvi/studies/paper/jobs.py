@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +26,7 @@ class Job:
 def run(jobs: list[Job], workers: int) -> list:
     """The results in the order of the jobs; they do not depend on the number of workers.
 
-    An interrupt cancels what has not begun, waits for what has, and is passed on.
+    An interrupt, or an error of a job, ends the workers at once and is passed on.
     """
     results: list[Any] = [None] * len(jobs)
     left = list(range(len(jobs)))  # in order: the first of them is running
@@ -42,18 +42,23 @@ def run(jobs: list[Job], workers: int) -> list:
                 for index, job in enumerate(jobs):
                     finish(index, job.function(*job.arguments))
             return results
+        before = set(active_children())
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
         try:
             futures = {pool.submit(job.function, *job.arguments): index for index, job in enumerate(jobs)}
             for future in as_completed(futures):
                 finish(futures[future], future.result())
+        except BaseException:
+            for worker in set(active_children()) - before:
+                worker.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
     return results
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and cancels
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends this
     torch.set_num_threads(1)
 
 

@@ -1,16 +1,15 @@
 """`structvi reproduce`: compute the parts that were asked for, then write them all at once."""
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from math import isinf
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...basics.folder_lock import folder_lock
 from ...basics.version import __version__
+from ..files import check_folder, write_together
 from . import couplings, figure1, figure2, figure3, table1, table2
 from .jobs import run as run_jobs
 from .regression import DESCRIPTION
@@ -71,20 +70,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def check_folder(folder: Path) -> None:
-    """Make the folder and try it out; an OSError says why not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".structvi-"):
-        pass
-
-
 def write(found: dict[str, Any], results: dict[str, Any], folder: Path) -> list[Path]:
-    """All files, first to a hidden folder inside `folder`, then renamed into place: none is ever half written."""
+    """All files, together."""
     from .figures import draw
     from .report import csv_files, page
 
-    hidden = Path(tempfile.mkdtemp(dir=folder, prefix=".structvi-"))
-    try:
+    def make(hidden: Path) -> None:
         for name in PICTURES:
             if name in found:
                 figure = draw(name, found[name])
@@ -96,17 +87,13 @@ def write(found: dict[str, Any], results: dict[str, Any], folder: Path) -> list[
         (hidden / "report.html").write_text(page(results, pictures), encoding="utf-8")
         text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
         (hidden / "results.json").write_text(text + "\n", encoding="utf-8")
-        written = []
-        for path in sorted(hidden.iterdir()):
-            written.append(folder / path.name)
-            os.replace(path, written[-1])
-        return written
-    finally:
-        shutil.rmtree(hidden)
+
+    return write_together(folder, make)
 
 
 def reproduce(parts: Sequence[str], settings: Settings, folder: Path, workers: int) -> list[Path]:
-    """Compute and write; returns the paths of the files."""
+    """Compute and write; returns the paths of the files. `FolderInUse` where another run is at it."""
     check_folder(folder)
-    found = compute(parts, settings, workers)
-    return write(found, record(found, settings), folder)
+    with folder_lock(folder, "structvi reproduce"):
+        found = compute(parts, settings, workers)
+        return write(found, record(found, settings), folder)
