@@ -35,6 +35,7 @@ ROOMS = (
     "plots",
     "diagnostics",
     "front_door",
+    "network_mixture",
     "testing",
     "integrations",
     "studies",

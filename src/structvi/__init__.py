@@ -20,18 +20,20 @@ from .families import (
     StructuredPrecision,
     kl,
 )
-from .front_door import Posterior, load, variationalize
+from .front_door import Posterior, load, variationalize, variationalize_head
 from .models import likelihoods
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.priors import (
     DistributionPrior,
+    HierarchicalNormalPrior,
     LaplacePrior,
     NormalPrior,
     StudentTPrior,
     SumPrior,
 )
 from .models.tempered import Tempered, annealed
+from .network_mixture import NetworkMixture, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
 from .predicting import metrics
@@ -76,6 +78,7 @@ __all__ = [
     "FitResult",
     "FittedDropout",
     "FullNormal",
+    "HierarchicalNormalPrior",
     "History",
     "LaplacePrior",
     "LipschitzPrior",
@@ -84,6 +87,7 @@ __all__ = [
     "MeanField",
     "Metrics",
     "Mixture",
+    "NetworkMixture",
     "Noise",
     "NonFiniteError",
     "NormalPrior",
@@ -108,6 +112,7 @@ __all__ = [
     "kl",
     "likelihoods",
     "load",
+    "load_mixture",
     "metrics",
     "naive",
     "paired",
@@ -115,4 +120,5 @@ __all__ = [
     "predict_tiles",
     "unscented",
     "variationalize",
+    "variationalize_head",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .basics.checks import check_one_of
 from .couplings import Coupling, paired
 from .families.family import Family
+from .families.full import FullNormal
 from .families.structured import StructuredNormal
 from .models.bayesian_model import BayesianModel
 from .models.likelihoods import Bernoulli, Categorical
@@ -20,6 +21,8 @@ from .networks.vmap_or_loop import Mode
 from .objective import Estimate
 from .parameters import Parameters, Select
 from .posterior import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, PosteriorBase
+from .predicting.calibration import calibrate
+from .predicting.function_space import output_moments
 from .predicting.metrics import evaluate
 from .predicting.predict import mean_network, predict, sample, sample_network
 from .result import Result
@@ -28,6 +31,8 @@ from .training.batches import Batches
 from .training.comparing import elbo_over
 from .training.fit import fit
 from .training.grow import grow
+from .training.head import fit_head
+from .training.head_rows import head_tensors
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -57,6 +62,9 @@ class Posterior(PosteriorBase):
     fit = fit
     """Fit to the data, see `structvi.training.fit.fit`: `posterior.fit(loader, epochs=20)`."""
 
+    fit_head = fit_head
+    """The best full normal over the last layer without a step size: see `structvi.training.head.fit_head`."""
+
     grow = grow
     """Refine a fitted posterior, `rank=` or `components=`, see `structvi.training.grow.grow`; never makes it worse."""
 
@@ -67,6 +75,12 @@ class Posterior(PosteriorBase):
 
     evaluate = evaluate
     """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
+
+    calibrate = calibrate
+    """A temperature or scale, and conformal sets, from held-out data: see `predicting.calibration.calibrate`."""
+
+    output_moments = output_moments
+    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predicting.function_space`."""
 
     sample = sample
     """n independent draws of the weights, by tensor name: see `structvi.predicting.predict.sample`."""
@@ -145,6 +159,7 @@ def variationalize(
     chunk: int | None = None,
     deterministic: bool | None = None,
     checkpoint_activations: bool = False,
+    linearise: bool | None = None,
     dropout: Dropout = "off",
     batch_norm: BatchNorm = "frozen",
     generator: torch.Generator | None = None,
@@ -154,13 +169,17 @@ def variationalize(
     Args:
         net: any module; it is never changed.
         likelihood: such as `likelihoods.Categorical()` or `likelihoods.Gaussian("point")`.
-        family: a recipe; `StructuredNormal(rank=8)` by default.
-        prior: `NormalPrior(1.0)` by default.
+        family: a recipe. Where none is given, `fit` around a trained network chooses, and other fits take
+            `StructuredNormal(rank=8)`.
+        prior: where none is given, likewise, and other fits take `NormalPrior(1.0)`.
         num_data: N; `fit` takes it from the loader's data set where it is not given.
         select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
         evaluation, chunk, deterministic: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
         checkpoint_activations: keep no activations of the network, for less memory and more time.
+        linearise: y = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, θ₀ its present values: a generalised linear
+            model around a trained network. It bears a posterior that drawn weights of a deep network do not. None: a
+            fit around a trained network chooses, and other fits do not linearise.
         dropout: the network's own dropout layers are "off" in `fit` and `predict`, or "on" in both, on top of the
             family.
         batch_norm: running statistics are "frozen" as the network has them, and the affine weights random as all
@@ -198,12 +217,61 @@ def variationalize(
         chunk=chunk,
         deterministic=deterministic,
         checkpoint_activations=checkpoint_activations,
+        linearise=bool(linearise),
     )
     recipe = StructuredNormal(rank=min(8, model.space.size)) if family is None else family
     if not isinstance(recipe, Family):
         raise TypeError(f"family must be a recipe such as StructuredNormal(rank=8), got {recipe!r}")
     bound = recipe if recipe.space is not None else recipe.bind(model.space, generator)
-    return Posterior(model, bound, dropout=dropout, batch_norm=batch_norm)
+    posterior = Posterior(model, bound, dropout=dropout, batch_norm=batch_norm)
+    given = {"family": family, "prior": prior, "linearise": linearise}
+    posterior.left_open = frozenset(name for name, value in given.items() if value is None)
+    return posterior
+
+
+#: a full normal over more numbers than these takes too long, and too much memory
+LARGEST_HEAD = 4096
+
+
+def variationalize_head(
+    net: nn.Module,
+    likelihood: Callable[[Any, Any], Tensor],
+    prior: Prior | None = None,
+    *,
+    layer: str | None = None,
+    num_data: int | None = None,
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+) -> Posterior:
+    """A posterior with all covariances over the last layer of a trained network; the rest of it is held.
+
+    Fit it with `fit_head(loader)`: in closed form for Gaussian noise, by its fixed point for class labels. It predicts,
+    evaluates, saves and loads as any other; `output_moments(x)` has mean and covariance of the outputs without a draw.
+
+    Args:
+        net: a network whose output is that of a linear layer or convolution, up to its shape.
+        likelihood: `likelihoods.Gaussian(noise)`, `Gaussian("point")`, `Bernoulli()` or `Categorical()`.
+        prior: of independent normals; where none is given `fit_head` chooses a scale for each tensor, by the ELBO.
+        layer: its name in `net.named_modules()`; the last linear layer or convolution by default.
+        num_data, forward: as in `variationalize`.
+
+    Example:
+        >>> from structvi import likelihoods
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> variationalize_head(net, likelihoods.Categorical()).space.names
+        ('2.weight', '2.bias')
+    """
+    names = head_tensors(net, layer)
+    P = sum(tensor.numel() for name, tensor in net.named_parameters() if name in names)
+    if P > LARGEST_HEAD:
+        raise ValueError(
+            f"the head has {P} numbers, and a normal with all covariances is for up to {LARGEST_HEAD}: use "
+            f"variationalize(net, likelihood, StructuredPrecision(32), select={list(names)}).fit(loader)"
+        )
+    posterior = variationalize(
+        net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward
+    )
+    posterior.left_open = frozenset({"prior"} if prior is None else ())
+    return posterior
 
 
 def load(
@@ -244,7 +312,9 @@ def load(
     plain = posterior_file.load(
         path, net, family=family, prior=prior, likelihood=likelihood, forward=forward, device=device
     )
-    return Posterior(plain.model, plain.family, dropout=plain.dropout, batch_norm=plain.batch_norm)
+    posterior = Posterior(plain.model, plain.family, dropout=plain.dropout, batch_norm=plain.batch_norm)
+    posterior.calibration, posterior.chosen_on = plain.calibration, plain.chosen_on
+    return posterior
 
 
 def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:

@@ -1,6 +1,6 @@
 """A posterior as plain data: a model, a family, and the modes the network is called in; operations are above it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
 
@@ -11,6 +11,7 @@ from .basics.checks import check_one_of
 from .couplings import Coupling, paired
 from .families.family import Family
 from .models.bayesian_model import BayesianModel
+from .models.calibration import Calibration
 from .objective import Estimator, Terms, elbo_terms
 from .parameters import Parameters
 from .result import Result
@@ -51,14 +52,28 @@ class PosteriorBase(nn.Module):
         self.family = family
         self.dropout: Dropout = dropout
         self.batch_norm: BatchNorm = batch_norm
-        #: what the last fit returned
-        self.last_fit: Result | None = None
+        #: what the user has not asked for, of "family", "prior" and "linearise": a fit may choose it
+        self.left_open: frozenset[str] = frozenset()
+        #: what `calibrate` found: `predict` uses it; a fit drops it
+        self.calibration: Calibration | None = None
+        #: the fingerprint of the held-out data on which a fit has chosen, see `predicting/cases.py`
+        self.chosen_on: str | None = None
+        self._last_fit: Result | None = None
 
     def extra_repr(self) -> str:
         weights = sum(parameter.numel() for parameter in self.net.parameters())
         known = self.model.known_num_data
         N = "N not known yet" if known is None else f"N = {known}"
         return f"{self.model.net_space.size} of the network's {weights} weights are random, {N}"
+
+    @property
+    def last_fit(self) -> Result | None:
+        """What the last fit returned."""
+        return self._last_fit
+
+    @last_fit.setter
+    def last_fit(self, result: Result | None) -> None:
+        self._last_fit, self.calibration = result, None  # it was one of the posterior before
 
     @property
     def space(self) -> Parameters:
@@ -95,7 +110,9 @@ class PosteriorBase(nn.Module):
 
     def with_family(self, family: Family) -> Self:
         """A posterior of the same model and modes with another family."""
-        return type(self)(self.model, family, dropout=self.dropout, batch_norm=self.batch_norm)
+        other = type(self)(self.model, family, dropout=self.dropout, batch_norm=self.batch_norm)
+        other.left_open = self.left_open
+        return other
 
     def check_whole(self) -> None:
         """Refuse what this rank's rows alone cannot do."""
@@ -154,3 +171,50 @@ class PosteriorBase(nn.Module):
                 estimator=estimator,
                 generator=generator,
             )
+
+
+class NetworkMixtureBase(nn.Module):
+    """Posteriors of several networks with their weights, without the operations: `structvi.NetworkMixture` adds them.
+
+    The part c is a latent variable of the model, with the prior 1/C: p(t, c, θ) = 1/C p(θ) p(t | y_c(x; θ)), where
+    network c has buffers, θ₀ and held tensors of its own.
+    """
+
+    weights: Tensor
+
+    def __init__(self, posteriors: Sequence[PosteriorBase]):
+        super().__init__()
+        if not posteriors or not all(isinstance(one, PosteriorBase) for one in posteriors):
+            raise TypeError("expected a list of posteriors, as variationalize returns them, one for each network")
+        if len({id(one.net) for one in posteriors}) < len(posteriors):
+            raise ValueError("two of the posteriors are of the same network: each part has a network of its own")
+        first = posteriors[0]
+        for one in posteriors[1:]:
+            if type(one.model.likelihood) is not type(first.model.likelihood):
+                raise ValueError("the posteriors of a mixture must share their likelihood")
+        self.members = nn.ModuleList(posteriors)
+        #: as of a posterior; those of the members take no part
+        self.calibration: Calibration | None = None
+        self.chosen_on: str | None = None
+        self.register_buffer("weights", torch.full((len(posteriors),), 1 / len(posteriors), dtype=torch.float64))
+
+    @property
+    def posteriors(self) -> list[PosteriorBase]:
+        return list(self.members)  # pyright: ignore[reportReturnType]
+
+    @property
+    def model(self) -> BayesianModel:
+        """That of the first network."""
+        return self.posteriors[0].model
+
+    @property
+    def space(self) -> Parameters:
+        return self.model.space
+
+    @property
+    def device(self) -> torch.device:
+        return self.posteriors[0].device
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self

@@ -601,7 +601,7 @@ def frozen_layer(nets):
 @pytest.mark.parametrize(
     ("change", "select", "message"),
     [
-        (statistics, "*", r"norm\.running_mean, norm\.running_var, norm\.num_batches_tracked differ.*Fold batch norms"),
+        (statistics, "*", r"norm\.running_mean, norm\.running_var, norm\.num_batches_tracked differ.*NetworkMixture"),
         (unsaved_buffer, "*", "offset differ: they are not random"),
         (frozen_layer, "*", r"frozen\.weight differ.*Select these parameters too"),
         (lambda nets: None, "head.*", r"body\.weight, body\.bias differ.*Select these parameters too"),

@@ -10,7 +10,7 @@ from torch.distributions import Normal
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.families.mixture import LOGIT_UNIT
-from structvi.predicting.predict import DrawChunks
+from structvi.predicting.draws import DrawChunks
 from structvi.predicting.predictive import Predictive
 from structvi.predicting.quantiles import normal_mixture_crps
 

@@ -820,3 +820,15 @@ def test_what_is_said_of_a_file_that_may_not_be_read(tmp_path):
     command = [sys.executable, "-c", DENIED, str(path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said == f"cannot read {path}: Permission denied\n"
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    net = nn.Linear(2, 1)
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=10)
+    posterior.save(tmp_path / "posterior.safetensors")
+    before = (tmp_path / "posterior.safetensors").read_bytes()
+    with torch.no_grad():
+        posterior.family.mean[0] = torch.nan
+    with pytest.raises(ValueError, match="the family has values that are not finite"):
+        posterior.save(tmp_path / "posterior.safetensors")
+    assert (tmp_path / "posterior.safetensors").read_bytes() == before

@@ -685,7 +685,6 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "one of epochs= and steps="),
         ({"epochs": 1, "steps": 1}, "one of epochs= and steps="),
         ({"epochs": 0}, "epochs must be an integer"),
         ({"steps": 1.5}, "steps must be an integer"),

@@ -139,6 +139,8 @@ def worth(
     """
     if "staged" in options or "start" in options:
         raise ValueError("worth goes on from a fitted posterior: it takes neither staged= nor start=")
+    if options.get("epochs") is None and not options.get("steps"):
+        raise ValueError("worth needs a budget for its fits: give one of epochs= and steps=")
     options = {"progress": False, "seed": seed, **options}
     device = posterior.device
 

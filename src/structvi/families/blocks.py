@@ -142,6 +142,10 @@ class BlocksDensity(Density):
         self.has_density = any(block.has_density for block in self.random)
 
     @property
+    def centred(self) -> bool:
+        return all(block.centred for block in self.random)
+
+    @property
     def bound(self) -> bool:
         return not self.points and all(block.bound for block in self.random)
 
@@ -269,9 +273,15 @@ class Blocks(Family):
             bound.append(family.bind(parameters.subset(names), generator))
         self.parts = nn.ModuleList(bound)
 
-    def place(self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor]) -> None:
+    @property
+    def precision_columns(self) -> int:
+        return max(part.precision_columns for part in self.blocks.values())
+
+    def place(
+        self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor], columns: Mapping[str, Tensor] | None = None
+    ) -> None:
         for part in self.blocks.values():
-            part.place(mean, scale)
+            part.place(mean, scale, columns)
 
     def forward(self) -> Density:
         assert self.space is not None

@@ -64,6 +64,8 @@ class Density(ABC):
     enumerates: bool = False
     #: whether draws are made of the coupling's noise; where not, they are independent whatever the coupling
     coupled: bool = True
+    #: whether draws lie around `mean`, the one centre; False for mixtures and masks
+    centred: bool = True
 
     @property
     @abstractmethod

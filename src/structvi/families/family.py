@@ -187,12 +187,32 @@ class Family(nn.Module, ABC):
                 return None
         return MeanAndScale(mean, log_scale)
 
-    def place(self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor]) -> None:
-        """Start at a mean with these standard deviations, both by tensor name: `fit(start="trained")`."""
+    #: how many columns of a precision diag(1/scale²) + WWᵀ it can start with, see `place`
+    precision_columns: int = 0
+
+    def place(
+        self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor], columns: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Start at N(mean, (diag(1/scale²) + WWᵀ)⁻¹), W [.., K] the columns, all by name: `fit(start="trained")`.
+
+        Where the family has no room for columns, its precision has the same diagonal.
+        """
         space = self.bound_space()
         flat = [self.own_rows(space.ravel({name: x[name] for name in space.names})) for x in (mean, scale)]
+        if columns is not None:
+            W = torch.cat(
+                [
+                    columns[name].reshape(n, columns[name].shape[-1])
+                    for name, n in zip(space.names, space.numels, strict=True)
+                ]
+            )
+            W = self.own_rows(W)
+            own, rest = W[:, : self.precision_columns], W[:, self.precision_columns :]
+            flat[1] = (flat[1].double() ** -2 + rest.double().square().sum(1)).rsqrt().to(flat[1])
         with torch.no_grad():
             self.place_at(*flat)
+            if columns is not None and self.precision_columns:
+                self.place_columns(own)
 
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         """`place` with vectors [P]: what a family of its own shape overrides."""
@@ -206,6 +226,10 @@ class Family(nn.Module, ABC):
         own.mean.copy_(mean)
         own.log_scale.copy_(scale.log())
 
+    def place_columns(self, columns: Tensor) -> None:
+        """Add WWᵀ to the precision, W [P, `precision_columns`]."""
+        raise NotImplementedError(f"{type(self).__name__} says that it has room for columns: write `place_columns`")
+
     def move_to(self, theta: Tensor) -> None:
         """The mean to θ [P], the shape as it is: `grow(components=)`."""
         own = self.mean_and_scale()
@@ -216,6 +240,18 @@ class Family(nn.Module, ABC):
             )
         with torch.no_grad():
             own.mean.copy_(theta)
+
+    def hold_mean(self) -> None:
+        """Keep the mean where it is while all else learns; of families made of others, those keep theirs."""
+        if next(self.parameters(recurse=False), None) is None or self.mixture_parts()[0] != [self]:
+            return
+        own = self.mean_and_scale()
+        if own is None:
+            raise TypeError(
+                f'mean="held" is for normal families, not for {type(self).__name__}; a family of your own writes '
+                "`hold_mean()`"
+            )
+        own.mean.requires_grad_(False)
 
     def is_fresh(self) -> bool | None:
         """Whether its scales are still those it starts with; None where it has none, or cannot tell."""

@@ -93,6 +93,9 @@ class FullNormal(Family):
         relative = torch.diag(self.log_diagonal.exp()).index_put((rows, columns), self.lower)
         return FullNormalDensity(self.mean, self.unit.unsqueeze(-1) * relative)
 
+    def hold_mean(self) -> None:
+        self.mean.requires_grad_(False)
+
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         self.mean.copy_(mean)
         self._set_root(torch.diag(scale))

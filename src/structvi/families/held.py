@@ -34,9 +34,8 @@ def check_held(networks: Sequence[nn.Module], spaces: Sequence[Parameters]) -> N
     ways = []
     if not buffers.isdisjoint(differing):
         ways.append(
-            "Fold batch norms into the layers before them (torch.nn.utils.fusion), or train networks with GroupNorm or "
-            'LayerNorm, which keep no statistics; where the buffers are not used (batch_norm="reestimated"), copy '
-            "those of the first network into the others"
+            "NetworkMixture.of(networks, likelihood, part) gives every part the buffers of its own network; where the "
+            'buffers are not used (batch_norm="reestimated"), copy those of the first network into the others'
         )
     if not buffers.issuperset(differing):
         ways.append("Select these parameters too, or give networks that share them, heads of one backbone")

@@ -122,6 +122,9 @@ class LowRankFamily(Scaled):
     def move_to(self, theta: Tensor) -> None:
         self.mean.copy_(theta)
 
+    def hold_mean(self) -> None:
+        self.mean.requires_grad_(False)
+
     # ---- stages
 
     @property

@@ -93,6 +93,8 @@ class Masked(Density):
     `log_prob`, `score` and `entropy` are those of θ, before the mask.
     """
 
+    centred = False
+
     def __init__(self, weights: Density, layout: Layout):
         self.weights, self.layout = weights, layout
         self.has_density = weights.has_density

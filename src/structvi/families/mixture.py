@@ -45,6 +45,8 @@ class MixtureDensity(Density):
         common_noise: one noise for all parts of the same shape, or noise of its own for each.
     """
 
+    centred = False
+
     def __init__(self, parts: Sequence[Density], log_proportions: Tensor, common_noise: bool = True):
         _check_densities(parts)
         self.parts, self.log_proportions, self.common_noise = parts, log_proportions, common_noise

@@ -81,3 +81,11 @@ class StructuredPrecision(LowRankFamily):
     """
 
     density = StructuredPrecisionDensity
+
+    @property
+    def precision_columns(self) -> int:
+        return self.rank
+
+    def place_columns(self, columns: Tensor) -> None:
+        self.factor.zero_()
+        self.factor[:, : columns.shape[1]] = columns * self.unit.unsqueeze(-1)

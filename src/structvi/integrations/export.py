@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
 from ..models.likelihoods import Likelihood
+from ..networks.linearised import Linearised
 from ..posterior import PosteriorBase
 from ..predicting.draws import DrawChunks, on_device
 from ..predicting.predictive import Predictive
@@ -43,12 +44,19 @@ class FixedPredictive(nn.Module):
             own = set(posterior.model.likelihood_names)
             with posterior.network_mode() as net:
                 self.net = copy.deepcopy(net).requires_grad_(False)
+            linear = {} if chunks.around is None else posterior.model.net_space.unravel(chunks.around)
+            if linear:
+                random |= {name: tensor.expand(len(theta), *tensor.shape) for name, tensor in fixed.items()}
             for name, parameter in self.net.named_parameters():
-                if name in fixed:
+                if name in linear:
+                    parameter.copy_(linear[name])
+                elif name in fixed:
                     parameter.copy_(fixed[name])
                 elif name in random:
                     parameter.zero_()  # a draw takes its place at every call
+        self.linearised = bool(linear)
         self.likelihood = copy.deepcopy(posterior.model.likelihood)
+        self.calibration = posterior.calibration
         self.names = [name for name in random if name not in own]
         self.value_names = list(values)
         self.register_buffer("weight", weight)
@@ -60,13 +68,17 @@ class FixedPredictive(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         weight = self.get_buffer("weight")
         drawn = {name: self.get_buffer(f"draws_{index}").unbind() for index, name in enumerate(self.names)}
+        call = functional_call
+        if self.linearised:
+            own = dict(self.net.named_parameters())
+            call = Linearised({name: own[name] for name in self.names})
         outputs = [
-            functional_call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
+            call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
             for s in range(weight.shape[0])
         ]
         stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), outputs[0], *outputs[1:])
         values = {name: self.get_buffer(f"value_{index}") for index, name in enumerate(self.value_names)}
-        pred = Predictive(stacked, weight, self.likelihood, values)
+        pred = Predictive(stacked, weight, self.likelihood, values).calibrated(self.calibration)
         if isinstance(pred.components, Categorical | Bernoulli):
             return pred.mean
         return pred.mean, pred.variance
@@ -86,7 +98,8 @@ def export_predictive(
 
     Called as the network is, it gives what `posterior.predict` does with the same arguments and a generator of the same
     seed: of labels the class probabilities, `mean`, otherwise the pair (`mean`, `variance`). It takes S times the work
-    of the network, and S times the memory of what is random in it.
+    of the network, and S times the memory of what is random in it. A temperature or scale that `calibrate` found is
+    in it, conformal sets are not.
 
     Args:
         posterior: what `variationalize` returns.
@@ -103,6 +116,11 @@ def export_predictive(
         (torch.Size([7, 1]), torch.Size([7, 1]))
     """
     _check(posterior)
+    if dynamic_batch and posterior.model.linearised_at is not None:
+        raise ValueError(
+            "torch traces forward-mode derivatives for one batch size alone: export a linearised posterior with "
+            "dynamic_batch=False, at the batch size it will be called with"
+        )
     module = FixedPredictive(posterior, draws, coupling, chunk, generator)
     example = on_device(example_inputs, module.get_buffer("weight").device)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from ..basics.checks import is_integer
 from ..families.numerics.algebra import sum_weights
 from ..networks.call import call_network
+from ..networks.linearised import Linearised, Ways
 from ..networks.mixed_precision import GradientScale, check_precision
 from ..networks.twins import Twins
 from ..networks.vmap_or_loop import Evaluation, Mode
@@ -23,6 +24,8 @@ from .target import NOTHING, check_theta
 
 #: Whether this thread's networks run in full precision, whatever `precision` says.
 _EXACT: ContextVar[bool] = ContextVar("exact", default=False)
+#: Where this thread's networks are linearised instead: θ₀ [P], or None for not at all; `...` for as the model says.
+_AROUND: ContextVar[Any] = ContextVar("around", default=...)
 
 
 class BayesianModel(nn.Module):
@@ -45,6 +48,8 @@ class BayesianModel(nn.Module):
         deterministic: whether a rule or a clock decides what pays, see `Evaluation`.
         checkpoint_activations: keep no activations of the network: the backward pass computes those of one draw at a
             time again. Less memory, about a third more time; always the loop.
+        linearise: y_θ(x) = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, with θ₀ the values that `parameters` have:
+            a generalised linear model around the network. The prior stays on θ.
 
     Batches are pairs (input, target), where a tuple of inputs is passed as several arguments, or dicts with one of
     the keys "target", "targets", "label", "labels", "y": of the rest a single entry is passed as the argument,
@@ -71,6 +76,7 @@ class BayesianModel(nn.Module):
         chunk: int | None = None,
         deterministic: bool | None = None,
         checkpoint_activations: bool = False,
+        linearise: bool = False,
     ):
         super().__init__()
         _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
@@ -99,6 +105,10 @@ class BayesianModel(nn.Module):
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
+        #: θ₀ of the network's random tensors, [P]; None where it is not linearised
+        self.linearised_at: Tensor | None
+        self.register_buffer("linearised_at", self.net_space.initial.clone() if linearise else None)
+        self._ways = Ways()
         if isinstance(prior, SeparablePrior):
             prior.check(self.net_space)
         own = likelihood.random_tensors() if isinstance(likelihood, Likelihood) else {}
@@ -129,6 +139,24 @@ class BayesianModel(nn.Module):
         device = next(self.net.parameters()).device
         check_precision(value, self.net, self.space.dtype, device)
         self._precision = value
+
+    @property
+    def is_linearised(self) -> bool:
+        """Whether a call, here and now, is of the linearised network."""
+        return self._around() is not None
+
+    def _around(self) -> Tensor | None:
+        at = _AROUND.get()
+        return self.linearised_at if at is ... else at
+
+    @contextmanager
+    def linearised_around(self, at: Tensor | None) -> Iterator[None]:
+        """Inside, in this thread, the network is linearised at θ₀ [P] of its random tensors; at None it is as it is."""
+        token = _AROUND.set(at)
+        try:
+            yield
+        finally:
+            _AROUND.reset(token)
 
     @property
     def known_num_data(self) -> int | None:
@@ -228,7 +256,7 @@ class BayesianModel(nn.Module):
         single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
         against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
         with self.twins.borrowed() as twin:
-            key = (*what, frozenset(fixed), twin.modes)
+            key = (*what, frozenset(fixed), twin.modes, *(("linearised",) if self.is_linearised else ()))
             return self.evaluation(
                 one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=_full_precision
             )
@@ -266,9 +294,15 @@ class BayesianModel(nn.Module):
                 precision=precision,
                 scale=self.scale if precision == torch.float16 else None,
                 checkpointed=self.checkpoint_activations,
-                functional=self.compiled or functional_call,
+                functional=self._functional(),
                 tied=self._tied,
             )  # fmt: skip
+
+    def _functional(self) -> Callable[..., Any]:
+        at = self._around()
+        if at is None:
+            return self.compiled or functional_call
+        return Linearised(self.net_space.unravel(at), self._ways)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ..basics.random_streams import seed_from
 from ..couplings import Coupling, naive
 from ..families.density import Density, Draws, check_draw
 from ..models.batch import split_batch
+from ..models.calibration import Calibration
 from ..networks.quiet import with_stream
 from ..networks.vmap_or_loop import training_key
 from ..posterior import PosteriorBase
@@ -33,6 +34,9 @@ class DrawChunks:
         chunk: how many draws are held at once, rounded to whole groups.
         reference: inputs whose statistics batch norm uses, with batch_norm="reestimated".
         generator: of the seeds.
+        linearise: whether the network is linearised, around θ₀ of the model or, where it has none, around the mean;
+            None for as the model is.
+        calibrated: whether `whole` gives what the posterior's calibration makes of the mixture.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class DrawChunks:
         chunk: int,
         reference: Any = None,
         generator: torch.Generator | None = None,
+        linearise: bool | None = None,
+        calibrated: bool = False,
     ):
         check_integer("draws", draws)
         check_integer("chunk", chunk)
@@ -60,6 +66,11 @@ class DrawChunks:
             self.device = self.density.mean.device
             # how many draws a group has shows in drawing one
             probe = self.density.draw(1, coupling, torch.Generator(self.device).manual_seed(0))
+        self.linearise = linearise
+        self.around = _around(posterior, self.density, linearise)
+        as_fitted = (self.around is None) == (posterior.model.linearised_at is None)
+        #: None too where it is another function that is asked for than was calibrated
+        self.calibration: Calibration | None = posterior.calibration if calibrated and as_fitted else None
         size = probe.weight.shape[0]
         finite = self.density.finite and posterior.dropout == "off"
         groups = 1 if finite else ceil(draws / size)
@@ -69,6 +80,8 @@ class DrawChunks:
         self.note = f"{draws} asked for, whole groups of {size} taken" if self.draws != draws else ""
         if finite:
             self.note = f"{draws} asked for, the family has {size} states" if size != draws else ""
+        if calibrated and not as_fitted and posterior.calibration is not None:
+            self.note += f"{', ' if self.note else ''}not calibrated: with linearise= it is another function"
         self.seeds = seed_from(generator, len(self.groups))
 
     def __len__(self) -> int:
@@ -81,7 +94,8 @@ class DrawChunks:
     def predictive(self, index: int, inputs: Any) -> Predictive:
         """The mixture over the draws of one chunk, its weights summing to one."""
         model = self.posterior.model
-        with torch.no_grad(), self.posterior.network_mode() as net:
+        around = model.linearised_around(self.around)
+        with torch.no_grad(), around, self.posterior.network_mode() as net:
             draws, generator = self.draw(index)
             joined, rows = self._with_reference(inputs)
             modes = training_key(net)
@@ -89,7 +103,7 @@ class DrawChunks:
             def run() -> Any:
                 if model.user_forward is None:
                     return model.outputs(draws.theta, joined, draws.fixed)
-                key = ("prediction", frozenset(draws.fixed), modes)
+                key = ("prediction", frozenset(draws.fixed), modes, self.around is not None)
                 return model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
 
             # the stream is that of dropout, and of whatever else is random in the network
@@ -100,7 +114,11 @@ class DrawChunks:
             )
 
     def whole(self, inputs: Any) -> Predictive:
-        """The mixture over all draws."""
+        """The mixture over all draws; the calibrated one, where that is asked for."""
+        return self.uncalibrated(inputs).calibrated(self.calibration)
+
+    def uncalibrated(self, inputs: Any) -> Predictive:
+        """The mixture over all draws, as it is."""
         parts = [self.predictive(index, inputs) for index in range(len(self))]
         outputs = [part.outputs for part in parts]
         values = [part.values for part in parts]
@@ -111,6 +129,10 @@ class DrawChunks:
             {name: torch.cat([value[name] for value in values]) for name in values[0]},
             self.note,
         )
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs of a batch, and its target."""
+        return split_batch(batch) if self.posterior.model.user_forward is None else (batch, self.target(batch))
 
     def target(self, batch: Any) -> Any:
         """The target that a user's `forward` makes of a batch; it takes a pass of the network."""
@@ -143,6 +165,22 @@ class DrawChunks:
         joined = [torch.cat([r, x]) if isinstance(x, Tensor) else x for r, x in zip(reference, own, strict=True)]
         rows = next(r.shape[0] for r in reference if isinstance(r, Tensor))
         return pytree.tree_unflatten(joined, layout), rows
+
+
+def _around(posterior: PosteriorBase, density: Density, linearise: bool | None) -> Tensor | None:
+    """θ₀ [P] of the network's tensors at which it is to be linearised; None where it is not."""
+    model = posterior.model
+    if linearise not in (None, True, False):
+        raise ValueError(f"linearise must be True, False or None, got {linearise!r}")
+    if linearise is False or (linearise is None and model.linearised_at is None):
+        return None
+    if model.linearised_at is not None:
+        return model.linearised_at
+    if not density.centred:
+        raise ValueError(
+            f"linearise=True is for a posterior around one mean; {type(density).__name__} has none: use linearise=False"
+        )
+    return density.mean.detach()[: model.net_space.size]
 
 
 class IndependentDraws:

@@ -17,10 +17,11 @@ from torch.distributions import Normal
 from ..basics.checks import check_iterable
 from ..couplings import Coupling, naive
 from ..models.batch import split_batch
-from ..posterior import PosteriorBase
+from ..posterior import NetworkMixtureBase, PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
-from .draws import DrawChunks, on_device
-from .predictive import observed_target
+from .draws import on_device
+from .member_chunks import Chunks, chunks_of
+from .predictive import Predictive, observed_target
 from .quantiles import normal_mixture_crps
 from .summary import Score, Summary
 
@@ -81,7 +82,7 @@ class Metrics:
 
 
 def evaluate(
-    posterior: PosteriorBase,
+    posterior: PosteriorBase | NetworkMixtureBase,
     loader: Iterable[Any],
     draws: int = 64,
     *,
@@ -90,6 +91,8 @@ def evaluate(
     levels: Sequence[float] = (0.5, 0.9, 0.95),
     reference: Any = None,
     generator: torch.Generator | None = None,
+    linearise: bool | None = None,
+    calibrated: bool = True,
 ) -> Metrics:
     """All metrics of a posterior's predictions on a loader, in memory that grows with neither draws nor batches.
 
@@ -100,7 +103,8 @@ def evaluate(
     Args:
         posterior: what `variationalize` returns.
         loader: batches as `fit` takes them, with targets.
-        draws, coupling, chunk, reference, generator: as in `predict`.
+        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`. Where a temperature or a
+            scale is applied, all draws of a batch are held at once.
         levels: the probabilities of the central intervals whose coverage is measured.
 
     Example:
@@ -111,17 +115,17 @@ def evaluate(
         ['aurc', 'count', 'coverage', 'crps', 'draws', 'nlpd', 'nlpd_se', 'rmse']
     """
     check_iterable(loader)
-    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
+    chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     totals = _Totals(tuple(levels))
     for batch in loader:
         batch = on_device(batch, chunks.device)
-        inputs, target = _split(chunks, batch)
+        inputs, target = chunks.split(batch)
         totals.add(*_summary(chunks, inputs, target), posterior.model.likelihood, target)
     return totals.metrics(chunks.draws)
 
 
 def ood_auroc(
-    posterior: PosteriorBase,
+    posterior: PosteriorBase | NetworkMixtureBase,
     in_loader: Iterable[Any],
     out_loader: Iterable[Any],
     score: Score = "entropy",
@@ -131,6 +135,8 @@ def ood_auroc(
     chunk: int = 16,
     reference: Any = None,
     generator: torch.Generator | None = None,
+    linearise: bool | None = None,
+    calibrated: bool = True,
 ) -> float:
     """P(score of an unfamiliar input > score of a familiar one): 1 tells them apart, ½ is chance.
 
@@ -139,7 +145,8 @@ def ood_auroc(
         in_loader, out_loader: batches as `fit` takes them, or bare input tensors; targets are not used.
         score: an uncertainty of `Predictive`, averaged over the elements of an input (pixels); "max_probability" is one
             minus the probability of the most probable label.
-        draws, coupling, chunk, reference, generator: as in `predict`; both loaders see the same draws.
+        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`; both loaders see the same
+            draws.
 
     Example:
         >>> from torch import nn
@@ -155,7 +162,7 @@ def ood_auroc(
     known = get_args(Score)
     if score not in known:
         raise ValueError(f"score must be one of {known}, got {score!r}")
-    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
+    chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     loaders = {"in_loader": in_loader, "out_loader": out_loader}
     sides = [torch.cat(list(_scores(chunks, loader, score))) for loader in loaders.values()]
     for name, side in zip(loaders, sides, strict=True):
@@ -170,8 +177,10 @@ def ood_auroc(
     return binary_auroc(ranks.double() / max(1, int(ranks.max())), unfamiliar).item()
 
 
-def _summary(chunks: DrawChunks, inputs: Any, target: Any) -> tuple[Summary, Tensor | None]:
+def _summary(chunks: Chunks, inputs: Any, target: Any) -> tuple[Summary, Tensor | None]:
     """The summary of the predictive over all draws, and its CRPS [E] where the noise is Gaussian."""
+    if chunks.calibration is not None and chunks.calibration.applied is not None:
+        return _of_whole(chunks.whole(inputs), target)
     summary: Summary | None = None
     crps: list[Tensor] = []
     E, done = 1, 0
@@ -197,6 +206,17 @@ def _summary(chunks: DrawChunks, inputs: Any, target: Any) -> tuple[Summary, Ten
         done += mean.shape[1]
     assert summary is not None
     return summary, torch.cat(crps) if crps else None
+
+
+def _of_whole(predictive: Predictive, target: Any) -> tuple[Summary, Tensor | None]:
+    """The same of a predictive that is not the mixture of its chunks' predictives: a calibrated one."""
+    d, weights = predictive.components, predictive.weights
+    if not isinstance(d, Normal):
+        return Summary.of(predictive, target, 1.0), None
+    t, size = observed_target(predictive.likelihood, target)[0].flatten(), max(1, CRPS_NUMBERS // predictive.draws)
+    parts = zip(d.loc.flatten(1).split(size, 1), d.scale.flatten(1).split(size, 1), t.split(size), strict=True)
+    crps = [normal_mixture_crps(mean, scale, weights, own) for mean, scale, own in parts]
+    return Summary.of(predictive, target, 1.0), torch.cat(crps)
 
 
 class _Totals:
@@ -289,19 +309,15 @@ class _Totals:
         return Metrics(count=int(n), draws=draws, **result)
 
 
-def _split(chunks: DrawChunks, batch: Any) -> tuple[Any, Any]:
-    if chunks.posterior.model.user_forward is not None:
-        return batch, chunks.target(batch)
-    return split_batch(batch)
-
-
-def _scores(chunks: DrawChunks, loader: Iterable[Any], score: Score) -> Iterator[Tensor]:
+def _scores(chunks: Chunks, loader: Iterable[Any], score: Score) -> Iterator[Tensor]:
     """The score of every input, batch by batch."""
     for batch in loader:
         whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
         inputs = batch if whole else split_batch(batch)[0]
         summary: Summary | None = None
-        for index in range(len(chunks)):
+        if chunks.calibration is not None and chunks.calibration.applied is not None:
+            summary = Summary.of(chunks.whole(inputs), None, 1.0)
+        for index in range(len(chunks) if summary is None else 0):
             own = Summary.of(chunks.predictive(index, inputs), None, chunks.share(index))
             summary = own if summary is None else summary.merge(own)
         assert summary is not None

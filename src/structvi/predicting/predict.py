@@ -11,13 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 from ..basics.checks import check_integer
 from ..basics.random_streams import alone, borrowed_stream
 from ..couplings import Coupling, naive
-from ..posterior import PosteriorBase
-from .draws import DrawChunks, IndependentDraws
+from ..posterior import NetworkMixtureBase, PosteriorBase
+from .draws import IndependentDraws
+from .member_chunks import chunks_of
 from .predictive import Predictive
 
 
 def predict(
-    posterior: PosteriorBase,
+    posterior: PosteriorBase | NetworkMixtureBase,
     x: Any,
     draws: int = 64,
     *,
@@ -25,6 +26,8 @@ def predict(
     chunk: int = 16,
     reference: Any = None,
     generator: torch.Generator | None = None,
+    linearise: bool | None = None,
+    calibrated: bool = True,
 ) -> Predictive:
     """The mixture over draws, Σ_s w_s p(t | y_s(x)), without gradients and with the network's mode as it was.
 
@@ -42,6 +45,10 @@ def predict(
         reference: for batch_norm="reestimated", inputs of the training data: the network sees them above x in one
             batch, and only x's rows are kept.
         generator: of draws and dropout; the global stream is then left alone.
+        linearise: True for y = f(x; θ₀) + J(x)(θ − θ₀), θ₀ the posterior's mean (of a linearised posterior its own);
+            False for the network at the drawn weights; None for what the posterior was fitted with. The other one is
+            not the predictive of the posterior that was fitted, and often the better prediction.
+        calibrated: False for the mixture as it is, without what `calibrate` put on top of it; `note` tells which.
 
     Example:
         >>> from structvi import likelihoods, variationalize
@@ -55,7 +62,7 @@ def predict(
             f"predict expects the network's inputs as tensors, got {type(x).__name__}; of an array make one with "
             "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
         )
-    return DrawChunks(posterior, draws, coupling, chunk, reference, generator).whole(x)
+    return chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated).whole(x)
 
 
 def sample(posterior: PosteriorBase, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -88,6 +95,11 @@ def sample_network(posterior: PosteriorBase, generator: torch.Generator | None =
         >>> sample_network(bayes)
         Linear(in_features=3, out_features=2, bias=True)
     """
+    if posterior.model.linearised_at is not None:
+        raise ValueError(
+            "the posterior is one of the linearised network, and no network has its draws: predict(x) uses them, "
+            "sample(n) gives them; a posterior with linearise=False has drawn networks"
+        )
     with torch.no_grad(), borrowed_stream(generator):
         draws = posterior.family().draw(1)
         which = torch.multinomial(draws.weight, 1)
@@ -95,7 +107,10 @@ def sample_network(posterior: PosteriorBase, generator: torch.Generator | None =
 
 
 def mean_network(posterior: PosteriorBase) -> nn.Module:
-    """A copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep."""
+    """A copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep.
+
+    Of a linearised posterior it is the network at that mean, not the linear function.
+    """
     with torch.no_grad():
         return _network_at(posterior, posterior.family().mean)
 

@@ -2,39 +2,22 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import (
-    Bernoulli,
-    Categorical,
-    Distribution,
-    Independent,
-    Laplace,
-    MixtureSameFamily,
-    Normal,
-    Poisson,
-    StudentT,
-)
+from torch.distributions import Bernoulli, Categorical, Distribution, MixtureSameFamily, Normal, Poisson
 from torch.utils import _pytree as pytree
 
 from ..basics.random_streams import borrowed_stream
 from ..models import likelihoods
+from ..models.calibration import Calibration
 from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
+from . import conformal
+from .components import HALF, at_least_float32, concatenated, in_range, mapped
 from .quantiles import continuous_quantile, count_quantile, normal_mixture_crps, poisson_cdf
+from .recalibrated import recalibrated
 
-#: What each distribution is made of: to index it, to move its axes, to change its dtype.
-_PARAMETERS: dict[type, tuple[str, ...]] = {
-    Normal: ("loc", "scale"),
-    Laplace: ("loc", "scale"),
-    StudentT: ("df", "loc", "scale"),
-    Bernoulli: ("logits",),
-    Poisson: ("rate",),
-    Categorical: ("logits",),
-}
-_HALF = (torch.float16, torch.bfloat16)
 _DISCRETE = (Bernoulli, Poisson, Categorical)
 
 
@@ -51,7 +34,7 @@ class Predictive:
         weights: [S], they sum to one.
         likelihood: what made t of y. Of a plain function, instead of a `Likelihood`, only `log_prob` is known.
         values: the likelihood's random tensors at the draws, [S, *shape] each.
-        note: how the number of draws came about, where it is not the one asked for.
+        note: how the number of draws came about, where it is not the one asked for; and how it is calibrated.
 
     Example:
         >>> from structvi import likelihoods
@@ -73,8 +56,8 @@ class Predictive:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[0] != S:
                 came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"expected outputs [S, B, ..] and weights [S], got {came} and {tuple(weights.shape)}")
-        self.outputs = pytree.tree_map(_at_least_float32, outputs)
-        if weights.dtype in _HALF:  # 64 of 1/64 make one in any type, three of 1/3 make 1.002 in bfloat16
+        self.outputs = pytree.tree_map(at_least_float32, outputs)
+        if weights.dtype in HALF:  # 64 of 1/64 make one in any type, three of 1/3 make 1.002 in bfloat16
             weights = weights.float() / weights.float().sum()
         self.weights, self.likelihood, self.values, self.note = weights, likelihood, values, note
         self._components: Distribution | None = None
@@ -82,7 +65,37 @@ class Predictive:
             with torch.no_grad():  # now, not when asked: learned noise may change later
                 self._components = likelihood.distribution(self.outputs, values)
                 if type(self._components) is Normal and not _has_known_noise(likelihood):
-                    self._components = _in_range(self._components)
+                    self._components = in_range(self._components)
+        self._drawn, self.calibration = self._components, None
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Predictive]", shares: Sequence[float], note: str = "") -> "Predictive":
+        """The mixture of predictives of one input, each with its share: their draws together."""
+        whole = copy.copy(parts[0])
+        outputs = [part.outputs for part in parts]
+        whole.outputs = pytree.tree_map(lambda *leaves: torch.cat(leaves), outputs[0], *outputs[1:])
+        whole.weights = torch.cat([share * part.weights for share, part in zip(shares, parts, strict=True)])
+        whole.values = {name: torch.cat([part.values[name] for part in parts]) for name in whole.values}
+        whole.note = note
+        if not whole.is_function:
+            whole._components = whole._drawn = concatenated([part.components for part in parts])
+        return whole
+
+    def calibrated(self, calibration: Calibration | None) -> "Predictive":
+        """With the temperature or scale of a calibration where that is applied, and its conformal sets.
+
+        All that follows agrees with it but `outputs` and `function`: these are what the network gave. Of a temperature
+        `mean` is p̄^(1/T), normalised; see `predicting/recalibrated.py` for the draws.
+        """
+        if calibration is None:
+            return self
+        changed = copy.copy(self)
+        changed.calibration, applied = calibration, calibration.applied
+        if applied is not None and self._drawn is not None:
+            with torch.no_grad():
+                changed._components = recalibrated(self._drawn, self.weights, applied)
+            changed.note = f"{self.note}{', ' if self.note else ''}{applied.kind} {applied.value:.3g}"
+        return changed
 
     @property
     def draws(self) -> int:
@@ -119,7 +132,9 @@ class Predictive:
     @property
     def function(self) -> Any:
         """y at the draws, [S, B, ..]: the network's output, without the log scales of a Gaussian("head")."""
-        return self.components.mean if isinstance(self.likelihood, likelihoods.Gaussian) else self.outputs
+        if self._drawn is not None and isinstance(self.likelihood, likelihoods.Gaussian):
+            return self._drawn.mean
+        return self.outputs
 
     @property
     def function_mean(self) -> Any:
@@ -220,7 +235,7 @@ class Predictive:
         if isinstance(d, Bernoulli):
             return (1 - self.mean < p).to(dtype)
         exact = copy.copy(self)
-        exact._components = _mapped(d, lambda x: x.double())
+        exact._components = mapped(d, lambda x: x.double())
         return exact._quantile(p).to(dtype)
 
     def _quantile(self, p: float) -> Tensor:
@@ -240,6 +255,24 @@ class Predictive:
             raise ValueError(f"interval: p must lie inside (0, 1), got {p}")
         return self.quantile((1 - p) / 2), self.quantile((1 + p) / 2)
 
+    def conformal(self, level: float) -> Any:
+        """What holds t with probability ≥ level, for cases exchangeable with those that `calibrate(conformal=)` saw.
+
+        Of labels the set, True for those in it: [B, C]. Of numbers the two ends of an interval, [B, ..] each. Of masks
+        where a label is kept, [B, C, ..], or [B, ..] for Bernoulli: the expected share that is missed is ≤ 1 − level.
+        """
+        found = None if self.calibration is None else self.calibration.conformal
+        if found is None:
+            raise ValueError(
+                "conformal sets come from held-out cases: bayes.calibrate(validation, conformal=other), and predict "
+                "without calibrated=False"
+            )
+        if found.form == "number":
+            return conformal.intervals(self.mean, self.std, found, level)
+        if found.form == "mask":
+            return conformal.masks(self.mean, found, level)
+        return conformal.label_sets(self.mean, isinstance(self.components, Bernoulli), found, level)
+
     def crps(self, t: Tensor) -> Tensor:
         """E|T − t| − ½ E|T − T'| for Gaussian noise, in closed form over all pairs of draws: [B, ..]."""
         d = self.components
@@ -251,7 +284,7 @@ class Predictive:
     def distribution(self) -> MixtureSameFamily:
         """The mixture over draws as a torch distribution with batch shape [B, ..]."""
         batch = len(self.components.batch_shape)
-        last = _mapped(self.components, lambda x: x.movedim(0, batch - 1))
+        last = mapped(self.components, lambda x: x.movedim(0, batch - 1))
         weights = self.weights.expand(*last.batch_shape)
         return MixtureSameFamily(Categorical(probs=weights, validate_args=False), last, validate_args=False)
 
@@ -259,7 +292,7 @@ class Predictive:
         """n samples of t, [n, B, ..]; the observations of one sample share a draw of the weights, as real ones do."""
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             which = torch.multinomial(self.weights, n, replacement=True)
-            return _mapped(self.components, lambda x: x[which]).sample()
+            return mapped(self.components, lambda x: x[which]).sample()
 
     def _means(self) -> Tensor:
         """E[t | y_s]: [S, B, ..], for a classifier [S, B, C, ..]."""
@@ -336,32 +369,5 @@ def label_entropy(p: Tensor, binary: bool) -> Tensor:
     return -torch.xlogy(p, p).sum(1)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _HALF else x
-
-
 def _has_known_noise(likelihood: Likelihood) -> bool:
     return isinstance(likelihood, likelihoods.Gaussian) and isinstance(likelihood.noise, float)
-
-
-def _in_range(d: Normal) -> Normal:
-    """A normal whose standard deviations are kept where their squares neither vanish nor overflow.
-
-    In float32 a head that gives log σ = ±200 has no other.
-    """
-    number = torch.finfo(d.scale.dtype)
-    # what all elements share is looked at once, and stays shared
-    once = d.scale[tuple(slice(0, 1) if step == 0 else slice(None) for step in d.scale.stride())]
-    changed = copy.copy(d)
-    changed.scale = once.clamp(sqrt(number.tiny), sqrt(number.max) / 4).expand_as(d.scale)
-    return changed
-
-
-def _mapped(d: Distribution, function: Callable[[Tensor], Tensor]) -> Distribution:
-    """The distribution with a function applied to its parameters."""
-    if isinstance(d, Independent):
-        return Independent(_mapped(d.base_dist, function), d.reinterpreted_batch_ndims, validate_args=False)
-    if type(d) not in _PARAMETERS:
-        known = ", ".join(kind.__name__ for kind in _PARAMETERS)
-        raise TypeError(f"p(t | y) is {type(d).__name__}; this is known for {known}, and Independent of those")
-    return type(d)(**{name: function(getattr(d, name)) for name in _PARAMETERS[type(d)]}, validate_args=False)  # pyright: ignore

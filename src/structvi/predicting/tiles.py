@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
-from ..posterior import PosteriorBase
+from ..posterior import NetworkMixtureBase, PosteriorBase
 from .draws import DrawChunks
+from .member_chunks import Chunks, chunks_of
 from .predictive import Predictive
 
 #: Of these a network's strides are, nearly always: they are tried where a tile's shape does not fit.
@@ -19,7 +20,7 @@ MULTIPLES = (2, 4, 8, 16, 32, 64)
 
 
 def predict_tiles(
-    posterior: PosteriorBase,
+    posterior: PosteriorBase | NetworkMixtureBase,
     volume: Tensor | np.ndarray,
     tile: Sequence[int],
     margin: int | Sequence[int] = 0,
@@ -29,6 +30,8 @@ def predict_tiles(
     chunk: int = 16,
     reference: Any = None,
     generator: torch.Generator | None = None,
+    linearise: bool | None = None,
+    calibrated: bool = True,
 ) -> Iterator[tuple[tuple[slice, ...], Predictive]]:
     """Where in the volume, and the predictive there: cores that cover the volume once, one after the other.
 
@@ -44,7 +47,7 @@ def predict_tiles(
         volume: [channels, ..]; of a `np.memmap` only the tiles are read. Numbers of any dtype.
         tile: its size on each spatial axis, margins included; where the volume is smaller, all of it.
         margin: cut off on both sides, but at the volume's own border; one for all axes, or one for each.
-        draws, coupling, chunk, reference, generator: as in `predict`.
+        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`.
 
     Example:
         >>> from torch import nn
@@ -66,13 +69,13 @@ def predict_tiles(
     for length, cut in zip(tile, margins, strict=True):
         if cut < 0 or length <= 2 * cut:
             raise ValueError(f"a tile must be longer than its two margins, which must be ≥ 0: got {tile} and {margins}")
-    chunks = DrawChunks(posterior, draws, coupling, chunk, reference, generator)
+    chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     axes = [_windows(*axis) for axis in zip(sizes, tile, margins, strict=True)]
     return _predictives(chunks, volume, axes)
 
 
 def _predictives(
-    chunks: DrawChunks, volume: Any, axes: list[list[tuple[slice, slice]]]
+    chunks: Chunks, volume: Any, axes: list[list[tuple[slice, slice]]]
 ) -> Iterator[tuple[tuple[slice, ...], Predictive]]:
     for place in product(*axes):
         windows, cores = (tuple(parts) for parts in zip(*place, strict=True))
@@ -81,14 +84,15 @@ def _predictives(
         whole = _of_tile(chunks, x)
         inside = tuple(slice(c.start - w.start, c.stop - w.start) for w, c in place)
         outputs = pytree.tree_map(lambda leaf, inside=inside: leaf[(..., *inside)], whole.outputs)
-        yield cores, Predictive(outputs, whole.weights, whole.likelihood, whole.values, whole.note)
+        core = Predictive(outputs, whole.weights, whole.likelihood, whole.values, whole.note)
+        yield cores, core.calibrated(chunks.calibration)
 
 
-def _of_tile(chunks: DrawChunks, x: Tensor) -> Predictive:
+def _of_tile(chunks: Chunks, x: Tensor) -> Predictive:
     """The predictive of one tile; a network that does not take its shape is refused, with a shape that it does take."""
     seen = tuple(x.shape[2:])
     try:
-        whole, error = chunks.whole(x), None
+        whole, error = chunks.uncalibrated(x), None
     except (RuntimeError, ValueError) as raised:
         whole, error = None, raised
     if whole is not None and _same_shape(whole, seen):
@@ -108,9 +112,11 @@ def _of_tile(chunks: DrawChunks, x: Tensor) -> Predictive:
     raise ValueError(f"the network saw a tile of spatial shape {seen} and {came}; {advice}") from error
 
 
-def _takes(chunks: DrawChunks, x: Tensor, spatial: tuple[int, ...]) -> bool:
+def _takes(chunks: Chunks, x: Tensor, spatial: tuple[int, ...]) -> bool:
     """Whether the network, at one draw, gives outputs of its input's spatial shape."""
-    one = DrawChunks(chunks.posterior, 1, naive, 1, chunks.reference, torch.Generator().manual_seed(0))
+    one = DrawChunks(
+        chunks.posterior, 1, naive, 1, chunks.reference, torch.Generator().manual_seed(0), chunks.linearise
+    )
     try:
         return _same_shape(one.predictive(0, x.new_zeros(*x.shape[:2], *spatial)), spatial)
     except (RuntimeError, ValueError):

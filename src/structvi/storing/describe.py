@@ -28,6 +28,7 @@ from ..families import (
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from ..models.priors.base import SumPrior
 from ..models.priors.distribution import DistributionPrior
+from ..models.priors.hierarchical import HierarchicalNormalPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, StudentTPrior
 from .header import brief
 
@@ -52,7 +53,7 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
         FittedDropout,
     ),
     "likelihood": (Gaussian, Categorical, Bernoulli, Poisson),
-    "prior": (NormalPrior, LaplacePrior, StudentTPrior, DistributionPrior, SumPrior),
+    "prior": (NormalPrior, LaplacePrior, StudentTPrior, HierarchicalNormalPrior, DistributionPrior, SumPrior),
 }
 #: rebuilt from their constructor's arguments, which they keep as attributes
 _CLASSES = {cls.__name__: cls for classes in _BY_KIND.values() for cls in classes}

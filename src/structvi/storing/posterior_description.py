@@ -1,10 +1,12 @@
 """The description of a saved posterior: of the right types and within bounds, before anything is made of it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Self
 
 from ..basics.checks import is_integer
+from ..models.calibration import Calibration
 from ..networks.vmap_or_loop import Evaluation
 from ..posterior import BATCH_NORM, DROPOUT
 from .describe import Kind, check, decode
@@ -15,8 +17,12 @@ KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 _FIELDS = {
     "kind", *PARTS, "forward", "random", "held", "hashes", "num_data", "dropout", "batch_norm",
-    "checkpoint_activations", "evaluation",
+    "checkpoint_activations", "evaluation", "linearised", "calibration", "chosen_on",
 }  # fmt: skip
+#: what a file written before there was such a thing says of it
+_BEFORE = {"linearised": False, "calibration": None, "chosen_on": None}
+#: of the cases of held-out data, see `predicting/cases.py`
+_FINGERPRINT = re.compile(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?")
 
 #: tensor names with their shape and dtype
 Table = dict[str, tuple[tuple[int, ...], str]]
@@ -35,6 +41,9 @@ class Saved(NamedTuple):
     batch_norm: Literal["frozen", "deterministic", "reestimated"]
     evaluation: Evaluation
     checkpoint_activations: bool
+    linearised: bool
+    calibration: dict[str, Any] | None
+    chosen_on: str | None
 
     @classmethod
     def of(cls, description: Mapping[str, Any], path: Any) -> Self:
@@ -51,6 +60,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def _checked(cls, description: Mapping[str, Any]) -> Self:
+        description = {**_BEFORE, **description}
         if description.keys() != _FIELDS:
             raise ValueError(f"expected the fields {sorted(_FIELDS)}, got {brief(sorted(description), 400)}")
         random, held = _read_table(description["random"]), _read_table(description["held"])
@@ -65,7 +75,7 @@ class Saved(NamedTuple):
                 check(value, part, most_patterns(random))
             else:
                 raise ValueError(f"expected a value or the name of your own, got {brief(description[part])}")
-        for field in ("forward", "checkpoint_activations"):
+        for field in ("forward", "checkpoint_activations", "linearised"):
             if not isinstance(description[field], bool):
                 raise ValueError(f"{field} must be true or false, got {brief(description[field])}")
         if description["forward"]:
@@ -89,6 +99,9 @@ class Saved(NamedTuple):
             description["batch_norm"],
             evaluation,
             description["checkpoint_activations"],
+            description["linearised"],
+            _calibration(description["calibration"]),
+            _chosen_on(description["chosen_on"]),
         )
 
 
@@ -130,6 +143,18 @@ def _hashes(hashes: Any, held: Table) -> dict[str, str] | None:
     if not all(isinstance(value, str) and len(value) == 64 for value in hashes.values()):
         raise ValueError(f"expected hashes of 64 digits, got {brief(hashes)}")
     return hashes
+
+
+def _calibration(description: Any) -> dict[str, Any] | None:
+    if description is not None:
+        Calibration.of(description)
+    return description
+
+
+def _chosen_on(text: Any) -> str | None:
+    if text is not None and (not isinstance(text, str) or len(text) > 5000 or not _FINGERPRINT.fullmatch(text)):
+        raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(text)}")
+    return text
 
 
 def _evaluation(mode: Any, chunk: Any, deterministic: Any, record: Any) -> Evaluation:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..basics.patterns import few
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
+from ..models.calibration import Calibration, Conformal
+from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
 from ..models.priors.base import Prior, SeparablePrior
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
@@ -26,6 +28,10 @@ from .posterior_description import KIND, PARTS, Saved, Table, most_patterns, ref
 
 #: lines of differences in a message
 _LINES = 20
+#: the tensors at which a network is linearised
+LINEARISED = "linearised"
+#: the scores of conformal sets
+SCORES = "calibration"
 
 
 def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
@@ -44,6 +50,17 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
     }
     if network == "store":
         tensors |= {f"network.{name}": tensor for name, tensor in held.items()}
+    if model.linearised_at is not None:
+        tensors |= {f"{LINEARISED}.{n}": t for n, t in model.net_space.unravel(model.linearised_at).items()}
+    for part in PARTS:  # what `load` would refuse
+        if not bool(all(x.isfinite().all() for x in _under(part, tensors).values() if x.is_floating_point())):
+            raise ValueError(
+                f"the {part} has values that are not finite, and a file of it could not be loaded: save a posterior "
+                "whose fit has not failed"
+            )
+    calibration = posterior.calibration
+    if calibration is not None and calibration.conformal is not None:
+        tensors[f"{SCORES}.scores"] = calibration.conformal.values
     evaluation = model.evaluation
     description = {
         "kind": KIND,
@@ -58,6 +75,12 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
         "checkpoint_activations": model.checkpoint_activations,
         "evaluation": [evaluation.mode, evaluation.chunk, evaluation.deterministic, encode(evaluation.record)],
     }
+    if model.linearised_at is not None:
+        description["linearised"] = True
+    if calibration is not None:
+        description["calibration"] = calibration.described()
+    if posterior.chosen_on is not None:
+        description["chosen_on"] = posterior.chosen_on
     for part in PARTS:
         if "value" in description[part]:
             try:
@@ -95,14 +118,19 @@ def load(
             with refusing(path):
                 _check_prior(parts["prior"], space)
         model = BayesianModel(
-            net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward
-        )
+            net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward,
+            linearise=saved.linearised,
+        )  # fmt: skip
         model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
         if family is not None:
             parts["family"] = family if family.is_bound else family.bind(model.space, _any_start())
         for part in PARTS:
             _check_part(saved, part, parts.get(part), _under(part, stored.table), model, given, path)
         tensors = stored.tensors()
+    calibration = _calibration(saved, tensors, model.likelihood, path)
+    if model.linearised_at is not None:
+        _check_values(_under(LINEARISED, tensors), f"{path}: the network's values")
+        model.linearised_at = space.ravel(_under(LINEARISED, tensors)).to(model.linearised_at)
     for part in PARTS:
         if given[part] is None:
             _check_values(_under(part, tensors), f"{path}: the {part}")
@@ -117,6 +145,7 @@ def load(
         for name, tensor in _under("network", tensors).items():
             held[name].copy_(tensor)
     posterior = PosteriorBase(model, parts["family"], dropout=saved.dropout, batch_norm=saved.batch_norm)
+    posterior.calibration, posterior.chosen_on = calibration, saved.chosen_on
     return posterior if device is None else posterior.to(device)
 
 
@@ -194,13 +223,45 @@ def _check_given(saved: Saved, given: Mapping[str, Any], path: Any) -> None:
 
 def _check_held(saved: Saved, table: Mapping[str, Entry], path: Any) -> None:
     """The network's tensors in the file are those that its description speaks of, and none belongs to nobody."""
-    stray = [_shown(name) for name in table if name.split(".")[0] not in (*PARTS, "network")]
-    inside = {name: (entry.shape, str(entry.dtype)) for name, entry in _under("network", table).items()}
-    different = _differences(saved.held if saved.hashes is None else {}, inside)
+    stray = [_shown(name) for name in table if name.split(".")[0] not in (*PARTS, "network", LINEARISED, SCORES)]
+    inside = {
+        part: {name: (entry.shape, str(entry.dtype)) for name, entry in _under(part, table).items()}
+        for part in ("network", LINEARISED, SCORES)
+    }
+    different = _differences(saved.held if saved.hashes is None else {}, inside["network"])
+    different += _differences(saved.random if saved.linearised else {}, inside[LINEARISED])
+    different += _differences(_scores(saved), inside[SCORES])
     if stray or different:
         raise CheckpointError(
             f"{path} does not hold the tensors that it describes: {few(stray)}\n" + "\n".join(different)
         )
+
+
+def _scores(saved: Saved) -> Table:
+    """The tensors of a calibration."""
+    described = None if saved.calibration is None else saved.calibration["conformal"]
+    return {} if described is None else {"scores": ((Conformal.size(*described),), str(torch.float64))}
+
+
+def _calibration(saved: Saved, tensors: Mapping[str, Tensor], likelihood: Any, path: Any) -> Calibration | None:
+    if saved.calibration is None:
+        return None
+    with refusing(path):
+        calibration = Calibration.of(saved.calibration, tensors.get(f"{SCORES}.scores"))
+        _check_calibration(calibration, likelihood)
+        return calibration
+
+
+def _check_calibration(calibration: Calibration, likelihood: Any) -> None:
+    """That it is one of the likelihood's targets, as far as that is ours."""
+    labels = isinstance(likelihood, Categorical | Bernoulli)
+    if not labels and not isinstance(likelihood, Gaussian | Poisson):
+        return
+    one, two = calibration.adjustment, calibration.conformal
+    if one is not None and (one.kind == "temperature") != labels:
+        raise ValueError(f"{type(likelihood).__name__} has no {one.kind}")
+    if two is not None and (two.form == "number") == labels:
+        raise ValueError(f"conformal scores of a {two.form} are not those of {type(likelihood).__name__}")
 
 
 def _check_network(saved: Saved, random: Mapping[str, Tensor], held: Mapping[str, Tensor], path: Any) -> None:

@@ -157,6 +157,19 @@ class Batches:
         for batch in self._order.loader:
             yield self._moved(batch)
 
+    def in_order(self, multiple: int) -> Iterator[Any]:
+        """Every observation once in the data's own order, in batches of whole multiples of some number of rows.
+
+        Parts of so many rows are then the same whatever the batch size; where the loader does not allow it, as it is.
+        """
+        if self._order is None:
+            yield from self.everything()
+            return
+        size = multiple * -(-self._order.size // multiple)
+        self._order.lists = [self._indices[start : start + size] for start in range(0, len(self._indices), size)]
+        for batch in self._order.loader:
+            yield self._moved(batch)
+
     def probe(self) -> tuple[Any, int] | None:
         """A batch of at most two items, put together in this process, and how many; None where items are not known."""
         loader = self.loader

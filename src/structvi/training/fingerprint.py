@@ -50,6 +50,8 @@ def fingerprint(posterior: PosteriorBase, batches: Batches, data_id: str | None)
         "the network's code": _code([type(module).forward for module in net.modules()]),
         "the network's held tensors and buffers": _digest(list(_held(net, model.net_space.names))),
     }
+    if model.linearised_at is not None:
+        parts["where the network is linearised"] = _digest([model.linearised_at])
     unchecked: list[str] = []
     for name, value in (
         ("the likelihood", model.likelihood),

@@ -1,7 +1,7 @@
 """`fit`: from its options to a run, and from the run to a result."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,24 +15,31 @@ from ..basics.folder_lock import folder_lock
 from ..couplings import Coupling, paired
 from ..distributed.collectives import LostRankError
 from ..distributed.ranks import Parallel, Ranks
-from ..models.batch import batch_size, split_batch
+from ..models.priors.base import learns
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimator
-from ..posterior import BATCH_NORMS, PosteriorBase
+from ..posterior import PosteriorBase
+from ..predicting.cases import fingerprint as fingerprint_of_cases
+from ..result import Status
 from ..storing import fit_checkpoint
 from ..storing.fit_checkpoint import Found
 from . import checkpoints
 from .adam import OptimizerLike
+from .around import fit_around
 from .averaging import copied
 from .batches import Batches
+from .before import set_num_data, unused_batch_norm
 from .fingerprint import fingerprint
+from .held_mean import fit_around_held_mean
 from .loop import Run
 from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
 from .progress import Progress
 from .restarts import again_if_stuck, folder
 from .result import FitResult, History
 from .schedule import SchedulerLike
-from .warm_start import start_trained
+from .temperature_path import fit_path
+from .validation import Watch, elements_of, split_off
+from .warm_start import start_trained, trained_values
 
 
 def fit(
@@ -48,7 +55,7 @@ def fit(
     clip: float | None = 10.0,
     accumulate: int = 1,
     kl_warmup: float | Literal["auto"] = "auto",
-    temperature: float = 1.0,
+    temperature: float | Literal["validated"] = 1.0,
     groups: int = 1,
     coupling: Coupling = paired,
     estimator: Estimator = "path",
@@ -62,6 +69,10 @@ def fit(
     stop: bool = True,
     restarts: int = 1,
     start: Literal["trained"] | None = None,
+    mean: Literal["learned", "held"] = "learned",
+    validation: Iterable[Any] | float | None = None,
+    validation_groups: Sequence[Hashable] | None = None,
+    keep: Literal["widest", "best"] = "widest",
     checkpoint: str | os.PathLike | None = None,
     every: int | None = None,
     resume: str | os.PathLike | None = None,
@@ -80,7 +91,8 @@ def fit(
     Args:
         posterior: what to fit.
         loader: a `DataLoader`, or any re-iterable of batches. N is the length of its data set unless the model has it.
-        epochs, steps: how long: one of them. A step takes `accumulate` batches.
+        epochs, steps: how long: one of them. A step takes `accumulate` batches. With neither, the network is taken to
+            be trained, and the posterior is placed around it without a step: `fit(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
         optimizer: a torch optimizer, or a function from parameters to one; without weight decay.
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
@@ -91,6 +103,8 @@ def fit(
         kl_warmup: the fraction of the steps in which λ rises from zero. "auto": a quarter where nothing has been
             learned yet, none otherwise. At λ = 1 from the start, units are switched off before they have learned.
         temperature: λ. Other than one, what is found is not the posterior; the reported ELBO is always at λ = 1.
+            "validated": a path of fits from λ = 0.01 through 1, each from the one before and of as many steps; for
+            likelihoods of pixels on to their number. The best by held-out density is kept, and `result.at_one`.
         groups, coupling, estimator: as in `elbo`.
         staged: of families with a low-rank factor first mean and scales, then after 40 % of the steps the factor too.
             "auto": where nothing has been learned yet.
@@ -109,7 +123,16 @@ def fit(
             targets' own spread, is begun again at a fresh draw of the network's initialisation; the best by ELBO is
             kept. Each takes as many steps again; the progress bar says so. Not where the posterior was fitted before,
             nor over several ranks.
-        start: "trained" starts at the network's present values with scales from a diagonal Fisher information.
+        start: "trained" starts at the network's present values with the curvature's scales, see `start_trained`.
+        mean: "held" keeps the mean where it is, at the trained weights of a fit with start="trained" or of a linearised
+            network, and fits the rest: predictions lie around the network's own. A prior that learns its scales
+            then learns them in a first half of the steps, at the optimum with a free mean, and never from the
+            trained weights, whose leftover noise of initialisation it would read as signal.
+        validation: held-out data, as `loader`: they take no part in the fit, and choose what is kept. Their log
+            density, of the average over draws, is in the history once an epoch. Where the network is not trained yet,
+            also a fraction of the loader's data set, which is then held out.
+        validation_groups: with a fraction, for each item what must stay on one side: its patient.
+        keep: with validation, the "widest" posterior within 0.005 nats of the best held-out log density, or the "best".
         checkpoint: a directory to which all of the fit's state is written, atomically, every `every` steps (an epoch
             by default) and at its end.
             The directory belongs to this fit: one that holds checkpoints of another is refused.
@@ -143,8 +166,27 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
     """A fit, and where it ends stuck others; `label` says in the progress bar what it is for."""
     if not torch.is_grad_enabled():
         raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
+    if options.is_around:
+        _check_around(posterior, options)
+    if options.compile and posterior.model.linearised_at is not None:
+        raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
     # before anything has changed
     check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
+    if isinstance(options.validation, int | float):
+        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
+        options = replace(options, validation=held_out, validation_groups=None)
+    posterior.calibration = None  # it was that of another posterior
+    posterior.chosen_on = None
+    if options.validation is not None:
+        assert not isinstance(options.validation, int | float)  # it has been split off
+        posterior.chosen_on = fingerprint_of_cases(Batches(options.validation, options.seed).everything())
+    if options.temperature == "validated" and not options.is_around:
+        assert options.validation is not None
+        assert not isinstance(options.validation, int | float)
+        elements = elements_of(posterior, options.validation)
+        return fit_path(posterior, options, elements, lambda own, name: run_fit(posterior, loader, own, name))
+    if options.mean == "held" and learns(posterior.model.prior) and not options.is_around:
+        return fit_around_held_mean(posterior, options, lambda own, name: run_fit(posterior, loader, own, name))
     ranks = Ranks(options.parallel, posterior.family)
     try:
         with _own_folder(options) if ranks.rank == 0 else nullcontext():
@@ -152,7 +194,10 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
             if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
                 batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
             found = None if options.resume is None else fit_checkpoint.latest(options.resume)
-            notes = _set_num_data(posterior, batches) + _unused_batch_norm(posterior)
+            notes = set_num_data(posterior, batches) + unused_batch_norm(posterior)
+            if options.is_around:
+                posterior.last_fit = fit_around(posterior, batches, options, notes)
+                return posterior.last_fit
             may_restart = ranks.size == 1 and _may_restart(posterior, options, found)
             begun = copied(posterior.outside_family())
             run = _begin(posterior, batches, options, ranks, found)
@@ -178,6 +223,17 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
         seen = _Some(batches, run.compared)
         posterior.last_fit = again_if_stuck(posterior, result, begun, seen, options.restarts, options.seed, fit_again)
     return posterior.last_fit
+
+
+def _check_around(posterior: PosteriorBase, options: FitOptions) -> None:
+    if posterior.last_fit is not None and options.steps is None and posterior.last_fit.status is not Status.PLACED:
+        raise ValueError(
+            "fit without epochs= and steps= places a posterior around the network, and this one was fitted before: "
+            "give epochs= to go on, or variationalize the network again"
+        )
+    for name in ("checkpoint", "resume"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}= is for fits of many steps: a posterior is placed around a network without steps")
 
 
 @contextmanager
@@ -209,11 +265,18 @@ def _begin(posterior: PosteriorBase, batches: Batches, options: FitOptions, rank
     if options.checkpoint is not None or found is not None:
         known = fingerprint(posterior, batches, options.data_id)
     if options.start == "trained" and found is None:
-        start_trained(posterior, batches)
+        start_trained(posterior, batches, options.number(), options.seed)
+    watch = None
+    if options.validation is not None:
+        assert not isinstance(options.validation, int | float)  # it has been split off
+        watch = Watch(options.validation, options.seed, posterior.device)
     run = Run(
         posterior, batches, settings, options.coupling, options.estimator, ranks, options.optimizer,
-        options.scheduler, options.lr, options.capture,
+        options.scheduler, options.lr, options.capture, watch, options.keep,
     )  # fmt: skip
+    if watch is not None and (options.start == "trained" or posterior.model.linearised_at is not None):
+        run.trained = trained_values(posterior)
+        run.begun = copied(run.state.learned) if found is None else {}
     if known is not None:
         run.state = replace(run.state, problem=known.parts)
     if found is not None:
@@ -222,6 +285,9 @@ def _begin(posterior: PosteriorBase, batches: Batches, options: FitOptions, rank
             run.notes.append(f"resumed without a look at {'; '.join(known.unchecked)}")
     elif options.resume is not None:
         run.notes.append(f"nothing to resume in {options.resume}: started from the beginning")
+    if options.mean == "held":
+        for family in posterior.family.families():
+            family.hold_mean()
     return run
 
 
@@ -262,6 +328,8 @@ def _loop(run: Run, options: FitOptions, label: str) -> bool:
         run.schedule.reset()
         for family in posterior.family.families():
             family.learn_all()
+        for parameter in posterior.family.parameters():
+            parameter.requires_grad_(True)
 
 
 def _settings(posterior: PosteriorBase, batches: Batches, options: FitOptions, found: Found | None) -> Settings:
@@ -271,12 +339,14 @@ def _settings(posterior: PosteriorBase, batches: Batches, options: FitOptions, f
         if batches.length is None:
             raise ValueError("the loader does not know how many batches it has: give steps= instead of epochs=")
         steps = options.epochs * -(-batches.length // options.accumulate)
-    assert steps is not None
+    assert steps
     then = {} if found is None else found.description["settings"]
     families = [family for family in posterior.family.families() if family.has_stages]
     staged, kl_warmup = options.staged, options.kl_warmup
     if staged == "auto":
-        staged = then["staged"] if then else bool(families) and all(family.is_untouched() for family in families)
+        untouched = bool(families) and all(family.is_untouched() for family in families)
+        placed = options.start == "trained" and posterior.family.precision_columns > 0  # with its factor
+        staged = then["staged"] if then else untouched and not placed
     if kl_warmup == "auto":
         fresh = then["kl_warmup"] if then else KL_WARMUP if options.start is None and _fresh(posterior) else 0.0
         kl_warmup = float(fresh)
@@ -305,60 +375,3 @@ class _Some:
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches.everything(self.most)
-
-
-def _set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
-    model = posterior.model
-    if model.known_num_data is None or model.num_data_of_loader:
-        question = batches.question or _question_of_rows(posterior, batches)
-        if batches.num_data is None or question is not None:
-            why = question or "this loader does not know it"
-            raise ValueError(
-                f"N, the number of observations, is needed to weigh a minibatch against the prior: {why}. Give "
-                "num_data= to variationalize, or a DataLoader over a data set with a length"
-            )
-    if model.known_num_data is None:
-        assert batches.num_data is not None
-        model.num_data, model.num_data_of_loader = batches.num_data, True
-    elif model.num_data_of_loader and batches.num_data not in (None, model.num_data):
-        before, model.num_data = model.num_data, batches.num_data
-        return [f"N = {model.num_data}, of this loader's data set; in the fit before it was {before}"]
-    elif batches.num_data is not None and batches.num_data != model.num_data:
-        return [
-            f"N = {model.num_data} as the model was told; the loader's data set has {batches.num_data} observations"
-        ]
-    return []
-
-
-def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
-    """Where an item of the data set is not one row of a batch, the rows in all are not known."""
-    if posterior.model.user_forward is not None or (probe := batches.probe()) is None:
-        return None
-    batch, items = probe
-    try:
-        found = batch_size(split_batch(batch)[1])
-    except (TypeError, ValueError):  # what is wrong with it the first step says, with the batch's number
-        return None
-    if found == items:
-        return None
-    return f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
-
-
-def _unused_batch_norm(posterior: PosteriorBase) -> list[str]:
-    """Layers frozen at the statistics they were made with do not normalise."""
-    if posterior.batch_norm == "reestimated":
-        return []
-    unused = [
-        name
-        for name, module in posterior.net.named_modules()
-        if isinstance(module, BATCH_NORMS)
-        and module.running_mean is not None
-        and module.running_var is not None
-        and bool((module.running_mean == 0).all() and (module.running_var == 1).all())
-    ]
-    if not unused:
-        return []
-    return [
-        f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not normalise; "
-        'train the network first, or variationalize with batch_norm="reestimated"'
-    ]

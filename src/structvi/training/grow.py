@@ -57,6 +57,8 @@ def grow(
         raise ValueError(f"give one of rank= and components=, got rank={rank!r} and components={components!r}")
     if "staged" in options or "start" in options:
         raise ValueError("grow goes on from a fitted posterior: it takes neither staged= nor start=")
+    if options.get("epochs") is None and not options.get("steps"):
+        raise ValueError("grow fits what it adds: give one of epochs= and steps=")
     posterior.check_whole()
     if device is not None:
         posterior.to(device)

@@ -32,6 +32,7 @@ from .result import FitResult, History, Skipped
 from .schedule import Schedule, SchedulerLike
 from .state import FitState
 from .step import OverflowingError, Step
+from .validation import FEW_DRAWS, Choice, Watch
 from .verdict import LAST_PART, SHORTEST_PART, Trend
 
 #: The factor starts after this part of the steps: 40 %, measured on UCI networks.
@@ -56,6 +57,7 @@ class Run:
         coupling, estimator: as in `elbo`.
         ranks: the processes that share the work.
         optimizer, scheduler, lr, capture: as in `fit`.
+        watch, keep: held-out data, and how they choose.
     """
 
     def __init__(
@@ -70,11 +72,18 @@ class Run:
         scheduler: SchedulerLike | None,
         lr: float | None,
         capture: bool,
+        watch: Watch | None = None,
+        keep: str = "widest",
     ):
         self.posterior, self.batches, self.settings, self.ranks = posterior, batches, settings, ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         self.generator = torch.Generator(posterior.device).manual_seed(settings.seed)
         self.notes: list[str] = []
+        self.watch, self.keep = watch, keep
+        #: the posterior as it begins and the network, where that is trained: candidates of a fit with held-out data
+        self.begun: dict[str, Tensor] = {}
+        self.trained: Tensor | None = None
+        self.choice = Choice()
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
         #: observations a step over an epoch, where that is known before one was read
@@ -136,7 +145,7 @@ class Run:
                     with uninterrupted():
                         self.state = self._advanced(self.state, taken, started)
                 self.ranks.stop_together()
-                bar.update(*self._window())
+                bar.update(*self._window(), self.choice.last)
                 if self._settled(self.state):
                     step = self.state.step
                     self.state = replace(self.state, cooling=step, end=step + self.last_part)
@@ -147,6 +156,9 @@ class Run:
                     callback(self.state.history)
             else:
                 return
+            if self.watch is not None:
+                self.choice.last = self.watch.of(self.posterior, FEW_DRAWS).mean
+                self.state.history.set_last("held_out", self.choice.last)
             if self.state.index == 0:
                 raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
             self.state = replace(self.state, epoch=self.state.epoch + 1, index=0)
@@ -295,6 +307,9 @@ class Run:
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
             temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
             skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation), constant=self.constant,
+            held_out={name: one.mean for name, one in self.choice.held_out.items()},
+            network=None if self.choice.network is None else self.choice.network.mean,
+            against_network=self.choice.against_network(kept),
         )  # fmt: skip
 
     def _best(self) -> tuple[str, dict[str, Estimate]]:
@@ -305,6 +320,8 @@ class Run:
             states[f"average of the last {state.averaged}"] = {**states[kept], **state.average}
         if state.without_factor:
             states["without the factor"] = {**state.without_factor}
+        if self.begun:
+            states["the start"] = self.begun
         simpler = {"without the factor"}
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
@@ -314,7 +331,13 @@ class Run:
             gain = candidates[name].value - candidates[kept].value
             if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):
                 kept = name
-        assign(state.learned, states[kept])
+        if self.watch is not None:
+            kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.keep, self.trained)
+            self.notes += self.choice.notes
+        if kept in states:
+            assign(state.learned, states[kept])
+        else:
+            candidates[kept] = self._evaluate()
         return kept, candidates
 
     def _evaluate(self) -> Estimate:

@@ -1,13 +1,13 @@
 """What `fit` is asked for, checked; and the settings by which a run is defined, which a resumed one must share."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from ..basics.checks import check_fraction, check_integer, check_positive
+from ..basics.checks import check_fraction, check_integer, check_one_of, check_positive
 from ..couplings import Coupling
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
@@ -34,7 +34,7 @@ class FitOptions:
     clip: float | None
     accumulate: int
     kl_warmup: float | Literal["auto"]
-    temperature: float
+    temperature: float | Literal["validated"]
     groups: int
     coupling: Coupling
     estimator: Estimator
@@ -47,6 +47,10 @@ class FitOptions:
     stop: bool
     restarts: int
     start: Literal["trained"] | None
+    mean: Literal["learned", "held"]
+    validation: Iterable[Any] | float | None
+    validation_groups: Sequence[Hashable] | None
+    keep: Literal["widest", "best"]
     checkpoint: str | os.PathLike | None
     every: int | None
     resume: str | os.PathLike | None
@@ -57,16 +61,34 @@ class FitOptions:
     callback: Callable[[History], None] | None
 
     def __post_init__(self) -> None:
-        if (self.epochs is None) == (self.steps is None):
+        if self.epochs is not None and self.steps is not None:
             raise ValueError(f"give one of epochs= and steps=, got epochs={self.epochs!r} and steps={self.steps!r}")
         for name in ("epochs", "steps", "accumulate", "every"):
             value: Any = getattr(self, name)
             if value is not None:
-                check_integer(name, value)
+                check_integer(name, value, least=0 if name == "steps" and self.start == "trained" else 1)
+        if isinstance(self.validation, int | float):
+            if not 0 < self.validation < 1:
+                raise ValueError(f"validation must be held-out data or a fraction inside (0, 1), got {self.validation}")
+            if self.start == "trained" or self.is_around:
+                raise ValueError(
+                    "validation= as a fraction is for fits that start untrained: a trained network has seen these "
+                    "data. Give it data that were held out of its training"
+                )
+        elif self.validation_groups is not None:
+            raise ValueError("validation_groups= is for validation= as a fraction")
+        check_one_of("mean", self.mean, ("learned", "held"))
+        check_one_of("keep", self.keep, ("widest", "best"))
         check_integer("restarts", self.restarts, least=0)
         check_fraction("warmup", self.warmup)
         check_fraction("kl_warmup", 0.0 if self.kl_warmup == "auto" else self.kl_warmup)
-        check_positive(self.temperature, "temperature")
+        if self.temperature == "validated":
+            if self.validation is None:
+                raise ValueError('temperature="validated" is chosen on held-out data: give validation=')
+            if self.checkpoint is not None or self.resume is not None:
+                raise ValueError('temperature="validated" is a path of fits: checkpoint= and resume= are for one')
+        else:
+            check_positive(self.temperature, "temperature", 'or "validated"')
         if self.clip is not None:
             check_positive(self.clip, "clip")
         if self.staged not in (True, False, "auto"):
@@ -74,11 +96,21 @@ class FitOptions:
         if self.start not in (None, "trained"):
             raise ValueError(f'start must be None or "trained", got {self.start!r}')
 
+    @property
+    def is_around(self) -> bool:
+        """Whether the posterior is placed around a trained network, without a step."""
+        return self.epochs is None and not self.steps
+
+    def number(self) -> float:
+        """λ of one fit."""
+        assert self.temperature != "validated"
+        return float(self.temperature)
+
     def settings(self, total: int, kl_warmup: float, staged: bool, num_data: int) -> "Settings":
         return Settings(
-            total, self.accumulate, self.groups, name_of(self.coupling), self.estimator, float(self.temperature),
+            total, self.accumulate, self.groups, name_of(self.coupling), self.estimator, self.number(),
             kl_warmup, self.warmup, self.clip, staged, self.average, self.stop, str(self.precision), self.seed,
-            num_data,
+            num_data, self.mean,
         )  # fmt: skip
 
 
@@ -101,6 +133,7 @@ class Settings:
     precision: str
     seed: int
     num_data: int
+    mean: str = "learned"
 
 
 def name_of(function: Any) -> str:

@@ -29,10 +29,12 @@ class Progress:
         elif self.plain and label:
             print(label, file=sys.stderr)
 
-    def update(self, elbo: float, standard_error: float) -> None:
+    def update(self, elbo: float, standard_error: float, held_out: float | None = None) -> None:
         """One step more."""
         self.done += 1
         text = f"ELBO {elbo:.5g} ± {standard_error:.2g} nats"
+        if held_out is not None:
+            text += f", held out {held_out:.4f}"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()

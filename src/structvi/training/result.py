@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..families.family import Family
 from ..objective import Estimate
 from ..result import Result
 
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 #: What is recorded of every step.
-COLUMNS = ("step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "temperature", "stage", "seconds")
+COLUMNS = (
+    "step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "temperature", "stage", "held_out", "seconds"
+)  # fmt: skip
 
 
 class History:
     """One row a step: the ELBO in nats for the whole data set at λ = 1, its standard error over groups, and the rest.
+
+    `held_out` is the log density of held-out data in nats for each number, at the last step of an epoch, of a fit with
+    `validation=`; nan elsewhere.
 
     `history["elbo"]` is a column as a float64 tensor. Steps that were undone have an ELBO of nan.
 
@@ -39,6 +45,11 @@ class History:
         if unknown:
             raise ValueError(f"a history holds {COLUMNS}, got {sorted(unknown)}")
         self._rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
+
+    def set_last(self, column: str, value: float) -> None:
+        """What is found out about the last step later."""
+        if self._rows:
+            self._rows[-1][COLUMNS.index(column)] = float(value)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -116,6 +127,14 @@ class History:
         return ax
 
 
+class PathPoint(NamedTuple):
+    """One λ of a path: the ELBO at λ = 1 of the posterior found there, and the log density of held-out data."""
+
+    temperature: float
+    elbo: Estimate
+    held_out: float
+
+
 @dataclass
 class Skipped:
     """A step that was undone: which batch, and what was not finite."""
@@ -149,6 +168,12 @@ class FitResult(Result):
         evaluation: how draws were evaluated, by vmap or in a loop, and why.
         constant: the log likelihood of the best output that ignores the input, in nats for the whole data set: an ELBO
             below it is worse than knowing nothing. None where it is not known.
+        held_out: of every candidate the log density of the held-out data, the average over draws, in nats for each
+            observed number; where `validation=` was given.
+        network: the same of the network that the fit started from.
+        path: with temperature="validated" what each λ came to, from narrow to wide; `plots.temperature_path` shows it.
+        at_one: then the family at λ = 1: `bayes.with_family(result.at_one)` is the posterior itself.
+        against_network: how much higher that of the posterior that was kept is, and its standard error over rows.
     """
 
     kept: str
@@ -163,6 +188,11 @@ class FitResult(Result):
     skipped: list[Skipped] = field(default_factory=list)
     evaluation: str = "one draw at a time"
     constant: float | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
+    network: float | None = None
+    against_network: tuple[float, float] | None = None
+    path: list[PathPoint] = field(default_factory=list)
+    at_one: Family | None = None
 
     def __str__(self) -> str:
         name = "ELBO" if self.bound else "E log joint (no bound)"
@@ -175,6 +205,13 @@ class FitResult(Result):
             lines.append(f"kept: {self.kept}; compared on common draws: {compared}")
         if self.constant is not None:
             lines.append(f"for comparison, the best output that ignores the input: {self.constant:.2f} nats")
+        if self.network is not None and self.against_network is not None:
+            gain, error = self.against_network
+            how = "the same" if abs(gain) <= 2 * error else "better" if gain > 0 else "worse"
+            lines.append(
+                f"held-out log density: {self.held_out[self.kept]:.4f} nats, the network's own {self.network:.4f}: "
+                f"{how} ({gain:+.4f} ± {error:.4f})"
+            )
         lines.append(f"draws: {self.evaluation}")
         return "\n".join([*lines, *self.notes])
 

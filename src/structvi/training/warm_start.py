@@ -1,48 +1,124 @@
-"""From a trained network to a first posterior: its values as means, scales from a diagonal Fisher information."""
+"""From a trained network to a first posterior: its values as means, the rest from the curvature of the likelihood."""
 
 from collections.abc import Iterable
-from math import log
-from typing import Any
+from math import inf, isfinite, log
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
-from ..models.likelihoods import Gaussian, split_mask
+from ..models.likelihoods import Gaussian, Likelihood, split_mask
+from ..objective import NonFiniteError
+from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from .batches import Batches
+from .curvature import diagonal_curvature, leading_columns, rows_of, rows_of_part
 
 #: Per-sample gradients are made for as many samples at once as fit into so many numbers.
 GRADIENT_NUMBERS = 2**26
+#: by which all scales of a start are multiplied
+FACTORS = tuple(2.0**-k for k in range(8))
+#: on which these are compared
+FEW_BATCHES = 4
 
 
-def start_trained(posterior: PosteriorBase, batches: Batches) -> None:
-    """Means at the network's present values, scales from a diagonal Fisher: s_i² = 1/(Σ_n (∂ log p_n/∂θ_i)² + π_i).
+def start_trained(posterior: PosteriorBase, batches: Batches, temperature: float = 1.0, seed: int = 0) -> None:
+    """Start at the network's present values with the curvature's scales: a Laplace approximation.
 
-    One pass over the data. An unknown noise, "point" or "random", starts at the root mean square of the network's
-    residuals, in a pass of its own: left at its initial value it would set the scales of all weights.
-    π_i is the prior's precision, −∂² log p(θ)/∂θ_i² at the mean. Scales are at most the tensor's initialisation scale:
-    a network that fits its data has an empirical Fisher near zero, and scales at the prior's forget what was trained
-    (digits, mean field, 60 epochs: an ELBO of −1408 nats with that limit and −1837 without).
+        Λ = G/λ + diag(π), with G the generalised Gauss–Newton matrix and π the prior's precision −∂² log p(θ)/∂θ_i²
+
+    of which the family takes what it has room for: the diagonal; in the precision form the leading directions of G
+    too, in the metric of that diagonal. The covariance form starts without its factor: its best one lies in the flat
+    directions. One pass over the data for the diagonal, one more for the directions (`curvature.py`); an unknown noise,
+    "point" or "random", starts at the root mean square of the network's residuals, in a pass of its own.
+
+    Drawn weights of a deep network leave the range of its linearisation before that normal is reached: all scales are
+    then made smaller by one factor, the best of `FACTORS` by the objective on a few batches.
     """
     model = posterior.model
-    tensors = dict(model.net.named_parameters())
-    appended = model.space.unravel(model.space.initial)
-    theta = model.space.ravel({name: tensors.get(name, appended[name]).detach() for name in model.space.names})
-    theta = theta.to(posterior.device)
+    theta = trained_values(posterior)
     with posterior.network_mode():
-        theta = _with_residual_noise(model, theta, batches.everything())
-        information = diagonal_fisher(model, theta, batches.everything())
+        theta = with_residual_noise(model, theta, batches.everything())
+        laplace = curvature_of(posterior, theta, batches, seed)
     prior = prior_precision(model, theta)
-    scale = (information + prior).rsqrt().to(theta)
-    scale = scale.minimum(model.space.scale.to(theta))
-    posterior.family.place(model.space.unravel(theta), model.space.unravel(scale))
+    # without a prior's curvature, no wider than its tensor starts
+    prior = torch.where(prior > 0, prior, model.space.scale.to(prior) ** -2)
+    values = []
+    for factor in FACTORS:
+        laplace.place(posterior.family, temperature, prior, factor)
+        values.append(_objective(posterior, batches, temperature, seed))
+        if values[-1] < max(values):
+            break
+    laplace.place(posterior.family, temperature, prior, FACTORS[values.index(max(values))])
+
+
+def _objective(posterior: PosteriorBase, batches: Batches, temperature: float, seed: int) -> float:
+    """E log lik − λ KL on a few batches, −∞ where it is not finite."""
+    generator = torch.Generator(posterior.device).manual_seed(seed + 1)
+    total, count = 0.0, 0
+    try:
+        with torch.no_grad():
+            for batch in batches.everything(FEW_BATCHES):
+                terms = posterior.terms(batch, groups=2, generator=generator)
+                total, count = total + float((terms.fit - temperature * terms.complexity).mean()), count + 1
+    except NonFiniteError:
+        return -inf
+    return total / count if isfinite(total) else -inf
+
+
+class Laplace(NamedTuple):
+    """What a posterior around trained weights is made of: Λ = G/λ + diag(π)."""
+
+    space: Parameters
+    theta: Tensor  # [P]
+    diagonal: Tensor  # of G, [P], float64
+    columns: Tensor  # the leading part of G as WWᵀ, [P, K]
+
+    def place(self, family: Family, temperature: float, prior: Tensor, factor: float = 1.0) -> None:
+        """Start a family at N(θ, c²Λ⁻¹), with this prior precision [P] and c = factor."""
+        rest = (self.diagonal - self.columns.double().square().sum(1)).clamp(min=0.0)
+        scale = factor * (rest / temperature + prior).rsqrt().to(self.theta)
+        columns = self.columns / (factor * temperature**0.5)
+        named = {
+            name: columns[self.space.slice(name)].reshape(*shape, columns.shape[1])
+            for name, shape in zip(self.space.names, self.space.shapes, strict=True)
+        }
+        family.place(self.space.unravel(self.theta), self.space.unravel(scale), named)
+
+
+def trained_values(posterior: PosteriorBase) -> Tensor:
+    """θ [P] at the network's present values, or where it is linearised; with the start of what is not the network's."""
+    model = posterior.model
+    named = model.space.unravel(model.space.initial.clone())
+    if model.linearised_at is not None:
+        named |= model.net_space.unravel(model.linearised_at)
+    else:
+        named |= {name: p.detach() for name, p in model.net.named_parameters() if name in model.net_space}
+    return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})
+
+
+def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed: int = 0) -> Laplace:
+    """In the network's mode: G's diagonal and, for families with room for them, its leading directions."""
+    model, rank = posterior.model, posterior.family.precision_columns
+    if not isinstance(model.likelihood, Likelihood):  # no labels can be drawn: the observed ones
+        diagonal = diagonal_fisher(model, theta, batches.everything())
+        return Laplace(model.space, theta, diagonal, theta.new_empty(theta.numel(), 0))
+    size = rows_of_part(model)
+    diagonal = diagonal_curvature(model, theta, batches.in_order(size), seed)
+    columns = theta.new_empty(theta.numel(), 0)
+    if rank:
+        metric = diagonal + prior_precision(model, theta)
+        metric = metric.clamp(min=torch.finfo(torch.float64).eps * float(metric.max()))
+        columns = leading_columns(model, theta, batches.in_order(size), metric, rank, seed)
+    return Laplace(model.space, theta, diagonal, columns.to(theta))
 
 
 @torch.no_grad()
-def _with_residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> Tensor:
+def with_residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> Tensor:
     """θ [P], and the likelihood, with an unknown Gaussian noise at the residuals' root mean square."""
     likelihood = model.likelihood
     if not isinstance(likelihood, Gaussian) or likelihood.noise not in ("point", "random"):
@@ -90,7 +166,7 @@ def diagonal_fisher(model: BayesianModel, theta: Tensor, batches: Iterable[Any])
     each = vmap(grad(of_one), in_dims=(None, 0), randomness="different")
     chunk = max(1, GRADIENT_NUMBERS // theta.shape[0])
     for batch in batches:
-        B = _rows(batch)
+        B = rows_of(batch)
         if B is None:
             together = True
         if not together:
@@ -125,12 +201,3 @@ def prior_precision(model: BayesianModel, theta: Tensor) -> Tensor:
             return torch.zeros_like(theta, dtype=torch.float64)
         (product,) = torch.autograd.grad(slope @ sign, row)
     return (-sign * product).double().clamp(min=0.0)
-
-
-def _rows(batch: Any) -> int | None:
-    """The number of observations, where every leaf of the batch is a tensor with one row for each."""
-    leaves = tree_leaves(batch)
-    if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
-        return None
-    rows = {leaf.shape[0] for leaf in leaves}
-    return rows.pop() if len(rows) == 1 else None

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.utils._pytree import tree_map
 
 from ...basics.configuration import configuration
+from ...basics.random_streams import borrowed_stream
 from .constant import Constant
 
 NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})
@@ -46,6 +48,29 @@ class Likelihood(nn.Module, ABC):
             return self.log_prob(output, target)
         # 0 is a possible observation of all of them: NaN and out-of-range labels under the mask do no harm
         return self.log_prob(output, target.masked_fill(~mask, 0)).masked_fill(~mask, 0.0)
+
+    def simulated(
+        self, output: Any, target: Any, values: Mapping[str, Tensor], generator: torch.Generator | None = None
+    ) -> Tensor:
+        """log p(t' | y) of observations t' drawn from p(t | y) itself, 0 where `target` is masked: [B, ..].
+
+        Its gradients g by the weights have E ggᵀ = Σ JᵀHJ, the generalised Gauss–Newton matrix, H the information of
+        t about y.
+
+        Args:
+            output, target: as in a call; of the target only shape, mask and what is ignored are used, and the weight
+                of its class where classes have weights.
+            values: the likelihood's random tensors, [1, *shape] each.
+            generator: of the observations.
+        """
+        t, mask = split_mask(target)
+        drawn = self._drawn(output, values, generator).to(t.dtype)
+        return self(output, drawn if mask is None else (drawn, mask))
+
+    @torch.no_grad()
+    def _drawn(self, output: Any, values: Mapping[str, Tensor], generator: torch.Generator | None) -> Tensor:
+        with borrowed_stream(generator):  # torch's distributions draw from the global stream
+            return self.distribution(tree_map(lambda y: y.unsqueeze(0), output), values).sample().squeeze(0)
 
     @abstractmethod
     def log_prob(self, output: Any, target: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from ...basics.host_reads import reads
-from .base import NO_VALUES, Likelihood, check_output, check_same_shape
+from .base import NO_VALUES, Likelihood, check_output, check_same_shape, split_mask
 from .constant import ClassesConstant, Constant
 
 
@@ -53,6 +53,18 @@ class _Classes(Likelihood):
             weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
             log_prob = weights[labels.long()] * log_prob
         return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
+
+    def simulated(self, output, target, values, generator=None) -> Tensor:
+        # the weight is that of the label that was observed, and a gradient's square has it once
+        t, mask = split_mask(target)
+        unseen = torch.zeros_like(t, dtype=torch.bool) if mask is None else ~mask
+        if self.ignore_index is not None:
+            unseen = unseen | (t == self.ignore_index)
+        log_prob = self._log_prob(output, self._drawn(output, values, generator).to(t.dtype))
+        if self.class_weights is not None:
+            weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
+            log_prob = weights[t.masked_fill(unseen, 0).long()].sqrt() * log_prob
+        return log_prob.masked_fill(unseen, 0.0)
 
     def _check_labels(self, labels: Tensor, classes: int) -> None:
         if labels.dtype.is_floating_point and bool((labels != labels.floor()).any()):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ...basics.later import later
 from .base import Prior, PriorModule, SeparablePrior, SumPrior
 from .distribution import DistributionPrior
+from .hierarchical import HierarchicalNormalPrior
 from .scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ __getattr__ = later(__name__, {"LipschitzPrior": "lipschitz"})
 
 __all__ = [
     "DistributionPrior",
+    "HierarchicalNormalPrior",
     "LaplacePrior",
     "LipschitzPrior",
     "NormalPrior",

@@ -79,6 +79,10 @@ class ScalePrior(SeparablePrior):
         with torch.no_grad():
             return {name: float(self._run(key, 0).scale) for name, key in names}
 
+    def owners(self, parameters: Parameters) -> list[int]:
+        """For each tensor which of the patterns it belongs to."""
+        return [owner for owner, _ in self._keys(parameters)]
+
     def _keys(self, parameters: Parameters) -> list[tuple[int, float]]:
         """For each tensor its pattern and the divisor of its scale."""
         owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)

@@ -1,0 +1,139 @@
+"""A posterior around the network you have, beside the network and its rivals, on the same trained networks.
+
+    python -m benchmarks.networks [--data DIR] [--sets digits,breastmnist] [--seeds N] [--device cuda] [--out folder]
+    python -m benchmarks.networks --out folder --table        # the tables of a folder, nothing is run
+    python -m benchmarks.networks --data DIR --sets cifar10-gn --quick        # ten steps: shows that it runs, no more
+
+Sets: digits (perceptron), mnist (10,000 images, small CNN), breastmnist (CNN with batch norm), nuclei and nuclei-in
+(U-Net with batch and with instance norm), cifar10-gn and cifar10-bn (ResNet-20 with group and with batch norm). The
+digits come with scikit-learn, the others from folders of DIR (`networks_data.py`); networks and their training are in
+`networks_nets.py`, methods in `networks_methods.py`.
+
+Every method sees the same trained networks. Whatever is chosen is chosen on validation data; the table "choices" shows
+the gain over the network there beside that on test data. Differences are paired, their intervals are of a bootstrap
+over cases and seeds at once. With `--out` a file is kept for each set and seed, written after each method, and the
+trained networks: an interrupted run goes on where it was.
+
+Passes: what a method takes beyond the training of one network, in passes over the training data (forward and backward,
+a forward pass alone is a third); and forward passes to predict one input.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import structvi as vi
+
+from . import networks_tables
+from .networks_measures import Cost, assess
+from .networks_methods import METHODS, Workshop
+from .networks_nets import TASKS
+from .peers import ERRORS
+
+#: of `--quick`: steps of a training, cases of each part
+QUICK_STEPS, QUICK_CASES = 10, 40
+
+
+def run(shop: Workshop, path: Path | None, methods: Sequence[str]) -> dict[str, Any]:
+    """All methods on one set and seed; those in the file are not run again."""
+    record = json.loads(path.read_text()) if path is not None and path.exists() else _record(shop)
+    for name in methods:
+        if name in record["methods"] and "error" not in record["methods"][name]:
+            continue
+        start = time.perf_counter()
+        record["methods"][name] = row = _one(shop, name)
+        said = row["error"] if "error" in row else f"nll {row['nll']:.4f}, {row['choice']}"
+        print(f"{shop.task.name} {shop.seed} {name}: {said} ({time.perf_counter() - start:.0f} s)", flush=True)
+        if path is not None:
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(record))
+            unfinished.replace(path)
+    return record
+
+
+def _record(shop: Workshop) -> dict[str, Any]:
+    parts = {part: len(getattr(shop.data, part)) for part in ("train", "validation", "test")}
+    versions = {"structvi": vi.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "set": shop.task.name,
+        "seed": shop.seed,
+        "sizes": parts,
+        "unfamiliar": shop.data.unfamiliar_name,
+        "weights": sum(p.numel() for p in shop.net().parameters()),
+        "epochs": shop.task.epochs,
+        "device": str(shop.device),
+        "versions": versions,
+        "methods": {},
+    }
+
+
+def _one(shop: Workshop, name: str) -> dict[str, Any]:
+    """Everything of one method; what it raises is its row."""
+    shop.cost = Cost()
+    try:
+        answer = METHODS[name](shop)
+        row = assess(answer.predictor, shop.data, shop.batch, shop.meter)
+    except ERRORS as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    details = {key: value for key, value in answer.details.items() if key != "bayes"}
+    passes = shop.cost.forwards / (3 * len(shop.data.train))
+    return row | details | {"choice": answer.choice, "passes": passes, "fit_seconds": shop.cost.seconds}
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a folder with mnist/, notmnist/, breastmnist/, nuclei/, cifar10/")
+    parser.add_argument("--sets", default="digits", help=f"with commas between them, of {', '.join(TASKS)}")
+    parser.add_argument("--seeds", type=int, help="how many; each set has its own default")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument(
+        "--methods", default="", help="how the names of methods start, with semicolons between them; all if empty"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="keep a file for each set and seed, and go on from what is there")
+    parser.add_argument("--table", action="store_true", help="print the tables of --out, run nothing")
+    parser.add_argument("--quick", action="store_true", help="ten steps, forty cases, one seed: shows that it runs")
+    options = parser.parse_args(arguments)
+    if options.table and options.out is None:
+        parser.error("--table prints what --out keeps: give both")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    records = [] if options.table else _run_sets(options, parser)
+    if options.out is not None:
+        records = networks_tables.read(options.out)
+    tables = networks_tables.report(records)
+    print(tables)
+    return tables
+
+
+def _run_sets(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+    sets = options.sets.split(",")
+    if unknown := [name for name in sets if name not in TASKS]:
+        parser.error(f"no set {unknown[0]!r}: take some of {', '.join(TASKS)}")
+    starts = tuple(part.strip() for part in options.methods.split(";"))
+    methods = [name for name in METHODS if name == "network" or name.startswith(starts)]
+    records = []
+    for name in sets:
+        task = TASKS[name]
+        data = task.data(options.data)
+        if options.quick:
+            data = data.smaller(QUICK_CASES)
+        for seed in range(options.first, options.first + (1 if options.quick else options.seeds or task.seeds)):
+            path = nets = None
+            if options.out is not None:
+                options.out.mkdir(parents=True, exist_ok=True)
+                nets, path = options.out / "nets", options.out / f"{name}-{seed}.json"
+            steps = QUICK_STEPS if options.quick else 0
+            shop = Workshop(task, data, seed, torch.device(options.device), steps, nets)
+            records.append(run(shop, path, methods))
+    return records
+
+
+if __name__ == "__main__":
+    main()

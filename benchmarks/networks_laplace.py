@@ -1,0 +1,91 @@
+"""laplace-torch as a method of `benchmarks.networks`: imported only when it is asked for.
+
+The predictive is linearised. The prior precision is the best of its marginal likelihood; or, `by_validation`, prior and
+link function have the lowest validation NLL. The curvature is its default, the Gauss–Newton matrix of curvlinops: of a
+last layer in full, of all weights as Kronecker factors.
+"""
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from .networks_measures import Predictor
+
+
+class Way(NamedTuple):
+    name: str
+    part: str  # of the weights
+    by_validation: bool
+
+
+WAYS = (
+    Way("laplace-torch, last layer", "last_layer", by_validation=False),
+    Way("laplace-torch, last layer, tuned", "last_layer", by_validation=True),
+    Way("laplace-torch, Kronecker", "all", by_validation=False),
+    Way("laplace-torch, Kronecker, tuned", "all", by_validation=True),
+)
+STRUCTURE = {"last_layer": "full", "all": "kron"}
+#: that are tried
+PRIORS = {"last_layer": tuple(10 ** (k / 2) for k in range(-4, 11)), "all": (1.0, 10.0, 100.0, 1e3, 1e4)}
+LINKS = ("probit", "mc")
+#: of outputs, for the link "mc"
+DRAWS = 512
+
+
+def fit(net: nn.Module, loader: DataLoader, part: str, device: torch.device) -> tuple[Any, float]:
+    """A `Laplace` with its curvature, and the prior precision of the highest marginal likelihood."""
+    if importlib.util.find_spec("laplace") is None:
+        raise ImportError("laplace-torch is not installed: make .venv/.installed-bench, or pip install laplace-torch")
+    from laplace import Laplace
+
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        laplace: Any = Laplace(
+            copy.deepcopy(net), "classification", subset_of_weights=part, hessian_structure=STRUCTURE[part]
+        )
+        laplace.fit(_OnDevice(loader, device))
+        laplace.optimize_prior_precision(method="marglik", pred_type="glm")
+    return laplace, float(torch.as_tensor(laplace.prior_precision).mean())
+
+
+def tuned(fitted: Any, part: str, seed: int, nll: Callable[[Predictor], float]) -> tuple[float, str, dict[str, float]]:
+    """Prior and then link of the lowest validation NLL, and the held-out densities of all that were tried."""
+    densities = {(prior, "probit"): -nll(predictor(fitted, prior, "probit", seed)) for prior in PRIORS[part]}
+    best = max(densities, key=lambda key: densities[key])[0]
+    densities[best, "mc"] = -nll(predictor(fitted, best, "mc", seed))
+    link = max(LINKS, key=lambda link: densities[best, link])
+    return best, link, {f"precision {prior:.3g}, {link}": value for (prior, link), value in densities.items()}
+
+
+class _OnDevice:
+    """A loader's batches on a device; laplace-torch asks for its data set too."""
+
+    def __init__(self, loader: DataLoader, device: torch.device):
+        self.loader, self.device, self.dataset = loader, device, loader.dataset
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x.to(self.device), t.to(self.device)) for x, t in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def predictor(fitted: Any, prior: float, link: str, seed: int) -> Predictor:
+    def predict(x: Tensor) -> Tensor:
+        torch.manual_seed(seed)
+        fitted.prior_precision = prior
+        # Jacobians of all weights are held: fewer rows at a time
+        size = 32 if sum(p.numel() for p in fitted.model.parameters()) > 10**5 else 250
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            settings = {"pred_type": "glm", "link_approx": link, "n_samples": DRAWS}
+            p = torch.cat([fitted(part, **settings).detach() for part in x.split(size)])
+        return p.double().clamp(min=1e-38).log()
+
+    return predict

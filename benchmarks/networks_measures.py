@@ -1,0 +1,148 @@
+"""What `benchmarks.networks` measures of predictions, and how it counts the passes of a network."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch.autograd import forward_ad
+from torch.utils.data import TensorDataset
+
+from .networks_data import Data
+
+BINS = 15
+#: inputs → log p(class) [B, C, ..]
+Predictor = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Cost:
+    """Forward passes of single inputs (a backward pass counts two, one with a tangent two), and seconds."""
+
+    forwards: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.forwards + other.forwards, self.seconds + other.seconds)
+
+
+class Meter:
+    """Counts the passes of all networks that it watches."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.forwards = device, 0.0
+
+    def watch(self, net: nn.Module) -> nn.Module:
+        # a plain function: a copy of the network counts here too
+        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+            self.forwards += _forwards(output)
+
+        net.register_forward_hook(hook)
+        return net
+
+    @contextmanager
+    def cost(self) -> Iterator[Cost]:
+        """What is done inside; processor seconds on a CPU, seconds on other devices."""
+        cost, before, start = Cost(), self.forwards, self._now()
+        yield cost
+        cost.forwards, cost.seconds = self.forwards - before, self._now() - start
+
+    def _now(self) -> float:
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _forwards(output: Tensor) -> float:
+    """Rows that were evaluated, under `vmap` all of them, times the cost of each.
+
+    Several backward passes through one forward pass, as for a Jacobian, count once.
+    """
+    row = max(1, output[0].numel())
+    inside, backward = _unwrapped(output)
+    if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(output).tangent) is not None:
+        return (inside.numel() + _unwrapped(tangent)[0].numel()) / row
+    return inside.numel() / row * (3 if backward else 1)
+
+
+def _unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:
+    """With the axes over which `vmap` runs, and whether gradients are asked of it."""
+    backward = tensor.requires_grad
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        backward |= tensor.requires_grad
+    return tensor, backward
+
+
+def log_probabilities(predictor: Predictor, x: Tensor, batch: int, device: torch.device) -> Tensor:
+    """[N, C, ..] in float64 on the CPU, batch by batch."""
+    with torch.no_grad():
+        return torch.cat([predictor(part.to(device)).double().cpu() for part in x.split(batch)])
+
+
+def cases(log_p: Tensor, labels: Tensor) -> Tensor:
+    """−log p of every case, the mean over its pixels: [N]."""
+    return -log_p.gather(1, labels.unsqueeze(1)).reshape(len(log_p), -1).mean(1)
+
+
+def measures(log_p: Tensor, labels: Tensor) -> dict[str, float]:
+    """NLL, accuracy, calibration error and area under the risk–coverage curve, over labels (of pixels)."""
+    top, label = log_p.max(1)
+    confidence, right = top.exp().flatten(), (label == labels).flatten().double()
+    order = confidence.argsort(descending=True, stable=True)
+    risk = (1 - right[order]).cumsum(0) / torch.arange(1, len(right) + 1)
+    return {
+        "nll": float(cases(log_p, labels).mean()),
+        "ece": calibration_error(confidence, right),
+        "accuracy": float(right.mean()),
+        "aurc": float(risk.mean()),
+    }
+
+
+def calibration_error(confidence: Tensor, right: Tensor) -> float:
+    """Σ_bins share · |mean confidence − accuracy|, over bins of equal width."""
+    bins = (confidence * BINS).long().clamp(max=BINS - 1)
+    zeros = torch.zeros(BINS, dtype=torch.float64)
+    gap = zeros.index_add(0, bins, confidence.double() - right)
+    return float(gap.abs().sum() / len(right))
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """Of every case, the mean over its pixels: [N]."""
+    return -(log_p.exp() * log_p).nan_to_num(0.0).sum(1).reshape(len(log_p), -1).mean(1)
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """P(score of an unfamiliar input > that of a familiar one), ties count one half."""
+    values, ranks = torch.cat([inside, outside]).unique(return_inverse=True)
+    low = torch.bincount(ranks[: len(inside)], minlength=len(values)).double()
+    high = torch.bincount(ranks[len(inside) :], minlength=len(values)).double()
+    below = low.cumsum(0) - low / 2
+    return float((high * below).sum() / (len(inside) * len(outside)))
+
+
+def assess(predictor: Predictor, data: Data, batch: int, meter: Meter) -> dict:
+    """All measures of one method on one set; of the test data the NLL of every case too."""
+
+    def of(part: TensorDataset) -> Tensor:
+        return log_probabilities(predictor, part.tensors[0], batch, meter.device)
+
+    held_out = of(data.validation)  # first: what is tried out once is not the cost of a prediction
+    with meter.cost() as cost:
+        test = of(data.test)
+    labels, count = data.test.tensors[1], len(data.test)
+    outside = log_probabilities(predictor, data.unfamiliar, batch, meter.device)
+    shifts = {name: float(cases(of(part), part.tensors[1]).mean()) for name, part in data.shifts.items()}
+    return measures(test, labels) | {
+        "auroc": auroc(entropy(test[: len(outside)]), entropy(outside)),
+        "validation": float(cases(held_out, data.validation.tensors[1]).mean()),
+        "shift": sum(shifts.values()) / len(shifts),
+        "shifts": shifts,
+        "forwards": cost.forwards / count,
+        "predict_seconds": 1000 * cost.seconds / count,
+        "cases": [round(value, 5) for value in cases(test, labels).tolist()],
+    }

@@ -1,0 +1,214 @@
+"""What held-out data say on top of a posterior: a temperature or a scale, and the scores of conformal sets.
+
+Plain data, kept with the posterior and in its file. It is fitted in `predicting/calibrate.py`, applied in
+`predicting/recalibrated.py` and `predicting/conformal.py`.
+"""
+
+from dataclasses import dataclass
+from math import ceil, isfinite
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from ..basics.checks import is_integer, is_positive
+
+#: the search for a temperature or a scale: no further from one than this, as logarithm
+LOG_BOUND = 2.5
+#: so many paired standard errors must be gained, or a temperature is not applied
+ERRORS = 2.0
+#: the thresholds on a probability at which the risk of masks is kept, 0 and the sigmoids of −16 … 16
+THRESHOLDS = torch.cat(
+    [torch.zeros(1, dtype=torch.float64), torch.linspace(-16, 16, 1025, dtype=torch.float64).sigmoid()]
+)
+#: the most cases in a file
+MOST_CASES = 2**40
+
+Kind = Literal["temperature", "scale"]
+Form = Literal["label", "number", "mask"]
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """One number, fitted on held-out cases by maximum likelihood, and what it gains.
+
+    Example:
+        >>> print(Adjustment("temperature", 1.31, gain=0.021, error=0.004, cases=500))
+        temperature 1.31, applied: held-out gain 0.021 ± 0.004 nats over 500 cases
+    """
+
+    kind: Kind
+    value: float
+    #: nats for each observed element, of cases that took no part in the fit of the value (five folds), and its standard
+    #: error over cases, paired
+    gain: float
+    error: float
+    cases: int
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the value lies inside the search: data that are all predicted right ask for certainty."""
+        return abs(torch.tensor(self.value, dtype=torch.float64).log().item()) < 0.999 * LOG_BOUND
+
+    @property
+    def is_applied(self) -> bool:
+        return self.is_bounded and self.gain > ERRORS * self.error
+
+    def __str__(self) -> str:
+        why = f"held-out gain {self.gain:.3g} ± {self.error:.2g} nats over {self.cases} cases"
+        if self.is_applied:
+            return f"{self.kind} {self.value:.3g}, applied: {why}"
+        if not self.is_bounded:
+            cause = "there are too few, or none is a mistake" if self.value < 1 else "are they data of this kind?"
+            why += f", but it lies at the end of the search, the data set no bound to it: {cause}"
+        else:
+            why += f", less than {ERRORS:g} standard errors"
+        return f"{self.kind} {self.value:.3g}, not applied: {why}"
+
+    def check(self) -> None:
+        """ValueError where a file says what cannot be."""
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"expected a temperature or a scale, got {str(self.kind)[:40]!r}")
+        if not is_positive(self.value) or not 0.05 <= self.value <= 20:
+            raise ValueError(f"a {self.kind} lies between 0.05 and 20, got {self.value!r:.40}")
+        if not all(isinstance(x, float) and isfinite(x) for x in (self.gain, self.error)) or self.error < 0:
+            raise ValueError("the gain of a calibration and its standard error must be finite numbers")
+        _check_cases(self.cases)
+
+
+@dataclass(frozen=True, eq=False)
+class Conformal:
+    """What n held-out cases say of sets and intervals: any level can be asked for.
+
+    Args:
+        form: "label": one label a case, "number": one number or several a case, "mask": several labels a case.
+        values: sorted, float64. Of labels and numbers the score of every case, [n]; of masks the average loss of the
+            cases at each of `THRESHOLDS`.
+        cases: n.
+    """
+
+    form: Form
+    values: Tensor
+    cases: int
+
+    def check_level(self, level: float) -> None:
+        if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
+            raise ValueError(f"conformal: the level must lie inside (0, 1), got {level!r}")
+        if level > self.highest_level + 1e-12:
+            needed = ceil(level / (1 - level) - 1e-9)
+            raise ValueError(
+                f"conformal: the level {level:g} needs {needed} cases, and calibrate had {self.cases}, which can "
+                f"guarantee levels up to {self.highest_level:.4g}"
+            )
+
+    @property
+    def highest_level(self) -> float:
+        """n/(n + 1): beyond it a set must hold everything."""
+        return self.cases / (self.cases + 1)
+
+    def quantile(self, level: float) -> float:
+        """The ⌈(n + 1)·level⌉-th smallest score: a new case's is at most that with probability ≥ level.
+
+        Example:
+            >>> Conformal("label", torch.arange(1.0, 10.0, dtype=torch.float64), 9).quantile(0.8)
+            8.0
+        """
+        self.check_level(level)
+        return float(self.values[min(self.cases, ceil((self.cases + 1) * level - 1e-9)) - 1])
+
+    def threshold(self, level: float) -> float:
+        """The largest threshold τ with n/(n + 1)·R(τ) + 1/(n + 1) ≤ 1 − level, R the average loss of the cases.
+
+        Example:
+            >>> risk = torch.where(THRESHOLDS > 0.5, 0.2, 0.0).double()
+            >>> Conformal("mask", risk, 99).threshold(0.9)
+            0.5
+        """
+        self.check_level(level)
+        bound = (self.cases * self.values + 1) / (self.cases + 1)
+        return float(THRESHOLDS[int((bound <= 1 - level + 1e-12).sum()) - 1])
+
+    def __str__(self) -> str:
+        what = {"label": "sets of labels", "number": "intervals", "mask": "masks with their share of misses controlled"}
+        return f"conformal {what[self.form]} from {self.cases} cases: levels up to {self.highest_level:.4g}"
+
+    @staticmethod
+    def size(form: Any, cases: Any) -> int:
+        """How many values there are; ValueError where a file says what cannot be."""
+        if form not in get_args(Form):
+            raise ValueError(f"expected conformal scores of {get_args(Form)}, got {str(form)[:40]!r}")
+        _check_cases(cases)
+        return len(THRESHOLDS) if form == "mask" else cases
+
+    def check(self) -> None:
+        """ValueError where a file's values cannot be scores."""
+        values = self.values
+        if values.shape != (self.size(self.form, self.cases),) or values.dtype != torch.float64:
+            raise ValueError("conformal scores are float64, one for each case or threshold")
+        if not bool(values.isfinite().all()) or bool((values.diff() < 0).any()) or values[0] < 0:
+            raise ValueError("conformal scores must be finite, sorted and ≥ 0")
+        if self.form != "number" and values[-1] > 1:
+            raise ValueError("conformal scores of labels must lie in [0, 1]")
+        if self.form == "mask" and values[0] != 0:
+            raise ValueError("a threshold of 0 misses nothing")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What `bayes.calibrate` found: `print` it. `predict` uses it, and `predict(x, calibrated=False)` does not.
+
+    Args:
+        adjustment: a temperature or a scale, and whether it is applied; None where none was fitted.
+        conformal: what `predict(x).conformal(level)` needs; None where no data were given for it.
+        draws: S, over which predictions were averaged.
+        notes: how the data were split, and what else there is to know.
+    """
+
+    adjustment: Adjustment | None = None
+    conformal: Conformal | None = None
+    draws: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def applied(self) -> Adjustment | None:
+        """The temperature or scale that predictions have; None where it was not found to gain."""
+        return self.adjustment if self.adjustment is not None and self.adjustment.is_applied else None
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (self.adjustment, self.conformal) if part is not None]
+        return "\n".join([*parts, *self.notes])
+
+    def described(self) -> dict[str, Any]:
+        """For a file: all but the conformal values and the notes."""
+        one, two = self.adjustment, self.conformal
+        return {
+            "adjustment": None if one is None else [one.kind, one.value, one.gain, one.error, one.cases],
+            "conformal": None if two is None else [two.form, two.cases],
+            "draws": self.draws,
+        }
+
+    @classmethod
+    def of(cls, description: Any, values: Tensor | None = None) -> Self:
+        """From `described` and the values; ValueError where it says what cannot be. Without values: all but those."""
+        if not isinstance(description, dict) or description.keys() != {"adjustment", "conformal", "draws"}:
+            raise ValueError("expected the adjustment, the conformal scores and the draws of a calibration")
+        one, two, draws = description["adjustment"], description["conformal"], description["draws"]
+        if not is_integer(draws) or draws >= MOST_CASES:
+            raise ValueError("the draws of a calibration must be a positive number")
+        adjustment = conformal = None
+        if one is not None:
+            kind, value, gain, error, cases = one
+            adjustment = Adjustment(kind, value, gain, error, cases)
+            adjustment.check()
+        if two is not None:
+            form, cases = two
+            Conformal.size(form, cases)
+            if values is not None:
+                conformal = Conformal(form, values, cases)
+                conformal.check()
+        return cls(adjustment, conformal, draws)
+
+
+def _check_cases(cases: Any) -> None:
+    if not is_integer(cases) or cases >= MOST_CASES:
+        raise ValueError("the cases of a calibration must be a positive number")

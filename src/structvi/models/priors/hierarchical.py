@@ -1,0 +1,117 @@
+"""A normal prior with a scale of its own for every tensor, learned under a hyperprior that holds it."""
+
+from math import lgamma, log, pi
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...basics.patterns import few
+from ...families.numerics.algebra import sum_squares
+from ...parameters import Parameters
+from .base import SeparablePrior
+from .scale import Scale, StudentTPrior
+
+
+class HierarchicalNormalPrior(SeparablePrior):
+    """θ_t ~ N(0, σ_t² I) for every tensor t, σ_t² ~ InverseGamma(ν/2, ν s²/2), and q(σ_t²) is part of the bound.
+
+    With n numbers in the tensor the best q(σ²) is InverseGamma(a, b), a = (ν + n)/2 and b = (ν s² + E|θ|²)/2. For any b
+
+        log p(θ) ≥ E_q(σ²) log p(θ | σ²) − KL[q(σ²)‖p(σ²)]
+                 = −(a/b)(|θ|² + ν s²)/2 + a − a log b + log Γ(a) − log Γ(ν/2) + ν/2 log(ν s²/2) − n/2 log 2π
+
+    with equality at b = (ν s² + |θ|²)/2, where it is `StudentTPrior(per="tensor")`: that is its marginal. The bound is
+    quadratic in θ: to a fit it is a normal prior of standard deviation √(b/a). The b are one parameter for each tensor,
+    `log_rate`, fitted with the ELBO. Unlike `NormalPrior(learn=True)` this has a hyperprior to pay: the scale of a
+    tensor cannot run to zero, nor can one scale be wrong for most of the tensors that share it.
+
+    A prior belongs to the first network that it is given to, whose tensors it has numbers for.
+
+    Args:
+        df: ν > 0: how much the tensors' scales may differ from s. At 1, by a factor of ten either way; the more, the
+            nearer to `NormalPrior(scale)`.
+        scale: s > 0; or a dict of glob patterns on tensor names and such numbers, as in `NormalPrior`.
+        by_fan_in: divide s by √fan_in, see `NormalPrior.fan_in`.
+
+    Example:
+        >>> space = Parameters({"z": torch.zeros(3)})
+        >>> prior, theta = HierarchicalNormalPrior(df=2.0), torch.ones(1, 3)
+        >>> marginal = StudentTPrior(2.0, per="tensor")(space, theta)
+        >>> bool(prior(space, theta) < marginal)
+        True
+        >>> prior.set_best(space, theta)  # q(σ²) at its best for this θ
+        >>> torch.allclose(prior(space, theta), marginal)
+        True
+    """
+
+    shape: Tensor
+    first: Tensor
+
+    def __init__(self, df: float = 1.0, scale: Scale = 1.0, by_fan_in: bool = False):
+        super().__init__()
+        #: the same prior without the scales: what the bound is a bound of
+        self.marginal = StudentTPrior(df, scale, per="tensor", by_fan_in=by_fan_in)
+        self.df, self.scale, self.by_fan_in = df, scale, by_fan_in
+        self.names: tuple[str, ...] = ()
+        self.register_buffer("shape", torch.zeros(0), persistent=False)  # a, [tensors]
+        self.register_buffer("first", torch.zeros(0), persistent=False)  # ν s²/2, [tensors]
+        #: log b, [tensors]; none before the prior knows them
+        self.log_rate = nn.Parameter(torch.zeros(0))
+
+    @classmethod
+    def fan_in(cls, scale: Scale = 1.0, **settings: Any) -> Self:
+        """The prior with s = scale/√fan_in for tensors of two and more axes, as `NormalPrior.fan_in`."""
+        return cls(scale=scale, by_fan_in=True, **settings)
+
+    def check(self, parameters: Parameters) -> None:
+        if self.names == parameters.names:
+            return
+        self.marginal.check(parameters)
+        if self.names:
+            raise ValueError(
+                f"this HierarchicalNormalPrior has scales for the tensors {few(self.names)}, and here the random ones "
+                f"are {few(parameters.names)}: make another for another network"
+            )
+        self.names = parameters.names
+        scales = self.marginal.scales(parameters)
+        kind = {"dtype": torch.float64, "device": parameters.device}
+        size = torch.tensor(parameters.numels, **kind)
+        self.shape = 0.5 * (self.df + size)
+        self.first = 0.5 * self.df * torch.tensor([scales[name] for name in self.names], **kind).square()
+        self.log_rate = nn.Parameter(self._best(size * parameters.scales.double().square()).to(parameters.dtype))
+
+    def terms(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        rate, shape, first = self.log_rate.double(), self.shape.double(), self.first.double()
+        if parameters.names != self.names:  # some of them
+            rate, shape, first = (
+                x[[self.names.index(name) for name in parameters.names]] for x in (rate, shape, first)
+            )
+        pieces = torch.split(theta, list(parameters.numels), dim=-1)
+        square = torch.stack([sum_squares(x) for x in pieces], -1)  # [S, tensors]
+        size = 2 * shape - self.df
+        constant = torch.lgamma(shape) - lgamma(self.df / 2) + 0.5 * self.df * first.log() - 0.5 * size * log(2 * pi)
+        value = -(shape * (-rate).exp()) * (first + 0.5 * square) + shape * (1 - rate) + constant
+        return value.sum(-1).to(theta.dtype)
+
+    def _best(self, square: Tensor) -> Tensor:
+        """log b at E|θ|² [tensors]."""
+        return (self.first + 0.5 * square).log()
+
+    @torch.no_grad()
+    def set_best(self, parameters: Parameters, theta: Tensor) -> None:
+        """q(σ²) to its best, in closed form, for draws θ [S, P]: b = (ν s² + mean |θ|²)/2."""
+        self.check(parameters)
+        pieces = torch.split(theta, list(parameters.numels), dim=-1)
+        square = torch.stack([sum_squares(x).mean() for x in pieces])
+        self.log_rate.copy_(self._best(square))
+
+    def scales(self, parameters: Parameters) -> dict[str, float]:
+        """√(b/a) of each tensor, the standard deviation of the normal prior that a fit sees, as it is now."""
+        self.check(parameters)
+        with torch.no_grad():
+            scales = (0.5 * (self.log_rate.double() - self.shape.log())).exp().tolist()
+        return dict(zip(self.names, scales, strict=True))
+
+    def extra_repr(self) -> str:
+        return f"df={self.df}, scale={self.scale!r}" + (", by fan-in" if self.by_fan_in else "")

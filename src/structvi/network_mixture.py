@@ -1,0 +1,210 @@
+"""A mixture whose parts are posteriors around networks of their own: a deep ensemble, a posterior at each member."""
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .basics.checks import check_one_of
+from .families.family import Family
+from .front_door import Posterior, load, variationalize
+from .models.priors.base import Prior
+from .objective import Estimate
+from .posterior import NetworkMixtureBase
+from .predicting.calibration import calibrate
+from .predicting.metrics import evaluate
+from .predicting.predict import predict
+from .result import Result
+from .storing.file import CheckpointError, opened, write
+from .training.batches import Batches
+from .training.held_out import member_log_probs
+from .training.result import FitResult
+
+KIND = "mixture of networks"
+#: iterations of the search for weights, each of which gains
+ITERATIONS = 500
+
+
+@dataclass(repr=False, kw_only=True)
+class MixtureResult(Result):
+    """What the fit of every member came to, and the mixture of them.
+
+    Attributes:
+        elbo: Σ_c w_c ELBO_c − KL[w‖1/C], of part and weights together.
+        members: the result of each.
+        weights: of the members.
+        held_out: log density of the held-out data, the average over all draws, in nats for each number; None without.
+    """
+
+    members: list[FitResult]
+    weights: list[float]
+    held_out: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
+        lines.append(f"ELBO of part and weights: {self.elbo}")
+        if self.held_out is not None:
+            lines.append(f"held-out log density: {self.held_out:.4f} nats")
+        lines += [f"network {c}: {one.verdict}, ELBO {one.elbo}" for c, one in enumerate(self.members)]
+        return "\n".join([*lines, *self.notes])
+
+    __repr__ = __str__
+
+
+class NetworkMixture(NetworkMixtureBase):
+    """Posteriors around networks of their own, fitted one by one and mixed: predictions average over all their draws.
+
+    Which network it is, c, is a latent variable of the model with the prior 1/C: network c has its own buffers (batch
+    norm), held tensors and point of linearisation. With `MAP()` members it is the deep ensemble, to the last digit.
+
+    Args:
+        posteriors: what `variationalize` returns, one for each network.
+
+    Example:
+        >>> from structvi import MAP, likelihoods
+        >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        >>> mixture = NetworkMixture.of(nets, likelihoods.Categorical(), MAP(), num_data=9)
+        >>> mixture.predict(torch.zeros(5, 3)).mean.shape
+        torch.Size([5, 2])
+    """
+
+    predict = predict
+    """The average over all members' draws, see `structvi.predicting.predict.predict`."""
+
+    forward = predict
+
+    calibrate = calibrate
+    """A temperature or scale, and conformal sets, from held-out data; of the mixture, and not kept by `save`."""
+
+    evaluate = evaluate
+    """Likelihood, error, calibration and coverage on a loader, see `structvi.predicting.metrics.evaluate`."""
+
+    @classmethod
+    def of(
+        cls,
+        networks: Sequence[nn.Module],
+        likelihood: Callable[[Any, Any], Tensor],
+        family: Family | None = None,
+        prior: Prior | None = None,
+        **options: Any,
+    ) -> "NetworkMixture":
+        """One posterior around each network; arguments as of `variationalize`, the likelihood copied for each."""
+        if isinstance(networks, nn.Module) or not networks:
+            raise TypeError("expected a list of networks, one for each part")
+        return cls(
+            [variationalize(net, copy_of(likelihood), copy_of(family), copy_of(prior), **options) for net in networks]
+        )
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        validation: Iterable[Any] | None = None,
+        weights: Literal["equal", "stacked"] = "equal",
+        **options: Any,
+    ) -> MixtureResult:
+        """Fit every member, then weigh them.
+
+        Args:
+            loader: as `Posterior.fit` takes it.
+            validation: held-out data; each member's choices are made on them.
+            weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
+                problem). By their ELBOs they would be zero but for one.
+            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c.
+
+        Example:
+            >>> from structvi import MeanField, likelihoods
+            >>> data = [(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))]
+            >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+            >>> mixture = NetworkMixture.of(nets, likelihoods.Categorical(), MeanField(), num_data=8)
+            >>> mixture.fit(data, steps=2, progress=False).weights
+            [0.5, 0.5]
+        """
+        check_one_of("weights", weights, ("equal", "stacked"))
+        if weights == "stacked" and validation is None:
+            raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
+        seed, results = options.pop("seed", 0), []
+        self.calibration = None  # it was that of another mixture
+        for c, member in enumerate(self.posteriors):
+            assert isinstance(member, Posterior)
+            results.append(member.fit(loader, validation=validation, seed=seed + c, **options))
+        held_out = None
+        self.chosen_on = self.posteriors[0].chosen_on
+        if validation is not None:
+            batches = list(Batches(validation, seed, self.device).everything())
+            log_probs, count = member_log_probs(self.posteriors, batches, seed)  # [C, elements]
+            if weights == "stacked":
+                self.weights.copy_(stacking(log_probs))
+            held_out = float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
+        notes = []
+        if weights == "stacked":
+            notes.append("the weights were chosen on the held-out data: its log density above is optimistic")
+        status = results[0].status if len({one.status for one in results}) == 1 else min(one.status for one in results)
+        return MixtureResult(
+            status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results), notes=notes,
+            members=results, weights=self.weights.tolist(), held_out=held_out,
+        )  # fmt: skip
+
+    def _elbo(self, results: Sequence[FitResult]) -> Estimate:
+        w = self.weights.cpu()
+        divergence = float(torch.xlogy(w, w * len(w)).sum())
+        per_group = sum(float(share) * one.elbo.per_group for share, one in zip(w, results, strict=True)) - divergence
+        return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write every member to a file of its own in a folder, and the weights; `load_mixture(folder, networks)`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for c, member in enumerate(self.posteriors):
+            assert isinstance(member, Posterior)
+            member.save(folder / f"network-{c}.safetensors")
+        write(folder / "mixture.safetensors", {"weights": self.weights}, {"kind": KIND, "networks": len(self.members)})
+
+
+def load_mixture(folder: str | os.PathLike, networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
+    """The mixture of a folder that `NetworkMixture.save` wrote, around networks of the same form.
+
+    Args:
+        folder: where it is.
+        networks: as many as were saved, in any order: what is not random is copied into them.
+        **given: what you wrote yourself, as in `load`.
+    """
+    path = Path(folder) / "mixture.safetensors"
+    with opened(path) as stored:
+        count = stored.description.get("networks")
+        if stored.description.get("kind") != KIND or set(stored.table) != {"weights"}:
+            raise CheckpointError(f"{path} does not describe a mixture of networks")
+        weights = stored.tensors()["weights"]
+    if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
+        raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
+    if len(networks) != count:
+        raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
+    members = [load(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)]
+    mixture = NetworkMixture(members)
+    mixture.weights.copy_(weights)
+    return mixture
+
+
+def stacking(log_probs: Tensor) -> Tensor:
+    """The weights with the highest Σ_n log Σ_c w_c p_c(t_n): [C, n] → [C], by expectation maximisation.
+
+    Example:
+        >>> stacking(torch.tensor([[-1.0, -1.0], [-3.0, -3.0]]).double()).round(decimals=3).tolist()
+        [1.0, 0.0]
+    """
+    log_weights = log_probs.new_full((len(log_probs),), -log(len(log_probs)))
+    for _ in range(ITERATIONS):
+        share = (log_weights.unsqueeze(-1) + log_probs).softmax(0)  # [C, n]
+        log_weights = share.mean(-1).clamp(min=1e-300).log()
+    return log_weights.exp() / log_weights.exp().sum()
+
+
+def copy_of(part: Any) -> Any:
+    """Of a module: each member learns its own noise and scales."""
+    return copy.deepcopy(part) if isinstance(part, nn.Module) else part

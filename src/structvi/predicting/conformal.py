@@ -1,0 +1,97 @@
+"""Conformal sets, intervals and masks, and their scores. The exchangeable unit is a case, a row of a batch.
+
+- One label a case: the score is 1 − p of the label that came; the set has all labels with a score up to the quantile.
+- Numbers: the score is |t − mean|/std, the largest of the case where it has several; intervals are mean ± quantile·std,
+  and with the promised probability *all* numbers of a case lie in theirs.
+- Masks, several labels a case: conformal risk control. A label is kept where its probability reaches a threshold; the
+  loss of a case is the share of its pixels whose label is not kept: of 0 and 1 of the pixels that are 1, of C classes
+  the average over the classes that the case has. Cases without such pixels have no loss, and do not count.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.calibration import THRESHOLDS, Conformal, Form
+
+#: by how much a score may exceed the quantile: rounding differs between batches of different sizes
+SLACK = 1e-6
+
+
+def form_of(labels: bool, t: Tensor) -> Form:
+    """Of a target t [B, ..]."""
+    if not labels:
+        return "number"
+    return "label" if t[:1].numel() == 1 else "mask"
+
+
+def label_scores(p: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
+    """1 − p_t of the cases with a label: p [B, C] (or those of 1, in the shape of t), t [B, ..] → [n]."""
+    both = _both(p, p.shape == t.shape)
+    score = 1 - both.gather(1, t.reshape(-1, 1).long()).squeeze(1)
+    return score if observed is None else score[observed.reshape(-1)]
+
+
+def number_scores(mean: Tensor, std: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
+    """The largest |t − mean|/std of each case with a number: [B, ..] each → [n]."""
+    score = ((t.double() - mean.double()).abs() / std.double()).reshape(len(t), -1)
+    if observed is None:
+        return score.amax(1)
+    seen = observed.reshape(len(t), -1)
+    return score.masked_fill(~seen, 0.0).amax(1)[seen.any(1)]
+
+
+def mask_losses(p: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
+    """Of each case that has something to miss the loss at every threshold: p [B, C, ..] or [B, ..] of 1 → [n, G]."""
+    B, G, binary = len(t), len(THRESHOLDS), p.shape == t.shape
+    t = t.long()
+    own = p if binary else p.gather(1, t.unsqueeze(1)).squeeze(1)  # of the label that came
+    counts = torch.ones_like(t, dtype=torch.bool) if observed is None else observed
+    C = 1 if binary else p.shape[1]
+    if binary:
+        counts, t = counts & (t == 1), torch.zeros_like(t)
+    row = torch.arange(B, device=t.device).reshape(-1, *[1] * (t.ndim - 1)).expand_as(t)
+    # a label is missed at all thresholds above its probability
+    first = torch.bucketize(own.double().clamp(0, 1), THRESHOLDS.to(t.device), right=True)
+    where = ((row * C + t) * (G + 1) + first)[counts]
+    found = torch.bincount(where, minlength=B * C * (G + 1)).cpu().reshape(B, C, G + 1).double()
+    number = found.sum(-1)  # [B, C]
+    missed = found[..., :G].cumsum(-1) / number.clamp(min=1).unsqueeze(-1)
+    shown = (number > 0).sum(1)
+    return (missed.sum(1) / shown.clamp(min=1).unsqueeze(-1))[shown > 0]
+
+
+def label_sets(p: Tensor, binary: bool, conformal: Conformal, level: float) -> Tensor:
+    """[B, C], True for the labels in the set; of 0 and 1 [B, 2]."""
+    return 1 - _both(p, binary) <= conformal.quantile(level) + SLACK
+
+
+def intervals(mean: Tensor, std: Tensor, conformal: Conformal, level: float) -> tuple[Tensor, Tensor]:
+    """Lower and upper ends, [B, ..] each."""
+    half = conformal.quantile(level) * (1 + SLACK) * std.double()
+    return (mean.double() - half).to(mean.dtype), (mean.double() + half).to(mean.dtype)
+
+
+def masks(p: Tensor, conformal: Conformal, level: float) -> Tensor:
+    """Where a label's probability reaches the threshold: [B, C, ..], or [B, ..] of 1."""
+    return p.double() >= conformal.threshold(level) * (1 - SLACK)
+
+
+def joined(form: Form, parts: list[Tensor]) -> Conformal:
+    """From the scores or losses of all cases."""
+    values: Any = torch.cat(parts).double().cpu()
+    if not bool(values.isfinite().all()):
+        raise ValueError(
+            f"{int((~values.isfinite()).sum())} conformal scores are not finite: look at the network's outputs there, "
+            "predict(x).outputs, and at predict(x).std"
+        )
+    if form == "mask":  # rounding of an average must not break its order
+        return Conformal(form, values.mean(0).clamp(0, 1).cummax(0).values, len(values))
+    return Conformal(form, values.clamp(min=0).sort().values, len(values))
+
+
+def _both(p: Tensor, binary: bool) -> Tensor:
+    """Probabilities [B, C], of 0 and 1 where only that of 1 is given."""
+    p = p.double()
+    return torch.stack([1 - p.reshape(-1), p.reshape(-1)], 1) if binary else p.reshape(len(p), -1)

@@ -1,0 +1,152 @@
+"""The linearised network in function space: y(x) is normal, with mean f(x; θ₀) + J(μ − θ₀) and covariance J Σ Jᵀ.
+
+Exact, and without draws, for outputs that are few: a row takes a backward pass for each of its outputs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import jacrev, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..families.gaussian import Gaussian, LowRank
+from ..models.bayesian_model import BayesianModel
+from ..posterior import PosteriorBase
+from .draws import on_device
+
+#: so many numbers of Jacobians are held at once
+JACOBIAN_NUMBERS = 2**26
+
+
+class OutputMoments(NamedTuple):
+    """Of the network's output y at every input, the weights' posterior and nothing else: no noise of observations."""
+
+    mean: Tensor  # [B, ..]
+    covariance: Tensor  # [B, O, O], between the O outputs of one input, in the order of mean[b].flatten()
+
+
+def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
+    """Mean and covariance of the linearised network's output at every input, exactly: J Σ Jᵀ.
+
+    A linearised posterior is linearised at its θ₀, any other around its mean.
+
+    Args:
+        posterior: with a Gaussian family.
+        x: as `predict` takes it.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(torch.nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=10)
+        >>> mean, covariance = output_moments(bayes, torch.zeros(5, 3))
+        >>> mean.shape, covariance.shape
+        (torch.Size([5, 2]), torch.Size([5, 2, 2]))
+    """
+    density = posterior.family()
+    if not isinstance(density, Gaussian):
+        raise TypeError(
+            f"the outputs have a covariance in closed form for Gaussian families; {type(density).__name__} is none: "
+            "predict(x, linearise=True) draws from it"
+        )
+    with torch.no_grad():
+        theta = theta_of_linearisation(posterior, density.mean)
+        means, covariances, shape = [], [], torch.Size()
+        for y, J in jacobians(posterior, theta, x):
+            shape = y.shape[1:]
+            means.append(y.flatten(1) + J @ (density.mean - theta))
+            covariances.append(covariance_of(J, density.low_rank()))
+        return OutputMoments(torch.cat(means).unflatten(1, shape) if shape else means[0], torch.cat(covariances))
+
+
+def theta_of_linearisation(posterior: PosteriorBase, mean: Tensor) -> Tensor:
+    """θ₀ [P] of the whole space; where the model has none, the mean."""
+    model = posterior.model
+    if model.linearised_at is None:
+        return mean.detach()
+    return torch.cat([model.linearised_at, mean.detach()[model.net_space.size :]])
+
+
+def covariance_of(J: Tensor, of: LowRank) -> Tensor:
+    """J Σ Jᵀ for Σ = diag(d) + V C Vᵀ: [b, O, P] → [b, O, O]."""
+    JV = J @ of.V
+    return (J * of.d) @ J.mT + JV @ of.C @ JV.mT
+
+
+def jacobians(posterior: PosteriorBase, theta: Tensor, x: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """f(x; θ) [b, ..] and its Jacobian [b, O, P] at one θ [P], a few rows of x at a time."""
+    model = posterior.model
+    if model.user_forward is not None:
+        raise ValueError("with forward= the network's inputs are not known apart from its batch: use predict")
+    if posterior.batch_norm == "reestimated":
+        raise ValueError('batch_norm="reestimated" makes an output depend on the whole batch: use predict')
+    x = on_device(x, theta.device)
+    tensors = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+    if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
+        raise ValueError(f"expected inputs [B, ..] of one B, got {[tuple(leaf.shape) for leaf in tensors]}")
+    with torch.no_grad(), posterior.network_mode(), model.linearised_around(None):
+        first = _one(model, theta, tree_map(lambda leaf: leaf[0], x))
+        chunk = max(1, JACOBIAN_NUMBERS // max(1, first.numel() * theta.numel()))
+        for start in range(0, len(tensors[0]), chunk):
+            rows = tree_map(lambda leaf, start=start: leaf[start : start + chunk], x)
+            y, J = _jacobian(model, theta, rows)
+            yield y, J
+
+
+def _one(model: BayesianModel, theta: Tensor, inputs: Any) -> Tensor:
+    """The output at one input."""
+    batch = tree_map(lambda leaf: leaf.unsqueeze(0), inputs)
+    output = model.outputs(theta.unsqueeze(0), batch)
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"the network's output must be a tensor for its covariance in closed form, got {type(output).__name__}: "
+            "use predict(x, linearise=True)"
+        )
+    return output[0, 0]
+
+
+def _jacobian(model: BayesianModel, theta: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+    def both(theta: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
+        y = _one(model, theta, inputs)
+        return y.flatten(), y
+
+    try:
+        J, y = vmap(jacrev(both, has_aux=True), in_dims=(None, 0))(theta, rows)
+        return y, J
+    except (RuntimeError, NotImplementedError):  # what vmap or functorch cannot do
+        return _one_by_one(model, theta, rows)
+
+
+def _one_by_one(model: BayesianModel, theta: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+    found: list[tuple[Tensor, Tensor]] = []
+    for b in range(next(len(leaf) for leaf in tree_leaves(rows) if isinstance(leaf, Tensor))):
+        leaf = theta.detach().requires_grad_()
+        with torch.enable_grad():
+            y = _one(model, leaf, tree_map(lambda x, b=b: x[b], rows))
+            J = [torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in y.flatten()]
+        found.append((y.detach(), torch.stack(J)))
+    ys, Js = zip(*found, strict=True)
+    return torch.stack(ys), torch.stack(Js)
+
+
+def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+    """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # [b, O, O]
+    return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).unflatten(-1, mean.shape[1:])
+
+
+def outputs_of_normals(
+    posterior: PosteriorBase, theta: Tensor, normals: Sequence[Callable[[], Gaussian]], x: Any, noise: Tensor
+) -> list[Tensor]:
+    """Draws of the outputs of the network linearised at θ [P], [S, B, ..], for each of several normals over weights.
+
+    The normals are made when they are needed: of many, one at a time is held. The Jacobians are those of all.
+    """
+    outputs: list[list[Tensor]] = [[] for _ in normals]
+    for y, J in jacobians(posterior, theta, x):
+        for rows, make in zip(outputs, normals, strict=True):
+            density = make()
+            mean = y + (J @ (density.mean - theta)).unflatten(-1, y.shape[1:])
+            rows.append(normal_outputs(mean, covariance_of(J, density.low_rank()), noise))
+    return [torch.cat(rows, 1) for rows in outputs]

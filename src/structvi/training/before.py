@@ -1,0 +1,63 @@
+"""What has to be known of data and network before a fit: N, and batch norm that has seen no data."""
+
+from ..models.batch import batch_size, split_batch
+from ..posterior import BATCH_NORMS, PosteriorBase
+from .batches import Batches
+
+
+def set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
+    """N of the loader, where the model was not told; what there is to say of it."""
+    model = posterior.model
+    if model.known_num_data is None or model.num_data_of_loader:
+        question = batches.question or _question_of_rows(posterior, batches)
+        if batches.num_data is None or question is not None:
+            why = question or "this loader does not know it"
+            raise ValueError(
+                f"N, the number of observations, is needed to weigh a minibatch against the prior: {why}. Give "
+                "num_data= to variationalize, or a DataLoader over a data set with a length"
+            )
+    if model.known_num_data is None:
+        assert batches.num_data is not None
+        model.num_data, model.num_data_of_loader = batches.num_data, True
+    elif model.num_data_of_loader and batches.num_data not in (None, model.num_data):
+        before, model.num_data = model.num_data, batches.num_data
+        return [f"N = {model.num_data}, of this loader's data set; in the fit before it was {before}"]
+    elif batches.num_data is not None and batches.num_data != model.num_data:
+        return [
+            f"N = {model.num_data} as the model was told; the loader's data set has {batches.num_data} observations"
+        ]
+    return []
+
+
+def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
+    """Where an item of the data set is not one row of a batch, the rows in all are not known."""
+    if posterior.model.user_forward is not None or (probe := batches.probe()) is None:
+        return None
+    batch, items = probe
+    try:
+        found = batch_size(split_batch(batch)[1])
+    except (TypeError, ValueError):  # what is wrong with it the first step says, with the batch's number
+        return None
+    if found == items:
+        return None
+    return f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
+
+
+def unused_batch_norm(posterior: PosteriorBase) -> list[str]:
+    """Layers frozen at the statistics they were made with do not normalise."""
+    if posterior.batch_norm == "reestimated":
+        return []
+    unused = [
+        name
+        for name, module in posterior.net.named_modules()
+        if isinstance(module, BATCH_NORMS)
+        and module.running_mean is not None
+        and module.running_var is not None
+        and bool((module.running_mean == 0).all() and (module.running_var == 1).all())
+    ]
+    if not unused:
+        return []
+    return [
+        f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not normalise; "
+        'train the network first, or variationalize with batch_norm="reestimated"'
+    ]

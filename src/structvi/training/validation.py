@@ -1,0 +1,174 @@
+"""Held-out data of a fit: split off where a fraction is asked for, watched while it runs, and used to choose."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
+
+from ..basics.checks import check_iterable
+from ..models.batch import split_batch
+from ..models.likelihoods import split_mask
+from ..posterior import PosteriorBase
+from .averaging import assign
+from .batches import Batches
+from .held_out import DRAWS, HeldOut, of_network, of_posterior
+
+#: nats within which held-out densities count as equal
+MARGIN = 0.005
+#: draws while the fit runs
+FEW_DRAWS = 8
+#: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales
+NETWORK, NARROW = "the network", 1e-3
+
+
+class Watch:
+    """The held-out data, and what the posterior's densities of them are.
+
+    Args:
+        data: batches as `fit` takes them.
+        seed: of the draws: all posteriors see the same.
+        device: where batches are moved to.
+    """
+
+    def __init__(self, data: Iterable[Any], seed: int, device: torch.device):
+        self.batches, self.seed = Batches(data, seed, device), seed
+
+    def of(self, posterior: PosteriorBase, draws: int = DRAWS) -> HeldOut:
+        return of_posterior(posterior, self.batches.everything(), self.seed, draws)
+
+    def of_network(self, posterior: PosteriorBase, theta: Tensor) -> HeldOut:
+        return of_network(posterior, theta, self.batches.everything())
+
+
+def as_good(one: HeldOut, best: HeldOut) -> bool:
+    """Whether a held-out density is within `MARGIN` nats of the best, and half a standard error of the difference.
+
+    The margin alone would be an eighth of a network's whole loss where pixels are nearly certain.
+    """
+    gain, error = best.gain_over(one)
+    return gain <= min(MARGIN, 0.5 * error)
+
+
+class Choice:
+    """What held-out data say of the candidates of a fit, and which is kept: the network too is one, where trained."""
+
+    def __init__(self) -> None:
+        self.held_out: dict[str, HeldOut] = {}
+        self.network: HeldOut | None = None
+        self.notes: list[str] = []
+        #: as last seen while the fit runs
+        self.last: float | None = None
+
+    def make(
+        self,
+        posterior: PosteriorBase,
+        watch: Watch,
+        states: Mapping[str, Mapping[str, Tensor]],
+        learned: Mapping[str, Tensor],
+        keep: str,
+        trained: Tensor | None,
+    ) -> str:
+        """The name of the state that is kept; "the network" where the posterior has been placed at it."""
+        widths = {}
+        for name, values in states.items():
+            assign(learned, values)
+            self.held_out[name] = watch.of(posterior)
+            widths[name] = width_of(posterior)
+        if trained is not None:
+            self.network = watch.of_network(posterior, trained)
+        best = max(self.held_out.values(), key=lambda one: one.mean).mean
+        if self.network is not None and self.network.mean > best + MARGIN and _narrowed(posterior, trained):
+            self.held_out[NETWORK] = watch.of(posterior)
+            self.notes.append("the held-out data prefer the network: the posterior is a narrow normal around it")
+            return NETWORK
+        if keep == "best":
+            return max(self.held_out, key=lambda name: self.held_out[name].mean)
+        leader = max(self.held_out.values(), key=lambda one: one.mean)
+        good = [name for name, one in self.held_out.items() if as_good(one, leader)]
+        return max(good, key=lambda name: widths[name])
+
+    def against_network(self, kept: str) -> tuple[float, float] | None:
+        if self.network is None or kept not in self.held_out:
+            return None
+        return self.held_out[kept].gain_over(self.network)
+
+
+def width_of(posterior: PosteriorBase) -> float:
+    """Mean log standard deviation of the weights; −∞ for point masses."""
+    with torch.no_grad():
+        density = posterior.family()
+        return float(0.5 * density.variance.double().log().mean()) if density.has_density else -inf
+
+
+def _narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
+    """Place the posterior so near to the network that predictions are its own; False where its family cannot be."""
+    if trained is None:
+        return False
+    space = posterior.space
+    with torch.no_grad():
+        try:
+            posterior.family.place(space.unravel(trained), space.unravel(NARROW * space.scale))
+        except TypeError:
+            return False
+    return True
+
+
+def elements_of(posterior: PosteriorBase, data: Iterable[Any]) -> float:
+    """Observed numbers in a row of the target: the pixels of an image."""
+    if posterior.model.user_forward is not None:
+        return 1.0
+    target, mask = split_mask(split_batch(next(iter(data)))[1])
+    return float((torch.ones_like(target, dtype=torch.bool) if mask is None else mask).sum()) / len(target)
+
+
+def split_off(
+    loader: Iterable[Any], fraction: float, groups: Sequence[Hashable] | None, seed: int
+) -> tuple[DataLoader, DataLoader]:
+    """A loader of the rest and one of a random part of its data set; rows of one group stay on one side.
+
+    Args:
+        loader: a `DataLoader` over a map-style data set with torch's own order.
+        fraction: of the groups, or of the items where there are none; one at least.
+        groups: for each item of the data set what must not be cut apart: its patient.
+        seed: of the choice.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.arange(10.0))
+        >>> rest, held_out = split_off(DataLoader(data, batch_size=2), 0.2, None, seed=0)
+        >>> len(rest.dataset), len(held_out.dataset)
+        (8, 2)
+    """
+    check_iterable(loader)
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or not isinstance(loader.sampler, RandomSampler | SequentialSampler)
+        or loader.batch_size is None
+    ):
+        raise ValueError(
+            "validation= as a fraction needs a DataLoader over a map-style data set with torch's own order: split the "
+            "data yourself, and give validation= a loader of the part that is held out"
+        )
+    N = len(loader.dataset)  # pyright: ignore[reportArgumentType]
+    if groups is not None and len(groups) != N:
+        raise ValueError(f"validation_groups must name a group for each of the {N} items, got {len(groups)}")
+    owners = list(range(N)) if groups is None else list(groups)
+    names = list(dict.fromkeys(owners))
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = max(1, round(fraction * len(names)))
+    if count >= len(names):
+        raise ValueError(f"a fraction of {fraction} of {len(names)} groups leaves nothing to fit to")
+    chosen = {names[i] for i in order[:count]}
+    sides = [[i for i in range(N) if (owners[i] in chosen) is held] for held in (False, True)]
+    shuffled = isinstance(loader.sampler, RandomSampler)
+    rest, held_out = (
+        DataLoader(
+            Subset(loader.dataset, side), loader.batch_size, shuffle=shuffle, num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn, drop_last=drop,
+        )
+        for side, shuffle, drop in zip(sides, (shuffled, False), (loader.drop_last, False), strict=True)
+    )  # fmt: skip
+    return rest, held_out

@@ -1,0 +1,247 @@
+"""A posterior of the linearised network: in fits, predictions, files and programs, against truth where there is one."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+
+FAMILIES = [
+    vi.MAP(),
+    vi.MeanField(),
+    vi.StructuredNormal(2),
+    vi.StructuredPrecision(2),
+    vi.FullNormal(),
+    vi.Mixture(vi.MeanField(), 2),
+    vi.Blocks({"0.*": vi.MAP(), "*": vi.MeanField()}),
+    vi.MCDropout(0.9),
+]
+
+
+def names(family):
+    return type(family).__name__
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def data(n=40, outputs=2, dtype=torch.float64):
+    x = torch.randn(n, 3, generator=seeded(1), dtype=dtype)
+    return x, (x[:, 0] > 0).long() if outputs > 1 else x[:, :1].sin()
+
+
+def loader(pair, size=10):
+    return DataLoader(TensorDataset(*pair), batch_size=size, shuffle=True)
+
+
+def network(outputs=2, dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=names)
+@pytest.mark.parametrize("coupling", [vi.naive, vi.paired, vi.unscented], ids=["naive", "paired", "unscented"])
+def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
+    """Fits, ELBOs and predictions to 1e-6 in float64: the same numbers by another way."""
+    if isinstance(family, vi.Blocks):
+        family = vi.Blocks({"weight": vi.MAP(), "*": vi.MeanField()})
+    found = []
+    for linearise in (False, True):
+        torch.manual_seed(3)
+        net = nn.Linear(3, 2).double()
+        bayes = vi.variationalize(
+            net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=linearise, generator=seeded()
+        )
+        result = bayes.fit(loader(data()), steps=30, coupling=coupling, progress=False)
+        prediction = bayes.predict(data()[0], generator=seeded())
+        found.append((result.elbo.value, prediction.mean, torch.cat([p.flatten() for p in bayes.family.parameters()])))
+    (elbo, prediction, state), (elbo2, prediction2, state2) = found
+    assert elbo2 == pytest.approx(elbo, abs=1e-6)
+    assert torch.allclose(prediction, prediction2, rtol=0, atol=1e-6)
+    assert torch.allclose(state, state2, rtol=0, atol=1e-6)
+
+
+def test_logistic_regression_is_that_of_vi_fit():
+    """The same posterior by fixed draws: its fit is exact to 1e-3 nats, the minibatch fit to its step size."""
+    x, t = data(60)
+    net = nn.Linear(3, 1).double()
+    bayes = vi.variationalize(
+        net, vi.likelihoods.Bernoulli(), vi.FullNormal(), vi.NormalPrior(1.0), linearise=True, num_data=60
+    )
+    batches = [(x, t.double().unsqueeze(1))]
+    result = bayes.fit(batches, steps=1500, groups=8, lr=0.05, progress=False)
+    space = vi.Parameters({"w": torch.zeros(4, dtype=torch.float64)})
+
+    def log_density(p):
+        y = x @ p["w"][:3] + p["w"][3]
+        fit = -nn.functional.binary_cross_entropy_with_logits(y, t.double(), reduction="sum")
+        return fit + torch.distributions.Normal(0.0, 1.0).log_prob(p["w"]).sum()
+
+    truth = vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    assert result.elbo.value == pytest.approx(truth.elbo.value, abs=0.1)
+    with torch.no_grad():
+        assert vi.kl(bayes.family(), truth.family()).item() < 0.01  # the averaged iterates of 1500 steps
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=names)
+def test_fitted_saved_loaded_and_resumed(family, tmp_path):
+    pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
+
+    def begun():
+        return vi.variationalize(
+            net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=True, generator=seeded()
+        )
+
+    bayes = begun()
+    whole = bayes.fit(loader(pair), steps=12, progress=False)
+    assert whole.elbo.value > -1e4
+    stopped = begun()
+
+    def stop(history):
+        if len(history) == 5:
+            raise KeyboardInterrupt
+
+    stopped.fit(loader(pair), steps=12, checkpoint=tmp_path / "fit", callback=stop, progress=False)
+    again = begun()
+    again.fit(loader(pair), steps=12, resume=tmp_path / "fit", progress=False)
+    for one, two in zip(bayes.family.parameters(), again.family.parameters(), strict=True):
+        assert torch.equal(one, two)
+    bayes.save(tmp_path / "posterior.safetensors")
+    other = network(dtype=torch.float32)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    loaded = vi.load(tmp_path / "posterior.safetensors", other)
+    x = pair[0]
+    assert torch.equal(loaded.predict(x, generator=seeded()).mean, bayes.predict(x, generator=seeded()).mean)
+    assert bayes.evaluate(loader(pair), generator=seeded()).nlpd > 0
+
+
+def test_resume_knows_where_the_network_was_linearised(tmp_path):
+    pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
+    family = vi.MeanField()
+    vi.variationalize(net, vi.likelihoods.Categorical(), family, linearise=True).fit(
+        loader(pair), steps=6, checkpoint=tmp_path, progress=False
+    )
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other[0].weight.add_(0.1)
+    for one, linearise in ((other, True), (net, False)):
+        bayes = vi.variationalize(one, vi.likelihoods.Categorical(), family, linearise=linearise)
+        with pytest.raises(ValueError, match="where the network is linearised"):
+            bayes.fit(loader(pair), steps=6, resume=tmp_path, progress=False)
+
+
+def test_a_prediction_may_be_linearised_or_not():
+    net, (x, _) = network(), data()
+    plain = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40)
+    linear = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
+    with torch.no_grad():
+        linear.family.load_state_dict(plain.family.state_dict())
+
+    def outputs(bayes, **options):
+        return bayes.predict(x, generator=seeded(), **options).outputs
+
+    assert torch.equal(outputs(plain, linearise=True), outputs(linear))
+    assert torch.equal(outputs(plain), outputs(linear, linearise=False))
+    assert not torch.allclose(outputs(plain), outputs(linear))
+    with pytest.raises(ValueError, match="linearise must be True, False or None"):
+        plain.predict(x, linearise="yes")
+    mixture = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Mixture(vi.MeanField(), 2), num_data=40)
+    with pytest.raises(ValueError, match="a posterior around one mean"):
+        mixture.predict(x, linearise=True)
+
+
+def test_half_precision_and_grow_and_diagnose():
+    pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
+    bayes = vi.variationalize(
+        net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0), linearise=True, generator=seeded()
+    )
+    full = bayes.fit(loader(pair), steps=40, progress=False).elbo.value
+    other = vi.variationalize(
+        net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0), linearise=True, generator=seeded()
+    )
+    half = other.fit(loader(pair), steps=40, precision=torch.bfloat16, progress=False).elbo.value
+    assert half == pytest.approx(full, abs=0.02 * abs(full))  # bfloat16 has three digits
+    grown = bayes.grow(loader(pair), rank=1, steps=20, progress=False)
+    assert grown.elbo.value > full - 1
+    assert "ELBO" in str(bayes.diagnose(loader(pair), draws=200))
+
+
+def test_a_user_forward_calls_the_linearised_network():
+    net, (x, t) = network(), data()
+    bayes = vi.variationalize(
+        net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True,
+        forward=lambda net, batch: (net(batch["image"]), batch.get("t")),
+    )  # fmt: skip
+    direct = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
+    own = bayes.predict({"image": x}, generator=seeded()).outputs
+    assert torch.allclose(own, direct.predict(x, generator=seeded()).outputs)
+    batch = {"image": x, "t": t}
+    assert torch.allclose(bayes.loss(batch, generator=seeded()), direct.loss((x, t), generator=seeded()))
+
+
+def test_tiles_of_a_linearised_network():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=4, linearise=True)
+    volume = torch.randn(1, 12, 12)
+    whole = bayes.predict(volume.unsqueeze(0), draws=4, generator=seeded())
+    ((_, tile),) = vi.predict_tiles(bayes, volume, tile=(12, 12), draws=4, generator=seeded())
+    assert torch.allclose(tile.mean, whole.mean, atol=1e-6)
+
+
+def test_threads_take_turns():
+    net, (x, _) = network(dtype=torch.float32), data(dtype=torch.float32)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
+    expected = [bayes.predict(x, 8, generator=seeded(seed)).mean for seed in range(4)]
+    wrong = []
+
+    def work(seed):
+        for _ in range(10):
+            if not torch.equal(bayes.predict(x, 8, generator=seeded(seed)).mean, expected[seed]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_exported_at_one_batch_size():
+    from structvi.integrations.export import export_predictive
+
+    net, (x, _) = network(dtype=torch.float32), data(dtype=torch.float32)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
+    with pytest.raises(ValueError, match="dynamic_batch=False"):
+        export_predictive(bayes, x[:4])
+    program = export_predictive(bayes, x[:4], draws=3, dynamic_batch=False, generator=seeded())
+    expected = bayes.predict(x[:4], draws=3, generator=seeded()).mean
+    assert torch.allclose(program.module()(x[:4]), expected, atol=1e-6)
+
+
+def test_no_network_has_the_draws_of_a_linearised_one():
+    bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
+    with pytest.raises(ValueError, match="no network has its draws"):
+        bayes.sample_network()
+    with pytest.raises(ValueError, match="compile=True is for the network itself"):
+        bayes.fit(loader(data()), steps=1, compile=True)
+
+
+def test_activations_may_be_left_out():
+    net, (x, t) = network(), data()
+    gradients = []
+    for left_out in (False, True):
+        bayes = vi.variationalize(
+            net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True, evaluation="loop",
+            checkpoint_activations=left_out,
+        )  # fmt: skip
+        bayes.loss((x, t), generator=seeded()).backward()
+        gradients.append(bayes.family.mean.grad)
+    assert torch.allclose(*gradients, rtol=1e-12)

@@ -1,0 +1,140 @@
+"""A mixture of posteriors around networks of their own: with point masses it is the deep ensemble."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.network_mixture import stacking
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+T = (X[:, 0] + X[:, 1] > 0).long()
+
+
+def loader(start=0, stop=40):
+    return DataLoader(TensorDataset(X[start:stop], T[start:stop]), batch_size=20)
+
+
+def networks(count=3, outputs=2):
+    """Trained a little, each with batch norm statistics of its own."""
+    found = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs))
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(20):
+            optimizer.zero_grad()
+            y = net(X[:40])
+            loss = nn.functional.cross_entropy(y, T[:40]) if outputs > 1 else (y[:, 0] - X[:40, 0]).square().mean()
+            loss.backward()
+            optimizer.step()
+        found.append(net.eval())
+    return found
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def test_of_point_masses_it_is_the_deep_ensemble():
+    nets = networks()
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
+    with torch.no_grad():
+        outputs = torch.stack([net(X) for net in nets])
+    found = mixture.predict(X)
+    assert torch.equal(found.outputs, outputs)
+    assert torch.allclose(found.mean, outputs.softmax(-1).mean(0), rtol=0, atol=4e-7)  # thirds, in float32
+    metrics = mixture.evaluate(loader(40, 60))
+    expected = nn.functional.nll_loss(outputs[:, 40:].softmax(-1).mean(0).log(), T[40:]).item()
+    assert metrics.nlpd == pytest.approx(expected, rel=1e-5)
+
+
+def test_around_trained_networks():
+    nets = networks()
+    before = [copy.deepcopy(net.state_dict()) for net in nets]
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    assert result.weights == [1 / 3] * 3
+    assert [one.status for one in result.members] == [vi.Status.PLACED] * 3
+    draws = mixture.predict(X, draws=30, generator=seeded())
+    assert draws.draws == 30
+    assert float(draws.weights.sum()) == pytest.approx(1.0)
+    average = torch.stack([member.predict(X, 2000).mean for member in mixture.posteriors]).mean(0)
+    # 6000 draws: a probability has a standard error of at most 0.5/√2000 for each member
+    assert (mixture.predict(X, 6000).mean - average).abs().max() < 0.03
+    for net, state in zip(nets, before, strict=True):
+        assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+    assert "3 networks" in str(result)
+
+
+def test_the_bound_is_that_of_part_and_weights():
+    """With equal weights, the mean of the members' bounds: the part costs nothing."""
+    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
+    result = mixture.fit(loader(), steps=3, progress=False)
+    assert result.elbo.value == pytest.approx(sum(one.elbo.value for one in result.members) / 3)
+    mixture.weights.copy_(torch.tensor([1.0, 0.0, 0.0]))
+    one_hot = mixture._elbo(result.members).value
+    assert one_hot == pytest.approx(result.members[0].elbo.value - torch.tensor(3.0).log().item(), rel=1e-6)
+
+
+def test_weights_by_stacking_are_the_best_of_all():
+    generator = seeded()
+    log_probs = torch.randn(3, 200, generator=generator, dtype=torch.float64)
+
+    def value(w):
+        return (w.log().unsqueeze(-1) + log_probs).logsumexp(0).sum().item()
+
+    best = stacking(log_probs)
+    for other in torch.distributions.Dirichlet(torch.ones(3, dtype=torch.float64)).sample((200,)):
+        assert value(best) >= value(other) - 1e-6
+
+
+def test_stacked_weights_gain_on_the_data_that_chose_them():
+    nets = networks()
+    with torch.no_grad():
+        nets[2][3].weight.mul_(-3)  # a member that is wrong
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical(), vi.MeanField(), linearise=True)
+    equal = mixture.fit(loader(), validation=loader(40, 60), progress=False).held_out
+    result = mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
+    assert result.held_out > equal
+    assert result.weights[2] < 0.1
+    assert "optimistic" in str(result)
+    with pytest.raises(ValueError, match="give validation="):
+        mixture.fit(loader(), weights="stacked")
+
+
+def test_members_have_a_noise_of_their_own():
+    nets = networks(2, outputs=1)
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Gaussian("point"), vi.MAP(), num_data=40)
+    first, second = mixture.posteriors
+    with torch.no_grad():
+        first.model.likelihood.log_noise.fill_(0.0)
+        second.model.likelihood.log_noise.fill_(1.0)
+    assert mixture.predict(X[:3]).aleatoric[0].item() == pytest.approx((1 + torch.tensor(2.0).exp().item()) / 2)
+
+
+def test_saved_and_loaded(tmp_path):
+    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical())
+    mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
+    mixture.save(tmp_path / "mixture")
+    again = vi.load_mixture(tmp_path / "mixture", [copy.deepcopy(net) for net in networks()[::-1]])
+    assert torch.equal(again.predict(X, generator=seeded()).mean, mixture.predict(X, generator=seeded()).mean)
+    assert torch.equal(again.weights, mixture.weights)
+    with pytest.raises(ValueError, match="of 3 networks, got 2"):
+        vi.load_mixture(tmp_path / "mixture", networks(2))
+    (tmp_path / "mixture" / "network-0.safetensors").rename(tmp_path / "mixture" / "mixture.safetensors")
+    with pytest.raises(vi.CheckpointError, match="does not describe a mixture"):
+        vi.load_mixture(tmp_path / "mixture", networks())
+
+
+def test_what_is_no_mixture_of_networks():
+    net = networks(1)[0]
+    with pytest.raises(TypeError, match="a list of networks"):
+        vi.NetworkMixture.of(net, vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match="a network of its own"):
+        vi.NetworkMixture.of([net, net], vi.likelihoods.Categorical())
+    with pytest.raises(TypeError, match="a list of posteriors"):
+        vi.NetworkMixture([net])

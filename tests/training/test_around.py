@@ -1,0 +1,258 @@
+"""`fit(loader, validation=held_out)` around a trained network: what is chosen, what is said, what stays as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.training.around import FEW_WIDTHS, NOISES, WIDTH, WIDTHS
+from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
+from structvi.training.validation import MARGIN, as_good
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def data(n, outputs=3):
+    x = torch.randn(n, 2, generator=GENERATOR)
+    noise = 0.7 * torch.randn(n, generator=GENERATOR)
+    angle = torch.atan2(x[:, 1], x[:, 0]) + noise
+    return x, ((angle + torch.pi) / (2 * torch.pi) * outputs).long().clamp(0, outputs - 1)
+
+
+TRAIN, HELD_OUT = data(120), data(200)
+
+
+def loader(pair, size=40):
+    return DataLoader(TensorDataset(*pair), batch_size=size)
+
+
+def trained(net, pair=TRAIN, steps=300, loss=nn.functional.cross_entropy):
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    net.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(net(pair[0]), pair[1]).backward()
+        optimizer.step()
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def dense():
+    torch.manual_seed(0)
+    return trained(nn.Sequential(nn.Linear(2, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)))
+
+
+@pytest.fixture(scope="module")
+def normalised():
+    torch.manual_seed(0)
+    return trained(nn.Sequential(nn.Linear(2, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3)))
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def test_the_default_call_is_better_than_an_over_fitted_network(dense):
+    before = copy.deepcopy(dense.state_dict())
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    assert result.status is vi.Status.PLACED
+    assert result.steps == 0
+    gain, error = result.against_network
+    assert gain > 2 * error > 0
+    assert result.held_out[result.kept] >= max(result.held_out.values()) - MARGIN
+    assert "better" in str(result)
+    assert "Laplace approximation" in str(result)
+    # on data used for nothing
+    x, t = data(2000)
+    own = nn.functional.cross_entropy(dense(x), t).item()
+    assert -bayes.predict(x, generator=seeded()).log_prob(t).mean().item() < own - 0.1
+    assert all(torch.equal(before[name], tensor) for name, tensor in dense.state_dict().items())
+
+
+def test_the_widest_within_the_margin_or_the_best(dense):
+    found = {}
+    for keep in ("widest", "best"):
+        bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+        found[keep] = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), keep=keep, progress=False)
+    assert found["best"].held_out == found["widest"].held_out
+    densities = found["best"].held_out
+    assert densities[found["best"].kept] == max(densities.values())
+    widths = {name: float(name.split(" ")[-1]) for name in densities}
+    assert widths[found["widest"].kept] >= widths[found["best"].kept]
+    assert densities[found["widest"].kept] >= max(densities.values()) - MARGIN
+
+
+def test_the_network_is_kept_where_nothing_is_better_than_it():
+    """Labels without noise, and a network far from certain: every spread makes its predictions worse."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 2)
+    t = (x[:, 0] > 0).long()
+    net = trained(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)), (x[:100], t[:100]), steps=40)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical())
+    result = bayes.fit(loader((x[:100], t[:100])), validation=loader((x[100:], t[100:])), progress=False)
+    assert result.against_network[0] > -MARGIN
+    assert result.held_out[f"linearised, prior {WIDTHS[-1]:g}"] < result.network - MARGIN
+
+
+def test_weights_before_a_normalisation_may_have_any_scale(normalised):
+    """Ten times the weights, bias and statistics of a layer before batch norm are the same network."""
+    scaled = copy.deepcopy(normalised)
+    with torch.no_grad():
+        scaled[0].weight.mul_(10)
+        scaled[0].bias.mul_(10)
+        scaled[1].running_mean.mul_(10)
+        scaled[1].running_var.mul_(100).add_(99 * scaled[1].eps)
+    x = data(50)[0]
+    assert torch.allclose(normalised(x), scaled(x), atol=1e-4)
+    predictions = []
+    for net in (normalised, scaled):
+        bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
+        result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+        predictions.append((result.kept, bayes.output_moments(x)))
+    (kept, first), (again, second) = predictions
+    assert kept == again
+    assert torch.allclose(first.mean, second.mean, atol=1e-3)
+    scale = first.covariance.abs().amax()
+    assert (first.covariance - second.covariance).abs().amax() < 1e-3 * scale  # float32 through a batch norm
+
+
+def test_without_held_out_data(dense):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(TRAIN), progress=False)
+    assert result.kept == f"linearised, prior {WIDTH:g}"
+    assert result.network is None
+    assert not result.held_out
+    assert "without held-out data" in str(result)
+    assert bayes.model.linearised_at is not None
+
+
+def test_what_the_user_asked_for_stays(dense):
+    prior = vi.NormalPrior(0.3)
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), prior, linearise=False)
+    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    assert bayes.model.prior is prior
+    assert isinstance(bayes.family, vi.MeanField)
+    assert bayes.model.linearised_at is None
+    assert list(result.held_out) == ["drawn weights"]
+
+
+def test_steps_of_zero_are_a_laplace_approximation(dense):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.3), linearise=True)
+    result = bayes.fit(loader(TRAIN), steps=0, start="trained", progress=False)
+    assert result.status is vi.Status.PLACED
+    with pytest.raises(ValueError, match="steps must be an integer ≥ 1"):
+        bayes.fit(loader(TRAIN), steps=0)
+
+
+def test_the_held_out_data_take_no_part(dense):
+    """Other labels of the held-out rows change which posterior is kept, and nothing of the posteriors themselves."""
+    x, t = HELD_OUT
+    found = {}
+    for name, labels in (("own", t), ("other", (t + 1) % 3)):
+        bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.1), linearise=True)
+        bayes.fit(loader(TRAIN), validation=loader((x, labels)), progress=False)
+        found[name] = bayes.family().mean.detach(), bayes.family().variance.detach()
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_regression_with_an_unknown_noise():
+    torch.manual_seed(0)
+    x = torch.rand(60, 1) * 4 - 2
+    t = (2 * x).sin() + 0.2 * torch.randn(60, 1)
+    net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
+    trained(net, (x[:40], t[:40]), loss=nn.functional.mse_loss)
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"))
+    result = bayes.fit(loader((x[:40], t[:40])), validation=loader((x[40:], t[40:])), progress=False)
+    assert result.against_network[0] > -MARGIN
+    residual = (net(x[:40]) - t[:40]).square().mean().sqrt().item()
+    noise = bayes.model.likelihood.log_noise.exp().item() / residual
+    assert min(abs(noise - factor) for factor in NOISES) < 1e-3
+    assert bayes.predict(torch.zeros(3, 1)).std.shape == (3, 1)
+
+
+def test_saved_and_loaded(dense, tmp_path):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+    bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    bayes.save(tmp_path / "posterior.safetensors")
+    other = copy.deepcopy(dense)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    again = vi.load(tmp_path / "posterior.safetensors", other)
+    x = HELD_OUT[0]
+    assert torch.equal(bayes.predict(x, generator=seeded()).mean, again.predict(x, generator=seeded()).mean)
+
+
+def test_a_posterior_that_was_fitted_is_not_thrown_away(dense):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField())
+    bayes.fit(loader(TRAIN), steps=3, progress=False)
+    with pytest.raises(ValueError, match=r"was fitted before.*give epochs="):
+        bayes.fit(loader(TRAIN), progress=False)
+
+
+def test_a_network_that_knows_nothing_is_noticed():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 24), nn.ReLU(), nn.Linear(24, 3))
+    with torch.no_grad():
+        net[2].weight.mul_(20)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(TRAIN), progress=False)
+    assert "is it trained? give epochs=" in str(result)
+
+
+def test_outputs_that_are_many_are_compared_on_draws():
+    torch.manual_seed(0)
+    x = torch.randn(24, 1, 8, 8)
+    t = (x + 0.5 * torch.randn_like(x) > 0).float()
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 1))
+    trained(net, (x[:16], t[:16]), loss=nn.functional.binary_cross_entropy_with_logits, steps=60)
+    bayes = vi.variationalize(net, vi.likelihoods.Bernoulli())
+    result = bayes.fit(loader((x[:16], t[:16]), 8), validation=loader((x[16:], t[16:]), 8), progress=False)
+    assert len(result.held_out) == 2 * len(FEW_WIDTHS)
+    assert result.held_out["linearised, prior 0.01"] == result.network  # for which it stands
+    assert result.against_network[0] > -MARGIN
+
+
+def test_exact_and_drawn_held_out_densities_agree():
+    """4000 draws of the weights, 512 of the outputs: over seeds either density has a standard deviation below 0.001."""
+    net = trained(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), steps=30)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.5), linearise=True)
+    bayes.fit(loader(TRAIN), steps=0, start="trained", progress=False)
+    theta, batches = bayes.space.initial, list(loader(HELD_OUT))
+    (exact,) = of_normals(bayes, theta, [bayes.family], batches, seed=0)
+    drawn = of_posterior(bayes, batches, seed=0, draws=4000)
+    assert exact.mean == pytest.approx(drawn.mean, abs=0.004)
+
+
+def test_the_density_of_the_network_is_its_own(dense):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), num_data=120)
+    found = of_network(bayes, bayes.space.initial, list(loader(HELD_OUT)))
+    expected = -nn.functional.cross_entropy(dense(HELD_OUT[0]), HELD_OUT[1]).item()
+    assert found.mean == pytest.approx(expected, rel=1e-5)
+
+
+def test_masked_pixels_do_not_count():
+    total, count = torch.tensor([-2.0, -9.0]).double(), torch.tensor([1.0, 3.0]).double()
+    assert HeldOut(total, count).mean == -11 / 4
+
+
+@pytest.mark.parametrize("option", [{"checkpoint": "x"}, {"resume": "x"}])
+def test_there_is_nothing_to_keep_of_a_fit_without_steps(dense, option, tmp_path):
+    option = {name: tmp_path / value for name, value in option.items()}
+    with pytest.raises(ValueError, match="without steps"):
+        vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), **option)
+
+
+def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
+    count = torch.ones(100, dtype=torch.float64)
+    noise = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = noise - noise.mean()
+    best = HeldOut(-0.5 * count, count)
+    assert as_good(HeldOut(best.total - 0.004 + 0.1 * noise, count), best)  # an error of 0.01: the margin decides
+    assert not as_good(HeldOut(best.total - 0.006 + 0.1 * noise, count), best)
+    assert not as_good(HeldOut(best.total - 0.004 + 0.01 * noise, count), best)  # an error of 0.001
+    assert as_good(best, best)

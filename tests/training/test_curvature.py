@@ -1,0 +1,173 @@
+"""The Gauss–Newton matrix from drawn labels, against dense Jacobians; and the Laplace approximation made of it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.models.bayesian_model import BayesianModel
+from structvi.training.batches import Batches
+from structvi.training.curvature import curvature_roots, diagonal_curvature, leading_columns
+from structvi.training.warm_start import Laplace, start_trained
+
+N = 20
+
+
+def network(outputs):
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+
+
+def dense(net, x, hessian):
+    """Σ_n JᵀHJ [P, P], H [N, O, O] the information about every output."""
+    named = {name: p.detach() for name, p in net.named_parameters()}
+    J = jacrev(lambda at: functional_call(net, at, (x,)))(named)
+    J = torch.cat([J[name].flatten(2) for name in named], dim=-1)  # [N, O, P]
+    return torch.einsum("nop,noq,nqr->pr", J, hessian, J)
+
+
+def softmax_information(y):
+    p = y.softmax(-1)
+    return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+
+
+def cases():
+    x = torch.randn(N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(N) % 3
+    seen = torch.arange(N) < 12
+
+    def categorical(net, weight):
+        return dense(net, x, softmax_information(net(x).detach()) * weight.view(-1, 1, 1))
+
+    ones = torch.ones(N, dtype=torch.float64)
+    weights = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+    numbers = torch.randn(N, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    yield "categorical", 3, vi.likelihoods.Categorical(), (x, labels), lambda net: categorical(net, ones)
+    yield "mask", 3, vi.likelihoods.Categorical(), (x, (labels, seen)), lambda net: categorical(net, seen.double())
+    ignored = labels.masked_fill(~seen, 9)
+    likelihood = vi.likelihoods.Categorical(ignore_index=9)
+    yield "ignored", 3, likelihood, (x, ignored), lambda net: categorical(net, seen.double())
+    likelihood = vi.likelihoods.Categorical(class_weights=weights)
+    yield "class weights", 3, likelihood, (x, labels), lambda net: categorical(net, weights[labels])
+    yield (
+        "bernoulli", 2, vi.likelihoods.Bernoulli(), (x, (numbers > 0).double()),
+        lambda net: dense(net, x, torch.diag_embed((p := net(x).detach().sigmoid()) * (1 - p))),
+    )  # fmt: skip
+    yield (
+        "normal", 2, vi.likelihoods.Gaussian(0.5), (x, numbers),
+        lambda net: dense(net, x, 4 * torch.eye(2, dtype=torch.float64).expand(N, 2, 2)),
+    )  # fmt: skip
+    yield (
+        "poisson", 2, vi.likelihoods.Poisson(), (x, numbers.abs().round()),
+        lambda net: dense(net, x, torch.diag_embed(net(x).detach().exp())),
+    )  # fmt: skip
+
+
+def check_unbiased(model, batch, expected, parts, passes):
+    """Within six standard errors, as the squares themselves show them: by chance once in ten million, for forty."""
+    roots = torch.stack([g for g, _ in curvature_roots(model, model.space.initial, [batch] * passes, parts=parts)])
+    squares = roots.square().unflatten(0, (passes, -1)).sum(1)  # [passes, P]
+    error = squares.std(0) / passes**0.5
+    assert bool(((squares.mean(0) - expected).abs() < 6 * error + 1e-12).all())
+    assert bool((error < 0.15 * expected + 1e-12).all())  # and these are small
+    again = diagonal_curvature(model, model.space.initial, [batch] * passes, parts=parts)
+    assert torch.allclose(again, squares.mean(0))
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case[0])
+def test_the_diagonal_is_unbiased(case):
+    _, outputs, likelihood, batch, truth = case
+    net = network(outputs)
+    model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
+    check_unbiased(model, batch, truth(net).diagonal(), N, 60)
+
+
+def test_parts_of_several_rows_are_unbiased_too():
+    _, outputs, likelihood, batch, truth = next(cases())
+    net = network(outputs)
+    model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
+    assert [rows for _, rows in curvature_roots(model, model.space.initial, [batch], parts=5)] == [4] * 5
+    check_unbiased(model, batch, truth(net).diagonal(), 5, 200)
+
+
+def test_a_random_noise_has_its_information():
+    """Of log σ, N(y, σ²) has the information 2 a number, whatever the network."""
+    net = network(1)
+    likelihood = vi.likelihoods.Gaussian("random", initial=0.3)
+    model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
+    batch = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 1, dtype=torch.float64)
+    found = diagonal_curvature(model, model.space.initial, [batch] * 100, parts=N)
+    assert found[-1].item() == pytest.approx(2 * N, rel=0.19)
+
+
+def test_a_part_of_the_data_stands_for_all():
+    _, outputs, likelihood, (x, t), _ = next(cases())
+    model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
+    half = [(x[:10], t[:10])]
+    of_half = sum(g.square() for g, _ in curvature_roots(model, model.space.initial, half, parts=N))
+    assert torch.allclose(diagonal_curvature(model, model.space.initial, half, parts=N), 2 * of_half)
+
+
+def test_leading_columns_are_those_of_the_same_gradients():
+    _, outputs, likelihood, batch, _ = next(cases())
+    model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
+    theta = model.space.initial
+    roots = torch.stack([g for g, _ in curvature_roots(model, theta, [batch] * 5, parts=N)])
+    G = roots.mT @ roots / 5
+    metric = G.diagonal() + 1.0
+    W = leading_columns(model, theta, [batch] * 5, metric, 4, parts=N)
+    scaled = G / metric.sqrt() / metric.sqrt().unsqueeze(-1)
+    values, vectors = torch.linalg.eigh(scaled)
+    best = (vectors[:, -4:] * values[-4:]) @ vectors[:, -4:].mT
+    found = (W @ W.mT) / metric.sqrt() / metric.sqrt().unsqueeze(-1)
+    # an incremental decomposition leaves out a little each time
+    assert (found - best).norm() < 0.05 * best.norm()
+    assert bool((G.diagonal() - W.square().sum(1) > -1e-9).all())
+
+
+def test_a_function_without_a_distribution_is_refused_by_name():
+    model = BayesianModel(network(1), lambda y, t: -(y - t).square(), vi.NormalPrior(1.0), N)
+    with pytest.raises(TypeError, match="a plain function draws none: write a Likelihood"):
+        diagonal_curvature(model, model.space.initial, [(torch.zeros(2, 3), torch.zeros(2, 1))])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredPrecision(3), vi.StructuredPrecision(1)], ids=repr)
+def test_families_are_placed_with_this_precision(family, temperature):
+    """Λ = G/λ + π: in the precision form diagonal and columns, else a precision of the same diagonal."""
+    space = vi.Parameters({"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)})
+    theta, W = torch.randn(8, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    diagonal = W.square().sum(1) + torch.rand(8, dtype=torch.float64)
+    prior = torch.full((8,), 2.0, dtype=torch.float64)
+    bound = family.bind(space)
+    Laplace(space, theta, diagonal, W).place(bound, temperature, prior)
+    precision = torch.linalg.inv(bound().covariance())
+    expected = torch.diag(diagonal / temperature + prior)
+    kept = W[:, : family.rank] / temperature**0.5
+    expected = expected + kept @ kept.mT - torch.diag((kept @ kept.mT).diagonal())
+    assert torch.allclose(precision, expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(bound().mean, theta)
+
+
+def test_a_start_at_lambda_is_the_curvature_over_lambda():
+    _, outputs, likelihood, (x, t), _ = next(cases())
+    net = network(outputs)
+    found = {}
+    for lam in (1.0, 0.01):
+        bayes = vi.variationalize(net, likelihood, vi.MeanField(), vi.NormalPrior(1.0), num_data=N)
+        start_trained(bayes, Batches([(x, t)]), lam)
+        found[lam] = bayes.family().variance.detach()
+    assert torch.allclose(1 / found[0.01] - 1, 100 * (1 / found[1.0] - 1), rtol=1e-6, atol=1e-6)
+
+
+def test_the_estimate_does_not_depend_on_the_batch_size():
+    """Labels are drawn for the same parts of the data, in their order."""
+    _, outputs, likelihood, (x, t), _ = next(cases())
+    net, found = network(outputs), []
+    for size in (1, 3, 7, 20):
+        bayes = vi.variationalize(net, likelihood, vi.StructuredPrecision(2), vi.NormalPrior(1.0))
+        loader = DataLoader(TensorDataset(x, t), batch_size=size, shuffle=True)
+        bayes.fit(loader, steps=0, start="trained", progress=False)
+        found.append(bayes.family().variance.detach())
+    assert all(torch.allclose(found[0], other, rtol=1e-9) for other in found[1:])
