@@ -256,3 +256,22 @@ def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
     assert not as_good(HeldOut(best.total - 0.006 + 0.1 * noise, count), best)
     assert not as_good(HeldOut(best.total - 0.004 + 0.01 * noise, count), best)  # an error of 0.001
     assert as_good(best, best)
+
+
+def test_a_head_with_its_prior_chosen_on_held_out_data(dense):
+    bayes = vi.variationalize_head(dense, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    assert result.against_network[0] > -MARGIN
+    assert bayes.space.names == ("4.weight", "4.bias")
+    covariance = bayes.family().covariance().detach()
+    assert (covariance - torch.diag(covariance.diagonal())).abs().max() > 0
+
+
+def test_the_network_is_kept_where_a_prior_of_the_users_is_worse(dense):
+    x = HELD_OUT[0]
+    certain = dense(x).argmax(1)  # labels that the network is right and sure about: any spread is worse
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.NormalPrior(3.0), linearise=True)
+    result = bayes.fit(loader(TRAIN), validation=loader((x, certain)), progress=False)
+    assert result.kept == "the network"
+    assert "prefer the network" in str(result)
+    assert torch.allclose(bayes.predict(x, 16).mean, dense(x).softmax(-1), atol=0.02)

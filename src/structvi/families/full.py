@@ -10,6 +10,9 @@ from .gaussian import Gaussian, LowRank
 from .numerics.algebra import sum_weights
 from .starts import check_start, initial_mean
 
+#: of a larger normal a start from the curvature has the diagonal alone
+MOST_COLUMNS = 1024
+
 
 class FullNormalDensity(Gaussian):
     """N(mean, LLᵀ), L lower triangular with a positive diagonal: [P], [P, P]."""
@@ -99,6 +102,16 @@ class FullNormal(Family):
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         self.mean.copy_(mean)
         self._set_root(torch.diag(scale))
+
+    @property
+    def precision_columns(self) -> int:
+        """All, where that is not too many to be found."""
+        return len(self.mean) if len(self.mean) <= MOST_COLUMNS else 0
+
+    def place_columns(self, columns: Tensor) -> None:
+        precision = torch.diag(self.unit.double() ** -2) + columns.double() @ columns.double().mT
+        root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
+        self._set_root(root.to(self.unit))
 
     @torch.no_grad()
     def move_to(self, theta: Tensor) -> None:

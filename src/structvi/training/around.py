@@ -42,7 +42,7 @@ from .held_out import FEW_OUTPUTS, HeldOut, of_network, of_normals, of_posterior
 from .options import FitOptions
 from .result import FitResult, History, PathPoint
 from .temperature_path import temperature_path
-from .validation import as_good
+from .validation import NETWORK, PREFERRED, as_good, narrowed
 from .warm_start import Laplace, curvature_of, prior_precision, trained_values, with_residual_noise
 
 #: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
@@ -55,8 +55,8 @@ WIDTH = 0.2
 RANK = 32
 #: factors of a noise that is a parameter
 NOISES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.0, 10.0)
-#: the prior's width on a path of temperatures: at it the trained weights are typical of the prior
-PATH_WIDTH = 1.0
+#: the prior's width on a path of temperatures
+PATH_WIDTH = WIDTH
 #: groups of draws, and batches, of the ELBO that is reported
 GROUPS, BATCHES = 2, 8
 #: draws of a candidate that is compared on draws
@@ -110,7 +110,12 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
         candidates = [one for one in candidates if one.held_out is not None]
         kept = _chosen(candidates, network, options.keep)
     path, at_one = _path(posterior, laplace, candidates, kept, batches, options, noise)
-    _place(posterior, laplace, kept, noise)
+    if kept.name == NETWORK:
+        narrowed(posterior, theta)
+        notes = [*notes, PREFERRED]
+        candidates = [*candidates, kept]
+    else:
+        _place(posterior, laplace, kept, noise)
     seen = of_network(posterior, theta, batches.everything(BATCHES))
     trained = seen.mean * float(seen.count.sum()) / len(seen.count) * model.num_data
     result = _result(posterior, batches, options, notes, candidates, kept, network, trained)
@@ -255,11 +260,12 @@ def _measure(
             one.held_out = found
         best = max(linear, key=lambda one: one.density)
         drawn = [one for one in drawn if one.noise == best.noise and one.width in (None, best.width, FEW_WIDTHS[1])]
+    is_path = options.temperature == "validated"
     for one in [] if exact else candidates:  # the narrowest stands for the network, and is as good as it
         if one.width == WIDTHS[0]:
             one.held_out = network
     for one in drawn if exact else candidates:
-        if one.held_out is None and (exact or one.width in (None, PATH_WIDTH, *FEW_WIDTHS)):
+        if one.held_out is None and (exact or is_path or one.width in (None, *FEW_WIDTHS)):
             _place(posterior, laplace, one, noise)
             one.held_out = of_posterior(posterior, held_out, options.seed, DRAWS)
 
@@ -275,8 +281,9 @@ def _chosen(candidates: list[Candidate], network: HeldOut, keep: str) -> Candida
         return max(candidates, key=lambda one: one.density)
     best = max([network, *(one.held_out for one in candidates if one.held_out is not None)], key=lambda one: one.mean)
     good = [one for one in candidates if one.held_out is not None and as_good(one.held_out, best)]
-    # none: the network is better than all, and the narrowest is next to it
-    return max(good, key=lambda one: one.order) if good else min(candidates, key=lambda one: one.order)
+    if good:
+        return max(good, key=lambda one: one.order)
+    return Candidate(NETWORK, None, candidates[0].linearised, 1.0, held_out=network)
 
 
 class _Read:

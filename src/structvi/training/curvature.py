@@ -23,6 +23,8 @@ from ..models.likelihoods import Likelihood
 PARTS = 512
 #: gradients that are taken in at a time, and columns beyond those asked for that are kept on the way
 FEW = 8
+#: of so few numbers the whole matrix is made
+DENSE = 1024
 
 
 def diagonal_curvature(
@@ -67,7 +69,9 @@ def leading_columns(
     of `diagonal_curvature` with the same seed, batches and parts, so that G − WWᵀ has no negative diagonal. They are
     taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
-    few = min(FEW, theta.numel())
+    if theta.numel() <= DENSE:
+        return _leading_dense(model, theta, batches, precision, rank, seed, parts)
+    few = FEW
     kept = theta.new_empty(theta.numel(), 0)
     block: list[Tensor] = []
     scale, seen = precision.rsqrt().to(theta), 0
@@ -80,6 +84,27 @@ def leading_columns(
         kept = torch.cat([kept, torch.stack(block, 1)], 1)
     kept = _leading(kept, rank) * (model.num_data / max(1, seen)) ** 0.5
     return kept / scale.unsqueeze(-1)
+
+
+def _leading_dense(
+    model: BayesianModel,
+    theta: Tensor,
+    batches: Iterable[Any],
+    precision: Tensor,
+    rank: int,
+    seed: int,
+    parts: int,
+) -> Tensor:
+    """The same from the whole matrix, where that is small: nothing is left out on the way."""
+    scale, seen = precision.double().rsqrt(), 0
+    total = torch.zeros(len(theta), len(theta), dtype=torch.float64, device=theta.device)
+    for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
+        scaled = gradient.double() * scale
+        total.addr_(scaled, scaled)
+        seen += rows
+    values, vectors = torch.linalg.eigh(total * (model.num_data / max(1, seen)))
+    leading = (vectors * values.clamp(min=0.0).sqrt()).flip(1)[:, :rank]
+    return leading / scale.unsqueeze(-1)
 
 
 def _leading(columns: Tensor, rank: int) -> Tensor:

@@ -22,6 +22,7 @@ MARGIN = 0.005
 FEW_DRAWS = 8
 #: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales
 NETWORK, NARROW = "the network", 1e-3
+PREFERRED = "the held-out data prefer the network: the posterior is a narrow normal around it"
 
 
 class Watch:
@@ -80,9 +81,9 @@ class Choice:
         if trained is not None:
             self.network = watch.of_network(posterior, trained)
         best = max(self.held_out.values(), key=lambda one: one.mean).mean
-        if self.network is not None and self.network.mean > best + MARGIN and _narrowed(posterior, trained):
+        if self.network is not None and self.network.mean > best + MARGIN and narrowed(posterior, trained):
             self.held_out[NETWORK] = watch.of(posterior)
-            self.notes.append("the held-out data prefer the network: the posterior is a narrow normal around it")
+            self.notes.append(PREFERRED)
             return NETWORK
         if keep == "best":
             return max(self.held_out, key=lambda name: self.held_out[name].mean)
@@ -103,7 +104,7 @@ def width_of(posterior: PosteriorBase) -> float:
         return float(0.5 * density.variance.double().log().mean()) if density.has_density else -inf
 
 
-def _narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
+def narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
     """Place the posterior so near to the network that predictions are its own; False where its family cannot be."""
     if trained is None:
         return False
