@@ -7,6 +7,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
     """Line and module of everything imported from the package, at any level and under TYPE_CHECKING too."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" and module else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "structvi":
@@ -116,11 +117,17 @@ def test_modules_import_each_other_in_one_direction():
         visit(module, ())
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def concrete_families() -> set[str]:
     """All classes of the families' room but the protocols."""
     names = set()
     for module in [m for m in MODULES if m.startswith("families.") and ".numerics" not in m]:
-        tree = ast.parse(MODULES[module].read_text())
+        tree = tree_of(module)
         names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     assert {"MeanField", "LowRankFamily", "MixtureDensity", "PointMass", "FullNormal"} <= names
     return names - PROTOCOLS
@@ -155,7 +162,7 @@ def test_type_tests_are_seen():
 
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if room(m) not in ("families", "studies")))
 def test_no_type_test_on_a_concrete_family_outside_their_room(module):
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(module)
     # likelihoods have a Gaussian too: of names imported from elsewhere only those of families count
     elsewhere = {
         alias.asname or alias.name
@@ -183,7 +190,7 @@ def test_files_and_functions_are_short(module):
 def test_no_private_name_is_imported_from_another_module(module):
     private = [
         f"line {node.lineno}: {alias.name}"
-        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("structvi"))
         for alias in node.names
         if alias.name.startswith("_") and alias.name != "__version__"
@@ -199,9 +206,7 @@ def test_no_attribute_of_another_rooms_objects_is_guessed(module):
                "training.fingerprint", "training.samplers",
                "studies.is_it_bayesian.adapters", "studies.is_it_bayesian.suite"}  # fmt: skip
     calls = [
-        node
-        for node in ast.walk(ast.parse(MODULES[module].read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     ]
     if room(module) != "studies":
         assert not [node.lineno for node in calls if node.func.id == "hasattr"]
