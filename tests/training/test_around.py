@@ -275,3 +275,19 @@ def test_the_network_is_kept_where_a_prior_of_the_users_is_worse(dense):
     assert result.kept == "the network"
     assert "prefer the network" in str(result)
     assert torch.allclose(bayes.predict(x, 16).mean, dense(x).softmax(-1), atol=0.02)
+
+
+def test_a_network_that_is_kept_has_the_noise_that_suits_it():
+    """Residuals on its own data of a tenth of the noise: held-out data say how much larger it is."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 3)
+    t = x[:, :1] + 0.5 * torch.randn(400, 1)
+    net = nn.Linear(3, 1)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, 0.0, 0.0]]))
+        net.bias.zero_()
+    small = (x[:200], x[:200, :1] + 0.1 * (t[:200] - x[:200, :1]))
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), prior=vi.NormalPrior(100.0), linearise=True)
+    result = bayes.fit(loader(small), validation=loader((x[200:], t[200:])), progress=False)
+    assert bayes.model.likelihood.log_noise.exp().item() == pytest.approx(0.5, rel=0.25)
+    assert result.against_network[0] > -MARGIN

@@ -16,7 +16,7 @@ maximum. Without held-out data c = `WIDTH`, linearised.
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from math import inf, log
@@ -42,7 +42,7 @@ from .held_out import FEW_OUTPUTS, HeldOut, of_network, of_normals, of_posterior
 from .options import FitOptions
 from .result import FitResult, History, PathPoint
 from .temperature_path import temperature_path
-from .validation import NETWORK, PREFERRED, as_good, narrowed
+from .validation import MARGIN, NETWORK, PREFERRED, as_good, narrowed
 from .warm_start import Laplace, curvature_of, prior_precision, trained_values, with_residual_noise
 
 #: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
@@ -104,13 +104,16 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
     else:
         assert not isinstance(options.validation, int | float)
         held_out = _Read(Batches(options.validation, options.seed, posterior.device))
-        network = _network(posterior, theta, held_out)
+        alone = _network(posterior, theta, held_out)
+        network = alone.held_out
+        assert network is not None
         candidates = _candidates(posterior, options, float(network.count.mean()))
         _measure(posterior, theta, laplace, candidates, held_out, options, noise, network)
         candidates = [one for one in candidates if one.held_out is not None]
-        kept = _chosen(candidates, network, options.keep)
+        kept = _chosen(candidates, alone, options.keep)
     path, at_one = _path(posterior, laplace, candidates, kept, batches, options, noise)
     if kept.name == NETWORK:
+        _place(posterior, laplace, replace(kept, width=WIDTHS[0] if "prior" in posterior.left_open else None), noise)
         narrowed(posterior, theta)
         notes = [*notes, PREFERRED]
         candidates = [*candidates, kept]
@@ -123,15 +126,15 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
     return result
 
 
-def _network(posterior: PosteriorBase, theta: Tensor, held_out: "_Read") -> HeldOut:
-    """Of the network itself, with the noise that suits it best where there is one to choose."""
-    noise = _Noise.of(posterior)
+def _network(posterior: PosteriorBase, theta: Tensor, held_out: "_Read") -> Candidate:
+    """The network itself, with the noise that suits it best where there is one to choose."""
+    noise, linearised = _Noise.of(posterior), posterior.model.linearised_at is not None
     found = []
     for factor in noise.factors:
         noise.set(factor)
-        found.append(of_network(posterior, theta, held_out))
+        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, of_network(posterior, theta, held_out)))
     noise.set(1.0)
-    return max(found, key=lambda one: one.mean)
+    return max(found, key=lambda one: one.density)
 
 
 class _Noise:
@@ -276,14 +279,14 @@ def _has_few_outputs(posterior: PosteriorBase, theta: Tensor, held_out: "_Read")
     return outputs_of(posterior, theta, split_batch(held_out.first())[0]) <= FEW_OUTPUTS
 
 
-def _chosen(candidates: list[Candidate], network: HeldOut, keep: str) -> Candidate:
+def _chosen(candidates: list[Candidate], network: Candidate, keep: str) -> Candidate:
+    best = max(candidates, key=lambda one: one.density)
     if keep == "best":
-        return max(candidates, key=lambda one: one.density)
-    best = max([network, *(one.held_out for one in candidates if one.held_out is not None)], key=lambda one: one.mean)
+        return best if best.density >= network.density - MARGIN else network
+    best = max(best, network, key=lambda one: one.density).held_out
+    assert best is not None
     good = [one for one in candidates if one.held_out is not None and as_good(one.held_out, best)]
-    if good:
-        return max(good, key=lambda one: one.order)
-    return Candidate(NETWORK, None, candidates[0].linearised, 1.0, held_out=network)
+    return max(good, key=lambda one: one.order) if good else network
 
 
 class _Read:
