@@ -96,7 +96,7 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
             posterior.family = StructuredPrecision(rank).bind(posterior.space).to(posterior.device)
         if "prior" in posterior.left_open:
             model.prior = relative_prior(model, theta, WIDTH)
-        laplace = curvature_of(posterior, theta, batches, options.seed)
+        laplace = curvature_of(posterior, theta, batches, options.seed, posterior.family.precision_columns)
     network, noise = None, _Noise.of(posterior)
     if options.validation is None:
         candidates = _candidates(posterior, options)

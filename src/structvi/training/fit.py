@@ -39,7 +39,7 @@ from .result import FitResult, History
 from .schedule import SchedulerLike
 from .temperature_path import fit_path
 from .validation import Watch, elements_of, split_off
-from .warm_start import start_trained, trained_values
+from .warm_start import start_trained, takes_directions, trained_values
 
 
 def fit(
@@ -345,7 +345,7 @@ def _settings(posterior: PosteriorBase, batches: Batches, options: FitOptions, f
     staged, kl_warmup = options.staged, options.kl_warmup
     if staged == "auto":
         untouched = bool(families) and all(family.is_untouched() for family in families)
-        placed = options.start == "trained" and posterior.family.precision_columns > 0  # with its factor
+        placed = options.start == "trained" and takes_directions(posterior) > 0  # its factor too
         staged = then["staged"] if then else untouched and not placed
     if kl_warmup == "auto":
         fresh = then["kl_warmup"] if then else KL_WARMUP if options.start is None and _fresh(posterior) else 0.0

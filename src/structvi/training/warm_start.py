@@ -36,17 +36,20 @@ def start_trained(posterior: PosteriorBase, batches: Batches, temperature: float
     directions. One pass over the data for the diagonal, one more for the directions (`curvature.py`); an unknown noise,
     "point" or "random", starts at the root mean square of the network's residuals, in a pass of its own.
 
-    Drawn weights of a deep network leave the range of its linearisation before that normal is reached: all scales are
-    then made smaller by one factor, the best of `FACTORS` by the objective on a few batches.
+    Drawn weights of a network leave the range of its linearisation before that normal is reached. So without
+    `linearise` scales are at most the tensor's initialisation scale, and the precision form starts with the diagonal
+    alone, its factor in the second stage of the fit. Then all scales are made smaller by one factor, the best of
+    `FACTORS` by the objective on a few batches. (Quickstart example, nats: with directions and no limit −145, with the
+    limit −127, as now −94; digits, mean field, 60 epochs: −1919 without the limit, −1770 with it.)
     """
     model = posterior.model
     theta = trained_values(posterior)
     with posterior.network_mode():
         theta = with_residual_noise(model, theta, batches.everything())
-        laplace = curvature_of(posterior, theta, batches, seed)
+        laplace = curvature_of(posterior, theta, batches, seed, takes_directions(posterior))
     prior = prior_precision(model, theta)
-    # without a prior's curvature, no wider than its tensor starts
-    prior = torch.where(prior > 0, prior, model.space.scale.to(prior) ** -2)
+    floor = model.space.scale.to(prior) ** -2
+    prior = torch.where(prior > 0, prior, floor) if model.linearised_at is not None else torch.maximum(prior, floor)
     values = []
     for factor in FACTORS:
         laplace.place(posterior.family, temperature, prior, factor)
@@ -54,6 +57,11 @@ def start_trained(posterior: PosteriorBase, batches: Batches, temperature: float
         if values[-1] < max(values):
             break
     laplace.place(posterior.family, temperature, prior, FACTORS[values.index(max(values))])
+
+
+def takes_directions(posterior: PosteriorBase) -> int:
+    """How many leading directions a fit starts with: of drawn weights none, their factor starts in the second stage."""
+    return posterior.family.precision_columns if posterior.model.linearised_at is not None else 0
 
 
 def _objective(posterior: PosteriorBase, batches: Batches, temperature: float, seed: int) -> float:
@@ -101,9 +109,9 @@ def trained_values(posterior: PosteriorBase) -> Tensor:
     return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})
 
 
-def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed: int = 0) -> Laplace:
-    """In the network's mode: G's diagonal and, for families with room for them, its leading directions."""
-    model, rank = posterior.model, posterior.family.precision_columns
+def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed: int, rank: int) -> Laplace:
+    """In the network's mode: G's diagonal and so many of its leading directions."""
+    model = posterior.model
     if not isinstance(model.likelihood, Likelihood):  # no labels can be drawn: the observed ones
         diagonal = diagonal_fisher(model, theta, batches.everything())
         return Laplace(model.space, theta, diagonal, theta.new_empty(theta.numel(), 0))
