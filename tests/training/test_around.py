@@ -291,3 +291,38 @@ def test_a_network_that_is_kept_has_the_noise_that_suits_it():
     result = bayes.fit(loader(small), validation=loader((x[200:], t[200:])), progress=False)
     assert bayes.model.likelihood.log_noise.exp().item() == pytest.approx(0.5, rel=0.25)
     assert result.against_network[0] > -MARGIN
+
+
+def test_a_factor_that_the_curvature_does_not_give_is_none(dense):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.StructuredNormal(4), vi.NormalPrior(0.1))
+    bayes.fit(loader(TRAIN), progress=False)
+    plain = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.1))
+    plain.fit(loader(TRAIN), progress=False)
+    assert torch.allclose(bayes.family().variance, plain.family().variance, rtol=1e-5)
+    assert all(parameter.requires_grad for parameter in bayes.family.parameters())
+
+
+def test_a_fit_that_goes_on_keeps_the_directions(dense):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), linearise=True)
+    bayes.fit(loader(TRAIN), progress=False)
+    before = bayes.family.factor.detach().clone()
+    assert before.abs().max() > 0
+    bayes.fit(loader(TRAIN), steps=12, lr=1e-9, progress=False)
+    assert torch.allclose(bayes.family.factor.detach(), before, atol=1e-6)
+
+
+def test_a_plain_function_is_told_of():
+    net = trained(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), steps=30)
+
+    def likelihood(y, t):
+        return -nn.functional.cross_entropy(y, t, reduction="none")
+
+    bayes = vi.variationalize(net, likelihood)
+    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    assert "of which no labels can be drawn" in str(result)
+    assert result.against_network[0] > -MARGIN
+
+
+def test_a_density_that_is_no_number_is_the_worst():
+    count = torch.ones(2, dtype=torch.float64)
+    assert HeldOut(torch.tensor([-1.0, torch.nan]).double(), count).mean == -torch.inf

@@ -108,17 +108,16 @@ def test_start_at_a_trained_network(family):
             module.first_stage()
     torch.testing.assert_close(q().mean.detach(), values(net))
     curvature = diagonal_curvature(posterior.model, values(net), Batches(loader()).in_order(1))
-    if isinstance(family, vi.StructuredPrecision | vi.FullNormal):  # with leading directions too: test_curvature.py
-        assert bool((q().variance * (curvature + 1.0) > 0).all())
-    else:
-        check_scales(q().variance.detach(), curvature)
+    check_scales(q().variance.detach(), curvature, posterior.space)
 
 
-def check_scales(variance, curvature):
-    """1/(curvature + prior precision), but for one factor, a power of one half, that all scales share."""
-    ratio = variance * (curvature + 1.0)
+def check_scales(variance, curvature, space):
+    """1/(curvature + prior precision), the prior no wider than a tensor starts; and one factor for all scales."""
+    expected = 1 / (curvature + (space.scale**-2).clamp(min=1.0))
+    ratio = variance / expected
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=0, rtol=1e-9)
-    assert (0.5 * ratio[0].log2()).item() == pytest.approx(round((0.5 * ratio[0].log2()).item()), abs=1e-6)
+    halvings = 0.5 * ratio[0].log2().item()
+    assert halvings == pytest.approx(round(halvings), abs=1e-6)
 
 
 def test_start_with_blocks_and_without_a_curved_prior():
@@ -127,7 +126,9 @@ def test_start_with_blocks_and_without_a_curved_prior():
     start_trained(posterior, Batches(loader()))
     torch.testing.assert_close(posterior.family().mean.detach(), values(net))
     curvature = diagonal_curvature(posterior.model, values(net), Batches(loader()).in_order(1))
-    check_scales(posterior.family().variance.detach()[16:], curvature[16:])
+    check_scales(
+        posterior.family().variance.detach()[16:], curvature[16:], posterior.space.subset(["2.weight", "2.bias"])
+    )
     posterior = bayes(vi.MeanField(), net, vi.LaplacePrior(1.0))
     with torch.no_grad():
         net[2].weight.zero_()  # no information about the first layer

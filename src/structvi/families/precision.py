@@ -87,5 +87,7 @@ class StructuredPrecision(LowRankFamily):
         return self.rank
 
     def place_columns(self, columns: Tensor) -> None:
+        # the unit is the scale with the columns: other than the scale, which says that the factor has begun
+        self.unit.copy_((self.log_scale.exp() ** -2 + columns.square().sum(1)).rsqrt())
         self.factor.zero_()
         self.factor[:, : columns.shape[1]] = columns * self.unit.unsqueeze(-1)

@@ -15,7 +15,7 @@ maximum. Without held-out data c = `WIDTH`, linearised.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
@@ -31,11 +31,12 @@ from ..families.precision import StructuredPrecision
 from ..models.batch import split_batch
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianLikelihood
+from ..models.likelihoods import Likelihood
 from ..models.priors.scale import NormalPrior
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
-from .batches import Batches
+from .batches import Batches, Reread
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched
 from .held_out import FEW_OUTPUTS, HeldOut, of_network, of_normals, of_posterior, outputs_of
@@ -96,6 +97,9 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
             posterior.family = StructuredPrecision(rank).bind(posterior.space).to(posterior.device)
         if "prior" in posterior.left_open:
             model.prior = relative_prior(model, theta, WIDTH)
+        for family in posterior.family.families():
+            family.first_stage()  # a factor that the curvature does not give is none
+            family.learn_all()
         laplace = curvature_of(posterior, theta, batches, options.seed, posterior.family.precision_columns)
     network, noise = None, _Noise.of(posterior)
     if options.validation is None:
@@ -103,7 +107,7 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
         kept = candidates[0]
     else:
         assert not isinstance(options.validation, int | float)
-        held_out = _Read(Batches(options.validation, options.seed, posterior.device))
+        held_out = Reread(Batches(options.validation, options.seed, posterior.device))
         alone = _network(posterior, theta, held_out)
         network = alone.held_out
         assert network is not None
@@ -126,7 +130,7 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
     return result
 
 
-def _network(posterior: PosteriorBase, theta: Tensor, held_out: "_Read") -> Candidate:
+def _network(posterior: PosteriorBase, theta: Tensor, held_out: Reread) -> Candidate:
     """The network itself, with the noise that suits it best where there is one to choose."""
     noise, linearised = _Noise.of(posterior), posterior.model.linearised_at is not None
     found = []
@@ -241,7 +245,7 @@ def _measure(
     theta: Tensor,
     laplace: Laplace,
     candidates: list[Candidate],
-    held_out: "_Read",
+    held_out: Reread,
     options: FitOptions,
     noise: _Noise,
     network: HeldOut,
@@ -273,10 +277,10 @@ def _measure(
             one.held_out = of_posterior(posterior, held_out, options.seed, DRAWS)
 
 
-def _has_few_outputs(posterior: PosteriorBase, theta: Tensor, held_out: "_Read") -> bool:
+def _has_few_outputs(posterior: PosteriorBase, theta: Tensor, held_out: Reread) -> bool:
     if posterior.model.user_forward is not None or posterior.batch_norm == "reestimated" or posterior.dropout == "on":
         return False
-    return outputs_of(posterior, theta, split_batch(held_out.first())[0]) <= FEW_OUTPUTS
+    return outputs_of(posterior, theta, split_batch(next(iter(held_out)))[0]) <= FEW_OUTPUTS
 
 
 def _chosen(candidates: list[Candidate], network: Candidate, keep: str) -> Candidate:
@@ -287,19 +291,6 @@ def _chosen(candidates: list[Candidate], network: Candidate, keep: str) -> Candi
     assert best is not None
     good = [one for one in candidates if one.held_out is not None and as_good(one.held_out, best)]
     return max(good, key=lambda one: one.order) if good else network
-
-
-class _Read:
-    """The held-out batches, each observation once, as often as asked."""
-
-    def __init__(self, batches: Batches):
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches.everything()
-
-    def first(self) -> Any:
-        return next(iter(self))
 
 
 def _result(
@@ -316,6 +307,11 @@ def _result(
     elbo = _elbo(posterior, read, options)
     model = posterior.model
     notes = [*notes, _explain(kept, options)]
+    if not isinstance(model.likelihood, Likelihood):
+        notes.append(
+            "the likelihood is a plain function, of which no labels can be drawn: the curvature is that of the "
+            "observed ones, too small on a network that fits its data, and the posterior too wide"
+        )
     if read.log_likelihood is not None and trained < read.log_likelihood:
         notes.append(
             "the network is worse on its own data than an output that ignores the input: is it trained? give epochs= "

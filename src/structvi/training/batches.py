@@ -225,6 +225,16 @@ class Batches:
             self.length = self.num_data // size if loader.drop_last else -(-self.num_data // size)
 
 
+class Reread:
+    """Batches as `Batches.everything` gives them, at most so many, as often as asked."""
+
+    def __init__(self, batches: Batches, most: int | None = None):
+        self.batches, self.most = batches, most
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches.everything(self.most)
+
+
 class _Order:
     """The batch sampler of a `DataLoader` that is otherwise the user's: it gives the index lists it was handed last.
 

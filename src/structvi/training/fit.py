@@ -27,7 +27,7 @@ from . import checkpoints
 from .adam import OptimizerLike
 from .around import fit_around
 from .averaging import copied
-from .batches import Batches
+from .batches import Batches, Reread
 from .before import set_num_data, unused_batch_norm
 from .fingerprint import fingerprint
 from .held_mean import fit_around_held_mean
@@ -220,7 +220,7 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
             )  # fmt: skip
             return run_fit(posterior, loader, again, label)
 
-        seen = _Some(batches, run.compared)
+        seen = Reread(batches, run.compared)
         posterior.last_fit = again_if_stuck(posterior, result, begun, seen, options.restarts, options.seed, fit_again)
     return posterior.last_fit
 
@@ -365,13 +365,3 @@ def _fresh(posterior: PosteriorBase) -> bool:
     """Whether all scales are still those that the family starts with; False where it has none."""
     said = [fresh for family in posterior.family.families() if (fresh := family.is_fresh()) is not None]
     return bool(said) and all(said)
-
-
-class _Some:
-    """At most so many batches, read anew each time."""
-
-    def __init__(self, batches: Batches, most: int):
-        self.batches, self.most = batches, most
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches.everything(self.most)

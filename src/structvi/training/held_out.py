@@ -1,7 +1,7 @@
 """The log density of data that take no part in a fit, of the average over draws, on draws that a seed alone decides."""
 
 from collections.abc import Callable, Iterable, Sequence
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,9 @@ class HeldOut(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """In nats for each element."""
-        return float(self.total.sum() / self.count.sum())
+        """In nats for each element; −∞ where some row has none that is a number."""
+        mean = float(self.total.sum() / self.count.sum())
+        return mean if mean == mean else -inf
 
     def gain_over(self, other: "HeldOut") -> tuple[float, float]:
         """How much higher the mean is, and the standard error of that over the rows, which both have seen.
@@ -58,7 +59,7 @@ def of_posterior(posterior: PosteriorBase, batches: Iterable[Any], seed: int, dr
     chunks = DrawChunks(posterior, draws, naive, 16, None, generator)
     rows = []
     for batch in batches:
-        inputs, target = _split(posterior, chunks, batch)
+        inputs, target = chunks.split(batch)
         rows.append(_rows(chunks.whole(inputs), target))
     return _joined(rows)
 
@@ -71,7 +72,7 @@ def member_log_probs(
     for rows, posterior in zip(found, posteriors, strict=True):
         chunks = DrawChunks(posterior, draws, naive, 16, None, torch.Generator().manual_seed(seed + 3))
         for batch in batches:
-            inputs, target = _split(posterior, chunks, batch)
+            inputs, target = chunks.split(batch)
             predictive = chunks.whole(inputs)
             log_prob = predictive.log_prob(target).double()
             observed = None if predictive.is_function else observed_target(predictive.likelihood, target)[1]
@@ -123,12 +124,6 @@ def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> int:
     with torch.no_grad(), posterior.network_mode(), posterior.model.linearised_around(None):
         output = posterior.model.outputs(theta.unsqueeze(0), inputs)
     return sum(leaf[0, 0].numel() for leaf in tree_leaves(output))
-
-
-def _split(posterior: PosteriorBase, chunks: DrawChunks, batch: Any) -> tuple[Any, Any]:
-    if posterior.model.user_forward is not None:
-        return batch, chunks.target(batch)
-    return split_batch(batch)
 
 
 def _rows(predictive: Predictive, target: Any) -> HeldOut:

@@ -13,7 +13,7 @@ from ..models.batch import split_batch
 from ..models.likelihoods import split_mask
 from ..posterior import PosteriorBase
 from .averaging import assign
-from .batches import Batches
+from .batches import Batches, Reread
 from .held_out import DRAWS, HeldOut, of_network, of_posterior
 
 #: nats within which held-out densities count as equal
@@ -35,13 +35,13 @@ class Watch:
     """
 
     def __init__(self, data: Iterable[Any], seed: int, device: torch.device):
-        self.batches, self.seed = Batches(data, seed, device), seed
+        self.batches, self.seed = Reread(Batches(data, seed, device)), seed
 
     def of(self, posterior: PosteriorBase, draws: int = DRAWS) -> HeldOut:
-        return of_posterior(posterior, self.batches.everything(), self.seed, draws)
+        return of_posterior(posterior, self.batches, self.seed, draws)
 
     def of_network(self, posterior: PosteriorBase, theta: Tensor) -> HeldOut:
-        return of_network(posterior, theta, self.batches.everything())
+        return of_network(posterior, theta, self.batches)
 
 
 def as_good(one: HeldOut, best: HeldOut) -> bool:
