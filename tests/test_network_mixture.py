@@ -1,6 +1,7 @@
 """A mixture of posteriors around networks of their own: with point masses it is the deep ensemble."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.models.calibration import Adjustment
 from structvi.network_mixture import stacking
+from structvi.storing.file import write
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 T = (X[:, 0] + X[:, 1] > 0).long()
@@ -128,6 +131,38 @@ def test_saved_and_loaded(tmp_path):
     (tmp_path / "mixture" / "network-0.safetensors").rename(tmp_path / "mixture" / "mixture.safetensors")
     with pytest.raises(vi.CheckpointError, match="does not describe a mixture"):
         vi.load_mixture(tmp_path / "mixture", networks())
+
+
+def test_a_calibration_is_saved_with_the_mixture(tmp_path):
+    mixture = vi.NetworkMixture.of(networks(2), vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
+    found = mixture.calibrate(loader(40, 60), conformal=True)
+    mixture.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
+    mixture.save(tmp_path)
+    again = vi.load_mixture(tmp_path, networks(2))
+    assert again.calibration.described() == mixture.calibration.described()
+    assert torch.equal(again.predict(X).mean, mixture.predict(X).mean)
+    assert not torch.allclose(again.predict(X).mean, mixture.predict(X, calibrated=False).mean, atol=1e-3)
+    assert torch.equal(again.predict(X).conformal(0.8), mixture.predict(X).conformal(0.8))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "calibration"),
+    [
+        ({}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
+        ({"scores": torch.zeros(3).double()}, {"adjustment": None, "conformal": None, "draws": 1}),
+        ({"scores": torch.zeros(3).double()}, None),
+        ({"scores": torch.full((3,), 2.0).double()}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
+        ({}, {"adjustment": ["scale", 2.0, 0.1, 0.01, 10], "conformal": None, "draws": 1}),
+        ({}, "no calibration"),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration):
+    mixture = vi.NetworkMixture.of(networks(2), vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
+    mixture.save(tmp_path)
+    description = {"kind": "mixture of networks", "networks": 2, "calibration": calibration}
+    write(tmp_path / "mixture.safetensors", {"weights": mixture.weights, **tensors}, description)
+    with pytest.raises(vi.CheckpointError, match=r"mixture\.safetensors"):
+        vi.load_mixture(tmp_path, networks(2))
 
 
 def test_what_is_no_mixture_of_networks():

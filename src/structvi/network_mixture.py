@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .basics.checks import check_one_of
 from .families.family import Family
 from .front_door import Posterior, load, variationalize
+from .models.calibration import Calibration
 from .models.priors.base import Prior
 from .objective import Estimate
 from .posterior import NetworkMixtureBase
@@ -22,6 +23,8 @@ from .predicting.metrics import evaluate
 from .predicting.predict import predict
 from .result import Result
 from .storing.file import CheckpointError, opened, write
+from .storing.posterior_description import refusing
+from .storing.posterior_file import check_calibration
 from .training.batches import Batches
 from .training.held_out import member_log_probs
 from .training.result import FitResult
@@ -158,13 +161,20 @@ class NetworkMixture(NetworkMixtureBase):
         return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write every member to a file of its own in a folder, and the weights; `load_mixture(folder, networks)`."""
+        """Write every member to a file of its own in a folder, the weights and the calibration.
+
+        `load_mixture(folder, networks)` reads them.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for c, member in enumerate(self.posteriors):
             assert isinstance(member, Posterior)
             member.save(folder / f"network-{c}.safetensors")
-        write(folder / "mixture.safetensors", {"weights": self.weights}, {"kind": KIND, "networks": len(self.members)})
+        tensors, found = {"weights": self.weights}, self.calibration
+        if found is not None and found.conformal is not None:
+            tensors["scores"] = found.conformal.values
+        description = {"kind": KIND, "networks": len(self.members)}
+        write(folder / "mixture.safetensors", tensors, description | _described(found))
 
 
 def load_mixture(folder: str | os.PathLike, networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
@@ -177,10 +187,11 @@ def load_mixture(folder: str | os.PathLike, networks: Sequence[nn.Module], **giv
     """
     path = Path(folder) / "mixture.safetensors"
     with opened(path) as stored:
-        count = stored.description.get("networks")
-        if stored.description.get("kind") != KIND or set(stored.table) != {"weights"}:
+        count, described = stored.description.get("networks"), stored.description.get("calibration")
+        if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", "scores"}:
             raise CheckpointError(f"{path} does not describe a mixture of networks")
-        weights = stored.tensors()["weights"]
+        tensors = stored.tensors()
+    weights = tensors["weights"]
     if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
@@ -188,7 +199,25 @@ def load_mixture(folder: str | os.PathLike, networks: Sequence[nn.Module], **giv
     members = [load(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)]
     mixture = NetworkMixture(members)
     mixture.weights.copy_(weights)
+    mixture.chosen_on = mixture.posteriors[0].chosen_on
+    with refusing(path):
+        mixture.calibration = _calibration(described, tensors.get("scores"), mixture.model.likelihood)
     return mixture
+
+
+def _calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
+    """From a file; ValueError where it says what cannot be."""
+    found = None if described is None else Calibration.of(described, scores)
+    has_scores = described is not None and described["conformal"] is not None
+    if has_scores != (scores is not None):
+        raise ValueError("conformal scores and their description go together")
+    if found is not None:
+        check_calibration(found, likelihood)
+    return found
+
+
+def _described(calibration: Calibration | None) -> dict[str, Any]:
+    return {} if calibration is None else {"calibration": calibration.described()}
 
 
 def stacking(log_probs: Tensor) -> Tensor:

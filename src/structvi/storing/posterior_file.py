@@ -248,12 +248,12 @@ def _calibration(saved: Saved, tensors: Mapping[str, Tensor], likelihood: Any, p
         return None
     with refusing(path):
         calibration = Calibration.of(saved.calibration, tensors.get(f"{SCORES}.scores"))
-        _check_calibration(calibration, likelihood)
+        check_calibration(calibration, likelihood)
         return calibration
 
 
-def _check_calibration(calibration: Calibration, likelihood: Any) -> None:
-    """That it is one of the likelihood's targets, as far as that is ours."""
+def check_calibration(calibration: Calibration, likelihood: Any) -> None:
+    """ValueError where it is not one of the likelihood's targets, as far as that is ours."""
     labels = isinstance(likelihood, Categorical | Bernoulli)
     if not labels and not isinstance(likelihood, Gaussian | Poisson):
         return

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..families.family import Family
 from ..families.gaussian import Gaussian
 from ..families.precision import StructuredPrecision
-from ..models.batch import split_batch
+from ..models.batch import rows, split_batch
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianLikelihood
 from ..models.likelihoods import Likelihood
@@ -48,8 +48,8 @@ from .warm_start import Laplace, curvature_of, prior_precision, trained_values, 
 
 #: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
 WIDTHS = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5)
-#: those where each costs passes of the network
-FEW_WIDTHS = (0.01, 0.1, 0.3, 1.0)
+#: those where each costs passes of the network: the first in both ways, the next in the better one while it is as good
+FEW_WIDTHS = (0.1, 0.3, 1.0)
 #: without held-out data
 WIDTH = 0.2
 #: rank of the default family, and the share of the weights that it is at most
@@ -59,9 +59,10 @@ NOISES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.0, 10.0)
 #: the prior's width on a path of temperatures
 PATH_WIDTH = WIDTH
 #: groups of draws, and batches, of the ELBO that is reported
-GROUPS, BATCHES = 2, 8
-#: draws of a candidate that is compared on draws
-DRAWS = 16
+GROUPS, BATCHES = 2, 4
+#: draws of a candidate that is compared on draws; the passes over the training data that each may take, and the
+#: held-out rows that it sees nevertheless
+DRAWS, PASSES, FEWEST = 8, 0.5, 64
 
 
 @dataclass
@@ -74,16 +75,18 @@ class Candidate:
     temperature: float  # λ
     noise: float = 1.0  # of a Gaussian("point"), in units of the network's residuals
     held_out: HeldOut | None = None
+    density: float = -inf  # of held-out data, in nats for each element
 
     @property
     def order(self) -> tuple[float, float, float, bool]:
         """From narrow to wide."""
         return (inf if self.width is None else self.width, self.temperature, self.noise, self.linearised)
 
-    @property
-    def density(self) -> float:
-        """Of held-out data, in nats for each element."""
-        return -inf if self.held_out is None else self.held_out.mean
+    def measured(self, held_out: HeldOut, network: HeldOut) -> HeldOut:
+        """Keep what was measured; of some of the rows, the network's own density and what is gained over it there."""
+        gain = held_out.gain_over(network)[0]
+        self.held_out, self.density = held_out, network.mean + gain if gain == gain else -inf
+        return held_out
 
 
 def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
@@ -112,7 +115,7 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
         network = alone.held_out
         assert network is not None
         candidates = _candidates(posterior, options, float(network.count.mean()))
-        _measure(posterior, theta, laplace, candidates, held_out, options, noise, network)
+        _Measuring(posterior, laplace, held_out, options, noise, alone)(candidates)
         candidates = [one for one in candidates if one.held_out is not None]
         kept = _chosen(candidates, alone, options.keep)
     path, at_one = _path(posterior, laplace, candidates, kept, batches, options, noise)
@@ -136,7 +139,8 @@ def _network(posterior: PosteriorBase, theta: Tensor, held_out: Reread) -> Candi
     found = []
     for factor in noise.factors:
         noise.set(factor)
-        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, of_network(posterior, theta, held_out)))
+        one = of_network(posterior, theta, held_out)
+        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, one, one.mean))
     noise.set(1.0)
     return max(found, key=lambda one: one.density)
 
@@ -240,50 +244,87 @@ def _place(posterior: PosteriorBase, laplace: Laplace, candidate: Candidate, noi
     laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
 
 
-def _measure(
-    posterior: PosteriorBase,
-    theta: Tensor,
-    laplace: Laplace,
-    candidates: list[Candidate],
-    held_out: Reread,
-    options: FitOptions,
-    noise: _Noise,
-    network: HeldOut,
-) -> None:
+class _Measuring:
     """The held-out density of candidates: of linearised ones exactly where outputs are few, of others on draws."""
-    linear = [one for one in candidates if one.linearised]
-    drawn = [one for one in candidates if not one.linearised]
 
-    def normal(one: Candidate) -> Gaussian:
-        _place(posterior, laplace, one, noise)
-        density = posterior.family()
-        assert isinstance(density, Gaussian)
-        return density
+    def __init__(
+        self,
+        posterior: PosteriorBase,
+        laplace: Laplace,
+        held_out: Reread,
+        options: FitOptions,
+        noise: _Noise,
+        network: Candidate,
+    ):
+        self.posterior, self.laplace, self.held_out = posterior, laplace, held_out
+        self.options, self.noise, self.alone = options, noise, network
+        assert network.held_out is not None
+        self.network = network.held_out
 
-    exact = bool(linear) and isinstance(posterior.family(), Gaussian) and _has_few_outputs(posterior, theta, held_out)
-    if exact:
-        normals = [partial(normal, one) for one in linear]
-        for one, found in zip(linear, of_normals(posterior, theta, normals, held_out, options.seed), strict=True):
-            one.held_out = found
-        best = max(linear, key=lambda one: one.density)
-        drawn = [one for one in drawn if one.noise == best.noise and one.width in (None, best.width, FEW_WIDTHS[1])]
-    is_path = options.temperature == "validated"
-    for one in [] if exact else candidates:  # the narrowest stands for the network, and is as good as it
-        if one.width == WIDTHS[0]:
-            one.held_out = network
-    for one in drawn if exact else candidates:
-        if one.held_out is None and (exact or is_path or one.width in (None, *FEW_WIDTHS)):
-            _place(posterior, laplace, one, noise)
-            one.held_out = of_posterior(posterior, held_out, options.seed, DRAWS)
+    def __call__(self, candidates: list[Candidate]) -> None:
+        linear = [one for one in candidates if one.linearised]
+        drawn = [one for one in candidates if not one.linearised]
+        if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
+            self.on_draws(candidates, self.held_out)
+        elif linear and isinstance(self.posterior.family(), Gaussian) and self.has_few_outputs():
+            self.exactly(linear)
+            best = max(linear, key=lambda one: one.density)
+            same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
+            self.on_draws(same, self.few(1))
+        else:
+            self.one_by_one([one for one in candidates if one.noise == self.alone.noise])
 
+    def exactly(self, candidates: list[Candidate]) -> None:
+        def normal(one: Candidate) -> Gaussian:
+            _place(self.posterior, self.laplace, one, self.noise)
+            density = self.posterior.family()
+            assert isinstance(density, Gaussian)
+            return density
 
-def _has_few_outputs(posterior: PosteriorBase, theta: Tensor, held_out: Reread) -> bool:
-    if posterior.model.user_forward is not None or posterior.batch_norm == "reestimated" or posterior.dropout == "on":
-        return False
-    return outputs_of(posterior, theta, split_batch(next(iter(held_out)))[0]) <= FEW_OUTPUTS
+        normals = [partial(normal, one) for one in candidates]
+        found = of_normals(self.posterior, self.laplace.theta, normals, self.held_out, self.options.seed)
+        for one, held_out in zip(candidates, found, strict=True):
+            one.measured(held_out, self.network)
+
+    def on_draws(self, candidates: list[Candidate], held_out: Reread) -> None:
+        for one in candidates:
+            _place(self.posterior, self.laplace, one, self.noise)
+            one.measured(of_posterior(self.posterior, held_out, self.options.seed, DRAWS), self.network)
+
+    def one_by_one(self, candidates: list[Candidate]) -> None:
+        """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
+        best, few = self.network, self.few(2)
+        for width in FEW_WIDTHS:
+            tried = [one for one in candidates if one.width == width]
+            self.on_draws(tried, few)
+            better = max(tried, key=lambda one: one.density)
+            candidates = [one for one in candidates if one.linearised == better.linearised]
+            assert better.held_out is not None
+            if not as_good(better.held_out, best):
+                break
+            best = max(best, better.held_out, key=lambda one: one.gain_over(self.network)[0])
+
+    def few(self, cost: int) -> Reread:
+        """Held-out batches, evenly spread, of which a candidate takes `PASSES`, with draws that cost so many passes."""
+        enough = max(FEWEST, int(3 * PASSES * self.posterior.model.num_data / (cost * DRAWS)))
+        return Reread(self.held_out.batches, -(-enough // rows(self.first())))
+
+    def first(self) -> Any:
+        return next(iter(self.held_out))
+
+    def has_few_outputs(self) -> bool:
+        posterior = self.posterior
+        if (
+            posterior.model.user_forward is not None
+            or posterior.batch_norm == "reestimated"
+            or posterior.dropout == "on"
+        ):
+            return False
+        return outputs_of(posterior, self.laplace.theta, split_batch(self.first())[0]) <= FEW_OUTPUTS
 
 
 def _chosen(candidates: list[Candidate], network: Candidate, keep: str) -> Candidate:
+    """Of those that were measured; densities of some of the rows are compared on these."""
     best = max(candidates, key=lambda one: one.density)
     if keep == "best":
         return best if best.density >= network.density - MARGIN else network
@@ -327,7 +368,7 @@ def _result(
         candidates={kept.name: elbo}, comparison=f"{GROUPS} groups of draws", history=History(), steps=0, epochs=0.0,
         temperature=kept.temperature, bound=posterior.family().bound, exact=posterior.device.type == "cpu",
         notes=notes, evaluation=str(evaluation), constant=read.log_likelihood,
-        held_out={one.name: one.held_out.mean for one in candidates if one.held_out is not None},
+        held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
         against_network=None if network is None or kept.held_out is None else kept.held_out.gain_over(network),
     )  # fmt: skip

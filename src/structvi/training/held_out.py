@@ -39,17 +39,20 @@ class HeldOut(NamedTuple):
         return mean if mean == mean else -inf
 
     def gain_over(self, other: "HeldOut") -> tuple[float, float]:
-        """How much higher the mean is, and the standard error of that over the rows, which both have seen.
+        """How much higher the mean is, and the standard error of that, over the rows that both have seen.
+
+        Where one has seen fewer, those are the first of the other's.
 
         Example:
             >>> count = torch.ones(4, dtype=torch.float64)
             >>> HeldOut(-count, count).gain_over(HeldOut(-2 * count, count))
             (1.0, 0.0)
         """
-        gain = self.mean - other.mean
-        residual = (self.total - other.total) - gain * self.count
-        rows = len(residual)
-        error = sqrt(float(residual.square().sum()) * rows / (rows - 1)) / float(self.count.sum()) if rows > 1 else 0.0
+        rows = min(len(self.total), len(other.total))
+        one, two = (HeldOut(x.total[:rows], x.count[:rows]) for x in (self, other))
+        gain = one.mean - two.mean
+        residual = (one.total - two.total) - gain * one.count
+        error = sqrt(float(residual.square().sum()) * rows / (rows - 1)) / float(one.count.sum()) if rows > 1 else 0.0
         return gain, error
 
 
