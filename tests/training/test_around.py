@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.training import around
-from structvi.training.around import FEW_WIDTHS, NOISES, WIDTH, WIDTHS, Candidate
+from structvi.training.candidates import FEW_WIDTHS, NOISES, WIDTH, WIDTHS
 from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
 from structvi.training.validation import MARGIN, as_good
 
@@ -220,35 +219,6 @@ def test_outputs_that_are_many_are_compared_on_draws():
     rest = [f"{better}, prior {width:g}" for width in FEW_WIDTHS[1:]]
     assert set(first) <= set(tried) <= {*first, *rest}
     assert result.against_network[0] > -MARGIN
-
-
-def test_some_of_the_held_out_rows_are_the_first_of_all():
-    count = torch.ones(4, dtype=torch.float64)
-    whole, few = HeldOut(torch.tensor([-1.0, -2.0, -3.0, -9.0]).double(), count), HeldOut(-count[:3], count[:3])
-    gain, error = few.gain_over(whole)
-    assert gain == pytest.approx(1.0)
-    assert error == pytest.approx(1 / 3**0.5)  # of 0, 1 and 2 the standard deviation is 1
-    assert whole.gain_over(few) == pytest.approx((-1.0, error))
-    one = Candidate("some", 0.1, True, 1.0)
-    one.measured(few, whole)
-    assert one.density == pytest.approx(whole.mean + 1)
-
-
-def test_a_candidate_on_draws_takes_half_a_pass(monkeypatch):
-    """Of 2000 held-out rows for 400 of training, with 8 draws: 75 rows, in batches of 20."""
-    monkeypatch.setattr(around, "FEWEST", 10)
-    seen = []
-    monkeypatch.setattr(around, "of_posterior", lambda posterior, data, *rest: seen.append(rows_of(data)) or whole)
-    net = trained(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), steps=30)
-    x, t = torch.randn(400, 2), torch.randint(3, (400,))
-    whole = HeldOut(torch.full((2000,), -5.0).double(), torch.ones(2000).double())
-    held_out = loader((x.repeat(5, 1), t.repeat(5)), 20)
-    vi.variationalize(net, vi.likelihoods.Categorical()).fit(loader((x, t)), validation=held_out, progress=False)
-    assert seen[-1:] == [80]
-
-
-def rows_of(data):
-    return sum(len(batch[1]) for batch in data)
 
 
 def test_exact_and_drawn_held_out_densities_agree():

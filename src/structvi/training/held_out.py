@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import Bernoulli, Categorical
 from torch.quasirandom import SobolEngine
 from torch.utils._pytree import tree_leaves
 
@@ -86,12 +87,37 @@ def member_log_probs(
 
 def of_network(posterior: PosteriorBase, theta: Tensor, batches: Iterable[Any]) -> HeldOut:
     """Of the network at one θ [P]."""
+    with posterior.model.linearised_around(None):
+        return of_posterior(_at(posterior, theta), batches, 0, 1)
+
+
+def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
     family = MAP().bind(posterior.space)
     with torch.no_grad():
         family.point.copy_(theta)
+    return posterior.with_family(family.to(posterior.device))
+
+
+def is_too_sure(posterior: PosteriorBase, theta: Tensor, batches: Iterable[Any]) -> bool:
+    """Whether the labels are less likely under the network at one θ [P] than it expects: −log p(t) above its entropy.
+
+    The derivative of the held-out log-likelihood by a temperature, at one, is the mean of −log p(t) less that of the
+    entropy. Where it is negative every spread of the predictions costs, to first order. Of likelihoods that are not of
+    labels nothing is said: True.
+    """
+    excess = 0.0
     with posterior.model.linearised_around(None):
-        point = posterior.with_family(family.to(posterior.device))
-        return of_posterior(point, batches, 0, 1)
+        chunks = DrawChunks(_at(posterior, theta), 1, naive, 16, None, torch.Generator())
+        for batch in batches:
+            inputs, target = chunks.split(batch)
+            predictive = chunks.whole(inputs)
+            if predictive.is_function or not isinstance(predictive.components, Categorical | Bernoulli):
+                return True
+            rows = _rows(predictive, target)
+            observed = observed_target(predictive.likelihood, target)[1]
+            entropy = predictive.entropy.double()
+            excess -= float((entropy if observed is None else entropy[observed]).sum()) + float(rows.total.sum())
+    return excess > 0
 
 
 def of_normals(

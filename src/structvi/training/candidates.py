@@ -1,0 +1,254 @@
+"""What may be placed around a trained network, how each candidate does on held-out data, and which is kept."""
+
+from dataclasses import dataclass
+from functools import partial
+from glob import escape
+from math import inf, log
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families.gaussian import Gaussian
+from ..models.batch import rows, split_batch
+from ..models.bayesian_model import BayesianModel
+from ..models.likelihoods import Gaussian as GaussianLikelihood
+from ..models.priors.scale import NormalPrior
+from ..posterior import PosteriorBase
+from .batches import Reread
+from .held_out import FEW_OUTPUTS, HeldOut, of_network, of_normals, of_posterior, outputs_of
+from .options import FitOptions
+from .temperature_path import temperature_path
+from .validation import MARGIN, NETWORK, as_good
+from .warm_start import Laplace, prior_precision
+
+#: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
+WIDTHS = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5)
+#: those where each costs passes of the network: the first in both ways, the next in the better one while it is as good
+FEW_WIDTHS = (0.1, 0.3, 1.0)
+#: without held-out data
+WIDTH = 0.2
+#: rank of the default family, and the share of the weights that it is at most
+RANK = 32
+#: factors of a noise that is a parameter
+NOISES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.0, 10.0)
+#: the prior's width on a path of temperatures
+PATH_WIDTH = WIDTH
+#: draws of a candidate that is compared on draws; the passes over the training data that each may take, and the
+#: held-out rows that it sees nevertheless
+DRAWS, PASSES, FEWEST = 8, 0.5, 64
+
+
+@dataclass
+class Candidate:
+    """A posterior that was tried."""
+
+    name: str
+    width: float | None  # c; None where the prior is the user's
+    linearised: bool
+    temperature: float  # λ
+    noise: float = 1.0  # of a Gaussian("point"), in units of the network's residuals
+    held_out: HeldOut | None = None
+    density: float = -inf  # of held-out data, in nats for each element
+
+    @property
+    def order(self) -> tuple[float, float, float, bool]:
+        """From narrow to wide."""
+        return (inf if self.width is None else self.width, self.temperature, self.noise, self.linearised)
+
+    def measured(self, held_out: HeldOut, network: HeldOut) -> HeldOut:
+        """Keep what was measured; of some of the rows, the network's own density and what is gained over it there."""
+        gain = held_out.gain_over(network)[0]
+        self.held_out, self.density = held_out, network.mean + gain if gain == gain else -inf
+        return held_out
+
+
+class Noise:
+    """The noise of a Gaussian("point") likelihood: residuals of a network on its own data are smaller than it."""
+
+    def __init__(self, parameter: Tensor | None):
+        self.parameter = parameter
+        self.start = 0.0 if parameter is None else float(parameter.detach())
+        self.factors = (1.0,) if parameter is None else NOISES
+
+    @classmethod
+    def of(cls, posterior: PosteriorBase) -> "Noise":
+        likelihood = posterior.model.likelihood
+        is_point = isinstance(likelihood, GaussianLikelihood) and likelihood.noise == "point"
+        return cls(likelihood.log_noise if is_point else None)
+
+    def set(self, factor: float) -> None:
+        if self.parameter is not None:
+            with torch.no_grad():
+                self.parameter.fill_(self.start + log(factor))
+
+
+def network_alone(posterior: PosteriorBase, theta: Tensor, held_out: Reread) -> Candidate:
+    """The network itself, with the noise that suits it best where there is one to choose."""
+    noise, linearised = Noise.of(posterior), posterior.model.linearised_at is not None
+    found = []
+    for factor in noise.factors:
+        noise.set(factor)
+        one = of_network(posterior, theta, held_out)
+        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, one, one.mean))
+    noise.set(1.0)
+    return max(found, key=lambda one: one.density)
+
+
+def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
+    """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
+    named = model.space.unravel(theta)
+    scales = dict(zip(model.net_space.names, model.net_space.scales.tolist(), strict=True))
+    rms = {name: float(named[name].double().square().mean().sqrt()) for name in scales}
+    # a tensor that is zero says nothing of its scale
+    return NormalPrior({escape(name): width * max(rms[name], 1e-3 * scales[name]) for name in scales})
+
+
+def candidates_of(posterior: PosteriorBase, options: FitOptions, elements: float = 1.0) -> list[Candidate]:
+    """In the order in which they are tried; the first is what is taken without held-out data.
+
+    Args:
+        elements: observed numbers in a row, the pixels of an image: λ may go up to it.
+    """
+    linear = [True, False] if "linearise" in posterior.left_open else [posterior.model.linearised_at is not None]
+    widths: tuple[float | None, ...] = (None,)
+    if "prior" in posterior.left_open:
+        widths = (WIDTH,) if options.validation is None else WIDTHS
+    temperatures = (options.temperature,)
+    if options.temperature == "validated":
+        widths = (None,) if widths == (None,) else (PATH_WIDTH,)
+        temperatures = temperature_path(elements)
+    noises = (1.0,) if options.validation is None else Noise.of(posterior).factors
+    found = []
+    for linearised in linear:
+        for width in widths:
+            for temperature in temperatures:
+                how = "linearised" if linearised else "drawn weights"
+                prior = "" if width is None else f", prior {width:g}"
+                dial = "" if len(temperatures) == 1 else f", λ = {temperature:g}"
+                for noise in noises:
+                    own = "" if len(noises) == 1 else f", noise {noise:g}"
+                    name = f"{how}{prior}{dial}{own}"
+                    found.append(Candidate(name, width, linearised, float(temperature), noise))
+    return found
+
+
+def place(posterior: PosteriorBase, laplace: Laplace, candidate: Candidate, noise: Noise) -> None:
+    """The posterior of a candidate. A noise c times as large makes the data's curvature smaller by c²."""
+    model = posterior.model
+    noise.set(candidate.noise)
+    if candidate.width is not None:
+        model.prior = relative_prior(model, laplace.theta, candidate.width)
+    if "linearise" in posterior.left_open:
+        model.linearised_at = laplace.theta[: model.net_space.size].clone() if candidate.linearised else None
+    curvature = candidate.temperature * candidate.noise**2
+    laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
+
+
+class Rule:
+    """Which candidates are as good as the best, the network among them.
+
+    Spread makes predictions less sure. A network that is too sure gains by it, and the widest posterior that is as good
+    as the best is taken. One that is not sure enough loses, by how much is hard to see on few data: there a
+    posterior is taken only where it gains half a standard error over the network.
+    """
+
+    def __init__(self, network: Candidate, is_too_sure: bool):
+        self.alone, self.is_too_sure = network, is_too_sure
+        assert network.held_out is not None
+        self.network = network.held_out
+
+    def is_good(self, one: Candidate, best: HeldOut) -> bool:
+        if one.held_out is None:
+            return False
+        if self.is_too_sure:
+            return as_good(one.held_out, best)
+        gain, error = one.held_out.gain_over(self.network)
+        return gain > 0.5 * error
+
+    def widest(self, candidates: list[Candidate]) -> Candidate:
+        best = max(*candidates, self.alone, key=lambda one: one.density).held_out
+        assert best is not None
+        good = [one for one in candidates if self.is_good(one, best)]
+        return max(good, key=lambda one: one.order) if good else self.alone
+
+    def best(self, candidates: list[Candidate]) -> Candidate:
+        best = max(candidates, key=lambda one: one.density)
+        return best if best.density >= self.alone.density - MARGIN else self.alone
+
+
+class Measuring:
+    """The held-out density of candidates: of linearised ones exactly where outputs are few, of others on draws."""
+
+    def __init__(
+        self,
+        posterior: PosteriorBase,
+        laplace: Laplace,
+        held_out: Reread,
+        options: FitOptions,
+        noise: Noise,
+        rule: Rule,
+    ):
+        self.posterior, self.laplace, self.held_out = posterior, laplace, held_out
+        self.options, self.noise, self.rule = options, noise, rule
+        self.network = rule.network
+
+    def __call__(self, candidates: list[Candidate]) -> None:
+        linear = [one for one in candidates if one.linearised]
+        drawn = [one for one in candidates if not one.linearised]
+        if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
+            self.on_draws(candidates, self.held_out)
+        elif linear and isinstance(self.posterior.family(), Gaussian) and self.has_few_outputs():
+            self.exactly(linear)
+            best = max(linear, key=lambda one: one.density)
+            same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
+            self.on_draws(same, self.few(1))
+        else:
+            self.one_by_one([one for one in candidates if one.noise == self.rule.alone.noise])
+
+    def exactly(self, candidates: list[Candidate]) -> None:
+        def normal(one: Candidate) -> Gaussian:
+            place(self.posterior, self.laplace, one, self.noise)
+            density = self.posterior.family()
+            assert isinstance(density, Gaussian)
+            return density
+
+        normals = [partial(normal, one) for one in candidates]
+        found = of_normals(self.posterior, self.laplace.theta, normals, self.held_out, self.options.seed)
+        for one, held_out in zip(candidates, found, strict=True):
+            one.measured(held_out, self.network)
+
+    def on_draws(self, candidates: list[Candidate], held_out: Reread) -> None:
+        for one in candidates:
+            place(self.posterior, self.laplace, one, self.noise)
+            one.measured(of_posterior(self.posterior, held_out, self.options.seed, DRAWS), self.network)
+
+    def one_by_one(self, candidates: list[Candidate]) -> None:
+        """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
+        best, few = self.network, self.few(2)
+        for width in FEW_WIDTHS:
+            tried = [one for one in candidates if one.width == width]
+            self.on_draws(tried, few)
+            better = max(tried, key=lambda one: one.density)
+            candidates = [one for one in candidates if one.linearised == better.linearised]
+            if better.held_out is None or not self.rule.is_good(better, best):
+                break
+            best = max(best, better.held_out, key=lambda one: one.gain_over(self.network)[0])
+
+    def few(self, cost: int) -> Reread:
+        """Held-out batches, evenly spread, of which a candidate takes `PASSES`, with draws that cost so many passes."""
+        enough = max(FEWEST, int(3 * PASSES * self.posterior.model.num_data / (cost * DRAWS)))
+        return Reread(self.held_out.batches, -(-enough // rows(self.first())))
+
+    def first(self) -> Any:
+        return next(iter(self.held_out))
+
+    def has_few_outputs(self) -> bool:
+        posterior = self.posterior
+        if (
+            posterior.model.user_forward is not None
+            or posterior.batch_norm == "reestimated"
+            or posterior.dropout == "on"
+        ):
+            return False
+        return outputs_of(posterior, self.laplace.theta, split_batch(self.first())[0]) <= FEW_OUTPUTS

@@ -1,0 +1,100 @@
+"""Candidates around a trained network: what is measured of them, at which price, and which is kept."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.training import candidates
+from structvi.training.candidates import Candidate, Rule
+from structvi.training.held_out import HeldOut, is_too_sure
+
+
+def loader(pair, size=40):
+    return DataLoader(TensorDataset(*pair), batch_size=size)
+
+
+def held_out(*log_probs):
+    return HeldOut(torch.tensor(log_probs).double(), torch.ones(len(log_probs)).double())
+
+
+def test_some_of_the_held_out_rows_are_the_first_of_all():
+    count = torch.ones(4, dtype=torch.float64)
+    whole, few = HeldOut(torch.tensor([-1.0, -2.0, -3.0, -9.0]).double(), count), HeldOut(-count[:3], count[:3])
+    gain, error = few.gain_over(whole)
+    assert gain == pytest.approx(1.0)
+    assert error == pytest.approx(1 / 3**0.5)  # of 0, 1 and 2 the standard deviation is 1
+    assert whole.gain_over(few) == pytest.approx((-1.0, error))
+    one = Candidate("some", 0.1, True, 1.0)
+    one.measured(few, whole)
+    assert one.density == pytest.approx(whole.mean + 1)
+
+
+def test_a_candidate_on_draws_takes_half_a_pass(monkeypatch):
+    """Of 2000 held-out rows for 400 of training, with 8 draws: 75 rows, in batches of 20."""
+    monkeypatch.setattr(candidates, "FEWEST", 10)
+    seen = []
+    monkeypatch.setattr(candidates, "of_posterior", lambda posterior, data, *rest: seen.append(rows_of(data)) or whole)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, t = torch.randn(400, 2), torch.randint(3, (400,))
+    whole = HeldOut(torch.full((2000,), -5.0).double(), torch.ones(2000).double())
+    held_out = loader((x.repeat(5, 1), t.repeat(5)), 20)
+    vi.variationalize(net, vi.likelihoods.Categorical()).fit(loader((x, t)), validation=held_out, progress=False)
+    assert seen[-1:] == [80]
+
+
+def rows_of(data):
+    return sum(len(batch[1]) for batch in data)
+
+
+@pytest.mark.parametrize("gain", [0.3, 3.0])
+@pytest.mark.parametrize("labels", ["classes", "bits", "masked bits"])
+def test_too_sure_is_what_a_temperature_would_mend(gain, labels):
+    """The sign of the derivative of the held-out log-likelihood by the temperature, by a difference."""
+    torch.manual_seed(0)
+    x, net = torch.randn(300, 3).double(), nn.Linear(3, 4).double()
+    truth = net(x).detach()
+    with torch.no_grad():
+        net.weight.mul_(gain)
+        net.bias.mul_(gain)
+    if labels == "classes":
+        likelihood, t, mask = vi.likelihoods.Categorical(), torch.distributions.Categorical(logits=truth).sample(), None
+    else:
+        likelihood, t = vi.likelihoods.Bernoulli(), torch.bernoulli(truth.sigmoid())
+        mask = torch.rand(t.shape) < 0.5 if labels == "masked bits" else None
+    bayes = vi.variationalize(net, likelihood, vi.MeanField(), num_data=300)
+
+    def log_likelihood(T):
+        y = net(x).detach() / T
+        if labels == "classes":
+            return -nn.functional.cross_entropy(y, t)
+        each = -nn.functional.binary_cross_entropy_with_logits(y, t, reduction="none")
+        return each.sum() if mask is None else each[mask].sum()
+
+    slope = log_likelihood(1.001) - log_likelihood(0.999)
+    batch = (x, t if mask is None else (t, mask))
+    assert is_too_sure(bayes, bayes.space.initial, [batch]) == bool(slope > 0) == (gain > 1)
+
+
+def test_of_noise_and_functions_nothing_is_said():
+    net, x = nn.Linear(3, 1), torch.randn(5, 3)
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=5)
+    assert is_too_sure(bayes, bayes.space.initial, [(x, torch.zeros(5, 1))])
+    plain = vi.variationalize(net, lambda y, t: -(y - t).square().sum(-1), vi.MeanField(), num_data=5)
+    assert is_too_sure(plain, plain.space.initial, [(x, torch.zeros(5, 1))])
+
+
+@pytest.mark.parametrize(("is_too_sure", "expected"), [(True, "wide"), (False, "narrow")])
+def test_a_network_that_is_not_sure_enough_is_left_only_for_a_gain(is_too_sure, expected):
+    """The wide one is as good as the best to within half a standard error, and gains nothing over the network."""
+    alone = Candidate("the network", None, True, 1.0, held_out=held_out(-1.0, -1.0, -1.0, -1.0), density=-1.0)
+    narrow, wide = Candidate("narrow", 0.1, True, 1.0), Candidate("wide", 0.3, True, 1.0)
+    narrow.measured(held_out(-0.996, -0.998, -0.996, -0.998), alone.held_out)
+    wide.measured(held_out(-0.9, -1.1, -0.99, -1.01), alone.held_out)
+    rule = Rule(alone, is_too_sure)
+    assert rule.widest([narrow, wide]).name == expected
+    assert rule.best([narrow, wide]).name == "narrow"
+    wide.measured(held_out(-1.1, -1.1, -1.1, -1.2), alone.held_out)
+    assert rule.widest([wide]).name == rule.best([wide]).name == "the network"
