@@ -34,6 +34,7 @@ class Data:
     unfamiliar: Tensor
     unfamiliar_name: str
     shifts: dict[str, TensorDataset] = field(default_factory=dict)
+    positive: int | None = None  # of two classes the one that must not be missed
 
     def smaller(self, cases: int) -> "Data":
         """The first cases of every part."""
@@ -135,7 +136,7 @@ def breastmnist(folder: Path | None) -> Data:
             (torch.from_numpy(file[f"{part}_images"]).unsqueeze(1), torch.from_numpy(file[f"{part}_labels"]).flatten())
             for part in ("train", "val", "test")
         ]
-    return build("breastmnist", parts, 2, ("scrambled tiles", scrambled(7)))
+    return replace(build("breastmnist", parts, 2, ("scrambled tiles", scrambled(7))), positive=0)  # malignant
 
 
 def nuclei(folder: Path | None) -> Data:
@@ -146,7 +147,8 @@ def nuclei(folder: Path | None) -> Data:
     x = avg_pool2d(images[order].unsqueeze(1).float(), 4)
     t = avg_pool2d((labels[order] > 0).unsqueeze(1).float(), 4).squeeze(1) >= 0.5
     cuts = (slice(240), slice(240, 280), slice(280, None))
-    return build("nuclei", [(x[cut], t[cut].long()) for cut in cuts], 2, ("inverted", lambda x: -x), 24)
+    found = build("nuclei", [(x[cut], t[cut].long()) for cut in cuts], 2, ("inverted", lambda x: -x), 24)
+    return replace(found, positive=1)
 
 
 def cifar10(folder: Path | None) -> Data:

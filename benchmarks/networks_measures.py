@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 from .networks_data import Data
 
 BINS = 15
+#: of the cases that are not referred, so many of the positive ones are to be found
+SENSITIVITY = 0.95
 #: inputs → log p(class) [B, C, ..]
 Predictor = Callable[[Tensor], Tensor]
 
@@ -103,6 +105,17 @@ def measures(log_p: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
+def referred(log_p: Tensor, labels: Tensor, positive: int) -> float:
+    """The share of the least sure cases (pixels) that someone must look at, for a sensitivity of 95 % on the rest."""
+    top, label = log_p.max(1)
+    order = top.flatten().argsort(descending=True, stable=True)
+    is_positive, found = (labels == positive).flatten()[order], ((labels == positive) & (label == labels)).flatten()
+    share = found[order].cumsum(0) / is_positive.cumsum(0).clamp(min=1)
+    enough = (share >= SENSITIVITY) | (is_positive.cumsum(0) == 0)
+    kept = int(enough.nonzero().max()) + 1 if bool(enough.any()) else 0
+    return 1 - kept / len(order)
+
+
 def calibration_error(confidence: Tensor, right: Tensor) -> float:
     """Σ_bins share · |mean confidence − accuracy|, over bins of equal width."""
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
@@ -136,7 +149,10 @@ def assess(predictor: Predictor, data: Data, batch: int, meter: Meter) -> dict:
         test = of(data.test)
     labels, count = data.test.tensors[1], len(data.test)
     outside = log_probabilities(predictor, data.unfamiliar, batch, meter.device)
-    shifts = {name: float(cases(of(part), part.tensors[1]).mean()) for name, part in data.shifts.items()}
+    under = {name: cases(of(part), part.tensors[1]) for name, part in data.shifts.items()}
+    shifts = {name: float(values.mean()) for name, values in under.items()}
+    top, label = test.max(1)
+    single = labels.ndim == 1  # one label a case: what is needed to resample errors of calibration
     return measures(test, labels) | {
         "auroc": auroc(entropy(test[: len(outside)]), entropy(outside)),
         "validation": float(cases(held_out, data.validation.tensors[1]).mean()),
@@ -144,5 +160,13 @@ def assess(predictor: Predictor, data: Data, batch: int, meter: Meter) -> dict:
         "shifts": shifts,
         "forwards": cost.forwards / count,
         "predict_seconds": 1000 * cost.seconds / count,
-        "cases": [round(value, 5) for value in cases(test, labels).tolist()],
+        "cases": rounded(cases(test, labels)),
+        "shift_cases": rounded(torch.stack(list(under.values())).mean(0)),
+        "right": rounded((label == labels).double().reshape(count, -1).mean(1)),
+        "confidence": rounded(top.exp()) if single else None,
+        "referred": None if data.positive is None else referred(test, labels, data.positive),
     }
+
+
+def rounded(values: Tensor) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]

@@ -7,11 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from .networks_measures import BINS
 from .networks_methods import METHODS
 from .uci_tables import grid
 
 DEFAULT, NETWORK, SCALED = "ours, default call", "network", "temperature scaling"
-RESAMPLES = 4000
+RESAMPLES, FEW_RESAMPLES = 4000, 400
+ENSEMBLE, MIXTURE = "ensemble of 5", "ours, mixture of 5"
+PAIRS = (
+    (DEFAULT, NETWORK),
+    (DEFAULT, SCALED),
+    (DEFAULT, "MC dropout, injected"),
+    (DEFAULT, "MC dropout, trained with"),
+    ("ours, calibrated", NETWORK),
+    (MIXTURE, ENSEMBLE),
+    (MIXTURE, f"{ENSEMBLE}, tempered"),
+)
 #: nats by which a single run counts as worse than its network
 WORSE = 0.01
 COLUMNS = {"nll": 4, "ece": 3, "accuracy": 4, "aurc": 4, "auroc": 3, "shift": 3}
@@ -35,7 +46,7 @@ def _of_set(name: str, records: list[Record]) -> list[str]:
     one, seeds = records[0], [record["seed"] for record in records]
     sizes = ", ".join(f"{count} {part}" for part, count in one["sizes"].items())
     title = f"### {name}\n\n{one['weights']} weights, {sizes}; seeds {seeds}; unfamiliar: {one['unfamiliar']}"
-    tables = [title, measured(records), shifts(records), differences(records), choices(records)]
+    tables = [title, measured(records), shifts(records), differences(records), against(records), choices(records)]
     if failed := failures(records):
         tables.append(failed)
     return [text for text in tables if text]
@@ -60,6 +71,7 @@ def cell(values: list[float], digits: int) -> str:
 def measured(records: list[Record]) -> str:
     """Means and standard deviations over seeds."""
     columns = COLUMNS | {"passes": 1, "fit_seconds": 1, "forwards": 0}
+    is_two = rows_of(records, NETWORK)[0]["referred"] is not None
     lines = []
     for name in METHODS:
         rows = rows_of(records, name)
@@ -67,8 +79,10 @@ def measured(records: list[Record]) -> str:
             continue
         label = name if len(rows) == len(records) else f"{name} ({len(rows)} of {len(records)} seeds)"
         cells = [cell([row[key] for row in rows], digits) for key, digits in list(columns.items())[:6]]
-        lines.append([label, *cells, *(f"{mean(row[key] for row in rows):.1f}" for key in list(columns)[6:])])
+        cells += [f"{mean(row[key] for row in rows):.1f}" for key in list(columns)[6:]]
+        lines.append([label, *cells, *([cell([row["referred"] for row in rows], 3)] if is_two else [])])
     head = ["NLL", "ECE", "accuracy", "AURC", "AUROC", "NLL under shift", "passes to fit", "s to fit", "to predict"]
+    head += ["referred"] if is_two else []
     return grid("method", head, lines)
 
 
@@ -99,14 +113,11 @@ def rivals(records: list[Record]) -> dict[str, list[str | None]]:
     return {name: own for name, own in named.items() if all(one in ran for one in own)}
 
 
-def gap(records: list[Record], method: str, others: list[str | None]) -> np.ndarray:
+def gap(records: list[Record], method: str, others: list[str | None], what: str = "cases") -> np.ndarray:
     """NLL of a method minus that of another, of every seed and case: [seeds, cases]; below zero is better."""
     pairs = zip(records, others, strict=True)
     return np.array(
-        [
-            np.subtract(record["methods"][method]["cases"], record["methods"][str(other)]["cases"])
-            for record, other in pairs
-        ]
+        [np.subtract(record["methods"][method][what], record["methods"][str(other)][what]) for record, other in pairs]
     )
 
 
@@ -124,6 +135,41 @@ def interval(difference: np.ndarray, seed: int = 0) -> tuple[float, float, float
     return float(difference.mean()), float(low), float(high)
 
 
+def ranked_interval(records: list[Record], method: str, other: str, what: str) -> str:
+    """ECE or AURC of a method minus that of another: mean, and 95 % interval of a bootstrap over seeds and cases."""
+    rows = [[record["methods"][name] for name in (method, other)] for record in records]
+    if any(row["confidence"] is None for pair in rows for row in pair):
+        return "–"
+    confidence = np.array([[row["confidence"] for row in pair] for pair in rows])  # [seeds, 2, cases]
+    right = np.array([[row["right"] for row in pair] for pair in rows])
+    measure = {"ece": _calibration_error, "aurc": _risk_area}[what]
+    whole = measure(confidence, right)
+    random, found = np.random.default_rng(0), []
+    for _ in range(FEW_RESAMPLES):
+        seeds = random.integers(len(rows), size=len(rows))
+        chosen = random.integers(confidence.shape[2], size=confidence.shape[2])
+        found.append(np.subtract(*measure(confidence[seeds][:, :, chosen], right[seeds][:, :, chosen]).mean(0)))
+    return _shown(float(np.subtract(*whole.mean(0))), *np.quantile(found, (0.025, 0.975)))
+
+
+def _calibration_error(confidence: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Over bins of equal width: [.., cases] → [..]."""
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    gaps = [((confidence - right) * (bins == index)).sum(-1) for index in range(BINS)]
+    return np.abs(gaps).sum(0) / right.shape[-1]
+
+
+def _risk_area(confidence: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """[.., cases] → [..]"""
+    order = np.argsort(-confidence, axis=-1, kind="stable")
+    wrong = 1 - np.take_along_axis(right, order, -1)
+    return (wrong.cumsum(-1) / np.arange(1, right.shape[-1] + 1)).mean(-1)
+
+
+def _shown(middle: float, low: float, high: float) -> str:
+    return f"{middle:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
 def differences(records: list[Record]) -> str:
     against = rivals(records)
     lines = []
@@ -135,10 +181,23 @@ def differences(records: list[Record]) -> str:
             if other == [name] * len(records):
                 cells.append("–")
                 continue
-            middle, low, high = interval(gap(records, name, other))
-            cells.append(f"{middle:+.4f} [{low:+.4f}, {high:+.4f}]")
+            cells.append(_shown(*interval(gap(records, name, other))))
         lines.append([name, *cells])
     return grid("NLL minus that of", list(against), lines)
+
+
+def against(records: list[Record]) -> str:
+    """The default call, and five networks, beside what they are to be no worse than."""
+    ran, lines = methods_of(records), []
+    for ours, other in PAIRS:
+        if ours in ran and other in ran:
+            others: list[str | None] = [other] * len(records)
+            nll, shift = (_shown(*interval(gap(records, ours, others, what))) for what in ("cases", "shift_cases"))
+            right = _shown(*interval(gap(records, ours, others, "right")))
+            ranked = [ranked_interval(records, ours, other, what) for what in ("ece", "aurc")]
+            lines.append([f"{ours} − {other}", nll, ranked[0], right, ranked[1], shift])
+    columns = ["NLL", "ECE", "accuracy", "AURC", "NLL under shift"]
+    return grid("differences, 95 %", columns, lines) if lines else ""
 
 
 def choices(records: list[Record]) -> str:

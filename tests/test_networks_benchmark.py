@@ -31,6 +31,26 @@ def test_labels_of_pixels_are_averaged_over_an_image():
     assert networks_measures.entropy(log_p).shape == (3,)
 
 
+def test_referral_until_the_rest_is_sensitive_enough():
+    """Sure of four positives and wrong on the fifth, which is the least sure but for two negatives."""
+    p = torch.tensor([0.9, 0.9, 0.9, 0.9, 0.4, 0.45, 0.45], dtype=torch.float64)
+    log_p, labels = torch.stack([1 - p, p], 1).log(), torch.tensor([1, 1, 1, 1, 1, 0, 0])
+    assert networks_measures.referred(log_p, labels, 1) == pytest.approx(3 / 7)
+    assert networks_measures.referred(log_p, labels, 0) == 0.0
+    assert networks_measures.referred(log_p[:4], 1 - labels[:4], 0) == 1.0
+
+
+def test_resampled_errors_of_calibration_and_risk_are_those_of_the_whole():
+    torch.manual_seed(0)
+    log_p, labels = torch.randn(2, 40, 3, dtype=torch.float64).log_softmax(-1), torch.randint(3, (2, 40))
+    expected = [networks_measures.measures(a, b) for a, b in zip(log_p, labels, strict=True)]
+    top, label = log_p.max(-1)
+    given = top.exp().numpy(), (label == labels).double().numpy()
+    found = networks_tables._calibration_error(*given), networks_tables._risk_area(*given)
+    for values, name in zip(found, ("ece", "aurc"), strict=True):
+        assert values == pytest.approx([one[name] for one in expected])
+
+
 def test_auroc_with_ties():
     low, high = torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0, 2.0])
     assert networks_measures.auroc(low, high) == pytest.approx((1 + 0.5 + 0.5 + 3) / 6)
