@@ -210,11 +210,16 @@ def calibrated(shop: Workshop) -> Answer:
 
 
 def mixture(shop: Workshop) -> Answer:
-    """The equal mixture of five default posteriors, as many draws in all as of one."""
-    each = -(-shop.draws // MEMBERS)
-    bayes = [placed(shop, member).details["bayes"] for member in range(MEMBERS)]
-    predictors = [of_posterior(one, each, shop.seed + member) for member, one in enumerate(bayes)]
-    return Answer(lambda x: average([predict(x).double() for predict in predictors]))
+    """`NetworkMixture.of(networks, likelihood)` and `fit`: as many draws in all as of one posterior."""
+    nets, each = [shop.net(member) for member in range(MEMBERS)], -(-shop.draws // MEMBERS)
+
+    def make() -> tuple[Any, Any]:
+        bayes = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+        held_out = shop.loader(shop.data.validation)
+        return bayes, bayes.fit(shop.loader(shop.data.train), validation=held_out, progress=False)
+
+    bayes, result = shop.once("mixture", make)
+    return Answer(of_posterior(bayes, MEMBERS * each, shop.seed), result.members[0].kept)
 
 
 def head(shop: Workshop, exact: bool) -> Answer:

@@ -25,9 +25,12 @@ from .result import Result
 from .storing.file import CheckpointError, opened, write
 from .storing.posterior_description import refusing
 from .storing.posterior_file import check_calibration
+from .training.around import Together
 from .training.batches import Batches
 from .training.held_out import member_log_probs
 from .training.result import FitResult
+from .training.together import fit_together
+from .training.validation import NETWORK
 
 KIND = "mixture of networks"
 #: iterations of the search for weights, each of which gains
@@ -116,7 +119,9 @@ class NetworkMixture(NetworkMixtureBase):
 
         Args:
             loader: as `Posterior.fit` takes it.
-            validation: held-out data; each member's choices are made on them.
+            validation: held-out data. Around trained networks, where no prior is given, one width is chosen for all
+                members, that which suits the mixture; the average over the networks themselves is a candidate. Else
+                each member's choices are made on them.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
                 problem). By their ELBOs they would be zero but for one.
             **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c.
@@ -132,9 +137,11 @@ class NetworkMixture(NetworkMixtureBase):
         check_one_of("weights", weights, ("equal", "stacked"))
         if weights == "stacked" and validation is None:
             raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
-        seed, results = options.pop("seed", 0), []
+        seed = options.pop("seed", 0)
         self.calibration = None  # it was that of another mixture
-        for c, member in enumerate(self.posteriors):
+        together = fit_together(self.posteriors, loader, validation=validation, seed=seed, **options)
+        results = [] if together is None else together.members
+        for c, member in enumerate(self.posteriors if together is None else ()):
             assert isinstance(member, Posterior)
             results.append(member.fit(loader, validation=validation, seed=seed + c, **options))
         held_out = None
@@ -145,7 +152,7 @@ class NetworkMixture(NetworkMixtureBase):
             if weights == "stacked":
                 self.weights.copy_(stacking(log_probs))
             held_out = float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
-        notes = []
+        notes = [] if together is None else [_compared(together)]
         if weights == "stacked":
             notes.append("the weights were chosen on the held-out data: its log density above is optimistic")
         status = results[0].status if len({one.status for one in results}) == 1 else min(one.status for one in results)
@@ -218,6 +225,19 @@ def _calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Cali
 
 def _described(calibration: Calibration | None) -> dict[str, Any]:
     return {} if calibration is None else {"calibration": calibration.described()}
+
+
+def _compared(together: Together) -> str:
+    """With the average over the networks themselves."""
+    kept, ensemble = together.kept.held_out, together.ensemble.held_out
+    assert kept is not None
+    assert ensemble is not None
+    gain, error = kept.gain_over(ensemble)
+    name = "the networks themselves" if together.kept.name == NETWORK else together.kept.name
+    return (
+        f"placed for the mixture: {name}; held-out log density of the average over the networks {ensemble.mean:.4f} "
+        f"nats, gained {gain:+.4f} ± {error:.4f}"
+    )
 
 
 def stacking(log_probs: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.training import candidates
 from structvi.training.candidates import Candidate, Rule
-from structvi.training.held_out import HeldOut, is_too_sure
+from structvi.training.held_out import HeldOut, is_too_sure, of_mixed_normals, of_network, of_networks, of_normals
 
 
 def loader(pair, size=40):
@@ -35,7 +35,9 @@ def test_a_candidate_on_draws_takes_half_a_pass(monkeypatch):
     """Of 2000 held-out rows for 400 of training, with 8 draws: 75 rows, in batches of 20."""
     monkeypatch.setattr(candidates, "FEWEST", 10)
     seen = []
-    monkeypatch.setattr(candidates, "of_posterior", lambda posterior, data, *rest: seen.append(rows_of(data)) or whole)
+    monkeypatch.setattr(
+        candidates, "of_posteriors", lambda posteriors, data, *rest: seen.append(rows_of(data)) or whole
+    )
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
     x, t = torch.randn(400, 2), torch.randint(3, (400,))
@@ -75,15 +77,15 @@ def test_too_sure_is_what_a_temperature_would_mend(gain, labels):
 
     slope = log_likelihood(1.001) - log_likelihood(0.999)
     batch = (x, t if mask is None else (t, mask))
-    assert is_too_sure(bayes, bayes.space.initial, [batch]) == bool(slope > 0) == (gain > 1)
+    assert is_too_sure([(bayes, bayes.space.initial)], [batch]) == bool(slope > 0) == (gain > 1)
 
 
 def test_of_noise_and_functions_nothing_is_said():
     net, x = nn.Linear(3, 1), torch.randn(5, 3)
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=5)
-    assert is_too_sure(bayes, bayes.space.initial, [(x, torch.zeros(5, 1))])
+    assert is_too_sure([(bayes, bayes.space.initial)], [(x, torch.zeros(5, 1))])
     plain = vi.variationalize(net, lambda y, t: -(y - t).square().sum(-1), vi.MeanField(), num_data=5)
-    assert is_too_sure(plain, plain.space.initial, [(x, torch.zeros(5, 1))])
+    assert is_too_sure([(plain, plain.space.initial)], [(x, torch.zeros(5, 1))])
 
 
 @pytest.mark.parametrize(("is_too_sure", "expected"), [(True, "wide"), (False, "narrow")])
@@ -98,3 +100,44 @@ def test_a_network_that_is_not_sure_enough_is_left_only_for_a_gain(is_too_sure, 
     assert rule.best([narrow, wide]).name == "narrow"
     wide.measured(held_out(-1.1, -1.1, -1.1, -1.2), alone.held_out)
     assert rule.widest([wide]).name == rule.best([wide]).name == "the network"
+
+
+def two_networks():
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
+        found.append((bayes, bayes.space.initial))
+    return found
+
+
+def test_a_mixture_is_the_average_over_its_members():
+    torch.manual_seed(0)
+    networks, batches = two_networks(), [(torch.randn(30, 2).double(), torch.randint(3, (30,)))]
+    normals = [[bayes.family] for bayes, _ in networks]
+    (both,) = of_mixed_normals(networks, normals, batches, seed=0)
+    each = [
+        of_normals(bayes, theta, own, batches, seed=0)[0] for (bayes, theta), own in zip(networks, normals, strict=True)
+    ]
+    expected = torch.stack([one.total for one in each]).logsumexp(0) - torch.tensor(2.0).double().log()
+    torch.testing.assert_close(both.total, expected)
+    alone = [of_network(bayes, theta, batches) for bayes, theta in networks]
+    expected = torch.stack([one.total for one in alone]).logsumexp(0) - torch.tensor(2.0).double().log()
+    torch.testing.assert_close(of_networks(networks, batches).total, expected)
+
+
+def test_networks_that_disagree_are_less_sure_than_each():
+    """Each network is sure of a random class: its labels, drawn from the average, are likelier under that."""
+    x = torch.zeros(400, 2).double()
+    networks = two_networks()
+    for index, (_, theta) in enumerate(networks):
+        with torch.no_grad():
+            theta.zero_()
+            theta[-3 + index] = 4.0
+    p = (torch.tensor([4.0, 0.0, 0.0]).softmax(0) + torch.tensor([0.0, 4.0, 0.0]).softmax(0)) / 2
+    t = torch.multinomial(p, 400, replacement=True, generator=torch.Generator().manual_seed(0))
+    assert is_too_sure(networks[:1], [(x, t)])
+    assert is_too_sure(networks[1:], [(x, t)])
+    both = torch.stack([p.log()[t], -(p * p.log()).sum().expand(400)])
+    assert is_too_sure(networks, [(x, t)]) == bool((-both[0]).mean() > both[1].mean())

@@ -16,9 +16,9 @@ held-out data c = `WIDTH`, linearised.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..families.family import Family
 from ..families.precision import StructuredPrecision
@@ -27,26 +27,14 @@ from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from .batches import Batches, Reread
-from .candidates import (
-    RANK,
-    WIDTH,
-    WIDTHS,
-    Candidate,
-    Measuring,
-    Noise,
-    Rule,
-    candidates_of,
-    network_alone,
-    place,
-    relative_prior,
-)
+from .candidates import RANK, WIDTH, Around, Candidate, Noise, candidates_of, chosen, relative_prior
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched
-from .held_out import HeldOut, is_too_sure, of_network
+from .held_out import HeldOut, of_network
 from .options import FitOptions
 from .result import FitResult, History, PathPoint
-from .validation import NETWORK, PREFERRED, narrowed
-from .warm_start import Laplace, curvature_of, trained_values, with_residual_noise
+from .validation import NETWORK, PREFERRED
+from .warm_start import curvature_of, trained_values, with_residual_noise
 
 #: groups of draws, and batches, of the ELBO that is reported
 GROUPS, BATCHES = 2, 4
@@ -54,6 +42,71 @@ GROUPS, BATCHES = 2, 4
 
 def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
     """Place the posterior, choose what is open, and say what came of it."""
+    around = _prepared(posterior, batches, options)
+    network = None
+    if options.validation is None:
+        candidates = candidates_of(posterior, options)
+        kept = candidates[0]
+    else:
+        kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
+        network = alone.held_out
+    path, at_one = _path(around, candidates, kept, batches, options)
+    result = _placed(around, batches, options, notes, candidates, kept, network)
+    result.path, result.at_one = path, at_one
+    return result
+
+
+class Together(NamedTuple):
+    """Posteriors around several networks, placed alike: what was chosen of the equal mixture of them."""
+
+    members: list[FitResult]
+    kept: Candidate
+    #: the average over the networks themselves
+    ensemble: Candidate
+    candidates: list[Candidate]
+
+
+def fit_around_together(members: Sequence[tuple[PosteriorBase, Batches, list[str]]], options: FitOptions) -> Together:
+    """Place a posterior around each network, of one width for all: that which suits their mixture.
+
+    What suits each by itself is too wide for the mixture, whose members differ already.
+    """
+    own = [replace(options, seed=options.seed + c) for c in range(len(members))]
+    arounds = [_prepared(one, data, mine) for (one, data, _), mine in zip(members, own, strict=True)]
+    kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options)
+    results = [
+        _placed(around, data, mine, notes, [], kept, None)
+        for around, (_, data, notes), mine in zip(arounds, members, own, strict=True)
+    ]
+    return Together(results, kept, ensemble, candidates)
+
+
+def _held_out(options: FitOptions, posterior: PosteriorBase) -> Reread:
+    assert options.validation is not None
+    assert not isinstance(options.validation, int | float)
+    return Reread(Batches(options.validation, options.seed, posterior.device))
+
+
+def _placed(
+    around: Around,
+    batches: Batches,
+    options: FitOptions,
+    notes: list[str],
+    candidates: list[Candidate],
+    kept: Candidate,
+    network: HeldOut | None,
+) -> FitResult:
+    around.place_kept(kept)
+    posterior = around.posterior
+    if kept.name == NETWORK:
+        notes, candidates = [*notes, PREFERRED], [*candidates, kept] if candidates else []
+    on_data = of_network(*around.network, batches.everything(BATCHES))
+    trained = on_data.mean * float(on_data.count.sum()) / len(on_data.count) * posterior.model.num_data
+    return _result(posterior, batches, options, notes, candidates, kept, network, trained)
+
+
+def _prepared(posterior: PosteriorBase, batches: Batches, options: FitOptions) -> Around:
+    """The curvature at the trained weights, with the family and a first prior where they are open."""
     model = posterior.model
     theta = trained_values(posterior)
     with posterior.network_mode(), model.linearised_around(None):
@@ -67,53 +120,19 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
             family.first_stage()  # a factor that the curvature does not give is none
             family.learn_all()
         laplace = curvature_of(posterior, theta, batches, options.seed, posterior.family.precision_columns)
-    network, noise = None, Noise.of(posterior)
-    if options.validation is None:
-        candidates = candidates_of(posterior, options)
-        kept = candidates[0]
-    else:
-        assert not isinstance(options.validation, int | float)
-        held_out = Reread(Batches(options.validation, options.seed, posterior.device))
-        alone = network_alone(posterior, theta, held_out)
-        network = alone.held_out
-        assert network is not None
-        candidates = candidates_of(posterior, options, float(network.count.mean()))
-        # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
-        rule = Rule(alone, "prior" not in posterior.left_open or is_too_sure(posterior, theta, held_out))
-        Measuring(posterior, laplace, held_out, options, noise, rule)(candidates)
-        candidates = [one for one in candidates if one.held_out is not None]
-        kept = rule.best(candidates) if options.keep == "best" else rule.widest(candidates)
-    path, at_one = _path(posterior, laplace, candidates, kept, batches, options, noise)
-    if kept.name == NETWORK:
-        place(posterior, laplace, replace(kept, width=WIDTHS[0] if "prior" in posterior.left_open else None), noise)
-        narrowed(posterior, theta)
-        notes = [*notes, PREFERRED]
-        candidates = [*candidates, kept]
-    else:
-        place(posterior, laplace, kept, noise)
-    seen = of_network(posterior, theta, batches.everything(BATCHES))
-    trained = seen.mean * float(seen.count.sum()) / len(seen.count) * model.num_data
-    result = _result(posterior, batches, options, notes, candidates, kept, network, trained)
-    result.path, result.at_one = path, at_one
-    return result
+    return Around(posterior, laplace, Noise.of(posterior))
 
 
 def _path(
-    posterior: PosteriorBase,
-    laplace: Laplace,
-    candidates: list[Candidate],
-    kept: Candidate,
-    batches: Batches,
-    options: FitOptions,
-    noise: Noise,
+    around: Around, candidates: list[Candidate], kept: Candidate, batches: Batches, options: FitOptions
 ) -> tuple[list[PathPoint], Family | None]:
     """ELBO and held-out density at every λ that was tried, and the family at λ = 1."""
     if options.temperature != "validated":
         return [], None
-    path, at_one = [], None
+    path, at_one, posterior = [], None, around.posterior
     for one in candidates:
         if (one.linearised, one.noise) == (kept.linearised, kept.noise) and one.held_out is not None:
-            place(posterior, laplace, one, noise)
+            around.place(one)
             if one.temperature == 1.0:
                 at_one = copy.deepcopy(posterior.family)
             path.append(PathPoint(one.temperature, _elbo(posterior, batches.everything(BATCHES), options), one.density))

@@ -1,8 +1,32 @@
-"""What has to be known of data and network before a fit: N, and batch norm that has seen no data."""
+"""What has to be known before a fit: N, batch norm that has seen no data, on which data choices are made."""
 
 from ..models.batch import batch_size, split_batch
 from ..posterior import BATCH_NORMS, PosteriorBase
+from ..predicting.cases import fingerprint
+from ..result import Status
 from .batches import Batches
+from .options import FitOptions
+
+
+def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
+    """ValueError where a posterior cannot be placed around its network."""
+    if posterior.last_fit is not None and options.steps is None and posterior.last_fit.status is not Status.PLACED:
+        raise ValueError(
+            "fit without epochs= and steps= places a posterior around the network, and this one was fitted before: "
+            "give epochs= to go on, or variationalize the network again"
+        )
+    for name in ("checkpoint", "resume"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}= is for fits of many steps: a posterior is placed around a network without steps")
+
+
+def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
+    """On which data choices are made; a calibration was that of another posterior."""
+    posterior.calibration = None
+    posterior.chosen_on = None
+    if options.validation is not None:
+        assert not isinstance(options.validation, int | float)  # it has been split off
+        posterior.chosen_on = fingerprint(Batches(options.validation, options.seed).everything())
 
 
 def set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:

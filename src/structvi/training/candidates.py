@@ -1,6 +1,7 @@
 """What may be placed around a trained network, how each candidate does on held-out data, and which is kept."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from math import inf, log
@@ -16,10 +17,10 @@ from ..models.likelihoods import Gaussian as GaussianLikelihood
 from ..models.priors.scale import NormalPrior
 from ..posterior import PosteriorBase
 from .batches import Reread
-from .held_out import FEW_OUTPUTS, HeldOut, of_network, of_normals, of_posterior, outputs_of
+from .held_out import FEW_OUTPUTS, HeldOut, is_too_sure, of_mixed_normals, of_networks, of_posteriors, outputs_of
 from .options import FitOptions
 from .temperature_path import temperature_path
-from .validation import MARGIN, NETWORK, as_good
+from .validation import MARGIN, NETWORK, as_good, narrowed
 from .warm_start import Laplace, prior_precision
 
 #: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
@@ -83,18 +84,6 @@ class Noise:
                 self.parameter.fill_(self.start + log(factor))
 
 
-def network_alone(posterior: PosteriorBase, theta: Tensor, held_out: Reread) -> Candidate:
-    """The network itself, with the noise that suits it best where there is one to choose."""
-    noise, linearised = Noise.of(posterior), posterior.model.linearised_at is not None
-    found = []
-    for factor in noise.factors:
-        noise.set(factor)
-        one = of_network(posterior, theta, held_out)
-        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, one, one.mean))
-    noise.set(1.0)
-    return max(found, key=lambda one: one.density)
-
-
 def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
     """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
     named = model.space.unravel(theta)
@@ -133,16 +122,55 @@ def candidates_of(posterior: PosteriorBase, options: FitOptions, elements: float
     return found
 
 
-def place(posterior: PosteriorBase, laplace: Laplace, candidate: Candidate, noise: Noise) -> None:
-    """The posterior of a candidate. A noise c times as large makes the data's curvature smaller by c²."""
-    model = posterior.model
-    noise.set(candidate.noise)
-    if candidate.width is not None:
-        model.prior = relative_prior(model, laplace.theta, candidate.width)
-    if "linearise" in posterior.left_open:
-        model.linearised_at = laplace.theta[: model.net_space.size].clone() if candidate.linearised else None
-    curvature = candidate.temperature * candidate.noise**2
-    laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
+@dataclass
+class Around:
+    """A posterior, and what is known of the weights around which it is placed."""
+
+    posterior: PosteriorBase
+    laplace: Laplace
+    noise: Noise
+
+    @property
+    def network(self) -> tuple[PosteriorBase, Tensor]:
+        return self.posterior, self.laplace.theta
+
+    def place(self, candidate: Candidate) -> None:
+        """The posterior of a candidate. A noise c times as large makes the data's curvature smaller by c²."""
+        posterior, laplace, model = self.posterior, self.laplace, self.posterior.model
+        self.noise.set(candidate.noise)
+        if candidate.width is not None:
+            model.prior = relative_prior(model, laplace.theta, candidate.width)
+        if "linearise" in posterior.left_open:
+            model.linearised_at = laplace.theta[: model.net_space.size].clone() if candidate.linearised else None
+        curvature = candidate.temperature * candidate.noise**2
+        laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
+
+    def place_kept(self, kept: Candidate) -> None:
+        """What is kept: the network as a normal so narrow that its predictions are the network's own."""
+        if kept.name != NETWORK:
+            self.place(kept)
+            return
+        self.place(replace(kept, width=WIDTHS[0] if "prior" in self.posterior.left_open else None))
+        narrowed(*self.network)
+
+    def normal(self, candidate: Candidate) -> Gaussian:
+        self.place(candidate)
+        density = self.posterior.family()
+        assert isinstance(density, Gaussian)
+        return density
+
+
+def network_alone(arounds: Sequence[Around], held_out: Reread) -> Candidate:
+    """The network itself, or the average over several, with the noise that suits best where there is one to choose."""
+    linearised, found = arounds[0].posterior.model.linearised_at is not None, []
+    for factor in arounds[0].noise.factors:
+        for one in arounds:
+            one.noise.set(factor)
+        density = of_networks([one.network for one in arounds], held_out)
+        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, density, density.mean))
+    for one in arounds:
+        one.noise.set(1.0)
+    return max(found, key=lambda one: one.density)
 
 
 class Rule:
@@ -178,19 +206,14 @@ class Rule:
 
 
 class Measuring:
-    """The held-out density of candidates: of linearised ones exactly where outputs are few, of others on draws."""
+    """The held-out density of candidates: of linearised ones exactly where outputs are few, of others on draws.
 
-    def __init__(
-        self,
-        posterior: PosteriorBase,
-        laplace: Laplace,
-        held_out: Reread,
-        options: FitOptions,
-        noise: Noise,
-        rule: Rule,
-    ):
-        self.posterior, self.laplace, self.held_out = posterior, laplace, held_out
-        self.options, self.noise, self.rule = options, noise, rule
+    Args:
+        arounds: one, or the members of an equal mixture, each placed as the candidate says.
+    """
+
+    def __init__(self, arounds: Sequence[Around], held_out: Reread, options: FitOptions, rule: Rule):
+        self.arounds, self.held_out, self.options, self.rule = arounds, held_out, options, rule
         self.network = rule.network
 
     def __call__(self, candidates: list[Candidate]) -> None:
@@ -198,7 +221,7 @@ class Measuring:
         drawn = [one for one in candidates if not one.linearised]
         if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
             self.on_draws(candidates, self.held_out)
-        elif linear and isinstance(self.posterior.family(), Gaussian) and self.has_few_outputs():
+        elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
             self.exactly(linear)
             best = max(linear, key=lambda one: one.density)
             same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
@@ -207,21 +230,19 @@ class Measuring:
             self.one_by_one([one for one in candidates if one.noise == self.rule.alone.noise])
 
     def exactly(self, candidates: list[Candidate]) -> None:
-        def normal(one: Candidate) -> Gaussian:
-            place(self.posterior, self.laplace, one, self.noise)
-            density = self.posterior.family()
-            assert isinstance(density, Gaussian)
-            return density
-
-        normals = [partial(normal, one) for one in candidates]
-        found = of_normals(self.posterior, self.laplace.theta, normals, self.held_out, self.options.seed)
+        normals = [[partial(around.normal, one) for one in candidates] for around in self.arounds]
+        networks = [one.network for one in self.arounds]
+        found = of_mixed_normals(networks, normals, self.held_out, self.options.seed)
         for one, held_out in zip(candidates, found, strict=True):
             one.measured(held_out, self.network)
 
     def on_draws(self, candidates: list[Candidate], held_out: Reread) -> None:
+        posteriors = [one.posterior for one in self.arounds]
+        draws = -(-DRAWS // len(posteriors))
         for one in candidates:
-            place(self.posterior, self.laplace, one, self.noise)
-            one.measured(of_posterior(self.posterior, held_out, self.options.seed, DRAWS), self.network)
+            for around in self.arounds:
+                around.place(one)
+            one.measured(of_posteriors(posteriors, held_out, self.options.seed, draws), self.network)
 
     def one_by_one(self, candidates: list[Candidate]) -> None:
         """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
@@ -237,18 +258,31 @@ class Measuring:
 
     def few(self, cost: int) -> Reread:
         """Held-out batches, evenly spread, of which a candidate takes `PASSES`, with draws that cost so many passes."""
-        enough = max(FEWEST, int(3 * PASSES * self.posterior.model.num_data / (cost * DRAWS)))
+        enough = max(FEWEST, int(3 * PASSES * self.arounds[0].posterior.model.num_data / (cost * DRAWS)))
         return Reread(self.held_out.batches, -(-enough // rows(self.first())))
 
     def first(self) -> Any:
         return next(iter(self.held_out))
 
-    def has_few_outputs(self) -> bool:
-        posterior = self.posterior
-        if (
-            posterior.model.user_forward is not None
-            or posterior.batch_norm == "reestimated"
-            or posterior.dropout == "on"
-        ):
+    def is_exact(self, posterior: PosteriorBase) -> bool:
+        if posterior.model.user_forward is not None or not isinstance(posterior.family(), Gaussian):
             return False
-        return outputs_of(posterior, self.laplace.theta, split_batch(self.first())[0]) <= FEW_OUTPUTS
+        if posterior.batch_norm == "reestimated" or posterior.dropout == "on":
+            return False
+        inputs = split_batch(self.first())[0]
+        return outputs_of(posterior, self.arounds[0].laplace.theta, inputs) <= FEW_OUTPUTS
+
+
+def chosen(
+    arounds: Sequence[Around], held_out: Reread, options: FitOptions
+) -> tuple[Candidate, Candidate, list[Candidate]]:
+    """What is kept of the candidates, the network or the average over several, and what was measured."""
+    posterior, alone = arounds[0].posterior, network_alone(arounds, held_out)
+    assert alone.held_out is not None
+    candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()))
+    # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
+    open_prior = "prior" in posterior.left_open
+    rule = Rule(alone, not open_prior or is_too_sure([one.network for one in arounds], held_out))
+    Measuring(arounds, held_out, options, rule)(candidates)
+    candidates = [one for one in candidates if one.held_out is not None]
+    return rule.best(candidates) if options.keep == "best" else rule.widest(candidates), alone, candidates

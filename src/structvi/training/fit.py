@@ -19,8 +19,6 @@ from ..models.priors.base import learns
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimator
 from ..posterior import PosteriorBase
-from ..predicting.cases import fingerprint as fingerprint_of_cases
-from ..result import Status
 from ..storing import fit_checkpoint
 from ..storing.fit_checkpoint import Found
 from . import checkpoints
@@ -28,7 +26,7 @@ from .adam import OptimizerLike
 from .around import fit_around
 from .averaging import copied
 from .batches import Batches, Reread
-from .before import set_num_data, unused_batch_norm
+from .before import check_around, remember_choice, set_num_data, unused_batch_norm
 from .fingerprint import fingerprint
 from .held_mean import fit_around_held_mean
 from .loop import Run
@@ -167,7 +165,7 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
     if not torch.is_grad_enabled():
         raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
     if options.is_around:
-        _check_around(posterior, options)
+        check_around(posterior, options)
     if options.compile and posterior.model.linearised_at is not None:
         raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
     # before anything has changed
@@ -175,11 +173,7 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
     if isinstance(options.validation, int | float):
         loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
         options = replace(options, validation=held_out, validation_groups=None)
-    posterior.calibration = None  # it was that of another posterior
-    posterior.chosen_on = None
-    if options.validation is not None:
-        assert not isinstance(options.validation, int | float)  # it has been split off
-        posterior.chosen_on = fingerprint_of_cases(Batches(options.validation, options.seed).everything())
+    remember_choice(posterior, options)
     if options.temperature == "validated" and not options.is_around:
         assert options.validation is not None
         assert not isinstance(options.validation, int | float)
@@ -223,17 +217,6 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
         seen = Reread(batches, run.compared)
         posterior.last_fit = again_if_stuck(posterior, result, begun, seen, options.restarts, options.seed, fit_again)
     return posterior.last_fit
-
-
-def _check_around(posterior: PosteriorBase, options: FitOptions) -> None:
-    if posterior.last_fit is not None and options.steps is None and posterior.last_fit.status is not Status.PLACED:
-        raise ValueError(
-            "fit without epochs= and steps= places a posterior around the network, and this one was fitted before: "
-            "give epochs= to go on, or variationalize the network again"
-        )
-    for name in ("checkpoint", "resume"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name}= is for fits of many steps: a posterior is placed around a network without steps")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The log density of data that take no part in a fit, of the average over draws, on draws that a seed alone decides."""
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf, sqrt
+from math import inf, log, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ..models.batch import split_batch
 from ..posterior import PosteriorBase
 from ..predicting.draws import DrawChunks
 from ..predicting.function_space import outputs_of_normals
-from ..predicting.predictive import Predictive, observed_target
+from ..predicting.predictive import Predictive, label_entropy, observed_target
 
 #: draws over which a prediction is averaged
 DRAWS = 32
@@ -59,12 +59,17 @@ class HeldOut(NamedTuple):
 
 def of_posterior(posterior: PosteriorBase, batches: Iterable[Any], seed: int, draws: int = DRAWS) -> HeldOut:
     """Of the average over draws of the weights, with the network as the model calls it."""
-    generator = torch.Generator().manual_seed(seed + 3)
-    chunks = DrawChunks(posterior, draws, naive, 16, None, generator)
-    rows = []
+    return of_posteriors([posterior], batches, seed, draws)
+
+
+def of_posteriors(
+    posteriors: Sequence[PosteriorBase], batches: Iterable[Any], seed: int, draws: int = DRAWS
+) -> HeldOut:
+    """Of the average over draws of several posteriors, each with its network: an equal mixture."""
+    each, rows = [_draws(one, draws, seed + 3 + c) for c, one in enumerate(posteriors)], []
     for batch in batches:
-        inputs, target = chunks.split(batch)
-        rows.append(_rows(chunks.whole(inputs), target))
+        found = [_log_prob(chunks, batch) for chunks in each]
+        rows.append(_rows(_log_mean([log_prob for log_prob, _ in found]), found[0][1]))
     return _joined(rows)
 
 
@@ -74,12 +79,9 @@ def member_log_probs(
     """log p_c(t) of every observed number under each posterior, [C, n], and n."""
     found: list[list[Tensor]] = [[] for _ in posteriors]
     for rows, posterior in zip(found, posteriors, strict=True):
-        chunks = DrawChunks(posterior, draws, naive, 16, None, torch.Generator().manual_seed(seed + 3))
+        chunks = _draws(posterior, draws, seed + 3)
         for batch in batches:
-            inputs, target = chunks.split(batch)
-            predictive = chunks.whole(inputs)
-            log_prob = predictive.log_prob(target).double()
-            observed = None if predictive.is_function else observed_target(predictive.likelihood, target)[1]
+            log_prob, observed = _log_prob(chunks, batch)
             rows.append((log_prob if observed is None else log_prob[observed]).flatten().cpu())
     log_probs = torch.stack([torch.cat(rows) for rows in found])
     return log_probs, float(log_probs.shape[1])
@@ -87,8 +89,13 @@ def member_log_probs(
 
 def of_network(posterior: PosteriorBase, theta: Tensor, batches: Iterable[Any]) -> HeldOut:
     """Of the network at one θ [P]."""
-    with posterior.model.linearised_around(None):
-        return of_posterior(_at(posterior, theta), batches, 0, 1)
+    return of_networks([(posterior, theta)], batches)
+
+
+def of_networks(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> HeldOut:
+    """Of the average over networks, each at one θ [P]: a deep ensemble."""
+    with networks[0][0].model.linearised_around(None):
+        return of_posteriors([_at(*one) for one in networks], batches, 0, 1)
 
 
 def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
@@ -98,25 +105,26 @@ def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
     return posterior.with_family(family.to(posterior.device))
 
 
-def is_too_sure(posterior: PosteriorBase, theta: Tensor, batches: Iterable[Any]) -> bool:
-    """Whether the labels are less likely under the network at one θ [P] than it expects: −log p(t) above its entropy.
+def is_too_sure(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> bool:
+    """Whether labels are less likely under the average over networks, each at one θ [P], than it expects.
 
     The derivative of the held-out log-likelihood by a temperature, at one, is the mean of −log p(t) less that of the
     entropy. Where it is negative every spread of the predictions costs, to first order. Of likelihoods that are not of
     labels nothing is said: True.
     """
     excess = 0.0
-    with posterior.model.linearised_around(None):
-        chunks = DrawChunks(_at(posterior, theta), 1, naive, 16, None, torch.Generator())
+    with networks[0][0].model.linearised_around(None):
+        each = [_draws(_at(*one), 1, 0) for one in networks]
         for batch in batches:
-            inputs, target = chunks.split(batch)
-            predictive = chunks.whole(inputs)
-            if predictive.is_function or not isinstance(predictive.components, Categorical | Bernoulli):
+            predictives = [chunks.whole(chunks.split(batch)[0]) for chunks in each]
+            first, target = predictives[0], each[0].split(batch)[1]
+            if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
                 return True
-            rows = _rows(predictive, target)
-            observed = observed_target(predictive.likelihood, target)[1]
-            entropy = predictive.entropy.double()
-            excess -= float((entropy if observed is None else entropy[observed]).sum()) + float(rows.total.sum())
+            log_prob = _log_mean([one.log_prob(target).double() for one in predictives])
+            mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
+            entropy = label_entropy(mean, isinstance(first.components, Bernoulli))
+            observed = observed_target(first.likelihood, target)[1]
+            excess -= float((log_prob + entropy if observed is None else (log_prob + entropy)[observed]).sum())
     return excess > 0
 
 
@@ -128,24 +136,43 @@ def of_normals(
     seed: int,
 ) -> list[HeldOut]:
     """Of normals over the weights of the network linearised at θ [P], without a draw of weights."""
+    return of_mixed_normals([(posterior, theta)], [normals], batches, seed)
+
+
+def of_mixed_normals(
+    networks: Sequence[tuple[PosteriorBase, Tensor]],
+    normals: Sequence[Sequence[Callable[[], Gaussian]]],
+    batches: Iterable[Any],
+    seed: int,
+) -> list[HeldOut]:
+    """The same of equal mixtures: the k-th is of the k-th normal of each network."""
     noise: Tensor | None = None
-    likelihood, found = posterior.model.likelihood, [[] for _ in normals]
-    values = posterior.model.likelihood_values(theta.unsqueeze(0).expand(OUTPUT_DRAWS, -1))
-    weights = theta.new_full((OUTPUT_DRAWS,), 1 / OUTPUT_DRAWS)
+    found: list[list[HeldOut]] = [[] for _ in normals[0]]
     with torch.no_grad():
         for batch in batches:
             inputs, target = split_batch(batch)
             if noise is None:
-                size = outputs_of(posterior, theta, inputs)
-                # evenly spread: of as many independent draws the error is about five times as large
-                uniform = SobolEngine(size, scramble=True, seed=seed).draw(OUTPUT_DRAWS, dtype=torch.float64)
-                noise = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9)).to(theta.device)
-            assert noise is not None
-            outputs = outputs_of_normals(posterior, theta, normals, inputs, noise)
-            for rows, make, output in zip(found, normals, outputs, strict=True):
-                make()  # with the noise that goes with it
-                rows.append(_rows(Predictive(output, weights, likelihood, values), target))
+                noise = _spread(outputs_of(*networks[0], inputs), seed).to(networks[0][1].device)
+            log_probs: list[list[Tensor]] = [[] for _ in found]
+            observed = None
+            for (posterior, theta), own in zip(networks, normals, strict=True):
+                model, (S, _) = posterior.model, noise.shape
+                values = model.likelihood_values(theta.unsqueeze(0).expand(S, -1))
+                outputs = outputs_of_normals(posterior, theta, own, inputs, noise)
+                for rows, make, output in zip(log_probs, own, outputs, strict=True):
+                    make()  # with the noise that goes with it
+                    predictive = Predictive(output, theta.new_full((S,), 1 / S), model.likelihood, values)
+                    rows.append(predictive.log_prob(target).double())
+                    observed = _observed(predictive, target)
+            for rows, own in zip(found, log_probs, strict=True):
+                rows.append(_rows(_log_mean(own), observed))
     return [_joined(rows) for rows in found]
+
+
+def _spread(size: int, seed: int) -> Tensor:
+    """Normal noise [S, size], evenly spread: of as many independent draws the error is about five times as large."""
+    uniform = SobolEngine(size, scramble=True, seed=seed).draw(OUTPUT_DRAWS, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
 
 
 def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> int:
@@ -155,9 +182,28 @@ def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> int:
     return sum(leaf[0, 0].numel() for leaf in tree_leaves(output))
 
 
-def _rows(predictive: Predictive, target: Any) -> HeldOut:
-    log_prob = predictive.log_prob(target).double()
-    observed = None if predictive.is_function else observed_target(predictive.likelihood, target)[1]
+def _draws(posterior: PosteriorBase, draws: int, seed: int) -> DrawChunks:
+    return DrawChunks(posterior, draws, naive, 16, None, torch.Generator().manual_seed(seed))
+
+
+def _log_prob(chunks: DrawChunks, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """log p(t) of every number of a batch, and which were observed."""
+    inputs, target = chunks.split(batch)
+    predictive = chunks.whole(inputs)
+    return predictive.log_prob(target).double(), _observed(predictive, target)
+
+
+def _observed(predictive: Predictive, target: Any) -> Tensor | None:
+    return None if predictive.is_function else observed_target(predictive.likelihood, target)[1]
+
+
+def _log_mean(log_probs: list[Tensor]) -> Tensor:
+    if len(log_probs) == 1:
+        return log_probs[0]
+    return torch.stack(log_probs).logsumexp(0) - log(len(log_probs))
+
+
+def _rows(log_prob: Tensor, observed: Tensor | None) -> HeldOut:
     observed = torch.ones_like(log_prob) if observed is None else observed.to(log_prob)
     flat = [x.reshape(len(log_prob), -1).sum(1).cpu() for x in (log_prob, observed)]
     return HeldOut(*flat)
