@@ -17,7 +17,7 @@ from ..models.likelihoods import Gaussian as GaussianLikelihood
 from ..models.priors.scale import NormalPrior
 from ..posterior import PosteriorBase
 from .batches import Reread
-from .held_out import FEW_OUTPUTS, HeldOut, is_too_sure, of_mixed_normals, of_networks, of_posteriors, outputs_of
+from .held_out import FEW_OUTPUTS, HeldOut, of_mixed_normals, of_networks, of_posteriors, outputs_of
 from .options import FitOptions
 from .temperature_path import temperature_path
 from .validation import MARGIN, NETWORK, as_good, narrowed
@@ -37,7 +37,7 @@ NOISES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.0, 10.0)
 PATH_WIDTH = WIDTH
 #: draws of a candidate that is compared on draws; the passes over the training data that each may take, and the
 #: held-out rows that it sees nevertheless
-DRAWS, PASSES, FEWEST = 8, 0.5, 64
+DRAWS, PASSES, FEWEST = 8, 0.4, 64
 
 
 @dataclass
@@ -160,17 +160,17 @@ class Around:
         return density
 
 
-def network_alone(arounds: Sequence[Around], held_out: Reread) -> Candidate:
-    """The network itself, or the average over several, with the noise that suits best where there is one to choose."""
-    linearised, found = arounds[0].posterior.model.linearised_at is not None, []
+def network_alone(arounds: Sequence[Around], held_out: Reread) -> tuple[Candidate, bool]:
+    """The network itself, or the average over several, with the noise that suits best; and whether it is too sure."""
+    linearised, found, is_too_sure = arounds[0].posterior.model.linearised_at is not None, [], True
     for factor in arounds[0].noise.factors:
         for one in arounds:
             one.noise.set(factor)
-        density = of_networks([one.network for one in arounds], held_out)
+        density, is_too_sure = of_networks([one.network for one in arounds], held_out)
         found.append(Candidate(NETWORK, None, linearised, 1.0, factor, density, density.mean))
     for one in arounds:
         one.noise.set(1.0)
-    return max(found, key=lambda one: one.density)
+    return max(found, key=lambda one: one.density), is_too_sure
 
 
 class Rule:
@@ -277,12 +277,12 @@ def chosen(
     arounds: Sequence[Around], held_out: Reread, options: FitOptions
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
     """What is kept of the candidates, the network or the average over several, and what was measured."""
-    posterior, alone = arounds[0].posterior, network_alone(arounds, held_out)
+    posterior, (alone, is_too_sure) = arounds[0].posterior, network_alone(arounds, held_out)
     assert alone.held_out is not None
     candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()))
     # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
     open_prior = "prior" in posterior.left_open
-    rule = Rule(alone, not open_prior or is_too_sure([one.network for one in arounds], held_out))
+    rule = Rule(alone, not open_prior or is_too_sure)
     Measuring(arounds, held_out, options, rule)(candidates)
     candidates = [one for one in candidates if one.held_out is not None]
     return rule.best(candidates) if options.keep == "best" else rule.widest(candidates), alone, candidates

@@ -89,13 +89,32 @@ def member_log_probs(
 
 def of_network(posterior: PosteriorBase, theta: Tensor, batches: Iterable[Any]) -> HeldOut:
     """Of the network at one θ [P]."""
-    return of_networks([(posterior, theta)], batches)
+    return of_networks([(posterior, theta)], batches)[0]
 
 
-def of_networks(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> HeldOut:
-    """Of the average over networks, each at one θ [P]: a deep ensemble."""
+def of_networks(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> tuple[HeldOut, bool]:
+    """Of the average over networks, each at one θ [P], a deep ensemble; and whether that is too sure of labels.
+
+    Too sure is: labels are less likely than it expects, −log p(t) is above the entropy in the mean. That difference is
+    the derivative of the held-out log-likelihood by a temperature, at one: where it is negative every spread of the
+    predictions costs, to first order. Of likelihoods that are not of labels nothing is said: True.
+    """
+    excess, rows = 0.0, []
     with networks[0][0].model.linearised_around(None):
-        return of_posteriors([_at(*one) for one in networks], batches, 0, 1)
+        each = [_draws(_at(*one), 1, 3) for one in networks]
+        for batch in batches:
+            predictives = [chunks.whole(chunks.split(batch)[0]) for chunks in each]
+            first, target = predictives[0], each[0].split(batch)[1]
+            log_prob = _log_mean([one.log_prob(target).double() for one in predictives])
+            observed = _observed(first, target)
+            rows.append(_rows(log_prob, observed))
+            if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
+                excess = inf
+                continue
+            mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
+            expected = log_prob + label_entropy(mean, isinstance(first.components, Bernoulli))
+            excess -= float((expected if observed is None else expected[observed]).sum())
+    return _joined(rows), excess > 0
 
 
 def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
@@ -103,29 +122,6 @@ def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
     with torch.no_grad():
         family.point.copy_(theta)
     return posterior.with_family(family.to(posterior.device))
-
-
-def is_too_sure(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> bool:
-    """Whether labels are less likely under the average over networks, each at one θ [P], than it expects.
-
-    The derivative of the held-out log-likelihood by a temperature, at one, is the mean of −log p(t) less that of the
-    entropy. Where it is negative every spread of the predictions costs, to first order. Of likelihoods that are not of
-    labels nothing is said: True.
-    """
-    excess = 0.0
-    with networks[0][0].model.linearised_around(None):
-        each = [_draws(_at(*one), 1, 0) for one in networks]
-        for batch in batches:
-            predictives = [chunks.whole(chunks.split(batch)[0]) for chunks in each]
-            first, target = predictives[0], each[0].split(batch)[1]
-            if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
-                return True
-            log_prob = _log_mean([one.log_prob(target).double() for one in predictives])
-            mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
-            entropy = label_entropy(mean, isinstance(first.components, Bernoulli))
-            observed = observed_target(first.likelihood, target)[1]
-            excess -= float((log_prob + entropy if observed is None else (log_prob + entropy)[observed]).sum())
-    return excess > 0
 
 
 def of_normals(
