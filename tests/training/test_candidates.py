@@ -145,3 +145,19 @@ def test_networks_that_disagree_are_less_sure_than_each():
     assert too_sure(networks[1:], [(x, t)])
     both = torch.stack([p.log()[t], -(p * p.log()).sum().expand(400)])
     assert too_sure(networks, [(x, t)]) == bool((-both[0]).mean() > both[1].mean())
+
+
+def test_few_rows_do_not_choose_between_those_that_have_seen_all():
+    """On the first two rows the wide one is as good as the drawn one, which is best there; on all it is not."""
+    alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 6), density=-1.0)
+    narrow, wide, drawn = (Candidate(name, width, True, 1.0) for name, width in (("n", 0.1), ("w", 0.3), ("d", 0.1)))
+    narrow.measured(held_out(-0.9, -0.9, -0.9, -0.9, -0.9, -0.9), alone.held_out)
+    wide.measured(held_out(-0.7, -1.0, -1.0, -1.0, -1.0, -1.0), alone.held_out)
+    drawn.measured(held_out(-0.7, -0.99), alone.held_out)
+    rule = Rule(alone, is_too_sure=True)
+    assert drawn.density > narrow.density > wide.density
+    assert rule.widest([narrow, wide]).name == "n"
+    drawn.measured(held_out(-0.7, -0.99), alone.held_out)  # better by less than two standard errors
+    assert rule.widest([narrow, wide, drawn]).name == "n"
+    drawn.measured(held_out(-0.6, -0.61), alone.held_out)
+    assert rule.widest([narrow, wide, drawn]).name == "d"

@@ -57,6 +57,11 @@ class Candidate:
         """From narrow to wide."""
         return (inf if self.width is None else self.width, self.temperature, self.noise, self.linearised)
 
+    @property
+    def rows(self) -> int:
+        """Of held-out data, that it was measured on."""
+        return 0 if self.held_out is None else len(self.held_out.count)
+
     def measured(self, held_out: HeldOut, network: HeldOut) -> HeldOut:
         """Keep what was measured; of some of the rows, the network's own density and what is gained over it there."""
         gain = held_out.gain_over(network)[0]
@@ -195,10 +200,18 @@ class Rule:
         return gain > 0.5 * error
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
-        best = max(*candidates, self.alone, key=lambda one: one.density).held_out
+        """Of those that have seen the most rows; one that has seen fewer where it gains two standard errors on these."""
+        most = max(one.rows for one in candidates)
+        whole = [one for one in candidates if one.rows == most]
+        best = max(*whole, self.alone, key=lambda one: one.density).held_out
         assert best is not None
-        good = [one for one in candidates if self.is_good(one, best)]
-        return max(good, key=lambda one: one.order) if good else self.alone
+        good = [one for one in whole if self.is_good(one, best)]
+        kept = max(good, key=lambda one: one.order) if good else self.alone
+        for one in candidates:
+            if one.rows < most and one.held_out is not None and kept.held_out is not None:
+                gain, error = one.held_out.gain_over(kept.held_out)
+                kept = one if gain > 2 * error else kept
+        return kept
 
     def best(self, candidates: list[Candidate]) -> Candidate:
         best = max(candidates, key=lambda one: one.density)
