@@ -200,7 +200,7 @@ class Rule:
         return gain > 0.5 * error
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
-        """Of those that have seen the most rows; one that has seen fewer where it gains two standard errors on these."""
+        """Of those with the most rows; one that has seen fewer where it gains two standard errors on these."""
         most = max(one.rows for one in candidates)
         whole = [one for one in candidates if one.rows == most]
         best = max(*whole, self.alone, key=lambda one: one.density).held_out
