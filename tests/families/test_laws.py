@@ -77,6 +77,19 @@ def two_blocks(first, rest):
     )
 
 
+def turned(part):
+    """`Rotated`, in coordinates drawn at random."""
+
+    def make(space):
+        generator = torch.Generator().manual_seed(4)
+        family = vi.Rotated(part).bind(space, generator)
+        random = {axis.name: torch.randn(axis.size, axis.size, generator=generator) for axis in family.basis.axes()}
+        family.turn({name: torch.linalg.qr(matrix.double()).Q for name, matrix in random.items()})
+        return family
+
+    return make
+
+
 FAMILIES = {
     "MAP": vi.MAP(),
     "MeanField": vi.MeanField(),
@@ -92,6 +105,9 @@ FAMILIES = {
     "Blocks with MAP": two_blocks(vi.MAP(), vi.StructuredNormal(1)),
     "Mixture": lambda space: vi.Mixture(vi.StructuredNormal(1), 2).bind(space, torch.Generator().manual_seed(3)),
     "Mixture of MAP": vi.Mixture(vi.MAP(), 3),
+    "Rotated MeanField": turned(vi.MeanField()),
+    "Rotated StructuredNormal(1)": turned(vi.StructuredNormal(1)),
+    "Rotated StructuredPrecision(1)": turned(vi.StructuredPrecision(1)),
     "MCDropout": vi.MCDropout(keep=0.8),
     "FittedDropout": vi.FittedDropout(prior_keep=0.8),
     "a user's normal": UserNormal(),
@@ -112,6 +128,9 @@ NOT_APPLICABLE = {
     "Blocks with MAP": {"dense", "moments", "positions", "path_zero", "distribution", "moved", "coordinates"},
     "Mixture": {"dense", "positions", "placed", "moved", "coordinates"},
     "Mixture of MAP": NO_DENSITY | UNKNOWN_START,
+    "Rotated MeanField": {"coordinates", "stages"},
+    "Rotated StructuredNormal(1)": {"coordinates"},
+    "Rotated StructuredPrecision(1)": {"coordinates"},
     "MCDropout": NO_DENSITY | UNKNOWN_START,
     "FittedDropout": NO_DENSITY | UNKNOWN_START | {"moments"},
     "a user's normal": {"dense", "positions", "stages"},

@@ -11,6 +11,7 @@ from .mean_field import MeanField
 from .mixture import Mixture
 from .point import MAP
 from .precision import StructuredPrecision
+from .rotated import Rotated
 from .structured import StructuredNormal
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "MCDropout",
     "MeanField",
     "Mixture",
+    "Rotated",
     "StructuredNormal",
     "StructuredPrecision",
     "check_draw",

@@ -8,7 +8,7 @@ other families answer what they override; the rest is refused with what to write
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import log, pi
 from typing import Any, Literal, NamedTuple, Self
 
@@ -195,7 +195,8 @@ class Family(nn.Module, ABC):
     ) -> None:
         """Start at N(mean, (diag(1/scale²) + WWᵀ)⁻¹), W [.., K] the columns, all by name: `fit(start="trained")`.
 
-        Where the family has no room for columns, its precision has the same diagonal.
+        Scales and columns are along the family's own axes (`to_axes`), in the tensors' shapes. Where the family has no
+        room for columns, its precision has the same diagonal.
         """
         space = self.bound_space()
         flat = [self.own_rows(space.ravel({name: x[name] for name in space.names})) for x in (mean, scale)]
@@ -268,6 +269,36 @@ class Family(nn.Module, ABC):
         if self.mean_and_scale() is not None:
             space = self.bound_space()
             self.initialise(space.at(space.fresh(generator)), generator)
+
+    # ---- coordinates: the axes along which its scales are
+
+    def change_basis(self, turn: Callable[[Tensor], Tensor], squares: Callable[[Tensor], Tensor]) -> None:
+        """What it is in ξ, in ξ' = Rᵀξ: the mean and factors exactly, of the precision its diagonal.
+
+        Args:
+            turn: Rᵀx of rows [.., P].
+            squares: the diagonal [P] of Rᵀ diag(x) R.
+        """
+        own = self._diagonal("change_basis")
+        with torch.no_grad():
+            own.mean.copy_(turn(own.mean))
+            own.log_scale.copy_(-0.5 * squares((-2 * own.log_scale).exp()).log())
+
+    def to_axes(self, x: Tensor) -> Tensor:
+        """Rows [.., P] of θ along its axes."""
+        return x
+
+    def diagonal_to_axes(self, diagonal: Tensor) -> Tensor:
+        """The diagonal, along its axes, of a matrix that is diagonal in θ: [P]."""
+        return diagonal
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether its axes are chosen from gradients."""
+        return False
+
+    def take_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Choose the axes, of gradients [P] at one θ, with labels drawn from the model."""
 
     # ---- stages: mean and scales first, then what has to know them
 

@@ -139,6 +139,20 @@ class Gaussian(Density):
         block = V[rows] @ C @ V[columns].mT
         return block + torch.diag(d[rows]) if rows == columns else block
 
+    def between(self, left: Tensor, right: Tensor) -> Tensor:
+        """A Σ Bᵀ for rows A [.., n, P] and B [.., m, P]: [.., n, m]."""
+        d, V, C = self.low_rank()
+        return (left * d) @ right.mT + (left @ V) @ C @ (right @ V).mT
+
+    def trace(self, p: "Gaussian") -> Tensor:
+        """tr(Λ_p Σ), in float64."""
+        d, V, C = self.low_rank()
+        trace = sum_weights(d * p.precision_diagonal())
+        if V.shape[-1]:
+            columns = V.mT  # [K, P]
+            trace = trace + sum_weights((C @ columns) * p.precision_product(columns)).sum()
+        return trace
+
 
 def kl(q: Density, p: Density) -> Tensor:
     """KL[q‖p] = ½(tr(Λ_p Σ_q) + (μ_p − μ_q)ᵀΛ_p(μ_p − μ_q) − P) + ½ log det Σ_p − ½ log det Σ_q, in nats.
@@ -163,12 +177,6 @@ def kl(q: Density, p: Density) -> Tensor:
     assert isinstance(p, Gaussian)
     if q.P != p.P:
         raise ValueError(f"q is over {q.P} numbers and p over {p.P}")
-    d, V, C = q.low_rank()
-    x = (p.mean - q.mean).unsqueeze(0)  # [1, P]
-    quadratic = p.quadratic(x).squeeze(0)
-    trace = sum_weights(d * p.precision_diagonal())
-    if V.shape[-1]:
-        columns = V.mT  # [K, P]
-        trace = trace + sum_weights((C @ columns) * p.precision_product(columns)).sum()
-    result = 0.5 * (trace + quadratic - q.P) + p.half_log_det() - q.half_log_det()
+    quadratic = p.quadratic((p.mean - q.mean).unsqueeze(0)).squeeze(0)
+    result = 0.5 * (q.trace(p) + quadratic - q.P) + p.half_log_det() - q.half_log_det()
     return result.to(q.mean.dtype)

@@ -125,6 +125,15 @@ class LowRankFamily(Scaled):
     def hold_mean(self) -> None:
         self.mean.requires_grad_(False)
 
+    @torch.no_grad()
+    def change_basis(self, turn: Callable[[Tensor], Tensor], squares: Callable[[Tensor], Tensor]) -> None:
+        size = -1 if self.density.of_precision else 1  # the factor's columns are unit∘F, or F/unit
+        columns = turn((self.factor * self.unit.unsqueeze(-1) ** size).mT).mT
+        self.mean.copy_(turn(self.mean))
+        self.log_scale.copy_(-0.5 * squares((-2 * self.log_scale).exp()).log())
+        self.unit.copy_(squares(self.unit**-2).rsqrt())
+        self.factor.copy_(columns / self.unit.unsqueeze(-1) ** size)
+
     # ---- stages
 
     @property

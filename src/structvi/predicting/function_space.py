@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..families.gaussian import Gaussian, LowRank
+from ..families.gaussian import Gaussian
 from ..models.bayesian_model import BayesianModel
 from ..posterior import PosteriorBase
 from .draws import on_device
@@ -55,7 +55,7 @@ def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
         for y, J in jacobians(posterior, theta, x):
             shape = y.shape[1:]
             means.append(y.flatten(1) + J @ (density.mean - theta))
-            covariances.append(covariance_of(J, density.low_rank()))
+            covariances.append(density.between(J, J))
         return OutputMoments(torch.cat(means).unflatten(1, shape) if shape else means[0], torch.cat(covariances))
 
 
@@ -65,12 +65,6 @@ def theta_of_linearisation(posterior: PosteriorBase, mean: Tensor) -> Tensor:
     if model.linearised_at is None:
         return mean.detach()
     return torch.cat([model.linearised_at, mean.detach()[model.net_space.size :]])
-
-
-def covariance_of(J: Tensor, of: LowRank) -> Tensor:
-    """J Σ Jᵀ for Σ = diag(d) + V C Vᵀ: [b, O, P] → [b, O, O]."""
-    JV = J @ of.V
-    return (J * of.d) @ J.mT + JV @ of.C @ JV.mT
 
 
 def jacobians(posterior: PosteriorBase, theta: Tensor, x: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -148,5 +142,5 @@ def outputs_of_normals(
         for rows, make in zip(outputs, normals, strict=True):
             density = make()
             mean = y + (J @ (density.mean - theta)).unflatten(-1, y.shape[1:])
-            rows.append(normal_outputs(mean, covariance_of(J, density.low_rank()), noise))
+            rows.append(normal_outputs(mean, density.between(J, J), noise))
     return [torch.cat(rows, 1) for rows in outputs]

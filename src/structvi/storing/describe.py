@@ -22,6 +22,7 @@ from ..families import (
     MCDropout,
     MeanField,
     Mixture,
+    Rotated,
     StructuredNormal,
     StructuredPrecision,
 )
@@ -51,6 +52,7 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
         Blocks,
         MCDropout,
         FittedDropout,
+        Rotated,
     ),
     "likelihood": (Gaussian, Categorical, Bernoulli, Poisson),
     "prior": (NormalPrior, LaplacePrior, StudentTPrior, HierarchicalNormalPrior, DistributionPrior, SumPrior),

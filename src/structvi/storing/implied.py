@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..basics.patterns import assign
+from ..families.basis import layout
 from ..families.mc_dropout import Layout
 from ..parameters import Parameters
 from .describe import decode, is_sequence
@@ -70,6 +71,11 @@ def _blocks(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     return shapes
 
 
+def _rotated(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
+    axes = {axis.name: (axis.size, axis.size) for tensor in layout(space) for axis in tensor.axes}
+    return {**_under("part", tensors_of_family(arguments["part"], space)), **_under("basis", axes)}
+
+
 def _fitted_dropout(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     weights, gates = arguments.get("weights"), arguments.get("gates")
     masks = Layout(space, arguments.get("per", "weight"), decode(arguments.get("exempt"), "plain")).M
@@ -94,4 +100,5 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Parameters], Shapes]] = {
     "Blocks": _blocks,
     "MCDropout": _point,
     "FittedDropout": _fitted_dropout,
+    "Rotated": _rotated,
 }

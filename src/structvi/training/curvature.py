@@ -8,7 +8,7 @@ empirical Fisher, with the observed labels, vanishes on a network that fits its 
 The variance of the estimate falls with the number of gradients: batches are cut into `PARTS` parts in all.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,10 +25,21 @@ PARTS = 512
 FEW = 8
 #: of so few numbers the whole matrix is made
 DENSE = 1024
+#: rows [.., P] along other axes
+Turn = Callable[[Tensor], Tensor]
+
+
+def same(x: Tensor) -> Tensor:
+    return x
 
 
 def diagonal_curvature(
-    model: BayesianModel, theta: Tensor, batches: Iterable[Any], seed: int = 0, parts: int = PARTS
+    model: BayesianModel,
+    theta: Tensor,
+    batches: Iterable[Any],
+    seed: int = 0,
+    parts: int = PARTS,
+    along: Turn = same,
 ) -> Tensor:
     """The diagonal of Σ_n J_nᵀ H_n J_n at one θ [P], scaled to N observations: [P], float64. One pass over the data.
 
@@ -38,6 +49,7 @@ def diagonal_curvature(
         batches: on the device of θ.
         seed: of the labels.
         parts: in about how many parts the data are seen, where N rows come.
+        along: rows [.., P] along other axes: the diagonal is that of the matrix in them.
 
     Example:
         >>> from structvi import NormalPrior, likelihoods
@@ -49,7 +61,7 @@ def diagonal_curvature(
     """
     total, seen = torch.zeros_like(theta, dtype=torch.float64), 0
     for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
-        total += gradient.double().square()
+        total += along(gradient).double().square()
         seen += rows
     return total * (model.num_data / max(1, seen))
 
@@ -62,6 +74,7 @@ def leading_columns(
     rank: int,
     seed: int = 0,
     parts: int = PARTS,
+    along: Turn = same,
 ) -> Tensor:
     """W [P, rank] with WWᵀ the leading part of G = Σ_n J_nᵀ H_n J_n in the metric of a diagonal D [P], of P(K + few).
 
@@ -70,13 +83,13 @@ def leading_columns(
     taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
     if theta.numel() <= DENSE:
-        return _leading_dense(model, theta, batches, precision, rank, seed, parts)
+        return _leading_dense(model, theta, batches, precision, rank, seed, parts, along)
     few = FEW
     kept = theta.new_empty(theta.numel(), 0)
     block: list[Tensor] = []
     scale, seen = precision.rsqrt().to(theta), 0
     for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
-        block.append(gradient * scale)
+        block.append(along(gradient) * scale)
         seen += rows
         if len(block) == few:
             kept, block = _leading(torch.cat([kept, torch.stack(block, 1)], 1), rank + few), []
@@ -94,12 +107,13 @@ def _leading_dense(
     rank: int,
     seed: int,
     parts: int,
+    along: Turn,
 ) -> Tensor:
     """The same from the whole matrix, where that is small: nothing is left out on the way."""
     scale, seen = precision.double().rsqrt(), 0
     total = torch.zeros(len(theta), len(theta), dtype=torch.float64, device=theta.device)
     for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
-        scaled = gradient.double() * scale
+        scaled = along(gradient).double() * scale
         total.addr_(scaled, scaled)
         seen += rows
     values, vectors = torch.linalg.eigh(total * (model.num_data / max(1, seen)))

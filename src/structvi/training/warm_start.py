@@ -16,7 +16,7 @@ from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from .batches import Batches
-from .curvature import diagonal_curvature, leading_columns, rows_of, rows_of_part
+from .curvature import curvature_roots, diagonal_curvature, leading_columns, rows_of, rows_of_part
 
 #: Per-sample gradients are made for as many samples at once as fit into so many numbers.
 GRADIENT_NUMBERS = 2**26
@@ -83,13 +83,13 @@ class Laplace(NamedTuple):
 
     space: Parameters
     theta: Tensor  # [P]
-    diagonal: Tensor  # of G, [P], float64
-    columns: Tensor  # the leading part of G as WWᵀ, [P, K]
+    diagonal: Tensor  # of G along the family's axes, [P], float64
+    columns: Tensor  # the leading part of G as WWᵀ, along them too, [P, K]
 
     def place(self, family: Family, temperature: float, prior: Tensor, factor: float = 1.0) -> None:
         """Start a family at N(θ, c²Λ⁻¹), with this prior precision [P] and c = factor."""
         rest = (self.diagonal - self.columns.double().square().sum(1)).clamp(min=0.0)
-        scale = factor * (rest / temperature + prior).rsqrt().to(self.theta)
+        scale = factor * (rest / temperature + family.diagonal_to_axes(prior)).rsqrt().to(self.theta)
         columns = self.columns / (factor * temperature**0.5)
         named = {
             name: columns[self.space.slice(name)].reshape(*shape, columns.shape[1])
@@ -115,13 +115,15 @@ def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed
     if not isinstance(model.likelihood, Likelihood):  # no labels can be drawn: the observed ones
         diagonal = diagonal_fisher(model, theta, batches.everything())
         return Laplace(model.space, theta, diagonal, theta.new_empty(theta.numel(), 0))
-    size = rows_of_part(model)
-    diagonal = diagonal_curvature(model, theta, batches.in_order(size), seed)
+    size, family = rows_of_part(model), posterior.family
+    if family.wants_gradients:
+        family.take_gradients(g for g, _ in curvature_roots(model, theta, batches.in_order(size), seed))
+    diagonal = diagonal_curvature(model, theta, batches.in_order(size), seed, along=family.to_axes)
     columns = theta.new_empty(theta.numel(), 0)
     if rank:
-        metric = diagonal + prior_precision(model, theta)
+        metric = diagonal + family.diagonal_to_axes(prior_precision(model, theta))
         metric = metric.clamp(min=torch.finfo(torch.float64).eps * float(metric.max()))
-        columns = leading_columns(model, theta, batches.in_order(size), metric, rank, seed)
+        columns = leading_columns(model, theta, batches.in_order(size), metric, rank, seed, along=family.to_axes)
     return Laplace(model.space, theta, diagonal, columns.to(theta))
 
 
