@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .basics.later import later
 from .basics.version import __version__
+from .constraints import cholesky_correlation, interval, ordered, positive, simplex
 from .couplings import Noise, naive, paired, unscented
 from .families import (
     MAP,
@@ -104,20 +105,25 @@ __all__ = [
     "__version__",
     "annealed",
     "check",
+    "cholesky_correlation",
     "diagnostics",
     "elbo",
     "elbo_groups",
     "fit",
     "full_elbo",
+    "interval",
     "kl",
     "likelihoods",
     "load",
     "load_mixture",
     "metrics",
     "naive",
+    "ordered",
     "paired",
     "plots",
+    "positive",
     "predict_tiles",
+    "simplex",
     "unscented",
     "variationalize",
     "variationalize_head",

@@ -29,7 +29,7 @@ def checked_log_joint(target: Target, theta: Tensor) -> Tensor:
         raise
     except ValueError as error:
         if isinstance(target, LogDensity):
-            value = target.fn(target.space.unravel(theta[0]))
+            value = target.fn(target.space.constrain(theta[0]))
             if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
                 raise TypeError(f"the log density has no gradient: it returns {_came(value)}; {ADVICE}") from error
         raise
