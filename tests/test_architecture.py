@@ -32,6 +32,7 @@ ROOMS = (
     "storing",
     "distributed",
     "predicting",
+    "correcting",
     "searching",
     "training",
     "plots",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .predicting.tiles import predict_tiles
     from .searching.fit import fit
     from .searching.result import DensityFit
+    from .searching.summary import Summary
     from .studies import is_it_bayesian as check
 
 __getattr__ = later(
@@ -57,6 +58,7 @@ __getattr__ = later(
     {
         "DensityFit": "searching.result",
         "LipschitzPrior": "models.priors.lipschitz",
+        "Summary": "searching.summary",
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
         "fit": "searching.fit",
@@ -101,6 +103,7 @@ __all__ = [
     "StructuredPrecision",
     "StudentTPrior",
     "SumPrior",
+    "Summary",
     "Tempered",
     "__version__",
     "annealed",

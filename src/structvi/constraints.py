@@ -2,7 +2,7 @@
 
 Each has a smooth bijection y = f(x) from free numbers x, which are what a family sees, and log |det ∂y/∂x|, which
 `LogDensity` adds to the log density of y. They are those of `torch.distributions.biject_to` where that has one, written
-in logarithms: torch's are not finite far from zero, and its `CorrCholeskyTransform` cannot be mapped over draws (`vmap`).
+in logarithms, so that they are finite far from zero, where torch's are clipped or infinite.
 """
 
 from abc import ABC, abstractmethod

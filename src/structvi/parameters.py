@@ -30,8 +30,8 @@ class Parameters:
     θ is the concatenation of the raveled tensors in the order of their names; `unravel` cuts [.., P] into named views
     [.., *shape] without copying, and `ravel` is its inverse.
 
-    A log density's may be constrained: `positive`, `interval`, `simplex`, `ordered`, `cholesky_correlation`. θ, `names`,
-    `shapes` and `unravel` are of free numbers then, which families see; `constrain` gives the values themselves.
+    A log density's may be constrained: `positive`, `interval`, `simplex`, `ordered`, `cholesky_correlation`. Then θ,
+    `shapes` and `unravel` are of free numbers, which families see; `constrain` gives the values themselves.
 
     Args:
         tensors: name → floating tensor, or `positive(1.0)` and its like; their values are the initial values.

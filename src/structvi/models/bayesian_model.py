@@ -353,8 +353,8 @@ def _check_arguments(
         )
     if parameters is not None and parameters.constraints:
         raise ValueError(
-            f"a network's tensors take every value, and {list(parameters.constraints)} are constrained: constraints are "
-            "for log densities; write Parameters.of(net, select)"
+            f"a network's tensors take every value, and {list(parameters.constraints)} are constrained: constraints "
+            "are for log densities; write Parameters.of(net, select)"
         )
     if forward is not None and not callable(forward):
         raise TypeError(f"forward= must be a function (net, batch) → (output, target), got {forward!r}")

@@ -46,8 +46,8 @@ def fit(
     Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
-    Give the parameters in float64. Constrained ones go through a transformation of yours inside the log density, with
-    the logarithm of its Jacobian.
+    Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
+    `cholesky_correlation`; the log density is written of their values.
 
     Args:
         target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
@@ -87,9 +87,9 @@ def fit(
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
     return DensityFit(
-        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
-        seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
-        check_evaluations=checked.evaluations,
+        status=status, verdict=verdict, elbo=fresh, family=found.family, target=target,
+        evaluations=counted.evaluations + FRESH, seconds=time.perf_counter() - began, draws=run.draws, starts=starts,
+        trace=run.trace, check_evaluations=checked.evaluations,
     )  # fmt: skip
 
 
