@@ -100,9 +100,7 @@ class Summary:
         if self.weights is not None:
             counts.add(len(self.weights))
         if len(counts) != 1 or min(counts) < 2:
-            raise ValueError(
-                f"Summary expects tensors [S, ..] of the same S ≥ 2 draws, by name, got S of {sorted(counts)}"
-            )
+            raise ValueError(f"Summary expects tensors [S, ..] of the same S ≥ 2 draws, got S of {sorted(counts)}")
 
     @cached_property
     def _w(self) -> Tensor:
@@ -180,7 +178,7 @@ class Summary:
 
 def _numbers(row: Row) -> list[str]:
     """With as many decimals as the sd needs for three digits, so that a row's numbers can be compared."""
-    spread = row.sd if row.sd > 0 else abs(row.mean)
+    spread = row.sd if row.sd > 1e-12 * abs(row.mean) else abs(row.mean)  # a constant has an sd of rounding
     decimals = 2 - floor(log10(spread)) if 0 < spread < float("inf") else 2
     if not -4 <= decimals <= 6:
         return [f"{x:.3g}" for x in row[1:]]
