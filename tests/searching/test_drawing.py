@@ -1,5 +1,6 @@
 """Draws of the values: of q, and corrected to posteriors whose moments are known in closed form."""
 
+import re
 import sys
 from math import sqrt
 
@@ -192,7 +193,9 @@ def test_draws_are_refused_where_weights_cannot_be_trusted():
     for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True)):
         with pytest.raises(Unavailable, match=r"no corrected .*k̂ .* is \d\.\d\d, and from 0.7 on .*MCMC"):
             call()
-    assert "do not rely on this table" in str(result.summary())
+    assert re.search(
+        r"Of q: 16000 draws. k̂ = \d\.\d\d, and from 0.7 on .* do not rely on this table", str(result.summary())
+    )
     assert result.sample(10)["s"].shape == (10, 40)
 
 

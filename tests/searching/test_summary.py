@@ -69,12 +69,13 @@ def test_what_is_below_the_table():
     space = vi.Parameters({"a": torch.zeros(2, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum(), space)
     result = vi.fit(target, vi.FullNormal(), progress=False)
-    summary = result.summary(draws=500)
-    assert "500 draws of q. k̂ = " in str(summary)
-    assert "below 0.7: summary(corrected=True)" in str(summary)
-    assert summary.k < 0.7
-    weighted = result.summary(corrected=True, draws=500)
-    assert "2500 weighted draws of the posterior" in str(weighted)
+    of_q = result.summary(corrected=False, draws=500)
+    assert "Of q: 500 draws. k̂ = " in str(of_q)
+    assert "below 0.7: corrected draws can be trusted." in str(of_q)
+    assert of_q.k < 0.7
+    weighted = result.summary(draws=500)
+    assert "Of the posterior: 2500 weighted draws" in str(weighted)
+    assert weighted.rows == result.summary(corrected=True, draws=500).rows
     short = vi.fit(target, vi.FullNormal(), progress=False, max_evaluations=1300)
     assert not short.converged
     assert f"The fit: {short.verdict}" in str(short.summary())

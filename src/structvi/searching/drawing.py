@@ -36,8 +36,13 @@ def draws_of_q(family: Family, space: Parameters, n: int, generator: torch.Gener
 
 @torch.no_grad()
 def weighted_draws(family: Family, target: Target, draws: int, generator: torch.Generator | None) -> Importance:
-    """Draws of θ with importance weights towards the target; raises where there are none."""
-    return weigh(family(), target.space, target.log_joint, draws, generator=generator)
+    """Draws of θ with importance weights towards the target; raises where there are none.
+
+    Where k̂ is too large four times as many are tried: a round of tails takes its covariance from the draws before.
+    """
+    space, log_joint = target.space, target.log_joint
+    weighted = weigh(family(), space, log_joint, draws, generator=generator)
+    return weighted if weighted.trusted else weigh(family(), space, log_joint, 4 * draws, generator=generator)
 
 
 def refuse(weighted: Importance, what: str) -> None:

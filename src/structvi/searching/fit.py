@@ -11,6 +11,7 @@ from ..couplings import naive
 from ..families.density import MAX_DENSE
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
+from ..models.log_density import LogDensity
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
 from .coordinates import Counted
@@ -89,8 +90,18 @@ def fit(
     return DensityFit(
         status=status, verdict=verdict, elbo=fresh, family=found.family, target=target,
         evaluations=counted.evaluations + FRESH, seconds=time.perf_counter() - began, draws=run.draws, starts=starts,
-        trace=run.trace, check_evaluations=checked.evaluations,
+        trace=run.trace, check_evaluations=checked.evaluations, notes=_notes(target),
     )  # fmt: skip
+
+
+def _notes(target: Target) -> list[str]:
+    """Why draws were evaluated one by one, where vmap could not do it."""
+    if not isinstance(target, LogDensity) or "cannot run" not in (target.evaluation.reason or ""):
+        return []
+    return [
+        f"slow, for draws were evaluated one by one: {target.evaluation.reason} A check of torch.distributions' "
+        "arguments may be why: give them validate_args=False"
+    ]
 
 
 def _fresh(family: Family, target: Target, seed: int) -> Estimate:

@@ -98,7 +98,7 @@ class DensityFit(Result):
         Args:
             n: how many.
             corrected: whether to correct q's draws towards the posterior; it needs arviz, and evaluates the log
-                density at 5 max(4000, 2n) points.
+                density at up to 5 max(4000, 2n) points, and four times as many where k̂ is too large at first.
             generator: the source of all randomness; the global stream if None.
 
         Example:
@@ -111,13 +111,16 @@ class DensityFit(Result):
         """
         return sample(self.family, self.target, n, corrected, generator)
 
-    def summary(self, *, corrected: bool = False, select: Select = "*", draws: int = DRAWS, seed: int = 0) -> Summary:
+    def summary(
+        self, *, corrected: bool | None = None, select: Select = "*", draws: int = DRAWS, seed: int = 0
+    ) -> Summary:
         """A table of the parameters' values: mean, sd, quantiles, Monte Carlo error, and k̂ below it.
 
         Args:
-            corrected: whether of the posterior itself, by importance weights, as in `sample`; else of q.
+            corrected: True for the posterior itself, by importance weights, as in `sample`; False for q; None for the
+                posterior where k̂ allows it and q where not: the line below the table says which.
             select: which parameters, by glob pattern, several, or a predicate.
-            draws: of q; the corrected ones are up to five times as many.
+            draws: of q, and four times as many where k̂ is too large at first; corrected ones are up to five times that.
             seed: of the draws.
         """
         summary = summarise(self.family, self.target, corrected=corrected, select=select, draws=draws, seed=seed)

@@ -23,7 +23,9 @@ LONGEST = 60
 QUANTILES = (0.05, 0.5, 0.95)
 
 
-def summarise(family: Family, target: Target, *, corrected: bool, select: Select, draws: int, seed: int) -> "Summary":
+def summarise(
+    family: Family, target: Target, *, corrected: bool | None, select: Select, draws: int, seed: int
+) -> "Summary":
     """The table of a fit: see `DensityFit.summary`."""
     check_integer("draws", draws, 100)
     space, generator = target.space, torch.Generator(target.space.device).manual_seed(seed)
@@ -39,18 +41,20 @@ def summarise(family: Family, target: Target, *, corrected: bool, select: Select
         if corrected:
             raise
         theta = draws_of_q(family, space, draws, generator)
-        return of(theta, None, None, f"{draws} draws of q. No k̂: {reason}.")
-    theta, k, trusted = weighted.theta, weighted.k_weights, weighted.trusted
+        return of(theta, None, None, f"Of q: {draws} draws. No k̂: {reason}.")
+    theta, k = weighted.theta, weighted.k_weights
     if corrected:
         refuse(weighted, "table")
-        note = f"{len(theta)} weighted draws of the posterior, {weighted.effective:.0f} effective"
+    if corrected or (corrected is None and weighted.trusted):
+        note = f"Of the posterior: {len(theta)} weighted draws, {weighted.effective:.0f} effective"
         return of(theta, weighted.weights, k, f"{note}. k̂ = {k:.2f}, below {K_LIMIT}.")
     meaning = (
-        f"below {K_LIMIT}: summary(corrected=True) corrects them towards the posterior."
-        if trusted
-        else f"and from {K_LIMIT} on q misses part of the posterior: do not rely on this table."
+        f"below {K_LIMIT}: corrected draws can be trusted"
+        if weighted.trusted
+        else f"and from {K_LIMIT} on q misses part of the posterior: do not rely on this table"
     )
-    return of(theta[:draws], None, k, f"{draws} draws of q. k̂ = {k:.2f}, {meaning}")
+    S = len(weighted.log_weights)
+    return of(theta[:S], None, k, f"Of q: {S} draws. k̂ = {k:.2f}, {meaning}.")
 
 
 class Row(NamedTuple):
