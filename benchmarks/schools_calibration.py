@@ -42,8 +42,8 @@ def model(y: Tensor) -> vi.LogDensity:
 class Draws:
     """Of one data set after another, each fitted once; counts those for which k̂ refused to correct."""
 
-    def __init__(self, fits: dict[tuple[float, ...], vi.DensityFit], corrected: bool, draws: int = 99, **options: Any):
-        self.fits, self.corrected, self.draws, self.options = fits, corrected, draws, options
+    def __init__(self, fits: dict[tuple[float, ...], vi.DensityFit], corrected: bool, count: int = 99, **options: Any):
+        self.fits, self.corrected, self.count, self.options = fits, corrected, count, options
         self.generator = torch.Generator().manual_seed(1)
         self.refused = 0
 
@@ -53,10 +53,10 @@ class Draws:
             self.fits[key] = vi.fit(model(y), vi.FullNormal(), progress=False, **self.options)
         result = self.fits[key]
         try:
-            drawn = result.sample(self.draws, corrected=self.corrected, generator=self.generator)
+            drawn = result.sample(self.count, corrected=self.corrected, generator=self.generator)
         except Unavailable:
             self.refused += 1
-            drawn = result.sample(self.draws, generator=self.generator)
+            drawn = result.sample(self.count, generator=self.generator)
         mu, tau = drawn["mu"].unsqueeze(-1), drawn["tau"].unsqueeze(-1)
         return {"mu": drawn["mu"], "tau": drawn["tau"], "theta": mu + tau * drawn["z"]}
 

@@ -8,7 +8,7 @@ from torch.distributions import HalfNormal, Normal
 
 import structvi as vi
 
-T = 50
+T = 30
 
 
 def data():

@@ -1,5 +1,6 @@
 """Constraints: bijections and their log Jacobians against automatic differentiation, torch's own, and far from zero."""
 
+import pickle
 import re
 from math import inf, nan
 
@@ -184,6 +185,14 @@ def test_spaces_made_of_a_space_keep_their_constraints():
     assert set(space.append({"t": vi.positive()}).constraints) == {"s", "u", "t"}
     assert space.scales.tolist() == [3.0, 3.0, 3.0]
     assert vi.Parameters({"s": vi.positive(1e-9)}).scales.tolist() == [3.0]  # log σ = −21 is no scale of log σ
+
+
+def test_parameters_are_pickled_with_their_constraints():
+    space = vi.Parameters({name.replace(" ", "_"): case[0] for name, case in CASES.items()})
+    again = pickle.loads(pickle.dumps(space))
+    theta = torch.randn(2, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(again.constrain(theta), space.constrain(theta))
+    torch.testing.assert_close(again.log_jacobian(theta), space.log_jacobian(theta))
 
 
 def test_dtype():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import structvi as vi
 from benchmarks.schools_calibration import Draws, simulate
 from structvi.diagnostics import sbc
 
@@ -41,20 +42,24 @@ def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys):
         assert abs(mean - value) < 3 * sd, name
 
 
-def test_draws_of_a_hierarchy_are_calibrated():
+def test_draws_of_a_hierarchy_are_calibrated(monkeypatch):
     """Two schools and few replications: enough to see a spread that is three times too large."""
-    fits = {}
-    draws = Draws(fits, corrected=True, starts=1, max_evaluations=4000)
-    two = partial(simulate, schools=2)
-    assert sbc(two, draws, replications=20).passed
-    assert draws.refused == 0
+    monkeypatch.setattr("structvi.searching.drawing.DRAWS", 1000)
+    draws = Draws({}, corrected=True, starts=1, draws=32)
+    kept = {}
+
+    def right(y):
+        kept[tuple(y.tolist())] = drawn = draws(y)
+        return drawn
 
     def wrong(y):
-        drawn = draws(y)
+        drawn = kept[tuple(y.tolist())]
         return {**drawn, "tau": 3 * drawn["tau"]}
 
+    two = partial(simulate, schools=2)
+    assert sbc(two, right, replications=20).passed
+    assert draws.refused == 0
     assert not sbc(two, wrong, replications=20).passed
-    assert len(fits) == 20
 
 
 def test_what_the_page_shows_runs_as_written(capsys):
@@ -66,3 +71,11 @@ def test_what_the_page_shows_runs_as_written(capsys):
     for block in blocks:
         exec(compile(block, "statistics.md", "exec"), namespace)
     assert "Of the posterior: " in capsys.readouterr().out
+
+
+def test_a_fit_says_why_draws_were_evaluated_one_by_one():
+    space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: -p["z"].square().sum() if p["z"].sum() < 1e9 else p["z"].sum(), space)
+    result = vi.fit(target, vi.MeanField(), progress=False, draws=8, starts=1)
+    assert "one by one: vmap cannot run it" in str(result)
+    assert "validate_args=False" in str(result)

@@ -185,16 +185,17 @@ def test_moments_of_a_function_are_those_of_values(fitted):
     assert moments.sd.item() == pytest.approx(1 / 6, rel=0.05)
 
 
-def test_draws_are_refused_where_weights_cannot_be_trusted():
+def test_draws_are_refused_where_weights_cannot_be_trusted(monkeypatch):
     """Cauchy tails in every one of 40 numbers: no weights of normals reach them."""
     space = vi.Parameters({"s": vi.positive(1.0, shape=40)})
     target = vi.LogDensity(lambda p: (-torch.log1p(p["s"].log().square()) - p["s"].log()).sum(), space)
     result = vi.fit(target, vi.MeanField(), progress=False)
-    for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True)):
+    monkeypatch.setattr("structvi.searching.drawing.DRAWS", 500)
+    for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True, draws=500)):
         with pytest.raises(Unavailable, match=r"no corrected .*k̂ .* is \d\.\d\d, and from 0.7 on .*MCMC"):
             call()
     assert re.search(
-        r"Of q: 16000 draws. k̂ = \d\.\d\d, and from 0.7 on .* do not rely on this table", str(result.summary())
+        r"Of q: 2000 draws. k̂ = \d\.\d\d, and from 0.7 on .* do not rely on this table", str(result.summary())
     )
     assert result.sample(10)["s"].shape == (10, 40)
 
@@ -209,6 +210,25 @@ def test_what_has_no_weights_has_draws_and_a_table_all_the_same(monkeypatch):
     with pytest.raises(ImportError, match=r"structvi\[diagnostics\]"):
         result.sample(corrected=True)
     assert result.sample(3)["s"].shape == (3,)
+
+
+def test_a_point_mass_is_drawn_as_a_value_and_has_no_k():
+    space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)})
+    target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
+    result = vi.fit(target, vi.MeanField(), progress=False)
+    result.family = vi.Blocks({"s": vi.MAP(), "*": vi.MeanField()}).bind(space)
+    assert (result.sample(5)["s"] - 2).abs().max() < 1e-12
+    assert "No k̂: part of q is a point mass" in str(result.summary())
+    with pytest.raises(Unavailable, match="point mass"):
+        result.sample(5, corrected=True)
+
+
+def test_float32_where_it_is_asked_for():
+    space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)}, dtype=torch.float32)
+    target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
+    result = vi.fit(target, vi.MeanField(), progress=False)
+    assert result.sample(5, corrected=True)["s"].dtype == torch.float32
+    assert result.summary()["s"].mean == pytest.approx(1, abs=0.1)
 
 
 def test_resampling_takes_each_as_often_as_it_weighs():

@@ -130,8 +130,9 @@ class DensityFit(Result):
         self, draws: int = 1000, *, corrected: bool = False, select: Select = "*", seed: int = 0
     ) -> "InferenceData":
         """Draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
-        names = self.target.space.matching(select)
-        drawn = self.sample(draws, corrected=corrected, generator=torch.Generator().manual_seed(seed))
+        space = self.target.space
+        names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
+        drawn = self.sample(draws, corrected=corrected, generator=generator)
         return inference_data({name: drawn[name] for name in names})
 
 
