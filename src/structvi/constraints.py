@@ -7,7 +7,7 @@ in logarithms, so that they are finite far from zero, where torch's are clipped 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import log
+from math import inf, log
 from typing import Any, NamedTuple
 
 import torch
@@ -58,18 +58,26 @@ class Constrained(NamedTuple):
 
 
 class Positive(Constraint):
-    """y = eˣ."""
+    """y = eˣ, between the smallest number and the root of the largest, whose square is a number too.
+
+    Beyond, where a computer has no such y, the density is zero: log |det| is −∞, and what is made of y still a number.
+    """
 
     name, symbol = "positive", "log"
 
+    def _ends(self, x: Tensor) -> tuple[float, float]:
+        info = torch.finfo(x.dtype)
+        return log(info.tiny), 0.5 * log(info.max) - 0.1  # 0.1: rounding
+
     def natural(self, x: Tensor) -> Tensor:
-        return x.exp().clamp_min(torch.finfo(x.dtype).tiny)
+        return x.clamp(*self._ends(x)).exp()
 
     def free(self, y: Tensor) -> Tensor:
         return y.log()
 
     def log_jacobian(self, x: Tensor) -> Tensor:
-        return x
+        low, high = self._ends(x)
+        return torch.where((low <= x) & (x <= high), x, -inf)
 
 
 class Interval(Constraint):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.target import Target
 from ..objective import Estimate
@@ -109,6 +110,8 @@ class DensityFit(Result):
             >>> draws["s"].mean().round(decimals=1)
             tensor(3., dtype=torch.float64)
         """
+        if corrected:
+            self._refuse_diverged("draws")
         return sample(self.family, self.target, n, corrected, generator)
 
     def summary(
@@ -123,8 +126,16 @@ class DensityFit(Result):
             draws: of q, and four times as many where k̂ is too large at first; corrected ones are up to five times that.
             seed: of the draws.
         """
+        if corrected:
+            self._refuse_diverged("table")
+        if self.status is Status.DIVERGED:
+            corrected = False
         summary = summarise(self.family, self.target, corrected=corrected, select=select, draws=draws, seed=seed)
         return summary if self.converged else summary.noting(f"The fit: {self.verdict}")
+
+    def _refuse_diverged(self, what: str) -> None:
+        if self.status is Status.DIVERGED:
+            raise Unavailable(f"no corrected {what}: {self.verdict}")
 
     def to_arviz(
         self, draws: int = 1000, *, corrected: bool = False, select: Select = "*", seed: int = 0
@@ -158,13 +169,14 @@ def judge(
         if isinf(fresh.value):
             return Status.STOPPED, (
                 f"{stopped}, before an ELBO could be estimated: the log density is not finite at some draws; raise "
-                "max_evaluations=, or write the log density in parameters that take every real value"
+                "max_evaluations=, or give what cannot take every value as positive(..) or its like"
             )
         return Status.STOPPED, f"{stopped}: ELBO {fresh}; raise max_evaluations="
     if isinf(fresh.value):
         return Status.DIVERGED, (
             "not sound: the log density is not finite at some draws of the fitted posterior, which reaches where "
-            "there is none; give what cannot take every value as positive(..) or its like"
+            "there is none: a prior may be missing, or what cannot take every value is not given as positive(..) or "
+            "its like"
         )
     if not found.converged:
         words = f"not converged: the search on {draws} draws ended without an optimum; ELBO {fresh}"

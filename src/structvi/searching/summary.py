@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import floor, log10
+from math import floor, inf, log10
 from typing import NamedTuple
 
 import torch
@@ -181,10 +181,12 @@ class Summary:
 
 
 def _numbers(row: Row) -> list[str]:
-    """With as many decimals as the sd needs for three digits, so that a row's numbers can be compared."""
-    spread = row.sd if row.sd > 1e-12 * abs(row.mean) else abs(row.mean)  # a constant has an sd of rounding
-    decimals = 2 - floor(log10(spread)) if 0 < spread < float("inf") else 2
-    if not -4 <= decimals <= 6:
+    """With as many decimals as the spread needs for three digits, so that a row's numbers can be compared."""
+    spreads = [x for x in (row.sd, row.q50 - row.q5, row.q95 - row.q50) if x > 1e-12 * abs(row.mean)]
+    spread = min(spreads, default=abs(row.mean))  # a constant has an sd of rounding
+    largest = max(abs(x) for x in row[1:])
+    decimals = 2 - floor(log10(spread)) if 0 < spread < inf else 2
+    if not (-4 <= decimals <= 6 and largest < 1e9):
         return [f"{x:.3g}" for x in row[1:]]
     decimals = max(0, decimals)
     return [f"{round(x, decimals) + 0.0:.{decimals}f}" for x in row[1:]]  # no −0.00
