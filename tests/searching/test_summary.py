@@ -70,11 +70,11 @@ def test_what_is_below_the_table():
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum(), space)
     result = vi.fit(target, vi.FullNormal(), progress=False)
     of_q = result.summary(corrected=False, draws=500)
-    assert "Of q: 500 draws. k̂ = " in str(of_q)
+    assert "Of q: 1000 draws. k̂ = " in str(of_q)
     assert "below 0.7: corrected draws can be trusted." in str(of_q)
     assert of_q.k < 0.7
     weighted = result.summary(draws=500)
-    assert "Of the posterior: 2500 weighted draws" in str(weighted)
+    assert "Of the posterior: 5000 weighted draws" in str(weighted)
     assert weighted.rows == result.summary(corrected=True, draws=500).rows
     short = vi.fit(target, vi.FullNormal(), progress=False, max_evaluations=1300)
     assert not short.converged

@@ -12,7 +12,7 @@ from ..families.gaussian import Gaussian
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..predicting.draws import IndependentDraws
-from .pareto import K_LIMIT, psis, psislw_of_arviz
+from .pareto import psis, psislw_of_arviz
 from .tails import Tails
 
 #: Rounds of draws with tails, and the most numbers that they are made for.
@@ -78,9 +78,9 @@ class Importance:
         return 1 / self.weights.square().sum().item()
 
     @property
-    def trusted(self) -> bool:
-        """Whether k̂ of `weights` allows corrected moments and draws."""
-        return self.k_weights < K_LIMIT
+    def cut_short(self) -> bool:
+        """Whether rounds of tails ended early, with too few effective draws for a covariance: more draws may help."""
+        return 0 < len(self.tails) < ROUNDS
 
     @property
     def theta(self) -> Tensor:

@@ -99,7 +99,7 @@ class DensityFit(Result):
         Args:
             n: how many.
             corrected: whether to correct q's draws towards the posterior; it needs arviz, and evaluates the log
-                density at up to 5 max(4000, 2n) points, and four times as many where k̂ is too large at first.
+                density at 10 max(4000, n) points, and four times as many where few of them are effective.
             generator: the source of all randomness; the global stream if None.
 
         Example:
@@ -123,7 +123,7 @@ class DensityFit(Result):
             corrected: True for the posterior itself, by importance weights, as in `sample`; False for q; None for the
                 posterior where k̂ allows it and q where not: the line below the table says which.
             select: which parameters, by glob pattern, several, or a predicate.
-            draws: of q, and four times as many where k̂ is too large at first; corrected ones are up to five times that.
+            draws: of q, in each of two runs; corrected ones are up to five times as many.
             seed: of the draws.
         """
         if corrected:

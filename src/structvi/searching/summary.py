@@ -16,7 +16,7 @@ from ..families.family import Family
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Select
-from .drawing import draws_of_q, refuse, weighted_draws
+from .drawing import draws_of_q, weighted_draws
 
 #: of a longer table the first and the last rows are printed
 LONGEST = 60
@@ -42,19 +42,18 @@ def summarise(
             raise
         theta = draws_of_q(family, space, draws, generator)
         return of(theta, None, None, f"Of q: {draws} draws. No k̂: {reason}.")
-    theta, k = weighted.theta, weighted.k_weights
+    k = weighted.k
     if corrected:
-        refuse(weighted, "table")
+        weighted.refuse("table")
     if corrected or (corrected is None and weighted.trusted):
-        note = f"Of the posterior: {len(theta)} weighted draws, {weighted.effective:.0f} effective"
-        return of(theta, weighted.weights, k, f"{note}. k̂ = {k:.2f}, below {K_LIMIT}.")
+        note = f"Of the posterior: {len(weighted.theta)} weighted draws, {weighted.effective:.0f} effective"
+        return of(weighted.theta, weighted.weights, k, f"{note}. k̂ = {k:.2f}, below {K_LIMIT}.")
     meaning = (
         f"below {K_LIMIT}: corrected draws can be trusted"
         if weighted.trusted
         else f"and from {K_LIMIT} on q misses part of the posterior: do not rely on this table"
     )
-    S = len(weighted.log_weights)
-    return of(theta[:S], None, k, f"Of q: {S} draws. k̂ = {k:.2f}, {meaning}.")
+    return of(weighted.of_q, None, k, f"Of q: {len(weighted.of_q)} draws. k̂ = {k:.2f}, {meaning}.")
 
 
 class Row(NamedTuple):
