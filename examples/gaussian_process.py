@@ -27,7 +27,7 @@ parameters = vi.Parameters({"length": vi.positive(1.0), "amplitude": vi.positive
 
 
 def log_density(p):
-    prior = Gamma(torch.tensor(5.0), torch.tensor(3.0)).log_prob(p["length"]) + HalfNormal(3.0).log_prob(p["amplitude"])
+    prior = Gamma(5.0, 3.0).log_prob(p["length"]) + HalfNormal(3.0).log_prob(p["amplitude"])
     prior = prior + HalfNormal(1.0).log_prob(p["noise"])
     covariance = kernel(x, x, p["length"], p["amplitude"]) + p["noise"].square() * torch.eye(N, dtype=torch.float64)
     # validate_args=False: its check of the covariance keeps draws from being evaluated all at once

@@ -8,7 +8,7 @@ from torch.distributions import Bernoulli, HalfNormal, LKJCholesky, Normal
 
 import structvi as vi
 
-GROUPS, EACH = 8, 30
+GROUPS, EACH = 6, 40
 
 
 def data():
@@ -36,7 +36,7 @@ parameters = vi.Parameters(
 
 def log_density(p):
     prior = Normal(0.0, 2.0).log_prob(p["beta"]).sum() + HalfNormal(1.0).log_prob(p["sd"]).sum()
-    prior = prior + LKJCholesky(2, torch.tensor(2.0, dtype=torch.float64)).log_prob(p["L"])
+    prior = prior + LKJCholesky(2, 2.0).log_prob(p["L"])
     prior = prior + Normal(0.0, 1.0).log_prob(p["z"]).sum()
     effects = p["beta"] + p["z"] @ (p["sd"].unsqueeze(-1) * p["L"]).mT  # [groups, 2]
     logits = effects[group, 0] + effects[group, 1] * x
