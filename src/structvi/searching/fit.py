@@ -88,9 +88,10 @@ def fit(
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
     return DensityFit(
-        status=status, verdict=verdict, elbo=fresh, family=found.family, target=target,
-        evaluations=counted.evaluations + FRESH, seconds=time.perf_counter() - began, draws=run.draws, starts=starts,
-        trace=run.trace, check_evaluations=checked.evaluations, notes=_notes(target),
+        target=target, notes=_notes(target),
+        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
+        seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
+        check_evaluations=checked.evaluations,
     )  # fmt: skip
 
 

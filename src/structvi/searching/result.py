@@ -49,14 +49,16 @@ class Found(NamedTuple):
 
 @dataclass(repr=False, kw_only=True)
 class DensityFit(Result):
-    """What `fit` hands back. `print(result)` says what it came to.
+    """What `fit` hands back. `print(result)` says what it came to, `print(result.summary())` what the parameters are.
+
+    `family` is a distribution of θ, which holds free numbers where parameters are constrained; `sample`, `summary` and
+    `to_arviz` give the values themselves.
 
     Attributes:
         status, verdict, converged, notes: as of every `Result`.
-        elbo: on fresh independent draws, with its standard error.
-        family: bound, at the optimum that was found: a distribution of θ, the free numbers where parameters are
-            constrained. `sample` and `summary` give the values themselves.
         target: what was fitted.
+        elbo: on fresh independent draws, with its standard error.
+        family: bound, at the optimum that was found.
         evaluations: points at which the log density was computed: those of the fit, each with its gradient, and the
             fresh ones.
         seconds: all in all.
