@@ -271,6 +271,7 @@ BAD = {
     "not finite": (lambda: vi.positive(nan), "expected finite numbers, got nan"),
     "shape of values": (lambda: vi.positive(torch.ones(2), shape=3), r"values of shape \(2,\) do not fill shape=3"),
     "no shape": (lambda: vi.positive(1.0, shape=0), "a shape of integers ≥ 1"),
+    "half a shape": (lambda: vi.positive(1.0, shape=2.5), r"a shape of integers ≥ 1, .* shape=2.5"),
     "ends": (lambda: vi.interval(1, 0), "low must be below high, got 1 and 0"),
     "one end": (lambda: vi.interval(0, inf), "for one end only, write positive and add the end"),
     "outside": (lambda: vi.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),

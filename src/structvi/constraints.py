@@ -336,7 +336,7 @@ def _begin(what: str, initial: Any, shape: Shape, axes: int) -> Tensor:
         value = torch.as_tensor(initial, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what}: expected a number or a tensor of numbers, got {initial!r}") from None
-    lead = (shape,) if isinstance(shape, int) else tuple(shape)
+    lead = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if value.ndim < axes or value.numel() == 0 or not all(is_integer(n, 1) for n in lead):
         raise ValueError(f"{what}: expected values with {axes} axes or more and a shape of integers ≥ 1, "
                          f"got values of shape {tuple(value.shape)} and shape={shape!r}")  # fmt: skip
