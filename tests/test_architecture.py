@@ -20,6 +20,7 @@ SRC = Path(structvi.__file__).parent
 #: From the ground up. A room imports itself and the rooms before it; the package's own `__init__` is the roof.
 ROOMS = (
     "basics",
+    "constraints",
     "parameters",
     "couplings",
     "families",
@@ -31,6 +32,7 @@ ROOMS = (
     "storing",
     "distributed",
     "predicting",
+    "correcting",
     "searching",
     "training",
     "plots",

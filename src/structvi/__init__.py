@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .basics.later import later
 from .basics.version import __version__
+from .constraints import cholesky_correlation, interval, ordered, positive, simplex
 from .couplings import Noise, naive, paired, unscented
 from .families import (
     MAP,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .predicting.tiles import predict_tiles
     from .searching.fit import fit
     from .searching.result import DensityFit
+    from .searching.summary import Summary
     from .studies import is_it_bayesian as check
 
 __getattr__ = later(
@@ -57,6 +59,7 @@ __getattr__ = later(
     {
         "DensityFit": "searching.result",
         "LipschitzPrior": "models.priors.lipschitz",
+        "Summary": "searching.summary",
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
         "fit": "searching.fit",
@@ -102,24 +105,30 @@ __all__ = [
     "StructuredPrecision",
     "StudentTPrior",
     "SumPrior",
+    "Summary",
     "Tempered",
     "__version__",
     "annealed",
     "check",
+    "cholesky_correlation",
     "diagnostics",
     "elbo",
     "elbo_groups",
     "fit",
     "full_elbo",
+    "interval",
     "kl",
     "likelihoods",
     "load",
     "load_mixture",
     "metrics",
     "naive",
+    "ordered",
     "paired",
     "plots",
+    "positive",
     "predict_tiles",
+    "simplex",
     "unscented",
     "variationalize",
     "variationalize_head",

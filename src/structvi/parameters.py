@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .basics.patterns import few
 from .basics.random_streams import borrowed_stream
+from .constraints import Constrained, Constraint, free_tensors
 
 Select = str | Sequence[str] | Callable[[str, Tensor], bool]
 
@@ -29,8 +30,12 @@ class Parameters:
     θ is the concatenation of the raveled tensors in the order of their names; `unravel` cuts [.., P] into named views
     [.., *shape] without copying, and `ravel` is its inverse.
 
+    A log density's may be constrained: `positive`, `interval`, `simplex`, `ordered`, `cholesky_correlation`. Then θ,
+    `shapes` and `unravel` are of free numbers, which families see; `constrain` gives the values themselves.
+
     Args:
-        tensors: name → floating tensor; their values are the initial values.
+        tensors: name → floating tensor, or `positive(1.0)` and its like; their values are the initial values.
+        dtype: of all of them; by default float64 where one is constrained, and else that of the tensors.
 
     Example:
         >>> space = Parameters({"w": torch.zeros(2, 3), "b": torch.ones(3)})
@@ -38,14 +43,23 @@ class Parameters:
         (9, ('w', 'b'))
         >>> space.unravel(torch.arange(9.0))["b"]
         tensor([6., 7., 8.])
+        >>> from structvi import positive, simplex
+        >>> Parameters({"mu": torch.zeros(()), "sigma": positive(2.0), "p": simplex(3)})
+        Parameters(P=4, torch.float64, cpu,
+          mu: ()
+          sigma: () positive
+          p: (3,) simplex
+        )
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | Constrained],
         *,
+        dtype: torch.dtype | None = None,
         net: nn.Module | None = None,
         known_scales: Mapping[str, float] = MappingProxyType({}),
+        constraints: Mapping[str, Constraint] = MappingProxyType({}),
     ):
         if not isinstance(tensors, Mapping):
             raise TypeError(
@@ -54,6 +68,10 @@ class Parameters:
             )
         if not tensors:
             raise ValueError("Parameters needs at least one tensor, got an empty mapping")
+        #: of those that have one, by name
+        self.constraints = {name: c for name, c in constraints.items() if name in tensors}
+        self.constraints |= {name: t.constraint for name, t in tensors.items() if isinstance(t, Constrained)}
+        tensors = free_tensors(tensors, dtype)
         _check_tensors(tensors)
         first = next(iter(tensors.values()))
         self.names: tuple[str, ...] = tuple(tensors)
@@ -64,6 +82,8 @@ class Parameters:
         self.device: torch.device = first.device
         self.initial: Tensor = torch.cat([t.detach().reshape(-1) for t in tensors.values()])  # [P]
         self._net = net
+        relative = [name for name, constraint in self.constraints.items() if constraint.relative]
+        known_scales = {**dict.fromkeys(relative, FREE_SCALE_FLOOR), **known_scales}
         self._known_scales = {name: scale for name, scale in known_scales.items() if name in tensors}
         self._scales: Tensor | None = None
         self._subsets: dict[frozenset[str], Parameters] = {}
@@ -113,7 +133,7 @@ class Parameters:
             )
         return cls(picked, net=net)
 
-    def append(self, tensors: Mapping[str, Tensor], scale: float | None = None) -> "Parameters":
+    def append(self, tensors: Mapping[str, Tensor | Constrained], scale: float | None = None) -> "Parameters":
         """A larger space: these tensors, then `tensors` at the end of θ (a likelihood's random noise, say).
 
         `scale` is the initialisation scale of the new ones, which no layer knows.
@@ -122,12 +142,13 @@ class Parameters:
         if taken:
             raise ValueError(f"the names {sorted(taken)} are taken already")
         known = self._known_scales if scale is None else {**self._known_scales, **dict.fromkeys(tensors, scale)}
-        return Parameters({**self.unravel(self.initial), **tensors}, net=self._net, known_scales=known)
+        whole = {**self.unravel(self.initial), **tensors}
+        return Parameters(whole, net=self._net, known_scales=known, constraints=self.constraints)
 
     def at(self, theta: Tensor) -> "Parameters":
         """The same space, with the same scales, whose current values are θ [P]."""
         known = dict(zip(self.names, self.scales.tolist(), strict=True))
-        return Parameters(self.unravel(theta), net=self._net, known_scales=known)
+        return Parameters(self.unravel(theta), net=self._net, known_scales=known, constraints=self.constraints)
 
     def subset(self, names: Iterable[str]) -> "Parameters":
         """The space of some of these tensors, in this space's order, with their scales and fresh draws."""
@@ -135,7 +156,9 @@ class Parameters:
         if key not in self._subsets:
             self._indices(*key)
             chosen = {name: t for name, t in self.unravel(self.initial).items() if name in key}
-            self._subsets[key] = Parameters(chosen, net=self._net, known_scales=self._known_scales)
+            self._subsets[key] = Parameters(
+                chosen, net=self._net, known_scales=self._known_scales, constraints=self.constraints
+            )
         return self._subsets[key]
 
     def without(self, names: Iterable[str]) -> "Parameters":
@@ -158,7 +181,7 @@ class Parameters:
     def matching(self, select: Select, what: str = "select") -> tuple[str, ...]:
         """The names that a pattern, several, or a predicate choose; a pattern that matches none is an error."""
         chosen = _matcher(select, what, self.names)
-        return tuple(name for name, tensor in self.unravel(self.initial).items() if chosen(name, tensor))
+        return tuple(name for name, tensor in self.constrain(self.initial).items() if chosen(name, tensor))
 
     def __deepcopy__(self, memo: dict) -> "Parameters":
         return self  # a value that is never changed; the network it knows is not to be copied
@@ -170,7 +193,9 @@ class Parameters:
         return name in self.names
 
     def __repr__(self) -> str:
-        lines = [f"  {name}: {tuple(shape)}" for name, shape in zip(self.names, self.shapes, strict=True)]
+        kinds = {name: f" {constraint.name}" for name, constraint in self.constraints.items()}
+        values = self.constrain(self.initial) if kinds else self.unravel(self.initial)
+        lines = [f"  {name}: {tuple(value.shape)}{kinds.get(name, '')}" for name, value in values.items()]
         if len(lines) > 12:
             lines = [*lines[:6], f"  … {len(lines) - 11} more", *lines[-5:]]
         return f"Parameters(P={self.size}, {self.dtype}, {self.device},\n" + "\n".join(lines) + "\n)"
@@ -193,6 +218,27 @@ class Parameters:
             name: part.view((*theta.shape[:-1], *shape))
             for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """The values by name, [.., *shape] each, of θ [.., P]: where there are no constraints, `unravel`."""
+        named = self.unravel(theta)
+        return {**named, **{name: c.natural(named[name]) for name, c in self.constraints.items()}}
+
+    def log_jacobian(self, theta: Tensor) -> Tensor:
+        """log |det ∂ values/∂θ|, [..], of θ [.., P]: what turns a log density of the values into one of θ."""
+        named, lead = self.unravel(theta), theta.shape[:-1]
+        terms = [c.log_jacobian(named[name]).reshape(*lead, -1).sum(-1) for name, c in self.constraints.items()]
+        return torch.stack(terms).sum(0) if terms else theta.new_zeros(lead)
+
+    def label(self, index: int) -> str:
+        """The name of θ_index: "w[2, 0]", "b" of a single number, "log sigma" of a positive one."""
+        for name, shape, numel in zip(self.names, self.shapes, self.numels, strict=True):
+            if index < numel:
+                symbol = f"{self.constraints[name].symbol} " if name in self.constraints else ""
+                where = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(index), shape)) if shape else ""
+                return f"{symbol}{name}[{where}]" if numel > 1 else f"{symbol}{name}"
+            index -= numel
+        raise IndexError(index)
 
     def ravel(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """θ [.., P] from named tensors [.., *shape]: the inverse of `unravel`."""
@@ -277,7 +323,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if not isinstance(name, str):
             raise TypeError(f"names must be strings, got {name!r}")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{name}: expected a tensor, or positive(..) and its like, got {type(tensor).__name__}")
     wrong = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.dtype.is_floating_point}
     if wrong:
         raise TypeError(f"random tensors must be floating, but {wrong}; convert them or exclude them")

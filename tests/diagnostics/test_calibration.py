@@ -106,3 +106,14 @@ def test_draws_that_do_not_fit_are_said():
         sbc(simulate, lambda t: "draws")
     with pytest.raises(ValueError, match="θ has the tensors"):
         sbc(lambda g: ({"a": torch.zeros(1)}, None), lambda t: {"b": torch.zeros(99, 1)})
+
+
+def test_a_family_is_ranked_by_values():
+    """σ is above zero where its logarithm is 0 or less: the ranks of values are not those of free numbers."""
+    space = vi.Parameters({"sigma": vi.positive(1.0)})
+    q = vi.MeanField(initial_scale=1 / 3).bind(space)  # log σ ~ N(0, 1)
+
+    def simulate(generator):
+        return {"sigma": torch.randn((), generator=generator, dtype=torch.float64).exp()}, None
+
+    assert sbc(simulate, lambda _: q, replications=100).passed

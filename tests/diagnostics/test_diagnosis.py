@@ -73,8 +73,9 @@ def test_what_is_wrong_is_said(gaussian_target, full_normal):
 
 def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
     target, mean, covariance, _ = random_gaussian(0, gaussian_target)
-    module = sys.modules["structvi.diagnostics.importance_weights"]  # the package has a function of that name
-    monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5))
+    monkeypatch.setattr(
+        "structvi.correcting.weighted_draws.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5)
+    )
     # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
     near, far = (
         diagnose(full_normal(target.space, mean, scale**2 * covariance), target, gradients=False)

@@ -11,6 +11,7 @@ from ..families.density import Draws
 from ..families.family import Family
 from ..posterior import PosteriorBase
 from ..predicting.draws import IndependentDraws, predictive_at
+from ..predicting.inference_data import inference_data
 from ..predicting.predictive import observed_target
 from ..training.batches import Batches
 
@@ -29,6 +30,8 @@ def to_arviz(
 ) -> "InferenceData":
     """Independent draws of the posterior by tensor name, as one chain; with a loader what the data say at each draw.
 
+    Constrained parameters of a log density are their values.
+
     Args:
         q: a posterior, or a bound family.
         loader: of a posterior: adds the groups log_likelihood (of every element of the target), posterior_predictive
@@ -44,10 +47,6 @@ def to_arviz(
         >>> data.posterior["z"].dims, data.posterior["z"].shape
         (('chain', 'draw', 'z_dim_0'), (1, 50, 3))
     """
-    try:
-        import arviz
-    except ImportError:
-        raise ImportError('to_arviz needs arviz: pip install "structvi[diagnostics]"') from None
     family = q.family if isinstance(q, PosteriorBase) else q
     if not isinstance(family, Family):
         raise TypeError(f"to_arviz expects a posterior from variationalize or a bound family, got {type(q).__name__}")
@@ -59,15 +58,15 @@ def to_arviz(
     generator = torch.Generator(density.mean.device).manual_seed(seed)
     sample = list(IndependentDraws(density, draws, generator, chunk if loader is not None else None))
     theta = torch.cat([space.join(one.theta, one.fixed) for one in sample])
-    posterior = {name: _chain(tensor) for name, tensor in space.unravel(theta).items() if name in names}
+    posterior = {name: tensor for name, tensor in space.constrain(theta).items() if name in names}
     if loader is None:
-        return arviz.from_dict(posterior=posterior)
+        return inference_data(posterior)
     assert isinstance(q, PosteriorBase)
     log_likelihood, replicated, observed = _at_data(q, loader, sample, generator)
-    groups = {"log_likelihood": {"t": _chain(log_likelihood)}, "observed_data": {"t": observed.cpu().numpy()}}
+    groups = {"log_likelihood": {"t": log_likelihood}}
     if replicated is not None:
-        groups["posterior_predictive"] = {"t": _chain(replicated)}
-    return arviz.from_dict(posterior=posterior, **groups)
+        groups["posterior_predictive"] = {"t": replicated}
+    return inference_data(posterior, observed={"t": observed}, **groups)
 
 
 def _at_data(
@@ -85,8 +84,3 @@ def _at_data(
                 replicated.append(torch.cat([pred.components.sample() for pred, _ in pairs]))
             observed.append(observed_target(posterior.model.likelihood, target)[0])
     return torch.cat(log_likelihood, 1), torch.cat(replicated, 1) if replicated else None, torch.cat(observed)
-
-
-def _chain(values: Tensor) -> Any:
-    """[S, ..] as one chain: [1, S, ..]."""
-    return values.detach().cpu().unsqueeze(0).numpy()

@@ -162,7 +162,7 @@ def _posterior_draws(fitted: Any, theta: Any, count: int, generator: torch.Gener
     if isinstance(density, Density):
         space = density.named_space()
         flat = torch.cat([space.join(one.theta, one.fixed) for one in IndependentDraws(density, count, generator)])
-        fitted = space.unravel(flat) if isinstance(theta, Mapping) else flat
+        fitted = space.constrain(flat) if isinstance(theta, Mapping) else flat
     if isinstance(theta, Mapping):
         if not isinstance(fitted, Mapping) or not set(theta) <= set(fitted):
             raise ValueError(f"θ has the tensors {sorted(theta)}, and fit's draws do not")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
@@ -16,10 +17,6 @@ from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from ..training.batches import Batches
 from ..training.comparing import elbo_over
-
-
-class Unavailable(ValueError):
-    """A diagnostic that does not exist for this posterior or these data; the message says why."""
 
 
 @dataclass(frozen=True)

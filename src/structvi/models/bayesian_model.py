@@ -351,6 +351,11 @@ def _check_arguments(
         raise TypeError(
             f"parameters= expects Parameters, got {type(parameters).__name__}; write Parameters.of(net, select)"
         )
+    if parameters is not None and parameters.constraints:
+        raise ValueError(
+            f"a network's tensors take every value, and {list(parameters.constraints)} are constrained: constraints "
+            "are for log densities; write Parameters.of(net, select)"
+        )
     if forward is not None and not callable(forward):
         raise TypeError(f"forward= must be a function (net, batch) → (output, target), got {forward!r}")
     if not isinstance(checkpoint_activations, bool):

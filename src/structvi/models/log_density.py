@@ -13,9 +13,12 @@ from .target import NOTHING, check_theta
 class LogDensity:
     """Any log density, not necessarily normalised.
 
+    Of constrained parameters (`positive` and its like) `fn` is the log density of the values themselves, as a model is
+    written. `log_joint` is that of the free numbers θ: it adds log |det ∂ values/∂θ|.
+
     Args:
         fn: sees one draw as a dict of named tensors (and the batch, where `log_joint` is given one) and returns a
-            scalar; it is batched over draws for you.
+            scalar; it is batched over draws for you. Constrained parameters are their values.
         parameters: the space.
         evaluation: "auto", "vmap" or "loop" over draws.
         chunk: how many draws vmap takes at once.
@@ -26,6 +29,10 @@ class LogDensity:
         >>> space = Parameters({"z": torch.zeros(2)})
         >>> LogDensity(lambda p: -0.5 * p["z"].square().sum(), space).log_joint(torch.ones(3, 2))
         tensor([-1., -1., -1.])
+        >>> from structvi import positive
+        >>> target = LogDensity(lambda p: -p["sigma"], Parameters({"sigma": positive(1.0)}))  # σ ~ Exponential(1)
+        >>> target.log_joint(torch.zeros(1, 1, dtype=torch.float64))  # of log σ: −σ + log σ
+        tensor([-1.], dtype=torch.float64)
     """
 
     def __init__(
@@ -46,13 +53,14 @@ class LogDensity:
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
-        space = self.space.without(fixed)
-        check_theta(theta, space)
+        check_theta(theta, self.space.without(fixed))
 
         def one(row: Tensor) -> Tensor:
-            named = {**space.unravel(row), **fixed}
+            whole = self.space.join(row.unsqueeze(0), fixed).squeeze(0)
+            named = self.space.constrain(whole)
             arguments = (named,) if batch is None else (named, batch)
-            return _scalar(self.fn(*arguments), "the log density")
+            value = _scalar(self.fn(*arguments), "the log density")
+            return value + self.space.log_jacobian(whole) if self.space.constraints else value
 
         return self.evaluation(one, theta)
 

@@ -11,6 +11,7 @@ from ..couplings import naive
 from ..families.density import MAX_DENSE
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
+from ..models.log_density import LogDensity
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
 from .coordinates import Counted
@@ -46,8 +47,8 @@ def fit(
     Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
-    Give the parameters in float64. Constrained ones go through a transformation of yours inside the log density, with
-    the logarithm of its Jacobian.
+    Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
+    `cholesky_correlation`; the log density is written of their values.
 
     Args:
         target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
@@ -87,10 +88,21 @@ def fit(
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
     return DensityFit(
+        target=target, notes=_notes(target),
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations,
     )  # fmt: skip
+
+
+def _notes(target: Target) -> list[str]:
+    """Why draws were evaluated one by one, where vmap could not do it."""
+    if not isinstance(target, LogDensity) or "cannot run" not in (target.evaluation.reason or ""):
+        return []
+    return [
+        f"slow, for draws were evaluated one by one: {target.evaluation.reason} A check of torch.distributions' "
+        "arguments may be why: give them validate_args=False"
+    ]
 
 
 def _fresh(family: Family, target: Target, seed: int) -> Estimate:

@@ -26,10 +26,14 @@ def checked_log_joint(target: Target, theta: Tensor) -> Tensor:
     except RuntimeError as error:
         if "numpy()" in str(error):  # torch's words for numpy on what has a gradient
             raise TypeError(f"the log density has no gradient: it calls numpy; {ADVICE}") from error
+        if "dtype" in str(error):
+            raise TypeError(
+                f"the log density mixes precisions: {error}; the parameters are {theta.dtype}, give the data in it too"
+            ) from error
         raise
     except ValueError as error:
         if isinstance(target, LogDensity):
-            value = target.fn(target.space.unravel(theta[0]))
+            value = target.fn(target.space.constrain(theta[0]))
             if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
                 raise TypeError(f"the log density has no gradient: it returns {_came(value)}; {ADVICE}") from error
         raise

@@ -231,14 +231,4 @@ def _numbers(space: Parameters, way: Way) -> tuple[str, ...]:
     went = (way.theta[-1] - way.theta[-2]) / space.scale
     largest = went.abs().topk(min(4, len(went))).indices.tolist()
     kept = [index for index in largest if went[index].abs() >= 0.1 * went[largest[0]].abs()]
-    return tuple(f"{_name(space, index)} → {'+' if went[index] > 0 else '−'}∞" for index in kept)
-
-
-def _name(space: Parameters, index: int) -> str:
-    """Of θ_index: "w[2, 0]", or "b" of a single number."""
-    for name, shape, numel in zip(space.names, space.shapes, space.numels, strict=True):
-        if index < numel:
-            where = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(index), shape)) if shape else ""
-            return f"{name}[{where}]" if numel > 1 else name
-        index -= numel
-    raise IndexError(index)
+    return tuple(f"{space.label(index)} → {'+' if went[index] > 0 else '−'}∞" for index in kept)

@@ -2,12 +2,24 @@
 
 from dataclasses import dataclass
 from math import isinf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
+from ..models.target import Target
 from ..objective import Estimate
+from ..parameters import Select
+from ..predicting.inference_data import inference_data
 from ..result import Result, Status
+from .drawing import DRAWS, sample
 from .improper import Runaway
+from .summary import Summary, summarise
+
+if TYPE_CHECKING:
+    from arviz import InferenceData
 
 #: iid draws of the ELBO that is reported
 FRESH = 1024
@@ -37,10 +49,14 @@ class Found(NamedTuple):
 
 @dataclass(repr=False, kw_only=True)
 class DensityFit(Result):
-    """What `fit` hands back. `print(result)` says what it came to.
+    """What `fit` hands back. `print(result)` says what it came to, `print(result.summary())` what the parameters are.
+
+    `family` is a distribution of θ, which holds free numbers where parameters are constrained; `sample`, `summary` and
+    `to_arviz` give the values themselves.
 
     Attributes:
         status, verdict, converged, notes: as of every `Result`.
+        target: what was fitted.
         elbo: on fresh independent draws, with its standard error.
         family: bound, at the optimum that was found.
         evaluations: points at which the log density was computed: those of the fit, each with its gradient, and the
@@ -54,6 +70,7 @@ class DensityFit(Result):
     """
 
     family: Family
+    target: Target
     evaluations: int
     seconds: float
     draws: int
@@ -71,6 +88,65 @@ class DensityFit(Result):
         return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__  # a notebook shows what print does
+
+    def sample(
+        self, n: int = 1000, *, corrected: bool = False, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """n draws of the parameters' values by name, [n, *shape] each: of q or, corrected, of the posterior itself.
+
+        Corrected ones are draws of q, and of normals with longer tails around it, resampled with Pareto-smoothed
+        importance weights. Where k̂ is 0.7 or more there are none, and the error says what to do. Where fewer
+        than n are effective some are the same.
+
+        Args:
+            n: how many.
+            corrected: whether to correct q's draws towards the posterior; it needs arviz, and evaluates the log
+                density at 10 max(4000, n) points, and four times as many where few of them are effective.
+            generator: the source of all randomness; the global stream if None.
+
+        Example:
+            >>> from structvi import FullNormal, LogDensity, Parameters, fit, positive
+            >>> target = LogDensity(lambda p: 2 * p["s"].log() - p["s"], Parameters({"s": positive(1.0)}))  # Γ(3, 1)
+            >>> result = fit(target, FullNormal(), progress=False)
+            >>> draws = result.sample(20000, corrected=True, generator=torch.Generator().manual_seed(0))
+            >>> draws["s"].mean().round(decimals=1)
+            tensor(3., dtype=torch.float64)
+        """
+        if corrected:
+            self._refuse_diverged("draws")
+        return sample(self.family, self.target, n, corrected, generator)
+
+    def summary(
+        self, *, corrected: bool | None = None, select: Select = "*", draws: int = DRAWS, seed: int = 0
+    ) -> Summary:
+        """A table of the parameters' values: mean, sd, quantiles, Monte Carlo error, and k̂ below it.
+
+        Args:
+            corrected: True for the posterior itself, by importance weights, as in `sample`; False for q; None for the
+                posterior where k̂ allows it and q where not: the line below the table says which.
+            select: which parameters, by glob pattern, several, or a predicate.
+            draws: of q, in each of two runs; corrected ones are up to five times as many.
+            seed: of the draws.
+        """
+        if corrected:
+            self._refuse_diverged("table")
+        if self.status is Status.DIVERGED:
+            corrected = False
+        summary = summarise(self.family, self.target, corrected=corrected, select=select, draws=draws, seed=seed)
+        return summary if self.converged else summary.noting(f"The fit: {self.verdict}")
+
+    def _refuse_diverged(self, what: str) -> None:
+        if self.status is Status.DIVERGED:
+            raise Unavailable(f"no corrected {what}: {self.verdict}")
+
+    def to_arviz(
+        self, draws: int = 1000, *, corrected: bool = False, select: Select = "*", seed: int = 0
+    ) -> "InferenceData":
+        """Draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
+        space = self.target.space
+        names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
+        drawn = self.sample(draws, corrected=corrected, generator=generator)
+        return inference_data({name: drawn[name] for name in names})
 
 
 def judge(
@@ -95,13 +171,14 @@ def judge(
         if isinf(fresh.value):
             return Status.STOPPED, (
                 f"{stopped}, before an ELBO could be estimated: the log density is not finite at some draws; raise "
-                "max_evaluations=, or write the log density in parameters that take every real value"
+                "max_evaluations=, or give what cannot take every value as positive(..) or its like"
             )
         return Status.STOPPED, f"{stopped}: ELBO {fresh}; raise max_evaluations="
     if isinf(fresh.value):
         return Status.DIVERGED, (
             "not sound: the log density is not finite at some draws of the fitted posterior, which reaches where "
-            "there is none; write the log density in parameters that take every real value"
+            "there is none: a prior may be missing, or what cannot take every value is not given as positive(..) or "
+            "its like"
         )
     if not found.converged:
         words = f"not converged: the search on {draws} draws ended without an optimum; ELBO {fresh}"

@@ -1,0 +1,100 @@
+"""The table of a fit: its numbers against direct formulas, its rows, and how it is printed."""
+
+import pandas as pd
+import pytest
+import torch
+
+import structvi as vi
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=seeded(), dtype=torch.float64)
+
+
+def test_without_weights_the_numbers_are_those_of_torch():
+    draws = {"a": normal(4001), "b": 3 + 2 * normal(4001, 2, 3)}
+    summary = vi.Summary(draws)
+    for name, x in draws.items():
+        torch.testing.assert_close(summary.mean[name], x.mean(0))
+        torch.testing.assert_close(summary.sd[name], x.std(0, correction=0))
+        torch.testing.assert_close(summary.mcse[name], x.std(0, correction=0) / 4001**0.5)
+        for p in (0.05, 0.5, 0.95):
+            # both are between the same two order statistics or their neighbours, some 1/(4001 φ) ≈ 0.002 apart
+            torch.testing.assert_close(summary.quantile(p)[name], x.quantile(p, 0), rtol=0, atol=0.02)
+    low, high = summary.interval(0.9)
+    torch.testing.assert_close(low["b"], summary.quantile(0.05)["b"])
+    torch.testing.assert_close(high["b"], summary.quantile(0.95)["b"])
+
+
+def test_weights_count_as_repetitions_do():
+    x = normal(300)
+    often = torch.randint(1, 5, (300,), generator=seeded())
+    weighted = vi.Summary({"x": x}, often.double() / often.sum())
+    repeated = vi.Summary({"x": x.repeat_interleave(often)})
+    torch.testing.assert_close(weighted.mean["x"], repeated.mean["x"])
+    torch.testing.assert_close(weighted.sd["x"], repeated.sd["x"])
+    for p in (0.1, 0.5, 0.9):  # they interpolate otherwise, between neighbours of 300
+        assert weighted.quantile(p)["x"].item() == pytest.approx(repeated.quantile(p)["x"].item(), abs=0.05)
+
+
+def test_rows_and_columns():
+    summary = vi.Summary({"mu": normal(100), "L": normal(100, 2, 2)})
+    assert [row.name for row in summary.rows] == ["mu", "L[0, 0]", "L[0, 1]", "L[1, 0]", "L[1, 1]"]
+    assert summary["L[1, 0]"].mean == summary.mean["L"][1, 0].item()
+    frame = pd.DataFrame(summary.rows)
+    assert list(frame.columns) == ["name", "mean", "sd", "q5", "q50", "q95", "mcse"]
+    with pytest.raises(KeyError, match="no row 'nu'"):
+        _ = summary["nu"]
+
+
+def test_numbers_are_printed_with_the_digits_that_matter():
+    x = normal(1000)
+    x = (x - x.mean()) / x.std(correction=0)
+    draws = {"small": 1e-3 * x, "large": 5e4 + 1e3 * x, "tiny": 1e-9 * x, "constant": torch.ones(1000)}
+    lines = {line.split()[0]: line.split()[1:] for line in str(vi.Summary(draws)).splitlines()[1:]}
+    assert lines["small"][:2] == ["0.00000", "0.00100"]
+    assert lines["large"][:2] == ["50000", "1000"]
+    assert lines["tiny"][1] == "1e-09"
+    assert lines["constant"] == ["1.00", "0.00", "1.00", "1.00", "1.00", "0.00"]
+    long = str(vi.Summary({"z": normal(10, 200)})).splitlines()
+    assert len(long) == 1 + 60 + 1
+    assert ".. 140 more rows" in long[31]
+
+
+def test_what_is_below_the_table():
+    space = vi.Parameters({"a": torch.zeros(2, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum(), space)
+    result = vi.fit(target, vi.FullNormal(), progress=False)
+    of_q = result.summary(corrected=False, draws=500)
+    assert "Of q: 1000 draws. k̂ = " in str(of_q)
+    assert "below 0.7: corrected draws can be trusted." in str(of_q)
+    assert of_q.k < 0.7
+    weighted = result.summary(draws=500)
+    assert "Of the posterior: 5000 weighted draws" in str(weighted)
+    assert weighted.rows == result.summary(corrected=True, draws=500).rows
+    short = vi.fit(target, vi.FullNormal(), progress=False, max_evaluations=1300)
+    assert not short.converged
+    assert f"The fit: {short.verdict}" in str(short.summary())
+    assert list(result.summary(select="a*").draws) == ["a"]
+
+
+BAD = {
+    "draws": (
+        lambda s: vi.Summary({"a": s, "b": torch.zeros(4)}),
+        r"same S ≥ 2 draws, got S of \[4, 10\]",
+    ),
+    "one number": (lambda s: vi.Summary({"a": s[0]}), r"tensors \[S, ..\]"),
+    "quantile": (lambda s: vi.Summary({"a": s}).quantile(5), "between 0 and 1, got 5"),
+    "interval": (lambda s: vi.Summary({"a": s}).interval(90), "between 0 and 1, got 90"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(case):
+    call, words = BAD[case]
+    with pytest.raises(ValueError, match=words):
+        call(normal(10))

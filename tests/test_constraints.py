@@ -1,0 +1,296 @@
+"""Constraints: bijections and their log Jacobians against automatic differentiation, torch's own, and far from zero."""
+
+import pickle
+import re
+from math import inf, nan
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, LKJCholesky, biject_to, constraints
+from torch.func import jacrev, vmap
+
+import structvi as vi
+
+#: what is constrained, which elements of it can be chosen, torch's own constraint
+CASES = {
+    "positive": (vi.positive(2.0), slice(None), constraints.positive),
+    "positive vector": (vi.positive(1.5, shape=3), slice(None), constraints.positive),
+    "interval": (vi.interval(-1, 3), slice(None), constraints.interval(-1.0, 3.0)),
+    "intervals": (vi.interval(0, torch.tensor([1.0, 10.0])), slice(None), None),
+    "simplex": (vi.simplex(4), slice(3), constraints.simplex),
+    "ordered": (vi.ordered(4), slice(None), None),
+    "cholesky_correlation": (
+        vi.cholesky_correlation(4),
+        torch.tensor([4, 8, 9, 12, 13, 14]),
+        constraints.corr_cholesky,
+    ),
+}
+SIZES = {name: case[0].constraint.free(case[0].initial).numel() for name, case in CASES.items()}
+each = pytest.mark.parametrize("name", CASES)
+
+
+def points(name, spread=1.0, count=5):
+    shape = CASES[name][0].constraint.free(CASES[name][0].initial).shape
+    generator = torch.Generator().manual_seed(0)
+    return spread * torch.randn(count, *shape, dtype=torch.float64, generator=generator)
+
+
+def total(constraint, x):
+    """log |det| of one point."""
+    return constraint.log_jacobian(x).sum()
+
+
+@each
+def test_the_log_jacobian_and_its_gradient_are_those_of_automatic_differentiation(name):
+    constrained, chosen, _ = CASES[name]
+    constraint, P = constrained.constraint, SIZES[name]
+
+    def own(x):
+        return total(constraint, x)
+
+    def by_autodiff(x):
+        jacobian = jacrev(lambda x: constraint.natural(x).reshape(-1)[chosen])(x)
+        return torch.linalg.slogdet(jacobian.reshape(P, P)).logabsdet
+
+    for x in points(name):
+        torch.testing.assert_close(own(x), by_autodiff(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(jacrev(own)(x), jacrev(by_autodiff)(x), rtol=1e-8, atol=1e-8)
+
+
+@each
+@pytest.mark.parametrize("spread", [1.0, 5.0])
+def test_there_and_back(name, spread):
+    constraint = CASES[name][0].constraint
+    x = points(name, spread)
+    # 5 standard deviations out, 1 − y of an interval and 1 − w² of a correlation have lost some ten of 53 bits
+    torch.testing.assert_close(constraint.free(constraint.natural(x)), x, rtol=1e-6, atol=1e-6)
+
+
+@each
+def test_values_obey_the_constraint_also_far_from_zero_and_nothing_is_lost(name):
+    constrained, _, own = CASES[name]
+    for spread in (1.0, 30.0, 300.0):
+        x = points(name, spread)
+        x = (x.clamp(-700, 350) if name.startswith("positive") else x).requires_grad_()
+        y, terms = constrained.constraint.natural(x), constrained.constraint.log_jacobian(x)
+        assert bool(y.isfinite().all())
+        assert bool(terms.isfinite().all())
+        if own is not None:
+            assert bool(own.check(y).all())
+        if name == "ordered":
+            assert bool((y.diff(dim=-1) >= 0).all())  # e⁻³⁰⁰ is lost beside one: equal is as near as numbers go
+        for value in (y, terms):
+            (gradient,) = torch.autograd.grad(value.sum(), x, retain_graph=True)
+            assert bool(gradient.isfinite().all())
+
+
+def test_beyond_what_numbers_hold_the_density_of_a_positive_value_is_zero():
+    constraint = vi.positive().constraint
+    for dtype, low, high in ((torch.float64, -708.3, 354.7), (torch.float32, -87.3, 44.2)):
+        inside = torch.tensor([low, high], dtype=dtype)
+        outside = (inside * 1.01).requires_grad_()
+        assert torch.equal(constraint.log_jacobian(inside), inside)
+        terms, y = constraint.log_jacobian(outside), constraint.natural(outside)
+        assert (terms == -inf).all()
+        assert bool(y.log().isfinite().all() and y.square().isfinite().all())
+        assert (y > 0).all()
+        (gradient,) = torch.autograd.grad((terms + y).sum(), outside)
+        assert torch.equal(gradient, torch.zeros(2, dtype=dtype))
+
+
+#: log densities of a positive number, and whether they can be normalised
+SCALES = {
+    "1/s": (lambda s: -s.log(), False),
+    "1/s near zero": (lambda s: -s.log() - s, False),
+    "1/s²": (lambda s: -2 * s.log(), False),
+    "flat": (lambda s: 0 * s, False),
+    "half-Cauchy": (HalfCauchy(5.0).log_prob, True),
+    "inverse gamma": (lambda s: -1.1 * s.log() - 0.1 / s, True),
+    "gamma, shape 0.1": (lambda s: -0.9 * s.log() - s, True),
+    "log-normal": (lambda s: -0.5 * (s.log() / 5).square() - s.log(), True),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_a_fit_tells_whether_a_scale_has_a_proper_prior(case):
+    log_density, proper = SCALES[case]
+    target = vi.LogDensity(lambda p: log_density(p["s"]), vi.Parameters({"s": vi.positive(1.0)}))
+    result = vi.fit(target, vi.MeanField(), progress=False, starts=1)
+    assert (result.status is not vi.Status.DIVERGED) == proper
+    assert ("prior" in result.verdict) != proper
+    if not proper:
+        with pytest.raises(ValueError, match="no corrected draws: not sound"):
+            result.sample(corrected=True)
+        assert "Of q" in str(result.summary())
+
+
+@pytest.mark.parametrize("name", ["interval", "simplex", "cholesky_correlation"])
+def test_logarithms_are_finite_at_the_boundary(name):
+    """What models take the logarithm of: never of zero, however far x is."""
+    constraint = CASES[name][0].constraint
+    for x in (1e4 * torch.eye(SIZES[name], dtype=torch.float64), -1e4 * torch.eye(SIZES[name], dtype=torch.float64)):
+        y = constraint.natural(x if name != "interval" else x.reshape(-1))
+        inside = y.diagonal(dim1=-2, dim2=-1) if name == "cholesky_correlation" else y
+        inside = torch.cat([y + 1, 3 - y]) if name == "interval" else inside
+        assert bool(inside.log().isfinite().all())
+        assert bool(constraint.log_jacobian(x).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["positive", "positive vector", "interval", "simplex", "cholesky_correlation"])
+def test_near_zero_they_are_torchs(name):
+    constrained, _, own = CASES[name]
+    transform = biject_to(own)
+    x = points(name)
+    y = transform(x)
+    torch.testing.assert_close(constrained.constraint.natural(x), y)
+    theirs = transform.log_abs_det_jacobian(x, y).reshape(5, -1).sum(-1)
+    torch.testing.assert_close(constrained.constraint.log_jacobian(x).reshape(5, -1).sum(-1), theirs)
+
+
+@each
+def test_draws_are_mapped_as_they_are_batched(name):
+    constraint = CASES[name][0].constraint
+    x = points(name)
+    torch.testing.assert_close(vmap(constraint.natural)(x), constraint.natural(x))
+    one_by_one = torch.stack([total(constraint, row) for row in x])
+    torch.testing.assert_close(vmap(lambda row: total(constraint, row))(x), one_by_one)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-12, 12), min_size=2, max_size=6))
+def test_a_simplex_of_any_size_there_and_back(values):
+    x = torch.tensor(values, dtype=torch.float64)
+    constraint = vi.simplex(len(values) + 1).constraint
+    y = constraint.natural(x)
+    assert y.sum().item() == pytest.approx(1, abs=1e-12)
+    torch.testing.assert_close(constraint.free(y), x, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("constrained", "density"),
+    [
+        (vi.positive(), Gamma(torch.tensor(2.5).double(), torch.tensor(1.5).double()).log_prob),
+        (vi.interval(0, 1), Beta(torch.tensor(0.6).double(), torch.tensor(3.0).double()).log_prob),
+        (vi.simplex(2), Dirichlet(torch.tensor([0.7, 2.0]).double()).log_prob),
+        (vi.cholesky_correlation(2), LKJCholesky(2, torch.tensor(1.7).double()).log_prob),
+    ],
+    ids=["positive", "interval", "simplex", "cholesky_correlation"],
+)
+def test_a_density_of_torch_integrates_to_one_over_the_free_number(constrained, density):
+    x = torch.linspace(-60, 60, 60001, dtype=torch.float64).unsqueeze(-1)  # tails of e^−0.6·60 are left out
+    y, terms = constrained.constraint.natural(x), constrained.constraint.log_jacobian(x)
+    joint = density(y).reshape(len(x)) + terms.reshape(len(x), -1).sum(-1)
+    assert torch.trapezoid(joint.exp(), x.squeeze(-1)).item() == pytest.approx(1, abs=1e-8)
+
+
+def test_parameters_of_constrained_values():
+    space = vi.Parameters(
+        {
+            "mu": torch.zeros(()),
+            "sigma": vi.positive(2.0),
+            "p": vi.simplex(3),
+            "L": vi.cholesky_correlation(4),
+            "u": vi.interval(0, 1, 0.25, shape=2),
+            "c": vi.ordered(5),
+        }
+    )
+    assert space.dtype == torch.float64
+    assert space.size == 1 + 1 + 2 + 6 + 2 + 5
+    values = space.constrain(space.initial)
+    shapes = {"mu": (), "sigma": (), "p": (3,), "L": (4, 4), "u": (2,), "c": (5,)}
+    assert {name: tuple(value.shape) for name, value in values.items()} == shapes
+    assert values["sigma"].item() == pytest.approx(2)
+    torch.testing.assert_close(values["p"], torch.full((3,), 1 / 3, dtype=torch.float64))
+    torch.testing.assert_close(values["L"], torch.eye(4, dtype=torch.float64))
+    torch.testing.assert_close(values["u"], torch.full((2,), 0.25, dtype=torch.float64))
+    torch.testing.assert_close(values["c"], torch.arange(-2.0, 3, dtype=torch.float64))
+    draws = torch.randn(3, 7, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert space.constrain(draws)["L"].shape == (3, 7, 4, 4)
+    assert space.log_jacobian(draws).shape == (3, 7)
+    named = space.unravel(draws)
+    expected = sum(c.log_jacobian(named[n]).reshape(3, 7, -1).sum(-1) for n, c in space.constraints.items())
+    torch.testing.assert_close(space.log_jacobian(draws), expected)
+    assert [space.label(i) for i in (0, 1, 3, 10)] == ["mu", "log sigma", "free p[1]", "logit u[0]"]
+
+
+def test_spaces_made_of_a_space_keep_their_constraints():
+    space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(3.0), "u": vi.interval(0, 1)})
+    assert set(space.subset(["s"]).constraints) == {"s"}
+    assert set(space.without(["s"]).constraints) == {"u"}
+    moved = space.at(space.initial + 1)
+    assert moved.constrain(moved.initial)["s"].item() == pytest.approx(3 * torch.e)
+    assert set(space.append({"t": vi.positive()}).constraints) == {"s", "u", "t"}
+    assert space.scales.tolist() == [3.0, 3.0, 3.0]
+    assert vi.Parameters({"s": vi.positive(1e-9)}).scales.tolist() == [3.0]  # log σ = −21 is no scale of log σ
+
+
+def test_parameters_are_pickled_with_their_constraints():
+    space = vi.Parameters({name.replace(" ", "_"): case[0] for name, case in CASES.items()})
+    again = pickle.loads(pickle.dumps(space))
+    theta = torch.randn(2, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(again.constrain(theta), space.constrain(theta))
+    torch.testing.assert_close(again.log_jacobian(theta), space.log_jacobian(theta))
+
+
+def test_dtype():
+    assert vi.Parameters({"a": torch.zeros(2), "s": vi.positive(torch.ones(3))}).dtype == torch.float64
+    assert vi.Parameters({"a": torch.zeros(2), "s": vi.positive()}, dtype=torch.float32).dtype == torch.float32
+    assert vi.Parameters({"a": torch.zeros(2)}).dtype == torch.float32
+    assert vi.Parameters({"a": torch.zeros(2)}, dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_log_density_of_values_has_the_jacobian_added():
+    space = vi.Parameters({"mu": torch.zeros(2), "s": vi.positive(), "p": vi.simplex(3)})
+    target = vi.LogDensity(lambda p: -p["mu"].square().sum() - p["s"] + p["p"][0].log(), space)
+    theta = torch.randn(4, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = space.constrain(theta)
+    expected = -y["mu"].square().sum(-1) - y["s"] + y["p"][:, 0].log() + space.log_jacobian(theta)
+    torch.testing.assert_close(target.log_joint(theta), expected)
+    # a tensor that is the same in every draw, as a family with a point-estimated block has it, is free too
+    fixed = {"s": theta[0, 2]}
+    same = theta.clone()
+    same[:, 2] = theta[0, 2]
+    torch.testing.assert_close(target.log_joint(theta[:, [0, 1, 3, 4]], fixed=fixed), target.log_joint(same))
+    assert target.evaluation.choice == "vmap"
+
+
+def test_a_networks_tensors_are_free():
+    net = torch.nn.Linear(2, 1)
+    tensors = {"weight": vi.positive(torch.ones(1, 2)), "bias": torch.zeros(1)}
+    space = vi.Parameters(tensors, dtype=torch.float32)
+    with pytest.raises(ValueError, match="constraints are for log densities"):
+        vi.BayesianModel(net, vi.likelihoods.Gaussian(1.0), vi.NormalPrior(), 5, parameters=space)
+
+
+BAD = {
+    "negative": (lambda: vi.positive(-1.0), "positive: values must begin above zero, got -1"),
+    "zero": (lambda: vi.positive([1.0, 0.0]), r"above zero, got \[1, 0\]"),
+    "no number": (lambda: vi.positive("one"), "positive: expected a number or a tensor of numbers, got 'one'"),
+    "not finite": (lambda: vi.positive(nan), "expected finite numbers, got nan"),
+    "shape of values": (lambda: vi.positive(torch.ones(2), shape=3), r"values of shape \(2,\) do not fill shape=3"),
+    "no shape": (lambda: vi.positive(1.0, shape=0), "a shape of integers ≥ 1"),
+    "half a shape": (lambda: vi.positive(1.0, shape=2.5), r"a shape of integers ≥ 1, .* shape=2.5"),
+    "ends": (lambda: vi.interval(1, 0), "low must be below high, got 1 and 0"),
+    "one end": (lambda: vi.interval(0, inf), "for one end only, write positive and add the end"),
+    "outside": (lambda: vi.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),
+    "sum": (lambda: vi.simplex([0.5, 0.4]), r"sum to one, got \[0.5, 0.4\]"),
+    "one part": (lambda: vi.simplex(1), "how many parts, an integer ≥ 2, or a tensor of values to begin at, got 1"),
+    "half a part": (lambda: vi.simplex(2.5), "how many parts, an integer ≥ 2"),
+    "a simplex of one": (lambda: vi.simplex([1.0]), "at least two parts along the last axis"),
+    "equal": (lambda: vi.ordered([1.0, 1.0]), r"no two equal, got \[1, 1\]"),
+    "falling": (lambda: vi.ordered([2.0, 1.0]), "must increase along the last axis"),
+    "no triangle": (lambda: vi.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
+    "not square": (lambda: vi.cholesky_correlation(torch.ones(2, 3)), "expected square matrices"),
+    "a vector": (lambda: vi.cholesky_correlation([1.0]), "expected values with 2 axes or more"),
+    "no tensor": (lambda: vi.Parameters({"a": 1.0}), "a: expected a tensor, or positive"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(case):
+    call, words = BAD[case]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert re.search(words, str(caught.value)), caught.value
