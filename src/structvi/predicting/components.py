@@ -17,11 +17,14 @@ from torch.distributions import (
     StudentT,
 )
 
+from ..models.likelihoods.student_t import StudentTNoise
+
 #: What each distribution is made of: to index it, to move its axes, to change its dtype.
 _PARAMETERS: dict[type, tuple[str, ...]] = {
     Normal: ("loc", "scale"),
     Laplace: ("loc", "scale"),
     StudentT: ("df", "loc", "scale"),
+    StudentTNoise: ("df", "loc", "scale"),
     Bernoulli: ("logits",),
     Poisson: ("rate",),
     Categorical: ("logits",),

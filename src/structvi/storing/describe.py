@@ -26,7 +26,7 @@ from ..families import (
     StructuredNormal,
     StructuredPrecision,
 )
-from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
+from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import SumPrior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.hierarchical import HierarchicalNormalPrior
@@ -54,7 +54,7 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
         FittedDropout,
         Rotated,
     ),
-    "likelihood": (Gaussian, Categorical, Bernoulli, Poisson),
+    "likelihood": (Gaussian, Categorical, Bernoulli, Poisson, StudentT),
     "prior": (NormalPrior, LaplacePrior, StudentTPrior, HierarchicalNormalPrior, DistributionPrior, SumPrior),
 }
 #: rebuilt from their constructor's arguments, which they keep as attributes

@@ -16,7 +16,7 @@ from ..basics.patterns import few
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
-from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson
+from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
@@ -255,7 +255,7 @@ def _calibration(saved: Saved, tensors: Mapping[str, Tensor], likelihood: Any, p
 def check_calibration(calibration: Calibration, likelihood: Any) -> None:
     """ValueError where it is not one of the likelihood's targets, as far as that is ours."""
     labels = isinstance(likelihood, Categorical | Bernoulli)
-    if not labels and not isinstance(likelihood, Gaussian | Poisson):
+    if not labels and not isinstance(likelihood, Gaussian | Poisson | StudentT):
         return
     one, two = calibration.adjustment, calibration.conformal
     if one is not None and (one.kind == "temperature") != labels:

@@ -14,6 +14,7 @@ from ..families.gaussian import Gaussian
 from ..models.batch import rows, split_batch
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianLikelihood
+from ..models.likelihoods import StudentT
 from ..models.priors.scale import NormalPrior
 from ..posterior import PosteriorBase
 from .batches import Reread
@@ -70,7 +71,7 @@ class Candidate:
 
 
 class Noise:
-    """The noise of a Gaussian("point") likelihood: residuals of a network on its own data are smaller than it."""
+    """The noise of a likelihood that learns one: a network's residuals on its own data are smaller than it."""
 
     def __init__(self, parameter: Tensor | None):
         self.parameter = parameter
@@ -80,7 +81,7 @@ class Noise:
     @classmethod
     def of(cls, posterior: PosteriorBase) -> "Noise":
         likelihood = posterior.model.likelihood
-        is_point = isinstance(likelihood, GaussianLikelihood) and likelihood.noise == "point"
+        is_point = isinstance(likelihood, GaussianLikelihood | StudentT) and likelihood.noise == "point"
         return cls(likelihood.log_noise if is_point else None)
 
     def set(self, factor: float) -> None:

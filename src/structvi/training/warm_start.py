@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
-from ..models.likelihoods import Gaussian, Likelihood, split_mask
+from ..models.likelihoods import Gaussian, Likelihood, StudentT, split_mask
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
@@ -129,9 +129,9 @@ def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed
 
 @torch.no_grad()
 def with_residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> Tensor:
-    """θ [P], and the likelihood, with an unknown Gaussian noise at the residuals' root mean square."""
+    """θ [P], and the likelihood, with an unknown noise at the residuals' root mean square."""
     likelihood = model.likelihood
-    if not isinstance(likelihood, Gaussian) or likelihood.noise not in ("point", "random"):
+    if not isinstance(likelihood, Gaussian | StudentT) or likelihood.noise not in ("point", "random"):
         return theta
     named = dict(model.space.unravel(theta.clone()))
     network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}

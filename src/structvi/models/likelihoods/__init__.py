@@ -10,5 +10,6 @@ from .base import NO_VALUES, Likelihood, split_mask
 from .classes import Bernoulli, Categorical
 from .gaussian import Gaussian
 from .poisson import Poisson
+from .student_t import StudentT
 
-__all__ = ["NO_VALUES", "Bernoulli", "Categorical", "Gaussian", "Likelihood", "Poisson", "split_mask"]
+__all__ = ["NO_VALUES", "Bernoulli", "Categorical", "Gaussian", "Likelihood", "Poisson", "StudentT", "split_mask"]

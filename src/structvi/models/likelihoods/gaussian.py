@@ -99,19 +99,19 @@ class Gaussian(Likelihood):
     def _mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
         """A mean, and the log σ that goes with it as far as it does not depend on the draw."""
         if self.noise == "head":
-            return _heads(output, channel)
+            return heads("Gaussian", output, channel)
         check_output("Gaussian", output)
         if isinstance(self.noise, float):
             return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
         return output, self.log_noise
 
 
-def _heads(output: Any, channel: int) -> tuple[Tensor, Tensor]:
+def heads(name: str, output: Any, channel: int) -> tuple[Tensor, Tensor]:
     """(mean, log σ) from the output of a network with two heads, or with twice the channels."""
     if isinstance(output, Tensor):
         if output.ndim <= channel or output.shape[channel] % 2:
             raise ValueError(
-                'Gaussian("head"): the output must have an even number of channels on the axis after the batch, first '
+                f'{name}("head"): the output must have an even number of channels on the axis after the batch, first '
                 f"the means and then the log scales, got {tuple(output.shape)}"
             )
         mean, log_noise = output.chunk(2, dim=channel)
@@ -121,12 +121,12 @@ def _heads(output: Any, channel: int) -> tuple[Tensor, Tensor]:
         mean, log_noise = output
     else:
         raise TypeError(
-            'Gaussian("head"): the output must be a tensor [B, 2C, ..], a pair (mean, log_scale) or a dict with these '
+            f'{name}("head"): the output must be a tensor [B, 2C, ..], a pair (mean, log_scale) or a dict with these '
             f"keys, got {type(output).__name__}"
         )
     if mean.shape != log_noise.shape:
         raise ValueError(
-            f'Gaussian("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
+            f'{name}("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
         )
     return mean, log_noise
 

@@ -1,0 +1,180 @@
+"""Noise with heavy tails: Student's t, known or learned."""
+
+from collections.abc import Mapping
+from math import log, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.distributions import StudentT as TorchStudentT
+
+from ...basics.checks import is_positive
+from .base import NO_VALUES, Likelihood, check_output, check_same_shape
+from .gaussian import heads
+
+#: learned degrees of freedom lie between these: below there is no variance, above nothing to tell from a normal
+FEWEST, MOST = 2.0, 1000.0
+#: steps of the continued fraction, and of a bisection
+TERMS, HALVINGS = 200, 100
+
+
+class StudentTNoise(TorchStudentT):
+    """torch's Student-t, with a distribution function and quantiles, and constants that do not lose their digits."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        z = (value - self.loc) / self.scale
+        return _constant(self.df).to(z) - self.scale.log() - 0.5 * (self.df + 1) * torch.log1p(z.square() / self.df)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        return students_t_cdf((value - self.loc) / self.scale, self.df)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """For one probability; the degrees of freedom may differ, and are few."""
+        each, where = self.df.double().unique(return_inverse=True)
+        quantile = torch.stack([_quantile(float(value), float(df)) for df in each])
+        return self.loc + self.scale * quantile.to(self.loc)[where]
+
+
+class StudentT(Likelihood):
+    """t = y + σ T_ν, T_ν Student's t with ν degrees of freedom, independently for every element of the output.
+
+        log p(t | y) = log Γ((ν+1)/2) − log Γ(ν/2) − ½ log(νπ) − log σ − (ν+1)/2 log(1 + (t − y)²/(νσ²))
+
+    Few observations far from the others do not move the fit: their pull falls as 1/|t − y|.
+
+    Args:
+        noise: the scale σ: a number > 0, "point" for one that is learned, the parameter `log_noise`, or "head" for one
+            per element, from the network, as of `Gaussian("head")`.
+        df: ν: a number > 0, or "point" for one that is learned, between 2 and 1000.
+        initial: where σ starts for "point".
+        initial_df: where ν starts for "point", above 2.
+
+    Example:
+        >>> StudentT(noise=1.0, df=3.0)(torch.zeros(2, 1), torch.tensor([[0.0], [30.0]])).squeeze(-1)
+        tensor([ -1.0009, -12.4151])
+        >>> StudentT().df_value().item()
+        4.0
+    """
+
+    log_noise: Tensor
+    log_excess: Tensor
+
+    def __init__(
+        self,
+        noise: float | str = "point",
+        df: float | str = "point",
+        initial: float = 1.0,
+        initial_df: float = 4.0,
+    ):
+        super().__init__()
+        for name, value, words in (("noise", noise, ("point", "head")), ("df", df, ("point",))):
+            if value not in words and not is_positive(value):
+                expected = " or ".join(f'"{word}"' for word in words)
+                raise ValueError(f"{name} must be a positive number or {expected}, got {value!r}")
+        if not is_positive(initial):
+            raise ValueError(f"initial must be a positive scale, got {initial!r}")
+        if not is_positive(initial_df) or not FEWEST < initial_df < MOST:
+            raise ValueError(f"initial_df must lie between {FEWEST:g} and {MOST:g}, got {initial_df!r}")
+        self.noise: float | str = noise if isinstance(noise, str) else float(noise)
+        self.df: float | str = df if isinstance(df, str) else float(df)
+        self.initial, self.initial_df = float(initial), float(initial_df)
+        if noise == "point":
+            self.log_noise = nn.Parameter(torch.tensor(log(initial)))
+        if df == "point":
+            self.log_excess = nn.Parameter(torch.tensor(log(initial_df - FEWEST)))
+
+    def df_value(self) -> Tensor:
+        """ν, as it is now."""
+        if isinstance(self.df, float):
+            return torch.tensor(self.df, dtype=torch.float64)
+        return FEWEST + self.log_excess.clamp(max=log(MOST - FEWEST)).exp()
+
+    def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        y, log_noise = self._location_and_log_noise(output, 1)
+        check_same_shape("StudentT", y, target)
+        if not target.dtype.is_floating_point:
+            raise TypeError(f"StudentT: the target must be floating, got {target.dtype}; for classes use Categorical")
+        df = self.df_value()
+        z = (target - y) * (-log_noise).exp()
+        return _constant(df).to(z) - log_noise - 0.5 * (df + 1).to(z) * torch.log1p(z.square() / df.to(z))
+
+    def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        y, log_noise = self._location_and_log_noise(output, 2)
+        return StudentTNoise(self.df_value().to(y), y, log_noise.to(y).exp(), validate_args=False)
+
+    def _location_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
+        if self.noise == "head":
+            return heads("StudentT", output, channel)
+        check_output("StudentT", output)
+        if isinstance(self.noise, float):
+            return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
+        return output, self.log_noise
+
+
+def _constant(df: Tensor) -> Tensor:
+    """log Γ((ν+1)/2) − log Γ(ν/2) − ½ log(νπ), in float64: the difference of large numbers."""
+    df = df.double()
+    return torch.lgamma((df + 1) / 2) - torch.lgamma(df / 2) - 0.5 * (df.log() + log(pi))
+
+
+def students_t_cdf(z: Tensor, df: Tensor) -> Tensor:
+    """P(T ≤ z) = 1 − ½ I_x(ν/2, ½) for z ≥ 0, x = ν/(ν + z²), and by symmetry below; I the incomplete beta function.
+
+    Example:
+        >>> students_t_cdf(torch.tensor([0.0, 1.0]), torch.tensor(1.0)).tolist()
+        [0.5, 0.75]
+    """
+    df = df.double().expand(torch.broadcast_shapes(df.shape, z.shape))
+    square = z.double().square()
+    tail = 0.5 * _incomplete_beta(df / (df + square), square / (df + square), df / 2)
+    return torch.where(z > 0, 1 - tail, tail).to(z)
+
+
+def _incomplete_beta(x: Tensor, rest: Tensor, a: Tensor) -> Tensor:
+    """I_x(a, ½), rest = 1 − x, by the continued fraction of whichever side converges fast."""
+    b = torch.full_like(a, 0.5)
+    swap = x > (a + 1) / (a + b + 2)
+    x, rest = torch.where(swap, rest, x), torch.where(swap, x, rest)
+    a, b = torch.where(swap, b, a), torch.where(swap, a, b)
+    tiny = torch.finfo(x.dtype).tiny
+    front = torch.xlogy(a, x) + torch.xlogy(b, rest) + torch.lgamma(a + b) - torch.lgamma(a) - torch.lgamma(b)
+    value = front.exp() / a / _fraction(x, a, b, tiny)
+    return torch.where(swap, 1 - value, value).clamp(0.0, 1.0)
+
+
+def _fraction(x: Tensor, a: Tensor, b: Tensor, tiny: float) -> Tensor:
+    """1 + d₁/(1 + d₂/(1 + ..)) with d_{2m+1} = −(a+m)(a+b+m)x/((a+2m)(a+2m+1)), d_{2m} = m(b−m)x/((a+2m−1)(a+2m))."""
+    C, D = torch.ones_like(x), torch.zeros_like(x)
+    value = torch.ones_like(x)
+    for n in range(1, TERMS):
+        m = n // 2
+        if n % 2:
+            d = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            d = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        D = 1 / _away(1 + d * D, tiny)
+        C = _away(1 + d / C, tiny)
+        value = value * C * D
+        if bool(((C * D - 1).abs() < 1e-15).all()):
+            break
+    return value
+
+
+def _away(x: Tensor, tiny: float) -> Tensor:
+    return torch.where(x.abs() < tiny, tiny, x)
+
+
+def _quantile(p: float, df: float) -> Tensor:
+    """z with P(T ≤ z) = p, by bisection."""
+    number = torch.tensor(df, dtype=torch.float64)
+    target = min(p, 1 - p)
+    low, high = torch.tensor(-1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
+    while float(students_t_cdf(low, number)) > target and float(low) > -1e100:
+        low = 4 * low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        below = float(students_t_cdf(middle, number)) < target
+        low, high = (middle, high) if below else (low, middle)
+    found = (low + high) / 2
+    return found if p <= 0.5 else -found
