@@ -8,7 +8,7 @@ other families answer what they override; the rest is refused with what to write
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import log, pi
 from typing import Any, Literal, NamedTuple, Self
 
@@ -53,6 +53,15 @@ class MeanAndScale(NamedTuple):
 
     mean: Tensor  # [P]
     log_scale: Tensor  # [P]
+
+
+class PartsSought(NamedTuple):
+    """What a recipe of a mixture has to say to a search for modes."""
+
+    #: of its parts; the last is that of all further ones
+    recipes: "list[Family]"
+    #: how many parts it has; None: as many as the search finds worth having
+    number: int | None
 
 
 class Family(nn.Module, ABC):
@@ -307,7 +316,15 @@ class Family(nn.Module, ABC):
         """The parts of the mixture that it is, itself alone unless it is one, and their weights."""
         return [self], self().mean.new_ones(1)
 
-    # ---- a search of `vi.fit`, in coordinates of its choice
+    # ---- a search of `vi.fit`: a mixture's parts at modes; normals in coordinates of its choice
+
+    def parts_sought(self) -> PartsSought | None:
+        """Of a recipe that is a mixture, its parts, which start at modes that are looked for; None of all others."""
+        return None
+
+    def of_parts(self, parts: "Sequence[Family]", log_weights: Tensor) -> "Family":
+        """This mixture, of parts that are bound, and with these weights [C] but for a constant."""
+        raise NotImplementedError(f"{type(self).__name__} says that it is a mixture: write `of_parts` too")
 
     @property
     def coordinates(self) -> Coordinates | None:

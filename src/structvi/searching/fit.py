@@ -17,6 +17,7 @@ from .coordinates import Counted
 from .fixed_draws import least_draws
 from .improper import runaway
 from .lbfgs import Curvature
+from .mixing import fit_mixture
 from .result import FRESH, DensityFit, judge
 from .search import Search
 
@@ -71,9 +72,11 @@ def fit(
     probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
     began = time.perf_counter()
     run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
-    starts = 1 if family.is_bound else starts or STARTS
+    starts, modes, missed = 1 if family.is_bound else starts or STARTS, [], 0.0
     if family.is_bound:
         found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
+    elif (sought := family.parts_sought()) is not None:
+        found, modes, missed = fit_mixture(run, family, sought, starts, draws)
     elif (coordinates := probe.coordinates) is not None:
         found = run.gaussian(family, coordinates, starts, draws)
     else:
@@ -89,7 +92,7 @@ def fit(
     return DensityFit(
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
-        check_evaluations=checked.evaluations,
+        check_evaluations=checked.evaluations, modes=modes,
     )  # fmt: skip
 
 
@@ -102,6 +105,15 @@ def _fresh(family: Family, target: Target, seed: int) -> Estimate:
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
     return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
+
+
+def _bound(family: Family, target: Target) -> Family:
+    """The recipe bound, of a mixture whatever number of parts it will have."""
+    sought = family.parts_sought()
+    if sought is None:
+        return family.bind(target.space, torch.Generator())
+    parts = [one.bind(target.space, torch.Generator()) for one in sought.recipes]
+    return family.of_parts(parts, target.space.initial.new_zeros(len(parts)))
 
 
 def _checked(
@@ -135,7 +147,7 @@ def _checked(
             f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: maximise `elbo` with an "
             "optimizer of torch and fresh draws"
         )
-    bound = family if family.is_bound else family.bind(target.space, torch.Generator())
+    bound = family if family.is_bound else _bound(family, target)
     density = bound()
     if not density.has_density:
         raise ValueError(f"{type(density).__name__} has no density, and so no ELBO; give a family that has one")

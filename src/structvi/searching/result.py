@@ -1,6 +1,6 @@
 """What `vi.fit` hands back, and how it judges what a search came to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isinf
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from ..families.family import Family
 from ..objective import Estimate
 from ..result import Result, Status
 from .improper import Runaway
+from .modes import Mode
 
 #: iid draws of the ELBO that is reported
 FRESH = 1024
@@ -51,6 +52,7 @@ class DensityFit(Result):
         trace: the steps of all searches.
         check_evaluations: points at which the log density was computed after the fit, to see whether it can be
             normalised; not among `evaluations`.
+        modes: of a mixture those that were seen, the heaviest first, and how many searches ended at each.
     """
 
     family: Family
@@ -60,6 +62,7 @@ class DensityFit(Result):
     starts: int
     trace: list[SearchStep]
     check_evaluations: int = 0
+    modes: list[Mode] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [
