@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..couplings import naive
 from ..families.family import Family
 from ..models.target import Target
 from .fixed_draws import FixedDraws
@@ -48,12 +49,20 @@ class Kept(NamedTuple):
             log_w = (log_w + each).clamp(min=-1e6).log_softmax(0)
         return best, best_w
 
-    def greedy(self, number: int, members: list[int] | None = None) -> tuple[list[int], list[float]]:
-        """So many members, each the one that gains most beside those before it; and the ELBO with each."""
-        members, values = list(members or []), []
+    def greedy(self, number: int, members: list[int]) -> list[int]:
+        """So many members: to those that are given, each time the one that gains most."""
+        members = list(members)
         while len(members) < min(number, len(self.log_p)):
             trials = [(self.elbo([*members, k])[0], k) for k in range(len(self.log_p)) if k not in members]
-            value, k = max(trials)
-            members.append(k)
-            values.append(value)
-        return members, values
+            members.append(max(trials)[1])
+        return members
+
+
+@torch.no_grad()
+def weighted(family: Family, target: Target, seed: int, groups: int = 1024) -> tuple[float, float]:
+    """ELBO and log evidence by importance sampling, on the same fresh draws."""
+    density, generator = family(), torch.Generator().manual_seed(seed + 2)
+    draws = density.draw(groups, naive, generator)
+    over = target.log_joint(draws.theta).double() - density.log_prob(draws.theta).double()
+    over = torch.where(over.isfinite(), over, -inf)
+    return (draws.weight * over).sum().item(), (over + draws.weight.log()).logsumexp(0).item()

@@ -17,7 +17,7 @@ from .coordinates import Counted
 from .fixed_draws import least_draws
 from .improper import runaway
 from .lbfgs import Curvature
-from .mixing import fit_mixture
+from .mixtures import fit_mixture
 from .result import FRESH, DensityFit, judge
 from .search import Search
 
@@ -72,11 +72,12 @@ def fit(
     probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
     began = time.perf_counter()
     run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
-    starts, modes, missed = 1 if family.is_bound else starts or STARTS, [], 0.0
+    starts, mixed = 1 if family.is_bound else starts or STARTS, None
     if family.is_bound:
         found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
     elif (sought := family.parts_sought()) is not None:
-        found, modes, missed = fit_mixture(run, family, sought, starts, draws)
+        mixed = fit_mixture(run, family, sought, starts, draws)
+        found = mixed.found
     elif (coordinates := probe.coordinates) is not None:
         found = run.gaussian(family, coordinates, starts, draws)
     else:
@@ -89,10 +90,12 @@ def fit(
         found, fresh, runaway(checked, found.family), draws=run.draws, tolerance=tolerance,
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
+    if mixed is not None:
+        status, verdict = mixed.verdict(status, verdict)
     return DensityFit(
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
-        check_evaluations=checked.evaluations, modes=modes,
+        check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""A mixture with its parts at the modes that were found: each the part family's best for the normal there."""
+"""A mixture with its parts at given places: each the part family's best for the normal there, then all together."""
 
-from math import inf, log
+import copy
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -9,28 +10,19 @@ from torch import Tensor
 from ..families.family import Coordinates, Family, PartsSought
 from ..models.target import Target
 from .choosing import Kept
-from .coordinates import Limit, Moved, standard, to_theta
+from .coordinates import Moved, standard, to_theta
 from .fixed_draws import least_draws
 from .lbfgs import Curvature
-from .modes import COUNTS, Mode, Modes
+from .modes import COUNTS, Modes
 from .peaks import Peak
 from .result import Found
 from .search import GROWTH, ROUGH, Search
-from .units import DENSE, View
+from .units import View
 
 #: a split part's halves are so many standard deviations from its mean, along its longest axis
 HALF = 0.7
-#: nats by which p at a mode may be above q
-COVERED = 2.0
-
-
-class Mixed(NamedTuple):
-    """Where the search of a mixture ended, and what it has seen."""
-
-    found: Found
-    modes: list[Mode]
-    #: share of the mass at modes that no part has, of all that was seen
-    missed: float
+#: nats for which a part of "auto" is left out
+NOTHING = 5e-3
 
 
 class Chosen(NamedTuple):
@@ -40,38 +32,8 @@ class Chosen(NamedTuple):
     log_weights: Tensor
 
 
-def fit_mixture(run: Search, recipe: Family, sought: PartsSought, starts: int, draws: int | None) -> Mixed:
-    """Look for modes, place a part at each, then fit all together."""
-    run.stage, space = "modes", run.space
-    run.target.log_joint(space.initial.detach().clone().unsqueeze(0).requires_grad_())  # errors, before they are caught
-    seen = Modes(View(run.target, space.initial, space.scale), run.generator)
-    if space.size <= DENSE:
-        try:
-            with run.target.half():
-                seen.search()
-        except Limit:
-            run.target.exhausted = True
-    places = [in_theta(seen.view, part) for part in seen.parts]
-    if not places:
-        return Mixed(run.any(recipe if sought.number else sought.recipes[0], starts, draws), [], 0.0)
-    mixing = Mixing(run, recipe, sought, places)
-    modes = len(seen.peaks)
-    found = mixing.fit(mixing.chosen(places[:modes], places[modes:], sought.number or modes), draws)
-    mixing.to_theta(found.family)
-    return Mixed(found, seen.found(), missed(found, places[:modes]))
-
-
 def in_theta(view: View, peak: Peak) -> Peak:
     return Peak(view.theta(peak.at), peak.value, view.root.unsqueeze(-1) * peak.root)
-
-
-@torch.no_grad()
-def missed(found: Found, modes: list[Peak]) -> float:
-    """The share of the mass that is at modes where p is more than seven times q."""
-    total = torch.tensor([*(mode.log_mass for mode in modes), found.elbo]).logsumexp(0)
-    log_q = found.family().log_prob(torch.stack([mode.at for mode in modes])).tolist()
-    lost = [mode.log_mass for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
-    return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()
 
 
 def halves(places: list[Peak]) -> list[Peak]:
@@ -108,42 +70,73 @@ class Mixing:
         if self.place is not None:
             to_theta(family, self.place)
 
+    def from_fit(self, peak: Peak) -> Peak:
+        """From the coordinates of the fit to θ."""
+        if self.place is None:
+            return peak
+        return Peak(self.place.theta(peak.at), peak.value, self.place.root.unsqueeze(-1) * peak.root)
+
+    def places(self, seen: Modes) -> tuple[list[Peak], list[Peak]]:
+        """In θ, the modes, the heaviest first, and the shoulders."""
+        every = [in_theta(seen.view, part) for part in seen.parts]
+        modes, shoulders = every[: len(seen.peaks)], every[len(seen.peaks) :]
+        return sorted(modes, key=lambda one: -one.log_mass), sorted(shoulders, key=lambda one: -one.log_mass)
+
+    def heavy(self, modes: list[Peak], every: list[Peak]) -> list[Peak]:
+        """The modes that count."""
+        total = torch.tensor([one.log_mass for one in every]).logsumexp(0).item()
+        return [one for one in modes if one.log_mass - total > log(COUNTS)] or modes[:1]
+
     def chosen(self, modes: list[Peak], shoulders: list[Peak], number: int) -> Chosen:
         """So many parts: at modes first, then at what they leave, then at halves of the heaviest.
 
         Of more modes than parts, or shoulders than are wanted, those whose mixture has the highest ELBO.
         """
-        modes = sorted(modes, key=lambda one: -one.log_mass)
-        total = torch.tensor([one.log_mass for one in modes + shoulders]).logsumexp(0).item()
-        heavy = [one for one in modes if one.log_mass - total > log(COUNTS)] or modes[:1]
+        heavy = self.heavy(modes, modes + shoulders)
         if len(heavy) > number and self.alike:
-            return self.best(heavy, number, alone=True)
+            return self.best([self.alone(self.part(0, place)) for place in heavy], number)
         if len(heavy) + len(shoulders) > number > len(heavy) and self.alike:
-            return self.best([*heavy, *shoulders], number, first=len(heavy))
-        places = [*heavy, *sorted(shoulders, key=lambda one: -one.log_mass)][:number]
+            return self.best([self.part(0, place) for place in heavy + shoulders], number, len(heavy))
+        places = [*heavy, *shoulders][:number]
         while len(places) < number:
             places = halves(places)
         parts = [self.part(index, place) for index, place in enumerate(places)]
         return Chosen(parts, places[0].at.new_tensor([place.log_mass for place in places]))
 
-    def best(self, places: list[Peak], number: int, first: int = 0, alone: bool = False) -> Chosen:
-        """So many of the places, the `first` of them in any case, by the ELBO; each fitted by itself if `alone`."""
-        parts = [self.part(0, place) for place in places]
-        few = least_draws(parts[0]().noise_size)
-        if alone:
-            parts = [self.run.maximise(part, self.target, few, ROUGH).family for part in parts]
-        kept = Kept.of(parts, self.target, GROWTH * few, self.run.seed)
-        members, _ = kept.greedy(number, list(range(first)))
-        _, log_weights = kept.elbo(members)
-        return Chosen([parts[member] for member in members], log_weights.to(places[0].at))
+    def kept(self, parts: list[Family]) -> Kept:
+        return Kept.of(parts, self.target, GROWTH * least_draws(parts[0]().noise_size), self.run.seed)
+
+    def best(self, parts: list[Family], number: int, first: int = 0) -> Chosen:
+        """So many of the parts, the `first` of them in any case, by the ELBO."""
+        kept = self.kept(parts)
+        members = kept.greedy(number, list(range(first)))
+        return Chosen([parts[member] for member in members], kept.elbo(members)[1].to(self.run.space.initial))
+
+    def worth(self, chosen: Chosen) -> Chosen:
+        """Without parts whose loss costs next to nothing."""
+        kept, members = self.kept(chosen.parts), list(range(len(chosen.parts)))
+        whole = kept.elbo(members)[0]
+        for member in sorted(members, key=lambda index: chosen.log_weights[index].item()):
+            rest = [one for one in members if one != member]
+            if rest and kept.elbo(rest)[0] > whole - NOTHING:
+                members = rest
+        return Chosen([chosen.parts[member] for member in members], chosen.log_weights[members])
+
+    def added(self, family: Family, places: list[Peak]) -> Chosen:
+        """The parts of a fit and one more, at the place that gains most."""
+        parts, _ = copy.deepcopy(family).mixture_parts()
+        return self.best([*parts, *(self.part(0, place) for place in places)], len(parts) + 1, len(parts))
+
+    def alone(self, part: Family) -> Family:
+        """The part fitted by itself."""
+        return self.run.maximise(part, self.target, least_draws(part().noise_size), ROUGH).family
 
     def part(self, index: int, peak: Peak) -> Family:
         """The best approximation of the peak's normal by the part of this index, in the coordinates of the fit."""
         run, index = self.run, min(index, len(self.recipes) - 1)
         recipe = self.recipes[index]
         if self.place is None:
-            q = recipe.bind(run.space.at(peak.at), run.generator)
-            return run.maximise(q, run.target, least_draws(q().noise_size), ROUGH).family
+            return self.alone(recipe.bind(run.space.at(peak.at), run.generator))
         space, shift, scale = self.place.space, self.place.shift, self.place.root
         at, root = (peak.at - shift) / scale, peak.root / scale.unsqueeze(-1)
         if self.coordinates[index] == "full":

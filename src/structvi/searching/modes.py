@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .coordinates import Limit
 from .peaks import Peak, settle
-from .residual import LEAST, Masses, residual
+from .residual import Masses, residual
 from .rows import RowFunction, ascend
 from .units import View
 
@@ -23,6 +23,9 @@ from .units import View
 FIRST, EACH = (0.1, 0.3, 1.0, 3.0, 10.0), 32
 #: points of a round, and how many of them climb log p and what is left of it
 POINTS, CLIMBERS = 4096, 128
+#: nats that p must have over what is known: as few as rounding lets one see, and so many that errors of the normals
+#: that are taken off do not matter, where a wide mode lies in the tail of a narrow one
+LEFT = (1e-12, 0.3)
 #: rounds, at most; and without anything new, at least
 ROUNDS, QUIET = 10, 2
 #: distances of points from known modes, in standard deviations
@@ -33,6 +36,8 @@ NEAR, NATS = 0.7, 0.5
 MOST = 24
 #: shares of the mass from which on a mode, or a shoulder, is worth another round
 COUNTS, SHOULDER = 1e-4, 2e-3
+#: share of the mass of a mode that a fit must not be without
+NEW = 5e-3
 #: draws that weigh a shoulder, and shoulders that are kept
 WEIGHED, SHOULDERS = 32, 6
 #: sweeps in which every normal is fitted to what the others leave
@@ -88,12 +93,20 @@ class Modes:
         """Both halves; whether anything was new."""
         z = self.points(POINTS)
         over = self.view.values(self.view.theta(z)) - Masses(self.parts)(z)[0]
-        new = self.climb(self.chosen(z, over, 0.5))
-        found = self.climb_residual(self.chosen(z, over, LEAST))
+        new = self.climb(self.chosen(z, over, LEFT[-1]))
+        found = any([self.climb_residual(self.chosen(z, over, least), least) for least in LEFT])
         if new or found:
             self.refine()
         total = self.total()
         return found or any(peak.log_mass - total > log(COUNTS) for peak in new)
+
+    def again(self, parts: list[Peak]) -> bool:
+        """A round with other normals taken off, those of a fit; whether a mode was new that counts."""
+        self.parts, before = parts, len(self.peaks)
+        self.shoulders = []
+        self.round()
+        total = self.total()
+        return any(peak.log_mass - total > log(NEW) for peak in self.peaks[before:])
 
     def chosen(self, z: Tensor, over: Tensor, least: float) -> Tensor:
         """Of the points those with most of p over what is known, some with more than `least`, and any others."""
@@ -170,9 +183,9 @@ class Modes:
             return torch.stack([peak.root for peak in self.peaks]).diagonal(dim1=-2, dim2=-1).log().mean(0).exp().diag()
         return 0.1 * torch.eye(len(self.view.centre), dtype=self.view.centre.dtype, device=self.view.centre.device)
 
-    def climb_residual(self, z: Tensor) -> bool:
+    def climb_residual(self, z: Tensor, least: float) -> bool:
         """Searches of what the parts leave, then of log p above their ends; whether mass that counts was new."""
-        left = residual(self.view, self.parts)
+        left = residual(self.view, self.parts, least)
         ends, values = ascend(left, z, torch.zeros_like(z))
         open_ends, own = values.isfinite(), []
         for _ in range(MOST):
@@ -219,7 +232,7 @@ class Modes:
         """In θ, the heaviest first."""
         shift = self.view.root.log().sum().item()
         made = [
-            Mode(self.view.theta(peak.at), peak.value, part.log_mass + shift, reached)
-            for peak, part, reached in zip(self.peaks, self.parts, self.reached, strict=False)
+            Mode(self.view.theta(peak.at), peak.value, peak.log_mass + shift, reached)
+            for peak, reached in zip(self.peaks, self.reached, strict=True)
         ]
         return sorted(made, key=lambda mode: -mode.log_mass)

@@ -12,6 +12,8 @@ from .rows import RowFunction
 ITERATIONS, PROMISE = 30, 1e-9
 #: a step is shortened so many times to a third
 SHORTER = 12
+#: parabolas agree within so many standard deviations and nats; a value so many nats off is none of theirs
+AGREE, HOLE = 0.02, 1.0
 #: least curvature of a maximum, relative to the greatest; what is flatter has no normal
 FLAT = 1e-12
 
@@ -37,7 +39,8 @@ def settle(function: RowFunction, z: Tensor, unit: Tensor) -> Peak | None:
     """The maximum above z [P], by Newton's method; None where there is none, or none with a curvature.
 
     Hessians are differences of gradients, ± a small part of `unit` [P, P] (columns), then of the normal of the step
-    before: 2P + 1 points each. Eigenvalues of the wrong sign are turned, so that saddles are left.
+    before: 2P + 1 points each. Eigenvalues of the wrong sign are turned, so that saddles are left. Where the function
+    has no value at the top itself, the maximum is that of the parabola that two points around agree on.
 
     Example:
         >>> bowl = lambda z: (-0.5 * (z - 3).square().sum(-1) / 4, -(z - 3) / 4)
@@ -45,7 +48,7 @@ def settle(function: RowFunction, z: Tensor, unit: Tensor) -> Peak | None:
         >>> peak.at.round(decimals=3).tolist(), peak.root.diagonal().round(decimals=3).tolist()
         ([3.0, 3.0], [2.0, 2.0])
     """
-    value = function(z.unsqueeze(0))[0].item()
+    value, before = function(z.unsqueeze(0))[0].item(), None
     for _ in range(ITERATIONS):
         if not -torch.inf < value < torch.inf:
             return None
@@ -64,6 +67,10 @@ def settle(function: RowFunction, z: Tensor, unit: Tensor) -> Peak | None:
             return _peak(z, value, unit @ (vectors * values.rsqrt()))
         if values[0] < -1e-6 * size and promise < 1e-3:  # a saddle, or a minimum: leave it
             step = unit @ vectors[:, 0] * curvature[0].rsqrt()
+        top = _peak(z + step, value + promise, unit @ (vectors * curvature.rsqrt())) if values[0] > 0 else None
+        if top is not None and before is not None and _agree(top, before) and _hole(function, top):
+            return top
+        before = top
         moved = _shortened(function, z, value, step)
         if moved is None:
             if values[0] > FLAT * size and promise < 1e-3:  # rounding hides the rest
@@ -72,6 +79,20 @@ def settle(function: RowFunction, z: Tensor, unit: Tensor) -> Peak | None:
         z, value = moved
         unit = unit @ (vectors * curvature.rsqrt()) @ vectors.mT
     return None
+
+
+def _agree(one: Peak, other: Peak) -> bool:
+    """Whether two points see the same parabola."""
+    if abs(one.log_mass - other.log_mass) > AGREE or float(one.distance(other.at.unsqueeze(0))) > AGREE:
+        return False
+    ratio = torch.linalg.solve_triangular(one.root, other.root, upper=False)
+    return bool((torch.linalg.svdvals(ratio).log().abs() < AGREE).all())
+
+
+def _hole(function: RowFunction, top: Peak) -> bool:
+    """Whether there is no value at the top, or one far from the parabola's."""
+    value = function(top.at.unsqueeze(0))[0].item()
+    return not abs(value - top.value) < HOLE
 
 
 def _derivatives(function: RowFunction, z: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:

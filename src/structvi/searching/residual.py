@@ -8,9 +8,6 @@ from torch import Tensor
 from .peaks import Peak
 from .rows import RowFunction
 
-#: log p − log Σ below which nothing is left but rounding
-LEAST = 1e-12
-
 
 class Masses:
     """Σ_c m_c N(z; at_c, root_c root_cᵀ), with m the mass of the peaks."""
@@ -34,8 +31,8 @@ class Masses:
         return log_sum, gradient
 
 
-def residual(function: RowFunction, peaks: list[Peak], least: float = LEAST) -> RowFunction:
-    """log (exp f − Σ m N) and its gradient; no value (−∞) where less than `least` of exp f is left.
+def residual(function: RowFunction, peaks: list[Peak], least: float = 1e-12) -> RowFunction:
+    """log (exp f − Σ m N) and its gradient; no value (−∞) where f is less than `least` above log Σ.
 
     Example:
         >>> def two(z):  # ½ N(0, 1) + ½ N(2, 1), but for a constant: no minimum between
