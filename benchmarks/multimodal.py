@@ -2,9 +2,9 @@
 
     python -m benchmarks.multimodal [--suite 0] [--seeds 1] [--only NAME ..] [--auto] [--out results.json]
 
-`vi.fit(target, vi.Mixture(vi.FullNormal(), components=C))` with its defaults, from zeros, C the number of modes that the
-target is made of; with `--auto`, components="auto". `--suite` is the seed from which all targets are made: others are
-a held-out set.
+`vi.fit(target, vi.Mixture(vi.FullNormal(), components=C))` with its defaults, from zeros, C the number of modes that
+the target is made of; with `--auto`, components="auto". `--suite` is the seed from which all targets are made: others
+are a held-out set.
 
 * Mixtures of Gaussians (28): d = 2, 5, 10, 20; two to six modes, weights of at least 0.05, standard deviations
   within a factor of 3, centres 4 to 12 deviations apart. Their evidence is one: the ELBO is short by −ELBO.
@@ -250,7 +250,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--out")
     options = parser.parse_args(arguments)
     rows = []
-    print(f"{'target':18}{'seed':>5}{'short':>9}{'±':>8}  {'status':14}{'modes':>7}{'parts':>6}{'evaluations':>12}{'s':>7}")
+    names = f"{'target':18}{'seed':>5}{'short':>9}{'±':>8}  {'status':14}"
+    print(f"{names}{'modes':>7}{'parts':>6}{'evaluations':>12}{'s':>7}")
     for target in suite(options.suite):
         if options.only and not any(part in target.name for part in options.only):
             continue

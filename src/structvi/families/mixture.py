@@ -228,8 +228,8 @@ class Mixture(Family):
     def initialise(self, parameters, generator):
         if self.components == AUTO:
             raise ValueError(
-                'components="auto" takes as many parts as there are modes, and only fit(target, family) of a log density '
-                "looks for these; give the number of parts: components=2"
+                'components="auto" takes as many parts as there are modes, and only fit(target, family) of a log '
+                "density looks for these; give the number of parts: components=2"
             )
         C = len(self.part)
         spaces = apart(parameters, C, generator)

@@ -18,16 +18,16 @@ def parts_of(part: Family | Sequence[Family], components: int | str | None) -> l
     """The constructor's arguments as a list of recipes, or of bound families."""
     if isinstance(components, str) and components != AUTO:
         raise ValueError(f'components must be a number of parts or "auto", got {components!r}')
-    if not isinstance(components, str):
-        check_integer("components", components, optional=True)
+    if not isinstance(components, str | None):
+        check_integer("components", components)
     if isinstance(part, Family):
         if part.is_bound:
             raise ValueError(
                 f"this {type(part).__name__} is bound already and its copies would coincide; "
                 "give a recipe, or a list of families bound at points of their own"
             )
-        number = {None: 2, AUTO: 1}.get(components, components)
-        return [copy.deepcopy(part) for _ in range(int(number))]
+        number = 2 if components is None else 1 if isinstance(components, str) else components
+        return [copy.deepcopy(part) for _ in range(number)]
     if not isinstance(part, Sequence) or not all(isinstance(one, Family) for one in part):
         raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
     if not part:

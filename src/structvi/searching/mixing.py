@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..families.family import Coordinates, Family, PartsSought
 from ..models.target import Target
-from .choosing import Kept
-from .coordinates import Moved, standard, to_theta
+from .choosing import Kept, weighted
+from .coordinates import Limit, Moved, standard, to_theta
 from .fixed_draws import least_draws
 from .lbfgs import Curvature
 from .modes import COUNTS, Modes
@@ -63,8 +63,16 @@ class Mixing:
         self.target: Target = run.target if self.place is None else self.place
 
     def fit(self, chosen: Chosen, draws: int | None) -> Found:
-        mixture = self.recipe.of_parts(*chosen)
-        return self.run.levels(mixture, self.target, Curvature(), draws)
+        """All parts together; where that only fits the draws better, and not fresh ones, they stay as they were."""
+        mixture, run = self.recipe.of_parts(*chosen), self.run
+        start = copy.deepcopy(mixture)
+        found = run.levels(mixture, self.target, Curvature(), draws)
+        try:
+            before, after = (weighted(one, self.target, run.seed)[0] for one in (start, found.family))
+        except Limit:
+            run.target.exhausted = True
+            return found
+        return found._replace(family=start, elbo=before) if before > after else found
 
     def to_theta(self, family: Family) -> None:
         if self.place is not None:

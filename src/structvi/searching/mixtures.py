@@ -15,13 +15,15 @@ from ..families.gaussian import Gaussian
 from ..result import Status
 from .choosing import weighted
 from .coordinates import Limit
-from .mixing import Chosen, Mixing, in_theta
-from .modes import Mode, Modes
+from .mixing import Mixing, in_theta
+from .modes import POINTS, Mode, Modes
 from .peaks import Peak
 from .result import Found
 from .search import Search
 from .units import View
 
+#: with a lower limit of evaluations no modes are looked for
+LEAST = 4 * POINTS
 #: fits, at most, of a given number of parts; of "auto", at most so many parts more than modes
 FITS, MORE = 3, 8
 #: nats that a further part must gain
@@ -56,8 +58,9 @@ def fit_mixture(run: Search, recipe: Family, sought: PartsSought, starts: int, d
     run.target.log_joint(space.initial.detach().clone().unsqueeze(0).requires_grad_())  # errors, before they are caught
     seen = Modes(View(run.target, space.initial, space.scale), run.generator)
     try:
-        with run.target.half():
-            seen.search()
+        if run.target.limit > LEAST:
+            with run.target.half():
+                seen.search()
     except Limit:
         run.target.exhausted = True
     if not seen.parts:

@@ -13,7 +13,6 @@ from math import inf, log
 import torch
 from torch import Tensor
 
-from .coordinates import Limit
 from .peaks import Peak, settle
 from .residual import Masses, residual
 from .rows import RowFunction, ascend
