@@ -242,7 +242,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Forty log densities with several modes.")
     parser.add_argument("--suite", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")

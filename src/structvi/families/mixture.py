@@ -49,7 +49,7 @@ class MixtureDensity(Density):
     def __init__(self, parts: Sequence[Density], log_proportions: Tensor, common_noise: bool = True):
         _check_densities(parts)
         self.parts, self.log_proportions, self.common_noise = parts, log_proportions, common_noise
-        self.has_density = parts[0].has_density
+        self.has_density, self.coupled = parts[0].has_density, all(part.coupled for part in parts)
 
     @property
     def proportions(self) -> Tensor:

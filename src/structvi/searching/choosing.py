@@ -26,7 +26,10 @@ class Kept(NamedTuple):
     def of(families: list[Family], target: Target, draws: int, seed: int) -> "Kept":
         """One evaluation for every draw; −∞ where log p is no number."""
         densities = [family() for family in families]
-        theta = torch.cat([density.draw(1, FixedDraws(draws, seed)).theta for density in densities])
+        coupling, generator = FixedDraws(draws, seed), torch.Generator().manual_seed(seed)
+        theta = torch.cat(
+            [(one.draw(1, coupling) if one.coupled else one.draw(draws, naive, generator)).theta for one in densities]
+        )
         log_p = target.log_joint(theta).double()
         log_p = torch.where(log_p.isfinite(), log_p, -inf)
         log_q = torch.stack([density.log_prob(theta).double() for density in densities])

@@ -147,7 +147,7 @@ def _normals(mixing: Mixing, seen: Modes, found: Found) -> list[Peak]:
 @torch.no_grad()
 def missed(found: Found, modes: list[Peak]) -> float:
     """The share of the mass that is at modes where p is more than seven times q."""
-    total = torch.tensor([*(mode.log_mass for mode in modes), found.elbo]).logsumexp(0)
+    total = torch.tensor([mode.log_mass for mode in modes]).logsumexp(0).clamp(min=found.elbo)
     log_q = found.family().log_prob(torch.stack([mode.at for mode in modes])).tolist()
     lost = [mode.log_mass for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
     return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()
