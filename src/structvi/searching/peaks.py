@@ -97,7 +97,7 @@ def _hole(function: RowFunction, top: Peak) -> bool:
 
 def _derivatives(function: RowFunction, z: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient [P] and Hessian [P, P] by the coordinates z + unit u."""
-    small = torch.finfo(z.dtype).eps ** 0.25
+    small = torch.finfo(z.dtype).eps ** (1 / 6)  # exact for parabolas: the longer, the less they are rounded
     P = len(z)
     rows = torch.cat([z + small * unit.mT, z - small * unit.mT, z.unsqueeze(0)])
     gradients = function(rows)[1] @ unit  # [2P + 1, P]

@@ -8,6 +8,9 @@ from torch import Tensor
 from .peaks import Peak
 from .rows import RowFunction
 
+#: relative error of the normals' curvature
+ROUNDING = 1e-12
+
 
 class Masses:
     """Σ_c m_c N(z; at_c, root_c root_cᵀ), with m the mass of the peaks."""
@@ -21,18 +24,18 @@ class Masses:
         log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         self.constant = mass - log_det - root.shape[-1] / 2 * log(2 * pi)
 
-    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Its logarithm and gradient: [n, P] → [n], [n, P]."""
+    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Its logarithm, gradient and the rounding error that the logarithm may have: [n, P] → [n], [n, P], [n]."""
         white = torch.einsum("cij,ncj->nci", self.inverse, z.unsqueeze(1) - self.at)
         each = self.constant - white.square().sum(-1) / 2
         log_sum = each.logsumexp(-1)
         share = (each - log_sum.unsqueeze(-1)).exp()
         gradient = -torch.einsum("nc,nci,cij->nj", share, white, self.inverse)
-        return log_sum, gradient
+        return log_sum, gradient, ROUNDING * (10 + white.square().sum(-1).amin(-1))
 
 
-def residual(function: RowFunction, peaks: list[Peak], least: float = 1e-12) -> RowFunction:
-    """log (exp f − Σ m N) and its gradient; no value (−∞) where f is less than `least` above log Σ.
+def residual(function: RowFunction, peaks: list[Peak], least: float = 0.0) -> RowFunction:
+    """log (exp f − Σ m N) and its gradient; no value (−∞) where f is no more than `least` nats, and rounding, above log Σ.
 
     Example:
         >>> def two(z):  # ½ N(0, 1) + ½ N(2, 1), but for a constant: no minimum between
@@ -47,9 +50,9 @@ def residual(function: RowFunction, peaks: list[Peak], least: float = 1e-12) -> 
 
     def left(z: Tensor) -> tuple[Tensor, Tensor]:
         value, gradient = function(z)
-        taken, slope = masses(z)
+        taken, slope, rounding = masses(z)
         over = value - taken
-        sound = over > least
+        sound = over > least + rounding
         over = torch.where(sound, over, 1.0)
         part = -torch.expm1(-over)  # of p that is left
         rest = (gradient - torch.exp(-over).unsqueeze(-1) * slope) / part.unsqueeze(-1)

@@ -64,6 +64,10 @@ class DensityFit(Result):
     check_evaluations: int = 0
     modes: list[Mode] = field(default_factory=list)
 
+    @property
+    def reached(self) -> list[int]:
+        return [mode.reached for mode in self.modes]
+
     def __str__(self) -> str:
         lines = [
             self.verdict,
