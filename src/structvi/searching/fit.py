@@ -41,8 +41,8 @@ def fit(
     Mean field is fitted first, from several points, on few draws. Where it ends, the gradients at its draws tell
     the average curvature, and a Gaussian family starts at its best approximation of the normal that has it, in
     coordinates in which that normal (for the full family) or mean field (for others) is round. Then the draws are
-    multiplied by four until that gains less than ten tolerances. Families of your own that are no normal with `mean` and
-    `log_scale` alone start as they are bound.
+    multiplied by four until that gains less than ten tolerances. Families of your own that are no normal with `mean`
+    and `log_scale` alone start as they are bound.
 
     Of a mixture the modes are looked for first, by searches from many points, and each part starts at one
     (`mixtures.py`); where a mode with mass has no part, the status is `MISSED_MODES`.
