@@ -58,7 +58,8 @@ def fit(
         family: a recipe, or a bound family, whose copy goes on from where it is.
         draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096.
         starts: how many points to start from, the first at the space's values, others normal around it with its scales;
-            the best by ELBO is gone on with. By default 4, and 1 for a bound family.
+            the best by ELBO is gone on with. By default 4, and 1 for a bound family; not for mixtures, whose modes are
+            looked for.
         seed: of starts and draws: the same seed gives the same fit.
         max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.

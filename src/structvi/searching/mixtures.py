@@ -66,18 +66,23 @@ def fit_mixture(run: Search, recipe: Family, sought: PartsSought, starts: int, d
     seen = Modes(View(run.target, space.initial, space.scale), run.generator)
     try:
         with run.target.half():
-            seen.search()
+            seen.search(sought.number or 1)
     except Limit:
         run.target.exhausted = True
     if not seen.parts:
         return Mixed(run.any(alone, starts, draws), [], 0.0, ["no mode was found"])
+    notes = []
+    if len(seen.parts) < (sought.number or 1):
+        notes = [
+            f"modes found: {len(seen.peaks)}, for {sought.number} parts; if there are more, no search reached them"
+        ]
     mixing = Mixing(run, recipe, sought, [in_theta(seen.view, part) for part in seen.parts])
     if sought.number is None:
         found = _as_many_as_pay(mixing, seen, draws)
     else:
         found = _so_many(mixing, seen, sought.number, draws)
     mixing.to_theta(found.family)
-    return Mixed(found, seen.found(), missed(found, [in_theta(seen.view, peak) for peak in seen.peaks]), [])
+    return Mixed(found, seen.found(), missed(found, [in_theta(seen.view, peak) for peak in seen.peaks]), notes)
 
 
 def _so_many(mixing: Mixing, seen: Modes, number: int, draws: int | None) -> Found:

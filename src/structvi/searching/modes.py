@@ -25,8 +25,8 @@ POINTS, CLIMBERS = 8192, 128
 #: nats that p must have over what is known: as few as rounding lets one see, and so many that errors of the normals
 #: that are taken off do not matter, where a wide mode lies in the tail of a narrow one
 LEFT = (0.0, 0.3)
-#: rounds, at most; and without anything new, at least
-ROUNDS, QUIET = 10, 2
+#: rounds, at most; and without anything new, at least: the second with fewer modes and shoulders than parts
+ROUNDS, QUIET, LONGER = 12, 2, 6
 #: distances of points from known modes, in standard deviations: to the first for most of them
 NEAREST, FAR, FARTHEST = 1.0, 16.0, 40.0
 #: two ends of a search are one mode within so many standard deviations and nats
@@ -77,15 +77,18 @@ class Modes:
         self.parts: list[Peak] = []
         self.searches = 0
 
-    def search(self) -> None:
-        """Rounds until some find nothing that counts; evaluations may end it (`Limit`), what was found stays."""
+    def search(self, wanted: int = 1) -> None:
+        """Rounds until some find nothing that counts, more of them with less than is wanted.
+
+        Evaluations may end it (`Limit`); what was found stays.
+        """
         start = torch.zeros_like(self.view.centre)
         self.climb(torch.cat([start.unsqueeze(0), *(size * self.noise(EACH) for size in FIRST)]))
         self.refine()
         quiet = 0
         for _ in range(ROUNDS if self.peaks else 0):
             quiet = 0 if self.round() else quiet + 1
-            if quiet == QUIET:
+            if quiet >= (QUIET if len(self.parts) >= wanted else LONGER):
                 break
 
     def round(self) -> bool:
