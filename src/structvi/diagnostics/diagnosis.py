@@ -8,7 +8,7 @@ from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
-from ..result import Result
+from ..result import Result, Status
 from .gradients import gradient_noise
 from .importance_weights import K_LIMIT, Importance, Moments, importance
 from .low_rank_spectrum import spectrum
@@ -19,8 +19,12 @@ from .what_was_learned import Learned, learned
 #: q's moments are right where the corrected ones differ by no more: in standard deviations, and in part of one.
 SHIFT_LIMIT = 0.1
 WIDTH_LIMIT = 0.1
-#: Where so many of q's draws are effective, weights are all but equal, and the shape of their tail says nothing.
-NEARLY_ALL = 0.95
+#: Where so many of q's draws are effective, the tail of their weights matters little below k̂ = 1.
+MOST_EFFECTIVE = 0.8
+#: From this k̂ on weights have no mean: they grow as they do towards a mode that q has not.
+NO_MEAN = 1.0
+#: k̂ of one set of draws has a standard error of 0.1: from the first value to the second more sets are taken.
+NEAR_LIMITS, SETS = (0.5, 1.3), 5
 #: With fewer effective draws the corrected mean itself is uncertain by more than `SHIFT_LIMIT`.
 FEWEST_EFFECTIVE = 100
 #: More units that are off in one layer are told.
@@ -39,9 +43,10 @@ def diagnose(
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
 
     For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7, of q's draws or of those
-    with tails (unless 95 % of q's draws are effective and weights bounded under tails), where importance-corrected
-    moments differ from q's by more than 0.1 standard deviations or 10 % in any coordinate, where fewer than 100 draws
-    are effective, or where the ELBO is not finite. For a network, whose posterior no Gaussian matches, k̂ is reported
+    with tails (unless k̂ < 1 and 80 % of q's draws are effective), where importance-corrected moments differ from q's
+    by more than 0.1 standard deviations or 10 % in any coordinate, where fewer than 100 draws are effective, where the
+    ELBO is not finite, or where the fit says that it missed modes. Near its limits k̂ is the mean over five sets of
+    draws. For a network, whose posterior no Gaussian matches, k̂ is reported
     with what it means, and `sound` is False where the fit is stuck or the ELBO not finite.
 
     Args:
@@ -78,13 +83,13 @@ def diagnose(
         findings.append(Finding("k̂", "not finite", "bad", str(reason)))
     else:
         parts["importance"] = weighted
-        findings.append(_k(weighted, problem.space.size, network))
+        k = weighted.k if network else _stable_k(q, data, weighted.k, draws, seed + 1)
+        findings.append(_k(weighted, k, problem.space.size, network))
         if not network or weighted.k < K_LIMIT:
             parts["moments"] = weighted.moments()
             findings += _moments(weighted, parts["moments"], problem.space)
     if result is not None:
-        level = "good" if result.converged else "note"
-        findings.append(Finding("fit", result.verdict, level, "; ".join(result.notes)))
+        findings += _fit(result)
     if problem.posterior is not None and problem.batches is not None:
         findings += _learned(problem.posterior, problem.batches.loader, seed + 3, parts)
     if problem.family().low_rank_part() is not None:
@@ -97,6 +102,18 @@ def diagnose(
         _gradients(q, data, seed, findings, parts)
     sound, verdict = _verdict(findings, result, network)
     return Report(findings, sound, verdict, parts)
+
+
+def _fit(result: Result) -> list[Finding]:
+    level = "good" if result.converged else "bad" if result.status is Status.MISSED_MODES else "note"
+    findings = [Finding("fit", result.verdict, level, "; ".join(result.notes))]
+    if result.reached:
+        counts = ", ".join(str(count) for count in result.reached)
+        lonely = min(result.reached) == 1
+        text = "one was reached by a single search: there may be more" if lonely else ""
+        value = f"{len(result.reached)} seen; searches that ended at each: {counts}"
+        findings.append(Finding("modes", value, "note" if lonely else "good", text))
+    return findings
 
 
 def _elbo(problem: Problem, seed: int, findings: list[Finding], parts: dict[str, Any]) -> None:
@@ -113,15 +130,22 @@ def _elbo(problem: Problem, seed: int, findings: list[Finding], parts: dict[str,
         findings.append(Finding("ELBO", str(estimate), "note", text))
 
 
-def _k(weighted: Importance, P: int, network: bool) -> Finding:
-    k, S = max(weighted.k, weighted.k_weights), len(weighted.log_weights)
+def _stable_k(q: Any, data: Any, k: float, draws: int, seed: int) -> float:
+    """k̂ as the mean over several sets of draws where one says too little."""
+    if not NEAR_LIMITS[0] <= k < NEAR_LIMITS[1]:
+        return k
+    more = [importance(q, data, draws, tails=False, seed=seed + 1000 * index).k for index in range(1, SETS)]
+    return sum([k, *more]) / SETS
+
+
+def _k(weighted: Importance, own: float, P: int, network: bool) -> Finding:
+    k, S = max(own, weighted.k_weights if weighted.tails else own), len(weighted.log_weights)
     value = f"{k:.2f} of {S} draws"
     if k < K_LIMIT:
         text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
         return Finding("k̂", value, "good", text)
-    if weighted.efficiency > NEARLY_ALL and weighted.k_weights < 0:
-        part = f"{100 * weighted.efficiency:.0f} %"
-        text = f"{part} of the draws are effective: weights are all but equal, and bounded under draws with tails"
+    if k < NO_MEAN and weighted.efficiency > MOST_EFFECTIVE:
+        text = f"{100 * weighted.efficiency:.0f} % of the draws are effective: the tail of the weights matters little"
         return Finding("k̂", value, "good", text)
     if not network:
         text = "q misses part of the posterior: neither its moments nor corrected ones can be trusted"

@@ -8,9 +8,9 @@ other families answer what they override; the rest is refused with what to write
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import log, pi
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,40 +19,13 @@ from torch.distributions import Distribution
 from ..basics.configuration import configuration
 from ..parameters import Parameters
 from .density import Density, DistributionDensity
+from .forms import Factor, LowRankForm, MeanAndScale, PartsSought
 from .rows import Shard
 
 #: nats a weight within which a density's entropy is that of a normal; a Laplace of equal variance has 0.07 less
 ENTROPY_PER_WEIGHT = 1e-3
 #: coordinates θ = shift + root z from which a family can be brought back: root a diagonal, or any lower triangle
 Coordinates = Literal["diagonal", "full"]
-
-
-class LowRankForm(NamedTuple):
-    """A normal as a low-rank family has it: what `grow(rank=)` adds columns to."""
-
-    mean: Tensor  # [P]
-    log_scale: Tensor  # [P]
-    unit: Tensor  # [P], the scale that the factor is relative to
-    factor: Tensor  # [P, K]
-    #: from a rank to a recipe of that form; None for the covariance form
-    recipe: "Callable[[int], Family] | None"
-
-
-class Factor(NamedTuple):
-    """A parameter [P, K] that is a low-rank factor."""
-
-    parameter: Tensor
-    #: the parameters [P] that are moved beside it
-    beside: tuple[Tensor, ...]
-    #: the number of weights, over all ranks
-    P: int
-
-
-class MeanAndScale(NamedTuple):
-    """The parameters of a normal that has no others."""
-
-    mean: Tensor  # [P]
-    log_scale: Tensor  # [P]
 
 
 class Family(nn.Module, ABC):
@@ -338,7 +311,15 @@ class Family(nn.Module, ABC):
         """The parts of the mixture that it is, itself alone unless it is one, and their weights."""
         return [self], self().mean.new_ones(1)
 
-    # ---- a search of `vi.fit`, in coordinates of its choice
+    # ---- a search of `vi.fit`: a mixture's parts at modes; normals in coordinates of its choice
+
+    def parts_sought(self) -> PartsSought | None:
+        """Of a recipe that is a mixture, its parts, which start at modes that are looked for; None of all others."""
+        return None
+
+    def of_parts(self, parts: "Sequence[Family]", log_weights: Tensor) -> "Family":
+        """This mixture, of parts that are bound, and with these weights [C] but for a constant."""
+        raise NotImplementedError(f"{type(self).__name__} says that it is a mixture: write `of_parts` too")
 
     @property
     def coordinates(self) -> Coordinates | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .density import LowRankPart
-from .family import Factor, LowRankForm
+from .forms import Factor, LowRankForm
 from .gaussian import Gaussian
 from .numerics import fused
 from .numerics.algebra import capacitance

@@ -1,8 +1,8 @@
 """Mixtures: Σ_c π_c q_c(θ) of parts of any family, with learned proportions."""
 
-import copy
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ from torch.distributions import (
     Normal,
 )
 
-from ..basics.checks import check_integer
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters, Select
 from .density import Density, Draws, check_draw
 from .family import Family
+from .forms import PartsSought
 from .full import FullNormalDensity
 from .gaussian import Gaussian, kl
 from .held import check_held
+from .mixture_parts import AUTO, apart, check_shared, parts_of
 from .numerics.algebra import project, sum_weights
-from .starts import normal
 
 #: Logits learn relative to this unit: a step of an optimizer moves them a fifth as far as means and log scales. With
 #: unit 1 a part far from its mode loses its proportion, and with it its gradient, before it arrives: two modes at ±5,
@@ -50,7 +50,7 @@ class MixtureDensity(Density):
     def __init__(self, parts: Sequence[Density], log_proportions: Tensor, common_noise: bool = True):
         _check_densities(parts)
         self.parts, self.log_proportions, self.common_noise = parts, log_proportions, common_noise
-        self.has_density = parts[0].has_density
+        self.has_density, self.coupled = parts[0].has_density, all(part.coupled for part in parts)
 
     @property
     def proportions(self) -> Tensor:
@@ -164,12 +164,14 @@ class Mixture(Family):
     one the mirror image of the one before. To start elsewhere, bind parts at points of your own and pass the list.
 
     A part does not see a mode that its draws never reach: two parts that start on the same side of a target with two
-    modes end on the same one. Fit to `annealed(target, progress)`, where all parts begin wide.
+    modes end on the same one. `fit(target, family)` of a log density looks for the modes first and places a part at
+    each. In a loop of your own fit to `annealed(target, progress)`, where all parts begin wide.
 
     Args:
         part: a recipe, or a list of recipes, or a list of bound families over the same tensors: the mixture of
             those is bound, and holds them, not copies.
-        components: how many parts are made of a recipe; 2 if not given.
+        components: how many parts are made of a recipe; 2 if not given. "auto": as many as `fit(target, family)` of a
+            log density finds worth having; nothing else takes such a recipe.
         common_noise: give all parts of one rank the same noise, as the original code does, or False for noise of
             their own. The law of one part's draws and gradients is the same either way; what changes is the difference
             between parts. Two parts, four states of a fit, `paired` and `unscented` draws: the variance of the
@@ -189,16 +191,22 @@ class Mixture(Family):
 
     raw_logits: Tensor
 
-    def __init__(self, part: Family | Sequence[Family], components: int | None = None, common_noise: bool = True):
+    def __init__(
+        self,
+        part: Family | Sequence[Family],
+        components: int | Literal["auto"] | None = None,
+        common_noise: bool = True,
+    ):
         super().__init__()
-        parts = _parts(part, components)
-        self.components, self.common_noise = len(parts), bool(common_noise)
+        parts = parts_of(part, components)
+        self.components: int | str = AUTO if components == AUTO else len(parts)
+        self.common_noise = bool(common_noise)
         self.parts = nn.ModuleList(parts)
         if self.is_bound:
             spaces = [own.space for own in parts if own.space is not None]
-            _check_shared(spaces)
+            check_shared(spaces)
             self.space = spaces[0] if spaces else None
-            self.raw_logits = nn.Parameter(next(self.parts.parameters()).new_zeros(self.components))
+            self.raw_logits = nn.Parameter(next(self.parts.parameters()).new_zeros(len(parts)))
 
     @property
     def part(self) -> list[Family]:
@@ -219,10 +227,16 @@ class Mixture(Family):
         return self.logits.softmax(-1)
 
     def initialise(self, parameters, generator):
-        spaces = _apart(parameters, self.components, generator)
+        if self.components == AUTO:
+            raise ValueError(
+                'components="auto" takes as many parts as there are modes, and only fit(target, family) of a log '
+                "density looks for these; give the number of parts: components=2"
+            )
+        C = len(self.part)
+        spaces = apart(parameters, C, generator)
         bound = [part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True)]
         self.parts = nn.ModuleList(bound)
-        self.raw_logits = nn.Parameter(parameters.initial.new_zeros(self.components))
+        self.raw_logits = nn.Parameter(parameters.initial.new_zeros(C))
 
     @classmethod
     def from_networks(
@@ -245,7 +259,7 @@ class Mixture(Family):
         if isinstance(networks, nn.Module) or not networks:
             raise ValueError("from_networks expects a list of at least one network")
         spaces = [Parameters.of(net, select, exclude) for net in networks]
-        _check_shared(spaces)
+        check_shared(spaces)
         check_held(networks, spaces)
         parts = [part.bind(space) for space in spaces]
         for bound in parts:
@@ -260,46 +274,24 @@ class Mixture(Family):
     def mixture_parts(self) -> tuple[list[Family], Tensor]:
         return self.part, self.proportions
 
+    def parts_sought(self) -> PartsSought:
+        return PartsSought(self.part, None if self.components == AUTO else len(self.part))
+
+    def of_parts(self, parts: Sequence[Family], log_weights: Tensor) -> "Mixture":
+        made = Mixture(list(parts), common_noise=self.common_noise)
+        with torch.no_grad():
+            made.raw_logits.copy_((log_weights - log_weights.mean()) / LOGIT_UNIT)
+        return made
+
+    @torch.no_grad()
+    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
+        """Of every part."""
+        for part in self.part:
+            part.space = self.space
+            part.change_coordinates(shift, root)
+
     def forward(self) -> MixtureDensity:
         return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1), self.common_noise)
-
-
-def _parts(part: Family | Sequence[Family], components: int | None) -> list[Family]:
-    """The constructor's arguments as a list of recipes, or of bound families."""
-    if components is not None:
-        check_integer("components", components)
-    if isinstance(part, Family):
-        if part.is_bound:
-            raise ValueError(
-                f"this {type(part).__name__} is bound already and its copies would coincide; "
-                "give a recipe, or a list of families bound at points of their own"
-            )
-        return [copy.deepcopy(part) for _ in range(2 if components is None else components)]
-    if not isinstance(part, Sequence) or not all(isinstance(one, Family) for one in part):
-        raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
-    if not part:
-        raise ValueError("Mixture needs at least one part, got an empty list")
-    if components not in (None, len(part)):
-        raise ValueError(f"components={components} but the list has {len(part)} parts; leave components out")
-    bound = [one.is_bound for one in part]
-    if any(bound) and not all(bound):
-        raise ValueError(
-            f"the parts of a mixture must be all recipes or all bound, got bound = {bound}; "
-            "bind all of them, or none and the mixture"
-        )
-    if all(bound) and len(set(part)) < len(part):
-        raise ValueError("the same bound family is in the list twice; bind each part by itself")
-    return list(part)
-
-
-def _check_shared(spaces: Sequence[Parameters]) -> None:
-    for space in spaces[1:]:
-        first = spaces[0]
-        if (space.names, space.shapes, space.dtype) != (first.names, first.shapes, first.dtype):
-            raise ValueError(
-                f"the parts of a mixture must share their tensors, got\n{first!r}\nand\n{space!r}\n"
-                "bind all of them to spaces with the same names, shapes and dtype"
-            )
 
 
 def _check_densities(parts: Sequence[Density]) -> None:
@@ -323,17 +315,6 @@ def _check_densities(parts: Sequence[Density]) -> None:
                 f"{type(part).__name__} cannot be part of a mixture: it adds latent variables to the model, "
                 "whose KL is not that of a mixture"
             )
-
-
-def _apart(parameters: Parameters, components: int, generator: torch.Generator | None) -> list[Parameters]:
-    """The space as each part finds it: with current values of its own, so that the parts of one recipe differ."""
-    if components == 1:
-        return [parameters]
-    starts = [parameters.fresh(generator) for _ in range(components)]
-    if torch.equal(starts[0], parameters.initial):  # no layer to ask
-        half = parameters.scale * normal(((components + 1) // 2, parameters.size), parameters.initial, generator)
-        starts = list(parameters.initial + torch.stack([half, -half], dim=1).flatten(0, 1))[:components]
-    return [parameters.at(start) for start in starts]
 
 
 def _recorded(coupling: Coupling, tape: dict[tuple[int, int, int], Noise]) -> Coupling:

@@ -1,5 +1,7 @@
 """A target that is counted, a target in other coordinates, θ = shift + root z, and families in these."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -33,6 +35,16 @@ class Counted:
         value = checked_log_joint(self.target, theta)
         self.known = True
         return value
+
+    @contextmanager
+    def half(self) -> Iterator[None]:
+        """Within it, half of the evaluations that are left."""
+        limit = self.limit
+        self.limit = (self.evaluations + limit) / 2
+        try:
+            yield
+        finally:
+            self.limit = limit
 
 
 class Moved:

@@ -18,6 +18,7 @@ from .coordinates import Counted
 from .fixed_draws import least_draws
 from .improper import runaway
 from .lbfgs import Curvature
+from .mixtures import fit_mixture
 from .result import FRESH, DensityFit, judge
 from .search import Search
 
@@ -41,8 +42,11 @@ def fit(
     Mean field is fitted first, from several points, on few draws. Where it ends, the gradients at its draws tell
     the average curvature, and a Gaussian family starts at its best approximation of the normal that has it, in
     coordinates in which that normal (for the full family) or mean field (for others) is round. Then the draws are
-    multiplied by four until that gains less than ten tolerances. Mixtures, and families of your own that
-    are no normal with `mean` and `log_scale` alone, start as they are bound.
+    multiplied by four until that gains less than ten tolerances. Families of your own that are no normal with `mean`
+    and `log_scale` alone start as they are bound.
+
+    Of a mixture the modes are looked for first, by searches from many points, and each part starts at one
+    (`mixtures.py`); where a mode with mass has no part, the status is `MISSED_MODES`.
 
     Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
@@ -55,7 +59,8 @@ def fit(
         family: a recipe, or a bound family, whose copy goes on from where it is.
         draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096.
         starts: how many points to start from, the first at the space's values, others normal around it with its scales;
-            the best by ELBO is gone on with. By default 4, and 1 for a bound family.
+            the best by ELBO is gone on with. By default 4, and 1 for a bound family; not for mixtures, whose modes are
+            looked for.
         seed: of starts and draws: the same seed gives the same fit.
         max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.
@@ -72,9 +77,12 @@ def fit(
     probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
     began = time.perf_counter()
     run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
-    starts = 1 if family.is_bound else starts or STARTS
+    starts, mixed = 1 if family.is_bound else starts or STARTS, None
     if family.is_bound:
         found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
+    elif (sought := family.parts_sought()) is not None:
+        mixed = fit_mixture(run, family, sought, starts, draws)
+        found = mixed.found
     elif (coordinates := probe.coordinates) is not None:
         found = run.gaussian(family, coordinates, starts, draws)
     else:
@@ -87,11 +95,13 @@ def fit(
         found, fresh, runaway(checked, found.family), draws=run.draws, tolerance=tolerance,
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
+    if mixed is not None:
+        status, verdict = mixed.verdict(status, verdict)
     return DensityFit(
-        target=target, notes=_notes(target),
+        target=target, notes=_notes(target) + ([] if mixed is None else mixed.notes),
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
-        check_evaluations=checked.evaluations,
+        check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
     )  # fmt: skip
 
 
@@ -114,6 +124,15 @@ def _fresh(family: Family, target: Target, seed: int) -> Estimate:
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
     return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
+
+
+def _bound(family: Family, target: Target) -> Family:
+    """The recipe bound, of a mixture whatever number of parts it will have."""
+    sought = family.parts_sought()
+    if sought is None:
+        return family.bind(target.space, torch.Generator())
+    parts = [one.bind(target.space, torch.Generator()) for one in sought.recipes]
+    return family.of_parts(parts, target.space.initial.new_zeros(len(parts)))
 
 
 def _checked(
@@ -147,7 +166,7 @@ def _checked(
             f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: maximise `elbo` with an "
             "optimizer of torch and fresh draws"
         )
-    bound = family if family.is_bound else family.bind(target.space, torch.Generator())
+    bound = family if family.is_bound else _bound(family, target)
     density = bound()
     if not density.has_density:
         raise ValueError(f"{type(density).__name__} has no density, and so no ELBO; give a family that has one")

@@ -1,6 +1,6 @@
 """What `vi.fit` hands back, and how it judges what a search came to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isinf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,7 @@ from ..predicting.inference_data import inference_data
 from ..result import Result, Status
 from .drawing import DRAWS, sample
 from .improper import Runaway
+from .modes import Mode
 from .summary import Summary, summarise
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class DensityFit(Result):
         trace: the steps of all searches.
         check_evaluations: points at which the log density was computed after the fit, to see whether it can be
             normalised; not among `evaluations`.
+        modes: of a mixture those that were seen, the heaviest first, and how many searches ended at each.
     """
 
     family: Family
@@ -77,6 +79,11 @@ class DensityFit(Result):
     starts: int
     trace: list[SearchStep]
     check_evaluations: int = 0
+    modes: list[Mode] = field(default_factory=list)
+
+    @property
+    def reached(self) -> list[int]:
+        return [mode.reached for mode in self.modes]
 
     def __str__(self) -> str:
         lines = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..families.family import Factor
+from ..families.forms import Factor
 from ..families.numerics.fused import LowRankGradient, kernels_serve
 
 OptimizerLike = Optimizer | Callable[[list[Tensor]], Optimizer]

@@ -1,0 +1,43 @@
+"""What a family says of itself to those who fit, grow or search it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class LowRankForm(NamedTuple):
+    """A normal as a low-rank family has it: what `grow(rank=)` adds columns to."""
+
+    mean: Tensor  # [P]
+    log_scale: Tensor  # [P]
+    unit: Tensor  # [P], the scale that the factor is relative to
+    factor: Tensor  # [P, K]
+    #: from a rank to a recipe of that form; None for the covariance form
+    recipe: Callable[[int], Any] | None
+
+
+class Factor(NamedTuple):
+    """A parameter [P, K] that is a low-rank factor."""
+
+    parameter: Tensor
+    #: the parameters [P] that are moved beside it
+    beside: tuple[Tensor, ...]
+    #: the number of weights, over all ranks
+    P: int
+
+
+class MeanAndScale(NamedTuple):
+    """The parameters of a normal that has no others."""
+
+    mean: Tensor  # [P]
+    log_scale: Tensor  # [P]
+
+
+class PartsSought(NamedTuple):
+    """What a recipe of a mixture has to say to a search for modes."""
+
+    #: of its parts; the last is that of all further ones
+    recipes: list[Any]
+    #: how many parts it has; None: as many as the search finds worth having
+    number: int | None

@@ -1,0 +1,165 @@
+"""The search of `vi.fit` for a mixture.
+
+modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round of searches with the fit taken off p
+              ▲                                                 │ a mode that is new; for components="auto" also what
+              └─────────────────────────────────────────────────┘ any mode's normal leaves, while that gains
+"""
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from ..families.family import Family
+from ..families.forms import PartsSought
+from ..families.gaussian import Gaussian
+from ..result import Status
+from .choosing import weighted
+from .coordinates import Limit
+from .mixing import Mixing, in_theta
+from .modes import POINTS, Mode, Modes
+from .peaks import Peak
+from .result import FRESH, Found
+from .search import Search
+from .units import DENSE, View
+
+#: with a lower limit of evaluations no modes are looked for
+LEAST = 4 * POINTS
+#: fits, at most, of a given number of parts; of "auto", at most so many parts more than modes
+FITS, MORE = 3, 8
+#: nats that a further part must gain
+GAIN = 0.05
+#: nats by which p at a mode may be above q
+COVERED = 2.0
+#: share of the mass at modes without a part from which on a fit has not converged
+MISSED = 0.01
+
+
+class Mixed(NamedTuple):
+    """Where the search of a mixture ended, and what it has seen."""
+
+    found: Found
+    modes: list[Mode]
+    #: share of the mass that is at modes without a part, of all that was seen
+    missed: float
+    notes: list[str]
+
+    def verdict(self, status: Status, words: str) -> tuple[Status, str]:
+        """As it is, but for a fit that has converged without some of the modes."""
+        if status is not Status.CONVERGED or self.missed < MISSED:
+            return status, words
+        return Status.MISSED_MODES, (
+            f"modes are missed: about {100 * self.missed:.0f} % of the mass is at modes that no part has, of the "
+            f'{len(self.modes)} that the searches saw; raise components=, or give components="auto". {words}'
+        )
+
+
+def fit_mixture(run: Search, recipe: Family, sought: PartsSought, starts: int, draws: int | None) -> Mixed:
+    """Look for modes, place a part at each, fit all together, and look again."""
+    run.stage, space = "modes", run.space
+    run.target.log_joint(space.initial.detach().clone().unsqueeze(0).requires_grad_())  # errors, before they are caught
+    alone = sought.recipes[0] if sought.number is None else recipe
+    if not (run.target.limit > LEAST and space.size <= DENSE):
+        what = f"modes are looked for where P ≤ {DENSE} and max_evaluations= is none or above {LEAST + FRESH}"
+        if sought.number is None:
+            raise ValueError(f'components="auto" needs modes, and {what}; give the number of parts: components=2')
+        return Mixed(run.any(recipe, starts, draws), [], 0.0, [f"no modes were looked for: {what}"])
+    seen = Modes(View(run.target, space.initial, space.scale), run.generator)
+    try:
+        with run.target.half():
+            seen.search(sought.number or 1)
+    except Limit:
+        run.target.exhausted = True
+    if not seen.parts:
+        return Mixed(run.any(alone, starts, draws), [], 0.0, ["no mode was found"])
+    notes = []
+    if len(seen.parts) < (sought.number or 1):
+        notes = [
+            f"modes found: {len(seen.peaks)}, for {sought.number} parts; if there are more, no search reached them"
+        ]
+    mixing = Mixing(run, recipe, sought, [in_theta(seen.view, part) for part in seen.parts])
+    if sought.number is None:
+        found = _as_many_as_pay(mixing, seen, draws)
+    else:
+        found = _so_many(mixing, seen, sought.number, draws)
+    mixing.to_theta(found.family)
+    return Mixed(found, seen.found(), missed(found, [in_theta(seen.view, peak) for peak in seen.peaks]), notes)
+
+
+def _so_many(mixing: Mixing, seen: Modes, number: int, draws: int | None) -> Found:
+    """The best fit with this number of parts: another one where the look after it finds a mode that counts."""
+    best: Found | None = None
+    for _ in range(FITS):
+        found = mixing.fit(mixing.chosen(*mixing.places(seen), number), draws)
+        best = found if best is None or found.elbo > best.elbo else best
+        if not look(mixing, seen, found):
+            break
+        seen.refine()
+    assert best is not None
+    return best
+
+
+def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
+    """A part for each mode that counts, then one for what the fit leaves, as long as that gains."""
+    modes, _ = mixing.places(seen)
+    heavy = mixing.heavy(modes, modes)
+    found = mixing.fit(mixing.worth(mixing.chosen(heavy, [], len(heavy))), draws)
+    for _ in range(MORE):
+        elbo, evidence = weighted(found.family, mixing.target, mixing.run.seed)
+        if look(mixing, seen, found):  # modes that were new: all of them
+            seen.refine()
+            modes, _ = mixing.places(seen)
+            trial = mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws)
+        elif evidence - elbo > GAIN and seen.shoulders and not mixing.run.target.exhausted:
+            places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
+            trial = mixing.fit(mixing.added(found.family, places), draws)
+        else:
+            break
+        if weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + GAIN:
+            break
+        found = trial
+    return found
+
+
+def look(mixing: Mixing, seen: Modes, found: Found) -> bool:
+    """A round of searches with the fit taken off p, where its parts are normals; whether a mode was new."""
+    run = mixing.run
+    if run.target.exhausted:
+        return False
+    stage, run.stage = run.stage, "modes"
+    try:
+        return seen.again(_normals(mixing, seen, found) or seen.parts)
+    except Limit:
+        run.target.exhausted = True
+        return False
+    finally:
+        run.stage = stage
+
+
+@torch.no_grad()
+def _normals(mixing: Mixing, seen: Modes, found: Found) -> list[Peak]:
+    """Of the parts of the fit, in the coordinates of the searches; none where a part is no normal."""
+    parts, weights = found.family.mixture_parts()
+    made = []
+    for part, weight in zip(parts, weights.log().tolist(), strict=True):
+        density = part()
+        if not isinstance(density, Gaussian):
+            return []
+        root, failed = torch.linalg.cholesky_ex(density.covariance())
+        if failed.item():
+            return []
+        peak = mixing.from_fit(Peak(density.mean, 0.0, root))
+        at = (peak.at - seen.view.centre) / seen.view.root
+        peak = Peak(at, 0.0, peak.root / seen.view.root.unsqueeze(-1))
+        mass = weight + found.elbo - seen.view.root.log().sum().item()
+        made.append(peak._replace(value=mass - peak.log_mass))
+    return made
+
+
+@torch.no_grad()
+def missed(found: Found, modes: list[Peak]) -> float:
+    """The share of the mass that is at modes where p is more than seven times q."""
+    total = torch.tensor([mode.log_mass for mode in modes]).logsumexp(0).clamp(min=found.elbo)
+    log_q = found.family().log_prob(torch.stack([mode.at for mode in modes])).tolist()
+    lost = [mode.log_mass for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
+    return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()

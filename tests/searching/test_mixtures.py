@@ -1,0 +1,151 @@
+"""`vi.fit` of a mixture: parts at all modes, as many as pay, and a verdict that says what is missing."""
+
+from math import log, pi
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Independent, StudentT
+
+import structvi as vi
+from structvi.searching.mixtures import Mixed
+from structvi.searching.result import Found
+
+
+def space(P=2):
+    return vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
+
+
+class Normals:
+    """Σ w_c N(mean_c, sd_c²): its evidence is one."""
+
+    def __init__(self, means, sds, weights):
+        self.means, self.sds = (torch.as_tensor(x, dtype=torch.float64) for x in (means, sds))
+        self.weights = torch.as_tensor(weights, dtype=torch.float64)
+        self.space = space(self.means.shape[-1])
+
+    def log_joint(self, theta, batch=None):
+        P = self.means.shape[-1]
+        squares = (theta.unsqueeze(1) - self.means).square().sum(-1) / self.sds.square()
+        return (self.weights.log() - squares / 2 - P * self.sds.log() - P / 2 * log(2 * pi)).logsumexp(-1)
+
+
+class Unlabelled:
+    """The posterior of the two means of a mixture of normals: the same under exchange."""
+
+    space = space()
+    data = torch.tensor([-2.4, -1.9, -1.5, -2.2, 1.6, 2.1, 2.5, 1.8], dtype=torch.float64)
+
+    def log_joint(self, theta, batch=None):
+        each = (-(self.data.view(-1, 1, 1) - theta).square() / 2).logsumexp(-1)
+        return each.sum(0) - theta.square().sum(-1) / 50
+
+
+class Bent:
+    """A banana, z₂ = ε + z₁²/2, normalised: no normal holds it."""
+
+    space = space()
+
+    def log_joint(self, theta, batch=None):
+        first, second = theta.unbind(-1)
+        return -first.square() / 2 - (second - first.square() / 2).square() / 2 - log(2 * pi)
+
+
+def three():
+    means = torch.zeros(3, 4, dtype=torch.float64)
+    means[1, 0], means[2, 1] = 7.0, -6.0
+    return Normals(means, [1.0, 0.5, 1.5], [0.5, 0.4, 0.1])
+
+
+def fit(target, family, **options):
+    return vi.fit(target, family, progress=False, **options)
+
+
+@pytest.mark.parametrize("components", [3, "auto"])
+def test_a_mixture_of_normals_is_found(components):
+    result = fit(three(), vi.Mixture(vi.FullNormal(), components))
+    assert result.converged
+    assert abs(result.elbo.value) < 0.01
+    assert sorted(result.family().proportions.tolist()) == pytest.approx([0.1, 0.4, 0.5], abs=0.01)
+    assert len(result.modes) == 3
+    assert result.family.space is not None
+    assert all(part.space is result.family.space for part in result.family.mixture_parts()[0])
+
+
+def test_both_labellings_are_found():
+    result = fit(Unlabelled(), vi.Mixture(vi.FullNormal(), 2))
+    assert result.converged
+    assert result.family().proportions.tolist() == pytest.approx([0.5, 0.5], abs=0.02)
+    first, second = (mode.theta for mode in result.modes)
+    torch.testing.assert_close(first, second.flip(0), atol=1e-3, rtol=0)
+
+
+def test_fewer_parts_than_modes_are_said():
+    result = fit(three(), vi.Mixture(vi.FullNormal(), 2))
+    assert result.status is vi.Status.MISSED_MODES
+    assert "10 % of the mass" in result.verdict
+    assert "3 that the searches saw" in result.verdict
+    assert "raise components=" in result.verdict
+    assert result.elbo.value == pytest.approx(log(0.9), abs=0.02)
+
+
+def test_more_parts_than_modes_lose_nothing():
+    result = fit(three(), vi.Mixture(vi.MeanField(), 4))
+    assert abs(result.elbo.value) < 0.02
+    assert result.notes == ["modes found: 3, for 4 parts; if there are more, no search reached them"]
+
+
+def test_auto_adds_parts_while_they_gain():
+    single = fit(Bent(), vi.FullNormal()).elbo.value
+    result = fit(Bent(), vi.Mixture(vi.FullNormal(), "auto"))
+    assert len(result.family.mixture_parts()[0]) > 1
+    assert result.elbo.value > single + 0.05
+    assert len(result.modes) == 1
+
+
+def test_auto_of_one_normal_is_one_part():
+    result = fit(Normals([[1.0, 2.0]], [0.3], [1.0]), vi.Mixture(vi.FullNormal(), "auto"))
+    assert len(result.family.mixture_parts()[0]) == 1
+    assert abs(result.elbo.value) < 1e-3
+
+
+class Heavy(vi.Family):
+    """A part that is no normal and makes its own draws."""
+
+    def initialise(self, parameters, generator):
+        self.loc = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+
+    def forward(self):
+        return Independent(StudentT(5.0, self.loc, self.log_scale.exp()), 1)
+
+
+def test_parts_of_ones_own():
+    target = Normals([[-3.0, -3.0], [3.0, 3.0]], [1.0, 0.7], [0.7, 0.3])
+    result = fit(target, vi.Mixture(Heavy(), 2))
+    assert result.converged
+    assert sorted(result.family().proportions.tolist()) == pytest.approx([0.3, 0.7], abs=0.03)
+
+
+def test_auto_is_refused_where_no_modes_are_looked_for():
+    with pytest.raises(ValueError, match=r'components="auto" takes as many parts as there are modes'):
+        vi.Mixture(vi.MeanField(), "auto").bind(space())
+    with pytest.raises(ValueError, match=r'a number of parts or "auto", got \'many\''):
+        vi.Mixture(vi.MeanField(), "many")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r'"auto" makes its parts of one recipe, got a list of 2'):
+        vi.Mixture([vi.MeanField(), vi.FullNormal()], "auto")
+
+
+def test_a_limit_too_low_to_look_for_modes_is_said():
+    result = fit(three(), vi.Mixture(vi.MeanField(), 2), max_evaluations=20_000)
+    assert result.modes == []
+    assert any("no modes were looked for" in note for note in result.notes)
+    with pytest.raises(ValueError, match=r'components="auto" needs modes, and modes are looked for where P ≤ 512'):
+        fit(three(), vi.Mixture(vi.MeanField(), "auto"), max_evaluations=20_000)
+
+
+def test_other_verdicts_stay():
+    mixed = Mixed(Found(vi.MeanField(), 0.0, 0.0, True), [], 0.5, [])
+    assert mixed.verdict(vi.Status.STOPPED, "stopped") == (vi.Status.STOPPED, "stopped")
+    assert mixed._replace(missed=0.001).verdict(vi.Status.CONVERGED, "good") == (vi.Status.CONVERGED, "good")
+    assert mixed.verdict(vi.Status.CONVERGED, "good")[0] is vi.Status.MISSED_MODES
