@@ -23,6 +23,8 @@ WIDTH_LIMIT = 0.1
 MOST_EFFECTIVE = 0.8
 #: From this k̂ on weights have no mean: they grow as they do towards a mode that q has not.
 NO_MEAN = 1.0
+#: Unless nearly all draws are effective, and weights under draws with tails end at a bound, well below k̂ = 0.
+NEARLY_ALL, BOUNDED = 0.9, -0.5
 #: k̂ of one set of draws has a standard error of 0.1: from the first value to the second more sets are taken.
 NEAR_LIMITS, SETS = (0.5, 1.3), 5
 #: With fewer effective draws the corrected mean itself is uncertain by more than `SHIFT_LIMIT`.
@@ -43,10 +45,10 @@ def diagnose(
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
 
     For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7, of q's draws or of those
-    with tails (unless k̂ < 1 and 80 % of q's draws are effective), where importance-corrected moments differ from q's
-    by more than 0.1 standard deviations or 10 % in any coordinate, where fewer than 100 draws are effective, where the
-    ELBO is not finite, or where the fit says that it missed modes. Near its limits k̂ is the mean over five sets of
-    draws. For a network, whose posterior no Gaussian matches, k̂ is reported
+    with tails (unless k̂ < 1 and 80 % of q's draws are effective, or 90 % are and k̂ with tails is below −0.5), where
+    importance-corrected moments differ from q's by more than 0.1 standard deviations or 10 % in any coordinate, where
+    fewer than 100 draws are effective, where the ELBO is not finite, or where the fit says that it missed modes. Near
+    its limits k̂ is the mean over five sets of draws. For a network, whose posterior no Gaussian matches, k̂ is reported
     with what it means, and `sound` is False where the fit is stuck or the ELBO not finite.
 
     Args:
@@ -144,7 +146,8 @@ def _k(weighted: Importance, own: float, P: int, network: bool) -> Finding:
     if k < K_LIMIT:
         text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
         return Finding("k̂", value, "good", text)
-    if k < NO_MEAN and weighted.efficiency > MOST_EFFECTIVE:
+    bounded = bool(weighted.tails) and weighted.k_weights < BOUNDED and weighted.efficiency > NEARLY_ALL
+    if bounded or (k < NO_MEAN and weighted.efficiency > MOST_EFFECTIVE):
         text = f"{100 * weighted.efficiency:.0f} % of the draws are effective: the tail of the weights matters little"
         return Finding("k̂", value, "good", text)
     if not network:
