@@ -137,9 +137,10 @@ def test_smaller_families_come_to_their_best(recipe, form, seed):
 def test_evaluations_are_those_that_the_target_saw():
     p = gaussian()
     result = fit(p, vi.StructuredNormal(2))
-    assert result.evaluations + result.check_evaluations == p.evaluations
+    assert result.evaluations + result.verdict_evaluations + result.check_evaluations == p.evaluations
+    assert result.verdict_evaluations == FRESH
     assert result.trace[-1].evaluations <= result.evaluations
-    assert {step.stage for step in result.trace} == {"mean field", "curvature", "family"}
+    assert {step.stage for step in result.trace} == {"start", "family"}
 
 
 def test_a_seed_gives_the_same_fit_and_leaves_the_global_stream_alone():
@@ -227,10 +228,9 @@ def test_float32_parameters():
 
 
 def test_the_limit_of_evaluations_is_kept_and_said():
-    p = gaussian(8)
-    limit = FRESH + 500
-    result = fit(p, vi.FullNormal(), max_evaluations=limit)
-    assert p.evaluations - result.check_evaluations <= limit
+    limit = FRESH + 16 * least_draws(2)
+    result = fit(target(funnel), vi.FullNormal(), max_evaluations=limit)
+    assert result.evaluations + result.verdict_evaluations <= limit
     assert not result.converged
     assert "stopped at the limit of evaluations" in result.verdict
     assert "max_evaluations=" in result.verdict
@@ -239,7 +239,7 @@ def test_the_limit_of_evaluations_is_kept_and_said():
 
 @pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredNormal(1), vi.FullNormal()])
 def test_a_limit_before_there_is_an_elbo_is_said(recipe):
-    edge = target(lambda z: (2 * z.log() - z).sum(), value=1.0)
+    edge = target(lambda z: (0.1 * z.log() - z).sum(), value=1.0)
     result = fit(edge, recipe, max_evaluations=FRESH + 16 * least_draws(2))
     assert not result.converged
     assert "before an ELBO could be estimated" in result.verdict
@@ -250,7 +250,7 @@ def test_a_limit_before_there_is_an_elbo_is_said(recipe):
 def test_a_limit_before_all_starts_were_tried_is_said():
     nowhere = target(lambda z: z.sum() * torch.nan)
     with pytest.raises(vi.NonFiniteError, match="any of the starts that max_evaluations= left room for; raise it"):
-        fit(nowhere, vi.MeanField(), starts=50, max_evaluations=FRESH + 16 * least_draws(2))
+        fit(nowhere, vi.MeanField(), starts=500, max_evaluations=FRESH + 16 * least_draws(2))
 
 
 def test_a_fit_in_words():

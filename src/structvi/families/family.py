@@ -55,6 +55,14 @@ class MeanAndScale(NamedTuple):
     log_scale: Tensor  # [P]
 
 
+class Profile(NamedTuple):
+    """The best approximation of a normal that has given scales."""
+
+    kl: float  # from it to the normal, in nats
+    gradient: Tensor  # of the KL by the log scales, [P]
+    factor: Tensor  # relative to the scales, [P, K]
+
+
 class Family(nn.Module, ABC):
     """Variational parameters in a module; calling it builds the density at their present value.
 
@@ -334,10 +342,22 @@ class Family(nn.Module, ABC):
         return 1
 
     def start_at(self, index: int, mean: Tensor, precision: Tensor, noise: Callable[[], Tensor]) -> None:
-        """The start of this index in a search for the best approximation of N(mean, precision⁻¹)."""
+        """The start of this index in a search for the best approximation of N(mean, precision⁻¹).
+
+        Of a normal without correlations it is the best: s² = 1/Λ_ii.
+        """
         own = self._diagonal("start_at")
         with torch.no_grad():
             own.mean.copy_(mean)
+            own.log_scale.copy_(-0.5 * precision.diagonal().log())
+
+    def profile(self, log_scale: Tensor, precision: Tensor) -> Profile | None:
+        """The KL to N(·, precision⁻¹) at these scales and the best of all else; None where that is not known."""
+        return None
+
+    def take_scales(self, log_scale: Tensor, precision: Tensor) -> None:
+        """These scales, and the best of all else for N(·, precision⁻¹), where `profile` knows it."""
+        raise NotImplementedError(f"{type(self).__name__} has a `profile`: write `take_scales` too")
 
     def _diagonal(self, what: str) -> MeanAndScale:
         own = self.mean_and_scale()

@@ -26,6 +26,7 @@ class Counted:
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         if self.evaluations + len(theta) > self.limit:
+            self.exhausted = True
             raise Limit
         self.evaluations += len(theta)
         if self.known:

@@ -87,7 +87,7 @@ def fit(
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
     )  # fmt: skip
     return DensityFit(
-        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
+        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations,
     )  # fmt: skip

@@ -43,8 +43,8 @@ class DensityFit(Result):
         status, verdict, converged, notes: as of every `Result`.
         elbo: on fresh independent draws, with its standard error.
         family: bound, at the optimum that was found.
-        evaluations: points at which the log density was computed: those of the fit, each with its gradient, and the
-            fresh ones.
+        evaluations: points at which the log density was computed by the fit, nearly all with its gradient.
+        verdict_evaluations: the fresh ones, without gradient, for `elbo` and the verdict; not among `evaluations`.
         seconds: all in all.
         draws: fixed draws of the last search.
         starts: points to start from; a limit of evaluations may have left some out.
@@ -60,6 +60,7 @@ class DensityFit(Result):
     starts: int
     trace: list[SearchStep]
     check_evaluations: int = 0
+    verdict_evaluations: int = FRESH
 
     def __str__(self) -> str:
         lines = [
