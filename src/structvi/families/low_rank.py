@@ -21,9 +21,11 @@ STAGE_FACTOR = 0.01
 #: that of a search in coordinates in which scales are one
 SEARCH_FACTOR = 0.1
 #: scales from which the best approximation of a normal is sought, which costs no evaluation
-STARTS = 16
+STARTS = 8
 #: least eigenvalue of a normal, relative to the greatest, that rounding leaves some digits of
 LEAST = 1e-13
+#: least eigenvalue that a factor is made for, its inverse the greatest: then the family is `accurate`
+LEAST_HELD = 1e-9
 
 
 class LowRankDensity(Gaussian):
@@ -234,13 +236,11 @@ def profile(log_scale: Tensor, precision: Tensor, rank: int, of_precision: bool)
     if not values.min() > LEAST * values.max():
         return Profile(inf, torch.zeros_like(scale), torch.zeros_like(vectors[:, :rank]))
     first = values[:rank]
-    cost = values - 1 - values.log()
-    slope = values - 1
-    held = (first > 1) if of_precision else (first < 1)
-    cost[:rank] = torch.where(held, 0.0, cost[:rank])
-    slope[:rank] = torch.where(held, 0.0, slope[:rank])
-    size = ((first if of_precision else 1 / first) - 1).clamp(min=SEARCH_FACTOR**4).sqrt()
-    return Profile(0.5 * cost.sum().item(), vectors.square() @ slope, vectors[:, :rank] * size)
+    held = first.clamp(1.0, 1 / LEAST_HELD) if of_precision else first.clamp(LEAST_HELD, 1.0)
+    left = torch.cat([first / held, values[rank:]])  # eigenvalues in units of the approximation
+    size = ((held if of_precision else 1 / held) - 1).clamp(min=SEARCH_FACTOR**4).sqrt()
+    kl = 0.5 * (left - 1 - left.log()).sum().item()
+    return Profile(kl, vectors.square() @ (left - 1), vectors[:, :rank] * size)
 
 
 def laid_out(factor: Tensor) -> Tensor:

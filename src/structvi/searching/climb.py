@@ -37,9 +37,9 @@ class Climbed(NamedTuple):
 
 
 def climb(target: Target, starts: Tensor) -> list[list[Climbed]]:
-    """From the starts [n, P] up to where log p is no longer steep: of each hill the end and points before, highest first.
+    """From the starts [n, P] up to where log p is no longer steep: of each hill the end and points before it.
 
-    There are none where log p has no value at any start.
+    The highest hill comes first. There are none where log p has no value at any start.
 
     Example:
         >>> from structvi import LogDensity, Parameters

@@ -84,7 +84,7 @@ def fit(
     checked = Counted(target, inf if max_evaluations is None else max_evaluations)
     status, verdict = judge(
         found, fresh, runaway(checked, found.family), draws=run.draws, tolerance=tolerance,
-        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
+        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage, elsewhere=run.elsewhere,
     )  # fmt: skip
     return DensityFit(
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,

@@ -154,7 +154,7 @@ def ascend_normals(
     for _ in range(steps):
         new = stepped(at, project)
         promises.append(at.promise(new))
-        if promises[-1] < tolerance:
+        if abs(promises[-1]) < tolerance:
             return Ended(at, stepped(at, project, *TRIES[first]), promises[-1], True, first)
         if len(promises) > SLOW and promises[-1] < 1 and promises[-1] > 0.5 * promises[-1 - SLOW]:
             break

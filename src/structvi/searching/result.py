@@ -13,6 +13,8 @@ from .improper import Runaway
 FRESH = 1024
 #: a mean this far from zero, or an ELBO this high, is a fit that found no end
 FAR = 1e12
+#: share of searches that ended in other optima of which the verdict speaks
+OTHER = 0.2
 #: more draws must gain less than this many tolerances
 ENOUGH = 10
 
@@ -84,6 +86,7 @@ def judge(
     exhausted: bool,
     evaluations: int,
     stage: str,
+    elsewhere: float = 0.0,
 ) -> tuple[Status, str]:
     """Status and words, from where the last search ended, the ELBO on draws it has not seen, and the check."""
     if runaway is not None:
@@ -112,4 +115,10 @@ def judge(
             f"the draws are over-fitted: ELBO {found.elbo:.2f} on the {draws} draws fitted, {fresh} on fresh "
             f"ones; raise draws="
         )
-    return Status.CONVERGED, f"converged: ELBO {fresh}, {draws} draws"
+    words = f"converged: ELBO {fresh}, {draws} draws"
+    if elsewhere > OTHER:
+        words += (
+            f"; the best of many optima: {100 * elsewhere:.0f} % of the searches near it ended in worse ones, and "
+            "another seed= may find a better one, by hundredths of a nat"
+        )
+    return Status.CONVERGED, words

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..families.family import Coordinates, Family
+from ..families.mean_field import MeanField
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
@@ -41,6 +42,10 @@ SHRINK = (1.0, 0.5, 0.1, 1e-2, 1e-4)
 SECOND = 10
 #: nats lost on new draws that make a fit to the old ones a wreck
 WRECK = 5.0
+#: nats that noise alone promises above which draws are too few for a full normal
+NOISY = 0.5
+#: draws that choose between the end of a search that found no optimum and where it began
+HELD = 512
 #: draws that choose between points of a climb
 HANDFUL = 8
 #: times that a normal around the end of a climb is made ten times narrower, while log p falls by so much a number
@@ -53,27 +58,57 @@ class Search:
     """One call of `fit`: the target and its count, and the searches."""
 
     def __init__(self, target: Target, limit: float, seed: int, tolerance: float, progress: bool):
-        self.target = Counted(target, limit)
+        #: evaluations that are kept for the end of a search that the limit ends
+        self.held = 0 if limit < 16 * HELD else HELD
+        self.target = Counted(target, limit - self.held)
         self.space = target.space
         self.seed, self.tolerance = seed, tolerance
         self.generator = torch.Generator().manual_seed(seed)
         self.trace: list[SearchStep] = []
         self.stage, self.draws = "start", 0
+        #: share of searches near the family's optimum that ended in another one
+        self.elsewhere = 0.0
         self.bar = tqdm(unit=" evaluations", disable=not (progress and sys.stderr.isatty()))
 
     def gaussian(self, recipe: Family, coordinates: Coordinates, starts: int, draws: int | None) -> Found:
         """The best full normal on few draws, then the family's approximation of it, on more and more."""
-        stages = self.first(starts)
-        normal = stages[-1]
-        shape: Shape = Whole(recipe, self.target, self.generator)
-        if coordinates == "diagonal":
-            like, scale = self.space.initial, normal.precision().diagonal().rsqrt()
-            place = Moved(self.target, normal.mean.to(like), scale.to(like))
-            shape = Approximation(standard(recipe, place.space, self.generator), place, self.noise, self.approximate)
-        return self.newton([*stages[:-1], shape(normal)], shape, draws)
+        stages, settled = self.first(starts)
+        if not settled and (coordinates == "full" or recipe.rank):
+            stages += [normal for normal in [self.mean_field(stages)] if not is_far(normal, self.space)]
+        if coordinates == "full":
+            return self.newton(stages, Whole(recipe, self.target, self.generator), draws, settled)
+        shape = self.approximation(recipe, stages[-1])
+        return self.newton([*stages[:-1], shape(stages[-1])], shape, draws, settled)
 
-    def first(self, starts: int) -> list[Normal]:
-        """The best full normal, on few draws, from where climbs from several starts end; before it where it began."""
+    def approximation(self, recipe: Family, normal: Normal) -> Approximation:
+        """A family with diagonal coordinates, in the units of the normal."""
+        like, scale = self.space.initial, normal.precision().diagonal().rsqrt()
+        place = Moved(self.target, normal.mean.to(like), scale.to(like))
+        return Approximation(standard(recipe, place.space, self.generator), place, self.noise, self.approximate)
+
+    def mean_field(self, stages: list[Normal]) -> Normal:
+        """Where a full normal does not settle on few draws, which it may fit alone: the best mean field near it."""
+        self.stage = "mean field"
+        noise = self.draws_of(2 * least_draws(self.space.size), seed=-1)
+        at = self.best_stage(stages, inf, noise, full)
+        if at is None:
+            return stages[-1]
+        shape = self.approximation(MeanField(), at.normal)
+        at = self.best_stage([*stages, shape(at.normal)], inf, noise, shape)
+        if at is None:
+            return stages[-1]
+        ended = ascend_normals(self.target, at, noise, shape, ROUGH, self.record_local)
+        if ended.settled or self.target.exhausted:
+            return ended.normal
+        return shape.searched(ended.normal, partial(self.maximise, draws=len(noise), tolerance=ROUGH, iterations=100))[
+            0
+        ]
+
+    def first(self, starts: int) -> tuple[list[Normal], bool]:
+        """The best full normal, on few draws, from where climbs from several starts end, and whether it is an optimum.
+
+        Before it, where it began.
+        """
         self.stage = "climb"
         points = torch.stack([self.start(index).initial for index in range(starts)])
         ends = climb(self.target, points)
@@ -85,7 +120,7 @@ class Search:
                 f"the log density is not finite around any of {tried} give the parameters values at which it is "
                 "finite: Parameters({name: value, ..})"
             )
-        self.stage, best, stages = "start", -inf, []
+        self.stage, best, stages, settled = "start", -inf, [], False
         noise = self.draws_of(2 * self.space.size)
         for points in ends:
             start = self.most_mass(points)
@@ -96,9 +131,8 @@ class Search:
             steps = SECOND if stages else STEPS
             ended = ascend_normals(self.target, at, noise, full, ROUGH, self.record_local, steps=steps)
             if ended.at.elbo > best:
-                best = ended.at.elbo
-                stages = [at.normal, ended.normal]
-        return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1]
+                best, settled, stages = ended.at.elbo, ended.settled, [at.normal, ended.normal]
+        return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1], settled
 
     def most_mass(self, points: list[Climbed]) -> Normal:
         """Of normals around a climb's end and points before it the one with the highest ELBO, on a handful of draws.
@@ -149,27 +183,41 @@ class Search:
             1, self.space.size, 0, dtype=torch.float64, device=self.space.device
         ).diagonal
 
-    def newton(self, stages: list[Normal], shape: Shape, draws: int | None) -> Found:
+    def newton(self, stages: list[Normal], shape: Shape, draws: int | None, trusted: bool) -> Found:
         """Newton's steps on more and more draws, until new draws no longer move it.
 
-        Each set of draws begins where the one before ended or, if that is a wreck, at the best of the stages before.
+        Each set of draws begins where the one before ended or, if that is a wreck, at the best of the stages before;
+        so does the first where the last stage is not to be trusted.
         """
         self.stage = "family"
         S, before = draws or 2 * least_draws(self.space.size), 2 * self.space.size
-        settled, promise, elbo, first = False, inf, -inf, 0
+        settled, promise, elbo, first, known = False, inf, -inf if trusted else inf, 0, []
         for level in count(1):
             noise = self.draws_of(S, level)
             at = self.best_stage(stages, elbo, noise, shape)
             if at is None:
                 settled = False
                 break
+            known.append((at.elbo, at.normal))
+            few = S <= FEW
+            if isinstance(shape, Approximation):
+                shape.load(at.normal.state)
+                if few:
+                    shape.hop(stepped(at, full))
             elbo, promise = at.elbo, at.promise(stepped(at, shape))
             # noise costs c/S: from a fit on S′ draws c/S′ + c/S are promised, of which c/S is left after the step
-            left, few = promise / (1 + S / before) / (ENOUGH * self.tolerance), S <= FEW
-            if (settled and left < (0.2 if few else 0.5)) or promise < self.tolerance:
+            left = promise / (1 + S / before) / (ENOUGH * self.tolerance)
+            if (settled and abs(left) < (0.2 if few else 0.5)) or abs(promise) < self.tolerance:
                 stages.append(stepped(at, shape, *TRIES[first]))
                 settled = True
+                if isinstance(shape, Approximation) and not few:
+                    shape.hop(stepped(at, full))
+                    stages.append(shape.normal())
                 break
+            if isinstance(shape, Whole) and at.noise > NOISY and not draws and S < MAX_DRAWS:
+                stages.append(at.normal)
+                S, before = min(MAX_DRAWS, S * GROWTH), S
+                continue
             tolerance = max(0.25 * ENOUGH * self.tolerance, 0.1 * promise if settled and S < MAX_DRAWS else 0.0)
             ended = ascend_normals(self.target, at, noise, shape, tolerance, self.record_local, first)
             settled, first, far = ended.settled, ended.first, is_far(ended.normal, self.space)
@@ -179,14 +227,30 @@ class Search:
             if not (settled or far or self.target.exhausted):
                 maximise = partial(self.maximise, draws=S, tolerance=self.tolerance, iterations=100)
                 normal, found = shape.searched(stages[-1], maximise)
-                elbo, promise, settled = found.elbo, found.gain, found.converged
-                stages.append(normal)
+                if far := is_far(normal, self.space):
+                    settled = False
+                else:
+                    stages.append(normal)
+                    elbo, promise, settled = found.elbo, found.gain, found.converged
             if draws or self.target.exhausted or (far and not few) or S >= MAX_DRAWS:
                 break
             S, before = min(MAX_DRAWS, S * (GROWTH if few or left > 0.9 else 2)), S
-        return Found(shape.family(stages[-1]), elbo, promise, settled)
+        if isinstance(shape, Approximation):
+            self.elsewhere = shape.elsewhere
+        normal = stages[-1] if settled else self.on_held_draws(stages[-1], known)
+        return Found(shape.family(normal), elbo, promise, settled)
 
-    def best_stage(self, stages: list[Normal], elbo: float, noise: Tensor, shape: Shape) -> Local | None:
+    def on_held_draws(self, normal: Normal, known: list[tuple[float, Normal]]) -> Normal:
+        """The last normal of a search without end or, if better on draws not fitted, the best that began a level."""
+        self.target.limit += self.held
+        noise = self.draws_of(self.held, seed=-2) if self.held >= 2 * self.space.size else None
+        last = None if noise is None else self.around(normal, noise, full)
+        best = max(known, key=lambda one: one[0], default=None)
+        if best is None or (last is not None and last.elbo > best[0] - WRECK):
+            return normal
+        return best[1]
+
+    def best_stage(self, stages: list[Normal], elbo: float, noise: Tensor, shape: Project) -> Local | None:
         """The last stage on new draws or, where it has lost much of its ELBO there, the best of all."""
         at = self.around(stages[-1], noise, shape)
         if at is not None and (at.elbo > elbo - WRECK):
