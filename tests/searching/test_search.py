@@ -296,3 +296,40 @@ def test_a_density_with_an_edge():
 def test_a_density_that_is_nowhere_finite():
     with pytest.raises(vi.NonFiniteError, match="not finite around any of 2 starts"):
         fit(target(lambda z: z.sum() * torch.nan), vi.MeanField(), starts=2)
+
+
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.FullNormal(), vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+def test_a_gaussian_costs_few_evaluations(recipe):
+    # four climbs, 2P draws of a first step, 4P to see that it was the last; 16 and 32 here
+    assert fit(gaussian(8), recipe).evaluations < 300
+
+
+@pytest.mark.parametrize("recipe", [vi.FullNormal(), vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+def test_columns_that_are_nearly_the_same(recipe):
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    X = torch.stack([torch.ones_like(x), x, x + 1e-3 * torch.cos(50 * x)], dim=-1)
+    t = X.sum(-1) + 0.1 * torch.sin(9 * x)
+    precision = 100 * X.mT @ X + 1e-4 * torch.eye(3, dtype=torch.float64)
+    p = target(lambda z: -0.5 * ((t - X @ z) / 0.1).square().sum() - 0.5e-4 * z.square().sum(), P=3)
+    result = fit(p, recipe)
+    assert result.converged
+    exact = FullNormalDensity(torch.linalg.solve(precision, 100 * X.mT @ t), torch.linalg.cholesky(precision.inverse()))
+    theta = result.family().draw(1, FixedDraws(12, seed=0)).theta
+    # exact on these draws; 10⁻³ is the tolerance
+    assert (result.family().log_prob(theta) - exact.log_prob(theta)).mean().abs() < 1e-3
+
+
+def test_what_a_limit_ends_is_no_wreck():
+    # on few draws a full normal fits the draws of a small network, which mean field on more does not
+    x = torch.linspace(-2, 2, 20, dtype=torch.float64).unsqueeze(-1)
+    t = torch.sin(2 * x)
+
+    def network(w):
+        outputs = torch.tanh(x * w[:5] + w[5:10]) @ w[10:15].unsqueeze(-1) + w[15]
+        return -0.5 * ((t - outputs) / 0.1).square().sum() - 0.5 * w.square().sum()
+
+    wide, narrow = (
+        fit(target(network, P=16), family, max_evaluations=30_000) for family in (vi.FullNormal(), vi.MeanField())
+    )
+    assert wide.elbo.value > narrow.elbo.value - 5
+    assert wide.elbo.standard_error < 5

@@ -226,7 +226,7 @@ def profile(log_scale: Tensor, precision: Tensor, rank: int, of_precision: bool)
 
     Example:
         >>> found = profile(torch.zeros(3), torch.diag(torch.tensor([4.0, 1.0, 1.0])), rank=1, of_precision=True)
-        >>> round(found.kl, 3), found.factor.norm().item() ** 2
+        >>> round(found.kl, 3), round(found.factor.norm().item() ** 2, 3)
         (0.0, 3.0)
     """
     scale = log_scale.exp()

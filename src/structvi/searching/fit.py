@@ -1,4 +1,4 @@
-"""`vi.fit`: a family fitted to a log density on fixed draws: the ELBO is then a plain function for L-BFGS."""
+"""`vi.fit`: a family fitted to a log density on fixed draws, on which the ELBO is a plain function."""
 
 import copy
 import time
@@ -35,13 +35,13 @@ def fit(
     tolerance: float = 1e-3,
     progress: bool = True,
 ) -> DensityFit:
-    """Maximise the ELBO of a log density without a step size: L-BFGS on draws that stay the same.
+    """Maximise the ELBO of a log density without a step size: Newton's method on draws that stay the same.
 
-    Mean field is fitted first, from several points, on few draws. Where it ends, the gradients at its draws tell
-    the average curvature, and a Gaussian family starts at its best approximation of the normal that has it, in
-    coordinates in which that normal (for the full family) or mean field (for others) is round. Then the draws are
-    multiplied by four until that gains less than ten tolerances. Mixtures, and families of your own that
-    are no normal with `mean` and `log_scale` alone, start as they are bound.
+    From several points log p is climbed, one gradient a step. Around the best hill the gradients at draws of a normal
+    tell the quadratic that log p is on average; the family goes to its best approximation of the normal that is best
+    for it, and so on. Then new draws, more each time, until they move it by less than ten tolerances.
+    L-BFGS on the fixed draws goes on where these steps are slow. Mixtures, and families of your own that
+    are no normal with `mean` and `log_scale` alone, start as they are bound, and L-BFGS alone fits them.
 
     Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.

@@ -1,9 +1,9 @@
 """The searches of `vi.fit`.
 
-starts ─ mean field ─▶ coordinates in which scales are 1 ─ gradients ─▶ a normal with the target's mean curvature
-                                                                          │ costs no evaluation: the family's best
-                                                                          ▼ approximation of that normal
-                                  the family on S, 4S, 16S.. draws, until more draws no longer move it
+starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's steps on 2P draws ─▶ the best full normal
+                                                              │ costs no evaluation: the family's best
+                                                              ▼ approximation of that normal
+                      the family by Newton's steps on S, 4S, 16S.. draws, until new draws no longer move it
 """
 
 import sys
