@@ -62,12 +62,6 @@ class NormalTarget:
         return -0.5 * ((theta - self.mean) @ self.root).square().sum(-1)
 
 
-def standardising(target: Target, mean_field: Family) -> Moved:
-    """Coordinates in which the mean field is N(0, I)."""
-    density = mean_field()
-    return Moved(target, density.mean.detach(), density.variance.detach().sqrt())
-
-
 def standard(recipe: F, space: Parameters, generator: torch.Generator | None) -> F:
     """The recipe bound, at N(0, I) or, where it has a factor, near it."""
     q = recipe.bind(space, generator)
