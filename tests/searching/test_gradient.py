@@ -50,9 +50,9 @@ def test_no_gradient(name, family):
         (lambda theta: -theta.detach().square().sum(-1), TypeError, "has no gradient: .* does not follow θ"),
         (lambda theta: (theta > 0).sum(-1), TypeError, "has no gradient: it returns a tensor of torch.int64"),
         (lambda theta: 1.0, TypeError, "has no gradient: it returns a float"),
-        (lambda theta: -theta.square(), ValueError, r"one value for each of 16 draws, \[16\], got \[16, 2\]; sum over"),
-        (lambda theta: -theta.square().sum(), ValueError, r"one value for each of 16 draws, \[16\], got \[\]"),
-        (lambda theta: -theta.square().sum(-1, keepdim=True), ValueError, r"got \[16, 1\]"),
+        (lambda theta: -theta.square(), ValueError, r"one value for each of 4 draws, \[4\], got \[4, 2\]; sum over"),
+        (lambda theta: -theta.square().sum(), ValueError, r"one value for each of 4 draws, \[4\], got \[\]"),
+        (lambda theta: -theta.square().sum(-1, keepdim=True), ValueError, r"got \[4, 1\]"),
     ],
 )
 def test_targets_of_ones_own(function, error, words):

@@ -137,9 +137,10 @@ def test_smaller_families_come_to_their_best(recipe, form, seed):
 def test_evaluations_are_those_that_the_target_saw():
     p = gaussian()
     result = fit(p, vi.StructuredNormal(2))
-    assert result.evaluations + result.check_evaluations == p.evaluations
+    assert result.evaluations + result.verdict_evaluations + result.check_evaluations == p.evaluations
+    assert result.verdict_evaluations == FRESH
     assert result.trace[-1].evaluations <= result.evaluations
-    assert {step.stage for step in result.trace} == {"mean field", "curvature", "family"}
+    assert {step.stage for step in result.trace} == {"start", "family"}
 
 
 def test_a_seed_gives_the_same_fit_and_leaves_the_global_stream_alone():
@@ -227,10 +228,9 @@ def test_float32_parameters():
 
 
 def test_the_limit_of_evaluations_is_kept_and_said():
-    p = gaussian(8)
-    limit = FRESH + 500
-    result = fit(p, vi.FullNormal(), max_evaluations=limit)
-    assert p.evaluations - result.check_evaluations <= limit
+    limit = FRESH + 16 * least_draws(2)
+    result = fit(target(funnel), vi.FullNormal(), max_evaluations=limit)
+    assert result.evaluations + result.verdict_evaluations <= limit
     assert not result.converged
     assert "stopped at the limit of evaluations" in result.verdict
     assert "max_evaluations=" in result.verdict
@@ -239,7 +239,7 @@ def test_the_limit_of_evaluations_is_kept_and_said():
 
 @pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredNormal(1), vi.FullNormal()])
 def test_a_limit_before_there_is_an_elbo_is_said(recipe):
-    edge = target(lambda z: (2 * z.log() - z).sum(), value=1.0)
+    edge = target(lambda z: (0.1 * z.log() - z).sum(), value=1.0)
     result = fit(edge, recipe, max_evaluations=FRESH + 16 * least_draws(2))
     assert not result.converged
     assert "before an ELBO could be estimated" in result.verdict
@@ -250,7 +250,7 @@ def test_a_limit_before_there_is_an_elbo_is_said(recipe):
 def test_a_limit_before_all_starts_were_tried_is_said():
     nowhere = target(lambda z: z.sum() * torch.nan)
     with pytest.raises(vi.NonFiniteError, match="any of the starts that max_evaluations= left room for; raise it"):
-        fit(nowhere, vi.MeanField(), starts=50, max_evaluations=FRESH + 16 * least_draws(2))
+        fit(nowhere, vi.MeanField(), starts=500, max_evaluations=FRESH + 16 * least_draws(2))
 
 
 def test_a_fit_in_words():
@@ -296,3 +296,40 @@ def test_a_density_with_an_edge():
 def test_a_density_that_is_nowhere_finite():
     with pytest.raises(vi.NonFiniteError, match="not finite around any of 2 starts"):
         fit(target(lambda z: z.sum() * torch.nan), vi.MeanField(), starts=2)
+
+
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.FullNormal(), vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+def test_a_gaussian_costs_few_evaluations(recipe):
+    # four climbs, 2P draws of a first step, 4P to see that it was the last; 16 and 32 here
+    assert fit(gaussian(8), recipe).evaluations < 300
+
+
+@pytest.mark.parametrize("recipe", [vi.FullNormal(), vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+def test_columns_that_are_nearly_the_same(recipe):
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    X = torch.stack([torch.ones_like(x), x, x + 1e-3 * torch.cos(50 * x)], dim=-1)
+    t = X.sum(-1) + 0.1 * torch.sin(9 * x)
+    precision = 100 * X.mT @ X + 1e-4 * torch.eye(3, dtype=torch.float64)
+    p = target(lambda z: -0.5 * ((t - X @ z) / 0.1).square().sum() - 0.5e-4 * z.square().sum(), P=3)
+    result = fit(p, recipe)
+    assert result.converged
+    exact = FullNormalDensity(torch.linalg.solve(precision, 100 * X.mT @ t), torch.linalg.cholesky(precision.inverse()))
+    theta = result.family().draw(1, FixedDraws(12, seed=0)).theta
+    # exact on these draws; 10⁻³ is the tolerance
+    assert (result.family().log_prob(theta) - exact.log_prob(theta)).mean().abs() < 1e-3
+
+
+def test_what_a_limit_ends_is_no_wreck():
+    # on few draws a full normal fits the draws of a small network, which mean field on more does not
+    x = torch.linspace(-2, 2, 20, dtype=torch.float64).unsqueeze(-1)
+    t = torch.sin(2 * x)
+
+    def network(w):
+        outputs = torch.tanh(x * w[:5] + w[5:10]) @ w[10:15].unsqueeze(-1) + w[15]
+        return -0.5 * ((t - outputs) / 0.1).square().sum() - 0.5 * w.square().sum()
+
+    wide, narrow = (
+        fit(target(network, P=16), family, max_evaluations=30_000) for family in (vi.FullNormal(), vi.MeanField())
+    )
+    assert wide.elbo.value > narrow.elbo.value - 5
+    assert wide.elbo.standard_error < 5

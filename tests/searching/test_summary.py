@@ -76,7 +76,8 @@ def test_what_is_below_the_table():
     weighted = result.summary(draws=500)
     assert "Of the posterior: 5000 weighted draws" in str(weighted)
     assert weighted.rows == result.summary(corrected=True, draws=500).rows
-    short = vi.fit(target, vi.FullNormal(), progress=False, max_evaluations=1300)
+    bent = vi.LogDensity(lambda p: -0.5 * (p["a"][0] ** 2 + (10 * (p["a"][1] - p["a"][0] ** 2)) ** 2), space)
+    short = vi.fit(bent, vi.FullNormal(), progress=False, max_evaluations=1300)
     assert not short.converged
     assert f"The fit: {short.verdict}" in str(short.summary())
     assert list(result.summary(select="a*").draws) == ["a"]

@@ -19,7 +19,7 @@ from torch.distributions import Distribution
 from ..basics.configuration import configuration
 from ..parameters import Parameters
 from .density import Density, DistributionDensity
-from .forms import Factor, LowRankForm, MeanAndScale, PartsSought
+from .forms import Factor, LowRankForm, MeanAndScale, PartsSought, Profile
 from .rows import Shard
 
 #: nats a weight within which a density's entropy is that of a normal; a Laplace of equal variance has 0.07 less
@@ -346,10 +346,22 @@ class Family(nn.Module, ABC):
         return 1
 
     def start_at(self, index: int, mean: Tensor, precision: Tensor, noise: Callable[[], Tensor]) -> None:
-        """The start of this index in a search for the best approximation of N(mean, precision⁻¹)."""
+        """The start of this index in a search for the best approximation of N(mean, precision⁻¹).
+
+        Of a normal without correlations it is the best: s² = 1/Λ_ii.
+        """
         own = self._diagonal("start_at")
         with torch.no_grad():
             own.mean.copy_(mean)
+            own.log_scale.copy_(-0.5 * precision.diagonal().log())
+
+    def profile(self, log_scale: Tensor, precision: Tensor) -> Profile | None:
+        """The KL to N(·, precision⁻¹) at these scales and the best of all else; None where that is not known."""
+        return None
+
+    def take_scales(self, log_scale: Tensor, precision: Tensor) -> None:
+        """These scales, and the best of all else for N(·, precision⁻¹), where `profile` knows it."""
+        raise NotImplementedError(f"{type(self).__name__} has a `profile`: write `take_scales` too")
 
     def _diagonal(self, what: str) -> MeanAndScale:
         own = self.mean_and_scale()

@@ -41,3 +41,11 @@ class PartsSought(NamedTuple):
     recipes: list[Any]
     #: how many parts it has; None: as many as the search finds worth having
     number: int | None
+
+
+class Profile(NamedTuple):
+    """The best approximation of a normal that has given scales."""
+
+    kl: float  # from it to the normal, in nats
+    gradient: Tensor  # of the KL by the log scales, [P]
+    factor: Tensor  # relative to the scales, [P, K]

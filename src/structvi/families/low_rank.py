@@ -3,12 +3,13 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from .density import LowRankPart
-from .forms import Factor, LowRankForm
+from .forms import Factor, LowRankForm, Profile
 from .gaussian import Gaussian
 from .numerics import fused
 from .numerics.algebra import capacitance
@@ -19,8 +20,12 @@ from .starts import check_factor, check_rank_fits, normal
 STAGE_FACTOR = 0.01
 #: that of a search in coordinates in which scales are one
 SEARCH_FACTOR = 0.1
-#: factors from which the best approximation of a normal is sought, which costs no evaluation
+#: scales from which the best approximation of a normal is sought, which costs no evaluation
 STARTS = 8
+#: least eigenvalue of a normal, relative to the greatest, that rounding leaves some digits of
+LEAST = 1e-13
+#: least eigenvalue that a factor is made for, its inverse the greatest: then the family is `accurate`
+LEAST_HELD = 1e-9
 
 
 class LowRankDensity(Gaussian):
@@ -198,28 +203,53 @@ class LowRankFamily(Scaled):
 
     @torch.no_grad()
     def start_at(self, index: int, mean: Tensor, precision: Tensor, noise: Callable[[], Tensor]) -> None:
-        """At the principal directions first; then at other scales, which lead to other optima."""
+        """Scales of the conditionals, of the margins and between; then others around these, for other optima."""
+        conditional = -0.5 * precision.diagonal().log()
+        marginal = 0.5 * torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal().log()
+        log_scale = torch.lerp(conditional, marginal, (index % 3) / 2)
+        if index > 2:
+            log_scale = log_scale + 0.25 * (1 + index % 4) * noise()
         self.mean.copy_(mean)
-        if index == 0:
-            self.factor.copy_(principal(precision, self.rank, self.density.of_precision))
-        else:
-            self.log_scale.copy_(0.5 * (1 + index % 4) * noise())
+        self.take_scales(log_scale, precision)
+
+    def profile(self, log_scale: Tensor, precision: Tensor) -> Profile:
+        return profile(log_scale, precision, self.rank, self.density.of_precision)
+
+    @torch.no_grad()
+    def take_scales(self, log_scale: Tensor, precision: Tensor) -> None:
+        factor = self.profile(log_scale, precision).factor
+        ratio = log_scale.exp() / self.unit
+        self.log_scale.copy_(log_scale)
+        self.factor.copy_(factor * (1 / ratio if self.density.of_precision else ratio).unsqueeze(-1))
 
     def ridge(self) -> Tensor:
         return (self.log_scale - self.unit.log()).square().sum()
 
 
-def principal(precision: Tensor, rank: int, of_precision: bool) -> Tensor:
-    """The best factor beside scales of one: [P, P] → [P, K].
+def profile(log_scale: Tensor, precision: Tensor, rank: int, of_precision: bool) -> Profile:
+    """KL to N(·, Λ⁻¹) at these scales s and the best factor beside them: [P], [P, P].
 
-    With λ, v the eigenvalues and vectors of the target's precision, Σ = I + FFᵀ has the variance 1/λ along v for
-    F = v√(1/λ − 1), worth most for the least λ; Λ = I + FFᵀ has λ for F = v√(λ − 1), for the greatest.
+    With λ, v the eigenvalues and vectors of SΛS, Σ = S(I + GGᵀ)S has the variance 1/λ along v for G = v√(1/λ − 1),
+    worth most for the least λ; Λ = S⁻¹(I + GGᵀ)S⁻¹ has λ for G = v√(λ − 1), for the greatest. The others cost
+    ½(λ − 1 − log λ) each, whose gradient by log s_i is (λ − 1)v_i². Where rounding spoils the least λ the KL is ∞.
+
+    Example:
+        >>> found = profile(torch.zeros(3), torch.diag(torch.tensor([4.0, 1.0, 1.0])), rank=1, of_precision=True)
+        >>> round(found.kl, 3), round(found.factor.norm().item() ** 2, 3)
+        (0.0, 3.0)
     """
-    values, vectors = torch.linalg.eigh(precision)  # ascending
+    scale = log_scale.exp()
+    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * precision * scale)  # ascending
     if of_precision:
         values, vectors = values.flip(0), vectors.flip(1)
-    values, vectors = values[:rank], vectors[:, :rank]
-    return vectors * ((values if of_precision else 1 / values) - 1).clamp(min=SEARCH_FACTOR**2).sqrt()
+    if not values.min() > LEAST * values.max():
+        return Profile(inf, torch.zeros_like(scale), torch.zeros_like(vectors[:, :rank]))
+    first = values[:rank]
+    held = first.clamp(1.0, 1 / LEAST_HELD) if of_precision else first.clamp(LEAST_HELD, 1.0)
+    left = torch.cat([first / held, values[rank:]])  # eigenvalues in units of the approximation
+    size = ((held if of_precision else 1 / held) - 1).clamp(min=SEARCH_FACTOR**4).sqrt()
+    kl = 0.5 * (left - 1 - left.log()).sum().item()
+    return Profile(kl, vectors.square() @ (left - 1), vectors[:, :rank] * size)
 
 
 def laid_out(factor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Counted:
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         if self.evaluations + len(theta) > self.limit:
+            self.exhausted = True
             raise Limit
         self.evaluations += len(theta)
         if self.known:
@@ -71,12 +72,6 @@ class NormalTarget:
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         return -0.5 * ((theta - self.mean) @ self.root).square().sum(-1)
-
-
-def standardising(target: Target, mean_field: Family) -> Moved:
-    """Coordinates in which the mean field is N(0, I)."""
-    density = mean_field()
-    return Moved(target, density.mean.detach(), density.variance.detach().sqrt())
 
 
 def standard(recipe: F, space: Parameters, generator: torch.Generator | None) -> F:

@@ -1,4 +1,4 @@
-"""`vi.fit`: a family fitted to a log density on fixed draws: the ELBO is then a plain function for L-BFGS."""
+"""`vi.fit`: a family fitted to a log density on fixed draws, on which the ELBO is a plain function."""
 
 import copy
 import time
@@ -37,13 +37,13 @@ def fit(
     tolerance: float = 1e-3,
     progress: bool = True,
 ) -> DensityFit:
-    """Maximise the ELBO of a log density without a step size: L-BFGS on draws that stay the same.
+    """Maximise the ELBO of a log density without a step size: Newton's method on draws that stay the same.
 
-    Mean field is fitted first, from several points, on few draws. Where it ends, the gradients at its draws tell
-    the average curvature, and a Gaussian family starts at its best approximation of the normal that has it, in
-    coordinates in which that normal (for the full family) or mean field (for others) is round. Then the draws are
-    multiplied by four until that gains less than ten tolerances. Families of your own that are no normal with `mean`
-    and `log_scale` alone start as they are bound.
+    From several points log p is climbed, one gradient a step. Around the best hill the gradients at draws of a normal
+    tell the quadratic that log p is on average; the family goes to its best approximation of the normal that is best
+    for it, and so on. Then new draws, more each time, until they move it by less than ten tolerances.
+    L-BFGS on the fixed draws goes on where these steps are slow. Families of your own that are no normal with `mean`
+    and `log_scale` alone start as they are bound, and L-BFGS alone fits them.
 
     Of a mixture the modes are looked for first, by searches from many points, and each part starts at one
     (`mixtures.py`); where a mode with mass has no part, the status is `MISSED_MODES`.
@@ -92,14 +92,14 @@ def fit(
     counted, stage = run.target, run.stage
     checked = Counted(target, inf if max_evaluations is None else max_evaluations)
     status, verdict = judge(
-        found, fresh, runaway(checked, found.family), draws=run.draws, tolerance=tolerance,
-        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage,
+        found, fresh, runaway(checked, found.family, found.converged), draws=run.draws, tolerance=tolerance,
+        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage, elsewhere=run.elsewhere,
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
     return DensityFit(
         target=target, notes=_notes(target) + ([] if mixed is None else mixed.notes),
-        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations + FRESH,
+        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
     )  # fmt: skip

@@ -83,12 +83,14 @@ class Way(NamedTuple):
     change: list[float]
 
 
-def runaway(target: Target, family: Family) -> Runaway | None:
+def runaway(target: Target, family: Family, converged: bool = True) -> Runaway | None:
     """A way on which the mass of the log density has no end; None where every way that was tried is closed.
 
     Args:
         target: the log density.
         family: the fit, bound.
+        converged: whether the fit says so; where not, ways from the start are tried too: a search may have gone all
+            the way to where numbers end.
     """
     space = target.space
     try:
@@ -99,7 +101,7 @@ def runaway(target: Target, family: Family) -> Runaway | None:
             for way in sorted(ways, key=lambda way: -way.change[-1])[:WAYS]:
                 if _has_no_end(rays.view, way):
                     return Runaway(_numbers(space, way), way.radii[-1], way.change[-1])
-            if seen:
+            if seen and converged:
                 return None
     except Limit:
         pass

@@ -15,6 +15,7 @@ from .coordinates import Limit, Moved, standard, to_theta
 from .fixed_draws import least_draws
 from .lbfgs import Curvature
 from .modes import COUNTS, Modes
+from .newton import Normal
 from .peaks import Peak
 from .result import Found
 from .search import GROWTH, ROUGH, Search
@@ -152,8 +153,8 @@ class Mixing:
             q = standard(recipe, space, run.generator)
             q.change_coordinates(at, root)
             return q
-        sd = root.norm(dim=-1)
-        precision = torch.cholesky_inverse(root) * sd * sd.unsqueeze(-1)
-        q, _ = run.approximate(recipe, space, torch.zeros_like(at), precision)
-        q.change_coordinates(at, sd)
-        return q
+        normal = Normal(peak.at.double(), peak.root.double())
+        shape = run.approximation(recipe, normal)
+        shape(normal)
+        shape.q.change_coordinates((shape.place.shift - shift) / scale, shape.place.root / scale)
+        return shape.q

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FRESH = 1024
 #: a mean this far from zero, or an ELBO this high, is a fit that found no end
 FAR = 1e12
+#: share of searches that ended in other optima of which the verdict speaks
+OTHER = 0.2
 #: more draws must gain less than this many tolerances
 ENOUGH = 10
 
@@ -60,8 +62,8 @@ class DensityFit(Result):
         target: what was fitted.
         elbo: on fresh independent draws, with its standard error.
         family: bound, at the optimum that was found.
-        evaluations: points at which the log density was computed: those of the fit, each with its gradient, and the
-            fresh ones.
+        evaluations: points at which the log density was computed by the fit, nearly all with its gradient.
+        verdict_evaluations: the fresh ones, without gradient, for `elbo` and the verdict; not among `evaluations`.
         seconds: all in all.
         draws: fixed draws of the last search.
         starts: points to start from; a limit of evaluations may have left some out.
@@ -79,6 +81,7 @@ class DensityFit(Result):
     starts: int
     trace: list[SearchStep]
     check_evaluations: int = 0
+    verdict_evaluations: int = FRESH
     modes: list[Mode] = field(default_factory=list)
 
     @property
@@ -166,6 +169,7 @@ def judge(
     exhausted: bool,
     evaluations: int,
     stage: str,
+    elsewhere: float = 0.0,
 ) -> tuple[Status, str]:
     """Status and words, from where the last search ended, the ELBO on draws it has not seen, and the check."""
     if runaway is not None:
@@ -195,4 +199,10 @@ def judge(
             f"the draws are over-fitted: ELBO {found.elbo:.2f} on the {draws} draws fitted, {fresh} on fresh "
             f"ones; raise draws="
         )
-    return Status.CONVERGED, f"converged: ELBO {fresh}, {draws} draws"
+    words = f"converged: ELBO {fresh}, {draws} draws"
+    if elsewhere > OTHER:
+        words += (
+            f"; the best of many optima: {100 * elsewhere:.0f} % of the searches near it ended in worse ones, and "
+            "another seed= may find a better one, by hundredths of a nat"
+        )
+    return Status.CONVERGED, words

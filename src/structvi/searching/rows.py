@@ -61,7 +61,13 @@ def tangent(rows: Tensor, normal: Tensor) -> Tensor:
 
 
 def ascend(
-    function: RowFunction, z: Tensor, normal: Tensor, *, tolerance: float = 1e-2, iterations: int = 60
+    function: RowFunction,
+    z: Tensor,
+    normal: Tensor,
+    *,
+    tolerance: float = 1e-2,
+    iterations: int = 60,
+    path: list[tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The highest points found from the rows of z, each with z·normal as it is, and their values.
 
@@ -71,7 +77,9 @@ def ascend(
     Args:
         function: values and gradients at rows.
         z: where to start, [n, P].
-        normal: of length one, [n, P].
+        normal: of length one, [n, P]; zero for rows that may go anywhere.
+        tolerance, iterations: when to end.
+        path: a list to which every iteration adds points [n, P], their values [n] and gradients [n, P].
 
     Example:
         >>> start, normal = torch.tensor([[2.0, 5.0]]), torch.tensor([[1.0, 0.0]])
@@ -86,6 +94,8 @@ def ascend(
 
     value, gradient = on_plane(z, normal)
     active, pairs, values = value.isfinite(), Pairs(), [value]
+    path = [] if path is None else path
+    path.append((z, value, gradient))
     for _ in range(iterations):
         direction = tangent(pairs.newton(gradient), normal)
         slope = (gradient * direction).sum(-1)
@@ -101,6 +111,7 @@ def ascend(
         pairs.add(found[0] - z, gradient - found[2], unit(gradient))
         z, value, gradient = found
         values.append(value)
+        path.append(found)
         active = active & moved
         if len(values) > WINDOW:
             active = active & (value - values[-1 - WINDOW] > tolerance)

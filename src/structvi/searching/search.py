@@ -1,13 +1,15 @@
 """The searches of `vi.fit`.
 
-starts ─ mean field ─▶ coordinates in which scales are 1 ─ gradients ─▶ a normal with the target's mean curvature
-                                                                          │ costs no evaluation: the family's best
-                                                                          ▼ approximation of that normal
-                                  the family on S, 4S, 16S.. draws, until more draws no longer move it
+starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's steps on 2P draws ─▶ the best full normal
+                                                              │ costs no evaluation: the family's best
+                                                              ▼ approximation of that normal
+                      the family by Newton's steps on S, 4S, 16S.. draws, until new draws no longer move it
 """
 
 import sys
-from math import inf, isinf, nan
+from functools import partial
+from itertools import count
+from math import inf, isfinite, nan
 
 import torch
 from torch import Tensor
@@ -18,9 +20,12 @@ from ..families.mean_field import MeanField
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
-from .coordinates import Counted, Limit, Moved, NormalTarget, standard, standardising, to_theta
+from .approximation import Approximation, Shape, Whole
+from .climb import Climbed, climb
+from .coordinates import Counted, Limit, Moved, NormalTarget, standard
 from .fixed_draws import FixedDraws, fixed_elbo, least_draws
 from .lbfgs import Curvature, flat, minimise
+from .newton import STEPS, TRIES, Local, Normal, Project, ascend_normals, full, is_far, local, stepped
 from .result import ENOUGH, Found, SearchStep
 
 #: draws are multiplied by this from one level to the next
@@ -29,54 +34,85 @@ GROWTH = 4
 MAX_DRAWS = 1 << 12
 #: of the penalty on (log s − log s₀)² that keeps a low-rank family's scales finite
 RIDGE = 1e-6
-#: least curvature that is believed of the estimate from gradients, relative to mean field's; its inverse the greatest
-FLOOR = 1e-4
 #: tolerance of searches that only choose between starts
 ROUGH = 0.1
+#: a climb's end, or a normal on new draws, is made narrower by these until log p is finite at all draws
+SHRINK = (1.0, 0.5, 0.1, 1e-2, 1e-4)
+#: steps from the end of a second climb, to see whether it is better than the first
+SECOND = 10
+#: nats lost on new draws that make a fit to the old ones a wreck
+WRECK = 5.0
+#: nats that noise alone promises above which draws are too few for a full normal
+NOISY = 0.5
+#: draws that choose between the end of a search that found no optimum and where it began
+HELD = 512
+#: draws that choose between points of a climb
+HANDFUL = 8
+#: times that a normal around the end of a climb is made ten times narrower, while log p falls by so much a number
+NARROWER, FALL = 12, 20.0
+#: up to here draws are multiplied by four whatever they gain, and they must gain less
+FEW = 512
 
 
 class Search:
     """One call of `fit`: the target and its count, and the searches."""
 
     def __init__(self, target: Target, limit: float, seed: int, tolerance: float, progress: bool):
-        self.target = Counted(target, limit)
+        #: evaluations that are kept for the end of a search that the limit ends
+        self.held = 0 if limit < 16 * HELD else HELD
+        self.target = Counted(target, limit - self.held)
         self.space = target.space
         self.seed, self.tolerance = seed, tolerance
         self.generator = torch.Generator().manual_seed(seed)
         self.trace: list[SearchStep] = []
         self.stage, self.draws = "start", 0
+        #: share of searches near the family's optimum that ended in another one
+        self.elsewhere = 0.0
         self.bar = tqdm(unit=" evaluations", disable=not (progress and sys.stderr.isatty()))
 
     def gaussian(self, recipe: Family, coordinates: Coordinates, starts: int, draws: int | None) -> Found:
-        """Mean field, the normal with the target's curvature, then the family, in the coordinates of these two."""
-        around, least = self.mean_field(starts)
-        mean, precision = self.curvature(around)
-        place = around
+        """The best full normal on few draws, then the family's approximation of it, on more and more."""
+        stages, settled = self.first(starts)
+        if not settled and (coordinates == "full" or recipe.rank):
+            stages += [normal for normal in [self.mean_field(stages)] if not is_far(normal, self.space)]
         if coordinates == "full":
-            root = torch.linalg.cholesky(torch.linalg.inv(precision))
-            place = Moved(self.target, around.theta(mean), around.root.unsqueeze(-1) * root)
-            q, curvature = standard(recipe, place.space, self.generator), Curvature()
-        else:
-            q, curvature = self.approximate(recipe, place.space, mean, precision)
-        found = self.levels(q, place, curvature, draws)
-        if found.elbo < least - 1 and not self.target.exhausted:  # the curvature misled: begin again at mean field
-            place = around
-            found = self.levels(standard(recipe, place.space, self.generator), place, Curvature(), draws)
-        to_theta(found.family, place)
-        return found
+            return self.newton(stages, Whole(recipe, self.target, self.generator), draws, settled)
+        shape = self.approximation(recipe, stages[-1])
+        return self.newton([*stages[:-1], shape(stages[-1])], shape, draws, settled)
 
-    def mean_field(self, starts: int) -> tuple[Moved, float]:
-        """Coordinates in which the best mean field from several points is standard normal, and its ELBO."""
+    def approximation(self, recipe: Family, normal: Normal) -> Approximation:
+        """A family with diagonal coordinates, in the units of the normal."""
+        like, scale = self.space.initial, normal.precision().diagonal().rsqrt()
+        place = Moved(self.target, normal.mean.to(like), scale.to(like))
+        return Approximation(standard(recipe, place.space, self.generator), place, self.noise, self.approximate)
+
+    def mean_field(self, stages: list[Normal]) -> Normal:
+        """Where a full normal does not settle on few draws, which it may fit alone: the best mean field near it."""
         self.stage = "mean field"
-        draws, tries = least_draws(self.space.size), []
-        for index in range(starts):
-            for shrink in (1.0, 0.01):
-                recipe = MeanField(initial_scale=0.1 * shrink)
-                tries.append(self.maximise(recipe.bind(self.start(index)), self.target, draws, ROUGH))
-                if not isinf(tries[-1].elbo):
-                    break
-        best = max(tries, key=lambda one: one.elbo)
-        if isinf(best.elbo):
+        noise = self.draws_of(2 * least_draws(self.space.size), seed=-1)
+        at = self.best_stage(stages, inf, noise, full)
+        if at is None:
+            return stages[-1]
+        shape = self.approximation(MeanField(), at.normal)
+        at = self.best_stage([*stages, shape(at.normal)], inf, noise, shape)
+        if at is None:
+            return stages[-1]
+        ended = ascend_normals(self.target, at, noise, shape, ROUGH, self.record_local)
+        if ended.settled or self.target.exhausted:
+            return ended.normal
+        return shape.searched(ended.normal, partial(self.maximise, draws=len(noise), tolerance=ROUGH, iterations=100))[
+            0
+        ]
+
+    def first(self, starts: int) -> tuple[list[Normal], bool]:
+        """The best full normal, on few draws, from where climbs from several starts end, and whether it is an optimum.
+
+        Before it, where it began.
+        """
+        self.stage = "climb"
+        points = torch.stack([self.start(index).initial for index in range(starts)])
+        ends = climb(self.target, points)
+        if not ends:
             tried = f"{starts} starts;"
             if self.target.exhausted:
                 tried = "the starts that max_evaluations= left room for; raise it, or"
@@ -84,46 +120,156 @@ class Search:
                 f"the log density is not finite around any of {tried} give the parameters values at which it is "
                 "finite: Parameters({name: value, ..})"
             )
-        place = standardising(self.target, best.family)
-        again = self.maximise(standard(MeanField(), place.space, None), place, draws, self.tolerance)
-        to_theta(again.family, place)
-        return standardising(self.target, again.family), max(best.elbo, again.elbo)
+        self.stage, best, stages, settled = "start", -inf, [], False
+        noise = self.draws_of(2 * self.space.size)
+        for points in ends:
+            start = self.most_mass(points)
+            at = self.around(start, noise, full)
+            if at is None:
+                stages = stages or [start]
+                continue
+            steps = SECOND if stages else STEPS
+            ended = ascend_normals(self.target, at, noise, full, ROUGH, self.record_local, steps=steps)
+            if ended.at.elbo > best:
+                best, settled, stages = ended.at.elbo, ended.settled, [at.normal, ended.normal]
+        return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1], settled
 
-    def curvature(self, place: Moved) -> tuple[Tensor, Tensor]:
-        """Mean and precision of the normal whose log density has the expected gradient and Hessian of the target's.
+    def most_mass(self, points: list[Climbed]) -> Normal:
+        """Of normals around a climb's end and points before it the one with the highest ELBO, on a handful of draws.
 
-        Under N(0, I), by Stein's identity E ∇² log p(ε) = E ∇log p(ε) εᵀ: exact on fixed draws for a quadratic.
+        Around the end it is made narrower where log p falls much more than that of a normal, by P/2.
         """
-        P, like = self.space.size, place.shift
-        nothing = torch.zeros_like(like), torch.eye(P, dtype=like.dtype, device=like.device)  # mean field itself
-        draws = GROWTH * least_draws(P)
-        noise = FixedDraws(draws, self.seed)(1, P, 0, dtype=like.dtype, device=like.device).diagonal
-        z = noise.clone().requires_grad_()
-        try:
-            (gradient,) = torch.autograd.grad(place.log_joint(z).sum(), z)  # [S, P]
-        except Limit:
-            return nothing
-        hessian = gradient.mT @ noise / draws
-        if not bool(torch.isfinite(hessian).all()):  # a draw farther out than mean field's
-            return nothing
-        values, vectors = torch.linalg.eigh(-(hessian + hessian.mT) / 2)
-        precision = (vectors * values.clamp(FLOOR, 1 / FLOOR)) @ vectors.mT
-        return torch.linalg.solve(precision, gradient.mean(0)), precision
+        z = torch.stack([self.noise().double() for _ in range(HANDFUL // 2)])
+        z = torch.cat([z, -z]) * (len(z[0]) ** 0.5 / z.norm(dim=-1)).repeat(2).unsqueeze(-1)
 
-    def approximate(
-        self, recipe: Family, space: Parameters, mean: Tensor, precision: Tensor
-    ) -> tuple[Family, Curvature]:
-        """The family's best approximation of N(mean, precision⁻¹), from several starts, and what was learned."""
-        self.stage = "curvature"
-        draws = least_draws(space.size + recipe.rank)
-        normal = NormalTarget(space, mean, torch.linalg.cholesky(precision))
-        tries = []
-        for index in range(recipe.starts):
-            q, curvature = standard(recipe, space, self.generator), Curvature()
-            q.start_at(index, mean, precision, self.noise)
-            tries.append((self.maximise(q, normal, draws, self.tolerance, curvature, iterations=100), curvature))
-        best, curvature = max(tries, key=lambda one: one[0].elbo)
-        return self.maximise(best.family, normal, draws, 1e-2 * self.tolerance, curvature).family, curvature
+        def value(normal: Normal) -> float:
+            with torch.no_grad():
+                at = self.target.log_joint((normal.mean + z @ normal.root.mT).to(self.space.initial))
+            return torch.nan_to_num(at.double(), nan=-inf).mean().item()
+
+        end = points[0]
+        best, highest = Normal(end.theta, end.root), -inf
+        try:
+            for _ in range(NARROWER):
+                if (found := value(best)) > end.value - FALL * len(end.theta):
+                    highest = found + best.entropy()
+                    break
+                best = best._replace(root=0.1 * best.root)
+            for point in points[1:]:
+                normal = Normal(point.theta, point.root)
+                if (elbo := value(normal) + normal.entropy()) > highest and isfinite(elbo):
+                    best, highest = normal, elbo
+        except Limit:
+            pass
+        return best
+
+    def around(self, normal: Normal, noise: Tensor, project: Project) -> Local | None:
+        """What draws of the normal tell or, where log p is not finite at some, of the widest that is narrower."""
+        for shrink in SHRINK:
+            try:
+                new = normal if shrink == 1 else project(normal._replace(root=shrink * normal.root))
+                at = local(self.target, new, noise)
+            except Limit:
+                return None
+            if at is not None:
+                self.record(at.elbo)
+                return at
+        return None
+
+    def draws_of(self, draws: int, seed: int = 0) -> Tensor:
+        """Fixed draws [S, P], in float64."""
+        self.draws = max(8, draws)
+        return FixedDraws(self.draws, self.seed + seed)(
+            1, self.space.size, 0, dtype=torch.float64, device=self.space.device
+        ).diagonal
+
+    def newton(self, stages: list[Normal], shape: Shape, draws: int | None, trusted: bool) -> Found:
+        """Newton's steps on more and more draws, until new draws no longer move it.
+
+        Each set of draws begins where the one before ended or, if that is a wreck, at the best of the stages before;
+        so does the first where the last stage is not to be trusted.
+        """
+        self.stage = "family"
+        S, before = draws or 2 * least_draws(self.space.size), 2 * self.space.size
+        settled, promise, elbo, first, known = False, inf, -inf if trusted else inf, 0, []
+        for level in count(1):
+            noise = self.draws_of(S, level)
+            at = self.best_stage(stages, elbo, noise, shape)
+            if at is None:
+                settled = False
+                break
+            known.append((at.elbo, at.normal))
+            few = S <= FEW
+            if isinstance(shape, Approximation):
+                shape.load(at.normal.state)
+                if few:
+                    shape.hop(stepped(at, full))
+            elbo, promise = at.elbo, at.promise(stepped(at, shape))
+            # noise costs c/S: from a fit on S′ draws c/S′ + c/S are promised, of which c/S is left after the step
+            left = promise / (1 + S / before) / (ENOUGH * self.tolerance)
+            if (settled and abs(left) < (0.2 if few else 0.5)) or abs(promise) < self.tolerance:
+                stages.append(stepped(at, shape, *TRIES[first]))
+                settled = True
+                if isinstance(shape, Approximation) and not few:
+                    shape.hop(stepped(at, full))
+                    stages.append(shape.normal())
+                break
+            if isinstance(shape, Whole) and at.noise > NOISY and not draws and S < MAX_DRAWS:
+                stages.append(at.normal)
+                S, before = min(MAX_DRAWS, S * GROWTH), S
+                continue
+            tolerance = max(0.25 * ENOUGH * self.tolerance, 0.1 * promise if settled and S < MAX_DRAWS else 0.0)
+            ended = ascend_normals(self.target, at, noise, shape, tolerance, self.record_local, first)
+            settled, first, far = ended.settled, ended.first, is_far(ended.normal, self.space)
+            if not (far and few):
+                stages.append(ended.normal)
+                elbo, promise = ended.at.elbo, ended.promise
+            if not (settled or far or self.target.exhausted):
+                maximise = partial(self.maximise, draws=S, tolerance=self.tolerance, iterations=100)
+                normal, found = shape.searched(stages[-1], maximise)
+                if far := is_far(normal, self.space):
+                    settled = False
+                else:
+                    stages.append(normal)
+                    elbo, promise, settled = found.elbo, found.gain, found.converged
+            if draws or self.target.exhausted or (far and not few) or S >= MAX_DRAWS:
+                break
+            S, before = min(MAX_DRAWS, S * (GROWTH if few or left > 0.9 else 2)), S
+        if isinstance(shape, Approximation):
+            self.elsewhere = shape.elsewhere
+        normal = stages[-1] if settled else self.on_held_draws(stages[-1], known)
+        return Found(shape.family(normal), elbo, promise, settled)
+
+    def on_held_draws(self, normal: Normal, known: list[tuple[float, Normal]]) -> Normal:
+        """The last normal of a search without end or, if better on draws not fitted, the best that began a level."""
+        self.target.limit += self.held
+        noise = self.draws_of(self.held, seed=-2) if self.held >= 2 * self.space.size else None
+        last = None if noise is None else self.around(normal, noise, full)
+        best = max(known, key=lambda one: one[0], default=None)
+        if best is None or (last is not None and last.elbo > best[0] - WRECK):
+            return normal
+        return best[1]
+
+    def best_stage(self, stages: list[Normal], elbo: float, noise: Tensor, shape: Project) -> Local | None:
+        """The last stage on new draws or, where it has lost much of its ELBO there, the best of all."""
+        at = self.around(stages[-1], noise, shape)
+        if at is not None and (at.elbo > elbo - WRECK):
+            return at
+        others = [self.around(shape(stage), noise, shape) for stage in stages[:-1]]
+        found = [one for one in (at, *others) if one is not None]
+        return max(found, key=lambda one: one.elbo) if found else None
+
+    def approximate(self, q: Family, mean: Tensor, precision: Tensor) -> float:
+        """The best approximation of N(mean, precision⁻¹) by a family of which nothing but draws is known."""
+        stage, draws, self.stage = self.stage, self.draws, "approximation"
+        like = self.space.initial
+        normal = NormalTarget(q.bound_space(), mean.to(like), torch.linalg.cholesky(precision).to(like))
+        found = self.maximise(q, normal, least_draws(q().noise_size), 1e-2 * self.tolerance)
+        self.stage, self.draws = stage, draws
+        return -found.elbo
+
+    def record_local(self, at: Local) -> None:
+        self.record(at.elbo)
 
     def any(self, recipe: Family, starts: int, draws: int | None) -> Found:
         """A family of which nothing is known: the best of several starts."""
