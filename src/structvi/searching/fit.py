@@ -2,7 +2,9 @@
 
 import copy
 import time
+from collections.abc import Iterable
 from math import inf
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from .coordinates import Counted
 from .fixed_draws import least_draws
 from .improper import runaway
 from .lbfgs import Curvature
+from .minibatches import OverBatches, fit_minibatches
 from .mixtures import fit_mixture
 from .result import FRESH, DensityFit, judge
 from .search import Search
@@ -29,12 +32,15 @@ STARTS = 4
 def fit(
     target: Target,
     family: Family,
+    loader: Iterable[Any] | None = None,
     *,
     draws: int | None = None,
     starts: int | None = None,
     seed: int = 0,
     max_evaluations: int | None = None,
     tolerance: float = 1e-3,
+    steps: int | None = None,
+    lr: float = 0.05,
     progress: bool = True,
 ) -> DensityFit:
     """Maximise the ELBO of a log density without a step size: Newton's method on draws that stay the same.
@@ -51,12 +57,16 @@ def fit(
     Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
+    With a `loader` the log density is seen in minibatches, `fn(parameters, batch)` an unbiased estimate of the whole:
+    log prior + (N/B) Σ log likelihood. That is a fit by Adam, with a number of steps (`minibatches.py`).
+
     Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
     `cholesky_correlation`; the log density is written of their values.
 
     Args:
         target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
         family: a recipe, or a bound family, whose copy goes on from where it is.
+        loader: a `DataLoader` or a list of batches, for log densities of two arguments; it needs `steps`.
         draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096.
         starts: how many points to start from, the first at the space's values, others normal around it with its scales;
             the best by ELBO is gone on with. By default 4, and 1 for a bound family; not for mixtures, whose modes are
@@ -64,6 +74,7 @@ def fit(
         seed: of starts and draws: the same seed gives the same fit.
         max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.
+        steps, lr: with a loader, how many steps, one batch each, and the highest learning rate, which falls to zero.
         progress: a bar, in a terminal.
 
     Example:
@@ -74,8 +85,10 @@ def fit(
         >>> result.converged, [round(x, 3) for x in result.family().mean.tolist()]
         (True, [3.0, 3.0])
     """
-    probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
     began = time.perf_counter()
+    if loader is not None or steps is not None:
+        return _in_minibatches(target, family, loader, draws, starts, max_evaluations, steps, lr, seed, progress)
+    probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
     run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
     starts, mixed = 1 if family.is_bound else starts or STARTS, None
     if family.is_bound:
@@ -102,6 +115,34 @@ def fit(
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
+    )  # fmt: skip
+
+
+def _in_minibatches(
+    target: Target,
+    family: Family,
+    loader: Iterable[Any] | None,
+    draws: int | None,
+    starts: int | None,
+    limit: int | None,
+    steps: int | None,
+    lr: float,
+    seed: int,
+    progress: bool,
+) -> DensityFit:
+    began = time.perf_counter()
+    _check_types(target, family)
+    if loader is None or steps is None:
+        raise ValueError("minibatches need a loader and a number of steps: fit(target, family, loader, steps=2000)")
+    for name, value in (("draws", draws), ("starts", starts), ("max_evaluations", limit)):
+        if value is not None:
+            raise ValueError(f"{name}= is for fits of a whole log density; with a loader give steps= and lr=")
+    q = copy.deepcopy(family) if family.is_bound else family
+    fitted = fit_minibatches(target, q, loader, steps=steps, lr=lr, seed=seed, progress=progress)
+    return DensityFit(
+        target=OverBatches(target, loader), notes=_notes(target), status=fitted.status, verdict=fitted.verdict,
+        elbo=fitted.elbo, family=fitted.family, evaluations=fitted.evaluations, verdict_evaluations=0,
+        seconds=time.perf_counter() - began, draws=0, starts=1, trace=[],
     )  # fmt: skip
 
 
@@ -139,17 +180,7 @@ def _checked(
     target: Target, family: Family, draws: int | None, starts: int | None, limit: int | None, tolerance: float
 ) -> Family:
     """The arguments of `fit`; returns the family, bound."""
-    if isinstance(target, BayesianModel):
-        raise TypeError(
-            "fit is for log densities; a network with data is fitted in batches: variationalize(net, ..).fit(loader)"
-        )
-    if not isinstance(target, Target):
-        raise TypeError(
-            f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
-            "write LogDensity(fn, parameters)"
-        )
-    if not isinstance(family, Family):
-        raise TypeError(f"fit expects a family, got {type(family).__name__}; write FullNormal(), for example")
+    _check_types(target, family)
     few = FRESH + 16 * least_draws(target.space.size)
     for name, value, least in (("draws", draws, 2), ("starts", starts, 1), ("max_evaluations", limit, few)):
         check_integer(name, value, least, optional=True)
@@ -177,3 +208,17 @@ def _checked(
             "maximum"
         )
     return bound
+
+
+def _check_types(target: Target, family: Family) -> None:
+    if isinstance(target, BayesianModel):
+        raise TypeError(
+            "fit is for log densities; a network with data is fitted in batches: variationalize(net, ..).fit(loader)"
+        )
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
+            "write LogDensity(fn, parameters)"
+        )
+    if not isinstance(family, Family):
+        raise TypeError(f"fit expects a family, got {type(family).__name__}; write FullNormal(), for example")
