@@ -29,8 +29,9 @@ setup: .venv/.installed
 	$(PIP_INSTALL) -e ".[docs]"
 	touch $@
 
+# one worker more than cores: some tests wait for processes that they start
 test: setup
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

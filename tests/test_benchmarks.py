@@ -214,7 +214,7 @@ def test_tables_are_filled_from_results(tmp_path):
         timing.fill("", {"other": ""})
 
 
-def test_posteriordb(tmp_path, monkeypatch):
+def test_posteriordb(tmp_path):
     """A regression of its form, with the posterior's moments in closed form in place of reference draws."""
     generator = torch.Generator().manual_seed(0)
     x = 100 + 15 * torch.randn(400, generator=generator, dtype=torch.float64)
@@ -234,7 +234,6 @@ def test_posteriordb(tmp_path, monkeypatch):
     }
     (folder / "summary.json").write_text(json.dumps(reference))
     out = tmp_path / "results.json"
-    monkeypatch.setattr(posteriordb, "DRAWS", 4000)
     posteriordb.main(["--data", str(tmp_path), "--only", name, "--out", str(out)])
     results = json.loads(out.read_text())
     assert [row["method"] for row in results["rows"]] == ["mean field", "full", "structured 5", "precision 5"]
