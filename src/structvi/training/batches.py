@@ -99,12 +99,15 @@ class Batches:
         """Observations a step, over an epoch and all parts; None where that is not known before it was read."""
         if self.length is None:
             return None
-        steps = -(-self.length // accumulate)
+        steps, loader = -(-self.length // accumulate), self.loader
         if self._own_order:
             return sum(self._range(index)[2] for index in range(self.length)) / steps
-        if isinstance(self.loader, list | tuple):
-            return sum(rows(batch) for batch in self.loader) / steps
-        return None
+        if isinstance(loader, list | tuple):
+            return sum(rows(batch) for batch in loader) / steps
+        one_each = self._order is not None and self.question is None  # an item is an observation
+        if not (one_each and isinstance(loader, DataLoader) and isinstance(loader.sampler, Sized)):
+            return None
+        return None if loader.batch_size is None else min(len(loader.sampler), self.length * loader.batch_size) / steps
 
     def _range(self, index: int) -> tuple[int, int, int]:
         """From where to where in an epoch's order this part of a batch goes, and B: all parts are as long or by one."""
