@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup test lint reproduce bench docs clean
+.PHONY: setup test test-gpu lint reproduce bench docs clean
 
 setup: .venv/.installed
 
@@ -32,6 +32,10 @@ setup: .venv/.installed
 # one worker more than cores: some tests wait for processes that they start
 test: setup
 	$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
+
+# on a machine with a GPU; STRUCTVI_TEST_DEVICE=cpu for a dry run
+test-gpu: setup
+	$(BIN)/python -m pytest -q -m gpu -n 4 tests/gpu
 
 lint: setup
 	$(BIN)/ruff check .
