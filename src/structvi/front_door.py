@@ -33,6 +33,7 @@ from .training.fit import fit
 from .training.grow import grow
 from .training.head import fit_head
 from .training.head_rows import head_tensors
+from .training.stepper import stepper
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -61,6 +62,9 @@ class Posterior(PosteriorBase):
 
     fit = fit
     """Fit to the data, see `structvi.training.fit.fit`: `posterior.fit(loader, epochs=20)`."""
+
+    stepper = stepper
+    """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
 
     fit_head = fit_head
     """The best full normal over the last layer without a step size: see `structvi.training.head.fit_head`."""

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from gpu_cases import CASES, ReadsValues, check_same_bits, data, data_of, fitted, make, values, was_captured
+from gpu_cases import CASES, ReadsValues, check_same_bits, data, data_of, fitted, loader, make, values, was_captured
 
 import structvi as vi
+from structvi.training.batches import Batches
 
 pytestmark = pytest.mark.gpu
 
@@ -86,3 +87,21 @@ def test_a_network_that_cannot_be_captured_is_fitted_all_the_same(device):
     if device.type == "cuda":
         assert any("the step was not captured as a CUDA graph: the step cannot be captured" in n for n in result.notes)
     check_same_bits(own, others)
+
+
+@pytest.mark.parametrize("name", ["mean field", "covariance", "precision", "dropout layers"])
+def test_a_stepper_is_the_step_of_fit(name, device):
+    """One epoch of three batches of two shapes; the rate of a scheduler reaches the graph."""
+
+    def falling(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    plain = {"staged": False, "average": False, "kl_warmup": 0.0, "scheduler": falling, "clip": 0.1}
+    one, two = make(name), make(name)
+    result = fitted(one, device, data(), steps=3, **plain)
+    two.to(device)
+    step = two.stepper(scheduler=falling, clip=0.1, observations=7, seed=3)
+    losses = [step(batch) for batch in Batches(loader(), seed=3).epoch(0)]
+    assert step.captured == (device.type == "cuda")
+    assert [-loss * 21 for loss in losses] == pytest.approx(result.history["elbo"].tolist(), rel=1e-9)
+    check_same_bits(values(one), values(two))
