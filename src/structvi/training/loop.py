@@ -189,8 +189,6 @@ class Run:
         except (NonFiniteError, LinAlgError) as error:
             state = self._left_out(state, str(error))
             state.history.append(**row)
-        except torch.OutOfMemoryError as error:
-            raise self.make_step.out_of_memory(error, taken.batches[getattr(error, "batch", 0)]) from None
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             error.add_note(f"in batch {state.index + getattr(error, 'batch', 0)} of epoch {state.epoch}")
             raise

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from ..basics.sizes import in_words
 from ..couplings import Coupling
-from ..models.batch import observations
+from ..models.batch import rows
 from ..posterior import PosteriorBase
 
 #: Observations at which activations are counted: two, for batch norm needs more than one.
@@ -58,7 +58,7 @@ def need_of(posterior: PosteriorBase, batch: Any, groups: int, coupling: Couplin
     S = len(coupling(groups, 1, K).diagonal)
     at_once = S if posterior.model.evaluation.choice == "vmap" else 1
     number = torch.empty(0, dtype=posterior.space.dtype).element_size()
-    return Need(V, P, K, S, observations(batch), at_once, number, activation_bytes(posterior, batch))
+    return Need(V, P, K, S, rows(batch), at_once, number, activation_bytes(posterior, batch))
 
 
 def activation_bytes(posterior: PosteriorBase, batch: Any) -> int | None:
@@ -84,7 +84,7 @@ def activation_bytes(posterior: PosteriorBase, batch: Any) -> int | None:
         few = pytree.tree_map(lambda x: x[:_COUNTED] if isinstance(x, Tensor) and x.ndim else x, batch)
         with posterior.network_mode(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             posterior.model.batch_log_likelihood(theta, few)
-        return 2 * sum(kept.values()) // min(_COUNTED, observations(batch))
+        return 2 * sum(kept.values()) // min(_COUNTED, rows(batch))
     except (RuntimeError, ValueError, TypeError, IndexError):  # of a batch that only the user's forward= knows
         return None
 

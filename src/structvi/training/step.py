@@ -15,6 +15,7 @@ from ..couplings import Coupling, paired
 from ..distributed.ranks import Ranks
 from ..families.density import Detached
 from ..families.numerics.fused import LowRankGradient
+from ..models.batch import rows
 from ..networks.vmap_or_loop import training_key
 from ..objective import Estimator, NonFiniteError, Terms, check_estimator, check_spaces, draw_for, terms_at
 from ..posterior import PosteriorBase
@@ -115,6 +116,15 @@ class Step:
             whole: the sum of all weights, over ranks; that of `weights` if None.
         """
         stream = self.generator.get_state()
+        try:
+            return self._made(batches, weights, temperature, whole, stream)
+        except torch.OutOfMemoryError as error:
+            self.generator.set_state(stream)
+            raise self._out_of_memory(error, batches) from None
+
+    def _made(
+        self, batches: Sequence[Any], weights: Sequence[float], temperature: float, whole: float | None, stream: Tensor
+    ) -> Outcome:
         evaluation = self.posterior.model.evaluation
         evaluation.captured = self.reason is None
         try:
@@ -244,7 +254,7 @@ class Step:
                     break
         return NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
 
-    def out_of_memory(self, error: torch.OutOfMemoryError, batch: Any) -> torch.OutOfMemoryError:
+    def _out_of_memory(self, error: torch.OutOfMemoryError, batches: Sequence[Any]) -> torch.OutOfMemoryError:
         """The same, with what the step needs and what would fit; what the step had taken is given back."""
         traceback.clear_frames(error.__traceback__)
         for parameter in self.named.values():
@@ -253,7 +263,8 @@ class Step:
         device = self.generator.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        need = need_of(self.posterior, batch, self.groups, self.coupling)
+        largest = max(batches, key=rows)
+        need = need_of(self.posterior, largest, self.groups, self.coupling)
         return torch.OutOfMemoryError(f"{explain(need, there_is(device), device)} torch said: {error}")
 
     # ----------------------------------------------------------------------------------------------------- capture

@@ -89,8 +89,6 @@ class Stepper:
                 values, norm = self._step(moved, [one / mean for one in counts], temperature, sum(counts) / mean)
             except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
                 return nan
-            except torch.OutOfMemoryError as error:
-                raise self._step.out_of_memory(error, moved[getattr(error, "batch", 0)]) from None
         self._schedule.after()
         posterior.calibration = None  # it was one of the posterior before
         self.steps, self.elbo, self.gradient_norm = self.steps + 1, Estimate.of(values), norm
