@@ -25,6 +25,7 @@ from .predicting.calibration import calibrate
 from .predicting.function_space import output_moments
 from .predicting.metrics import evaluate
 from .predicting.predict import mean_network, predict, sample, sample_network
+from .predicting.predictor import predictor
 from .result import Result
 from .storing import posterior_file
 from .training.batches import Batches
@@ -76,6 +77,9 @@ class Posterior(PosteriorBase):
     """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.predicting.predict.predict`."""
 
     forward = predict
+
+    predictor = predictor
+    """The posterior as S drawn networks, for serving: see `structvi.predicting.predictor.predictor`."""
 
     evaluate = evaluate
     """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""

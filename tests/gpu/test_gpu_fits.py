@@ -132,3 +132,18 @@ def test_log_densities(device):
     space = vi.Parameters({"z": torch.zeros(8, dtype=torch.float64, device=device)})
     result = vi.fit(vi.LogDensity(lambda p: target.log_prob(p["z"]), space), vi.StructuredNormal(1), progress=False)
     assert abs(result.elbo.value) < 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_predictor_serves_on_the_device_and_moves(name, device):
+    """The bits of predict there; to the CPU and back the same draws, so the same outputs to float32's rounding."""
+    bayes, x = make(name).to(device), data_of(name).tensors[0]
+    expected = bayes.predict(x, draws=4, generator=torch.Generator().manual_seed(0))
+    served = bayes.predictor(draws=4, generator=torch.Generator().manual_seed(0))
+    assert served.device.type == device.type
+    assert torch.equal(served(x).outputs, expected.outputs)
+    if name == "dropout layers":
+        return  # other masks on the CPU
+    moved = served.to("cpu")(x).outputs
+    assert (moved - expected.outputs.cpu()).abs().max() <= 1e-4 * expected.outputs.abs().max()
+    assert torch.equal(served.to(device)(x).outputs, expected.outputs)
