@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup test test-gpu lint reproduce bench docs clean
+.PHONY: setup test test-gpu lint reproduce bench bench-compare docs clean
 
 setup: .venv/.installed
 
@@ -52,6 +52,10 @@ bench: .venv/.installed-bench
 		--out $(RESULTS)/step_cost_nets_cpu.json
 	$(BIN)/python -m benchmarks.scaling --out $(RESULTS)/scaling_cpu.json
 	$(BIN)/python -m benchmarks.gaussian_fit --out $(RESULTS)/gaussian_fit_cpu.json
+
+# the present checkout against the last release, or REF=revision, in one interleaved run: two and a half minutes
+bench-compare: setup
+	$(BIN)/python -m benchmarks.checkouts $(REF)
 
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
