@@ -84,10 +84,11 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", default=["0", "4"])
     parser.add_argument("--draws", nargs="+", default=["1", "2"])
     parser.add_argument("--repeats", default="15")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=float, help="fail where a median is above it")
     given = parser.parse_args()
     arguments = ["--net", given.net, "--ranks", *given.ranks, "--draws", *given.draws, "--repeats", given.repeats]
-    arguments += ["--methods", "deterministic", "MeanField*", "Structured*"]
+    arguments += ["--device", given.device, "--methods", "deterministic", "MeanField*", "Structured*"]
     ratios: dict[str, list[float]] = {}
     with checkout(given.before) as other:
         for index in range(given.rounds):

@@ -47,7 +47,7 @@ def test_ratios_are_this_checkout_over_the_other(repository, monkeypatch, capsys
     monkeypatch.setattr(checkouts, "HERE", repository)
     monkeypatch.setattr(checkouts.checkout.__wrapped__, "__defaults__", (repository,))
     monkeypatch.setattr(sys, "argv", ["checkouts", "v1", "--rounds", "2", "--limit", "1.5"])
-    with pytest.raises(SystemExit, match="slower than 1.5"):
+    with pytest.raises(SystemExit, match=r"slower than 1\.5"):
         checkouts.main()
     assert "MeanField, rank 0, 1 draws" in (said := capsys.readouterr().out)
     assert "2.000  (2.000 … 2.000)" in said
