@@ -10,7 +10,6 @@ from ..training.result import FitResult
 from ..training.stuck import DRAWS as EXPLAINED_DRAWS
 from .gradients import couplings_of
 from .problem import Problem
-from .report import Finding
 
 #: What is taken where nothing limits it: groups of two draws for the ELBO, draws for the weights, gradients.
 GROUPS, NETWORK_DRAWS, DRAWS, REPEATS = 64, 1000, 10_000, 16
@@ -70,9 +69,9 @@ class Allowance(NamedTuple):
             "give passes= for more"
         )
 
-    def findings(self) -> list[Finding]:
-        """What was done with less than it could use."""
-        cut = [f"{self.groups} of {GROUPS} groups for the ELBO"] if self.groups < GROUPS else []
+    def note(self) -> str:
+        """What is done with less than it could use, in words; empty where nothing is."""
+        cut = [f"{self.groups} of {GROUPS} groups here"] if self.groups < GROUPS else []
         if self.groups == FEWEST_GROUPS:
             cut[0] += f", on {self.batches[0]} batches"
         if not self.given and FEWEST_DRAWS <= self.draws < NETWORK_DRAWS:
@@ -80,5 +79,5 @@ class Allowance(NamedTuple):
         if FEWEST_REPEATS <= self.repeats < REPEATS:
             cut.append(f"{self.repeats} of {REPEATS} gradients")
         if not cut:
-            return []
-        return [Finding("passes", f"{self.passes:.3g}, {self.source}", "note", f"{'; '.join(cut)}: passes= for more")]
+            return ""
+        return f"; {self.passes:.3g} passes over the data, {self.source}: {', '.join(cut)}; passes= for more"

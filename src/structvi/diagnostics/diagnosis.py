@@ -62,7 +62,7 @@ def diagnose(
             density.
         gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.
         passes: of a network, how many passes over the data, of one draw each, all of it may take. By default a tenth
-            of the passes of its last fit (a step counts three for each of its draws), or as many as 10⁸ products of
+            of the passes of its last fit (a step counts three for each of its draws), or as many as 10⁷ products of
             weights and observations; without a fit as many as it likes. The report says what was left out.
         seed: of all draws.
 
@@ -114,7 +114,6 @@ def diagnose(
         findings.append(Finding("low-rank part", value, level, parts["spectrum"].verdict))
     if gradients and any(parameter.requires_grad for parameter in problem.family.parameters()):
         _gradients(q, data, allowed, seed, findings, parts)
-    findings += allowed.findings()
     sound, verdict = _verdict(findings, result, network)
     return Report(findings, sound, verdict, parts)
 
@@ -139,10 +138,10 @@ def _elbo(problem: Problem, allowed: Allowance, seed: int, findings: list[Findin
         return
     if estimate.bound:
         text = "a lower bound of the log evidence, where prior and likelihood are normalised"
-        findings.append(Finding("ELBO", str(estimate), "good", text))
+        findings.append(Finding("ELBO", str(estimate), "good", text + allowed.note()))
     else:
         text = "E log joint: part of q is a point mass, so this is no bound and ranks no families"
-        findings.append(Finding("ELBO", str(estimate), "note", text))
+        findings.append(Finding("ELBO", str(estimate), "note", text + allowed.note()))
 
 
 def _stable_k(q: Any, data: Any, k: float, draws: int, seed: int) -> float:

@@ -10,8 +10,9 @@ from math import floor
 SHARE = 0.1
 #: Forward and backward take about three times as long as forward.
 STEP = 3.0
-#: Products of a weight and an observation that are free all the same: about a second on one core.
-FREE = 1e8
+#: Products of a weight and an observation that are free all the same: of dense layers milliseconds, of convolutions,
+#: which use a weight at every pixel, a second or two.
+FREE = 1e7
 
 
 def default_passes(of_the_fit: float, N: int, P: int) -> float:
@@ -19,7 +20,7 @@ def default_passes(of_the_fit: float, N: int, P: int) -> float:
 
     Example:
         >>> default_passes(600.0, N=10_000, P=100_000), default_passes(600.0, N=1000, P=100)
-        (60.0, 1000.0)
+        (60.0, 100.0)
     """
     return max(SHARE * of_the_fit, FREE / (N * P))
 

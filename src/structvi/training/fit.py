@@ -134,7 +134,7 @@ def fit(
         keep: with validation, the "widest" posterior within 0.005 nats of the best held-out log density, or the "best".
         compare: how many passes over the data, of one draw each, the comparison at the end may take, of all candidates
             together. By default a tenth of the fit's own, of which each step's draws count three times, or as many as
-            10⁸ products of weights and observations; `result.comparison` says what was read.
+            10⁷ products of weights and observations; `result.comparison` says what was read.
         checkpoint: a directory to which all of the fit's state is written, atomically, every `every` steps (an epoch
             by default) and at its end.
             The directory belongs to this fit: one that holds checkpoints of another is refused.
