@@ -97,8 +97,10 @@ def there_is(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     own = free + torch.cuda.memory_reserved(device)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)  # since torch 2.8
-    return min(own, int(total * fraction))
+    try:
+        return min(own, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+    except AttributeError:  # older versions of torch do not tell
+        return own
 
 
 def explain(need: Need, there: int | None, device: torch.device) -> str:
