@@ -72,7 +72,7 @@ class Allowance(NamedTuple):
     def note(self) -> str:
         """What is done with less than it could use, in words; empty where nothing is."""
         cut = [f"{self.groups} of {GROUPS} groups here"] if self.groups < GROUPS else []
-        if self.groups == FEWEST_GROUPS:
+        if cut and self.batches[0] is not None:
             cut[0] += f", on {self.batches[0]} batches"
         if not self.given and FEWEST_DRAWS <= self.draws < NETWORK_DRAWS:
             cut.append(f"{self.draws} of {NETWORK_DRAWS} draws for k̂")

@@ -25,20 +25,19 @@ def default_passes(of_the_fit: float, N: int, P: int) -> float:
     return max(SHARE * of_the_fit, FREE / (N * P))
 
 
-def batches_within(passes: float, draws: int, length: int | None, most: int | None = None) -> int:
-    """How many of an epoch's batches so many draws can read, at least one.
+def batches_within(passes: float, draws: int, length: int | None, most: int | None = None) -> int | None:
+    """How many of all batches so many draws can read, at least one; `most` where nothing has to be left out.
 
     Args:
         passes: the budget.
         draws: how many weights each batch is read with.
-        length: batches of an epoch; None where that is not known, and `most` are read.
-        most: no more than these.
+        length: how many batches there are; None where that is not known.
+        most: no more than these; None for all.
 
     Example:
         >>> batches_within(60.0, draws=48, length=40), batches_within(6.0, draws=48, length=40)
-        (40, 5)
+        (None, 5)
     """
-    if length is None:
-        return max(1, floor(passes / draws)) if most is None else most
-    within = max(1, min(length, floor(passes / draws * length)))
-    return within if most is None else min(most, within)
+    if length is None or (within := floor(passes / draws * length)) >= length:
+        return most
+    return max(1, within if most is None else min(most, within))

@@ -124,13 +124,14 @@ class Run:
         return STEP * self.make_step.draws * self.state.rows / self.settings.num_data
 
     @property
-    def compared(self) -> int:
-        """At most so many batches are read to compare posteriors at the end."""
+    def compared(self) -> int | None:
+        """At most so many batches are read to compare posteriors at the end; None for all."""
         candidates = 1 + sum(map(bool, (self.state.averaged > 1, self.state.without_factor, self.begun)))
         draws = candidates * COMPARISON_GROUPS * max(1, self.make_step.draws // self.settings.groups)
         default = default_passes(self.passes, self.settings.num_data, self.posterior.space.size)
-        most = None if self.compare is not None else max(32, self.settings.total // 40)
-        return batches_within(default if self.compare is None else self.compare, draws, self.batches.length, most)
+        length = self.batches.length and self.batches.length * self.ranks.part[1]  # batches of all ranks
+        most = None if self.compare and length else max(32, self.settings.total // 40)  # a stream may have no end
+        return batches_within(default if self.compare is None else self.compare, draws, length, most)
 
     @property
     def steps_an_epoch(self) -> int | None:
@@ -298,8 +299,8 @@ class Run:
         else:
             kept, candidates = self._best()
             elbo = candidates[kept]
-            seen = self.batches.length if self.batches.length is not None else self.compared
-            data = "all data" if seen <= self.compared else f"{self.compared} of {seen} batches"
+            most, seen = self.compared, (self.batches.length or 0) * self.ranks.part[1]
+            data = "all data" if most is None or seen <= most else f"{most} of {seen} batches"
             comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
             status, verdict = self.verdict()
             worse = worse_than_nothing(elbo.value, elbo.standard_error, self.constant)
