@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument(
         "--methods", default="", help="how the names of methods start, with semicolons between them; all if empty"
     )
+    parser.add_argument("--draws", type=int, help="to predict; each set has its own default")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="keep a file for each set and seed, and go on from what is there")
     parser.add_argument("--table", action="store_true", help="print the tables of --out, run nothing")
@@ -131,6 +132,7 @@ def _run_sets(options: argparse.Namespace, parser: argparse.ArgumentParser) -> l
                 nets, path = options.out / "nets", options.out / f"{name}-{seed}.json"
             steps = QUICK_STEPS if options.quick else 0
             shop = Workshop(task, data, seed, torch.device(options.device), steps, nets)
+            shop.draws = options.draws or shop.draws
             records.append(run(shop, path, methods))
     return records
 
