@@ -30,6 +30,18 @@ class Tensors(NamedTuple):
     axes: tuple[Axis, ...]
 
 
+def is_orthogonal(matrix: Tensor) -> bool:
+    """To rounding, of products of n numbers.
+
+    Example:
+        >>> is_orthogonal(torch.eye(3)), is_orthogonal(1.1 * torch.eye(3))
+        (True, False)
+    """
+    n, Q = len(matrix), matrix.double()
+    error = (Q @ Q.mT - torch.eye(n, dtype=Q.dtype, device=Q.device)).abs().max()
+    return bool(error < 100 * n**0.5 * torch.finfo(matrix.dtype).eps)
+
+
 def layout(space: Parameters) -> list[Tensors]:
     """How each tensor of a space is reshaped, and which of its axes are turned."""
     found, start = [], 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..basics.patterns import few
+from ..families.basis import is_orthogonal
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
@@ -317,7 +318,9 @@ def _floats(dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 def _check_values(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Of our families, likelihoods and priors: what was learned is finite, and so are scales; units are positive."""
+    """Of our families, likelihoods and priors: what was learned is finite, and so are scales; units are positive, and
+    axes at right angles.
+    """
     for name, tensor in tensors.items():
         last = name.split(".")[-1]
         if not tensor.isfinite().all():
@@ -326,6 +329,8 @@ def _check_values(tensors: Mapping[str, Tensor], what: str) -> None:
             raise CheckpointError(f"{what} has scales that are not finite: {name} goes up to {tensor.max().item():g}")
         if last == "unit" and not (tensor > 0).all():
             raise CheckpointError(f"{what} has scales that are not positive in {name}")
+        if ".basis." in f".{name}" and not is_orthogonal(tensor):
+            raise CheckpointError(f"{what} has axes that are not orthogonal: {name}")
 
 
 def _set_tensors(module: Any, tensors: Mapping[str, Tensor], what: str) -> None:
