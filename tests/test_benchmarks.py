@@ -9,12 +9,14 @@ from functools import partial
 import pytest
 import torch
 
+import structvi as vi
 from benchmarks import (
     around_steps,
     bayesian_head,
     classification,
     gaussian_fit,
     gaussian_hundred,
+    large_densities,
     multimodal,
     nets,
     peers,
@@ -258,6 +260,16 @@ def test_gaussian_hundred(monkeypatch):
         assert row["evaluations"] <= 20_000
         assert row["verdict"].startswith("converged")
         assert 0 <= row["excess"] < 0.01
+
+
+def test_large_densities(monkeypatch):
+    monkeypatch.setattr("structvi.searching.large_member.LARGE", 39)
+    target = large_densities.Exact(40, 2, True, 0)
+    result, cost = large_densities.run(target, vi.StructuredPrecision(2), 0)
+    assert target.kl(result.family) < 0.01 * target.mean_field()
+    assert len(cost.split()) == 5
+    for other in (large_densities.logistic(40, 0), large_densities.Student(40, 2, True, 0)):
+        assert other.log_joint(torch.zeros(3, 40, dtype=torch.float64)).shape == (3,)
 
 
 def test_multimodal_targets_are_what_they_say():

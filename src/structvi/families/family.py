@@ -19,7 +19,7 @@ from torch.distributions import Distribution
 from ..basics.configuration import configuration
 from ..parameters import Parameters
 from .density import Density, DistributionDensity
-from .forms import Factor, LowRankForm, MeanAndScale, PartsSought, Profile
+from .forms import Factor, LowRankForm, MeanAndScale, PartsSought, Profile, RelativeForm
 from .rows import Shard
 
 #: nats a weight within which a density's entropy is that of a normal; a Laplace of equal variance has 0.07 less
@@ -362,6 +362,21 @@ class Family(nn.Module, ABC):
     def take_scales(self, log_scale: Tensor, precision: Tensor) -> None:
         """These scales, and the best of all else for N(·, precision⁻¹), where `profile` knows it."""
         raise NotImplementedError(f"{type(self).__name__} has a `profile`: write `take_scales` too")
+
+    def relative_form(self) -> RelativeForm | None:
+        """It as a diagonal plus low rank, for searches without a P×P matrix; None where it is none."""
+        own = self.mean_and_scale()
+        if own is None:
+            return None
+        mean, log_scale = (x.detach() for x in own)
+        return RelativeForm(mean, log_scale.exp(), mean.new_empty(len(mean), 0), False)
+
+    def take_relative_form(self, form: RelativeForm) -> None:
+        """Be that normal, of its own rank and form."""
+        own = self._diagonal("take_relative_form")
+        with torch.no_grad():
+            own.mean.copy_(form.mean)
+            own.log_scale.copy_(form.scale.log())
 
     def _diagonal(self, what: str) -> MeanAndScale:
         own = self.mean_and_scale()

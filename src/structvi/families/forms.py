@@ -17,6 +17,15 @@ class LowRankForm(NamedTuple):
     recipe: Callable[[int], Any] | None
 
 
+class RelativeForm(NamedTuple):
+    """N(mean, S(I + GGᵀ)S) with S = diag(scale), or with the precision S⁻¹(I + GGᵀ)S⁻¹."""
+
+    mean: Tensor  # [P]
+    scale: Tensor  # [P]
+    factor: Tensor  # G [P, K]
+    of_precision: bool
+
+
 class Factor(NamedTuple):
     """A parameter [P, K] that is a low-rank factor."""
 

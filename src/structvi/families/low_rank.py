@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .density import LowRankPart
-from .forms import Factor, LowRankForm, Profile
+from .forms import Factor, LowRankForm, Profile, RelativeForm
 from .gaussian import Gaussian
 from .numerics import fused
 from .numerics.algebra import capacitance
@@ -221,6 +221,22 @@ class LowRankFamily(Scaled):
         ratio = log_scale.exp() / self.unit
         self.log_scale.copy_(log_scale)
         self.factor.copy_(factor * (1 / ratio if self.density.of_precision else ratio).unsqueeze(-1))
+
+    @torch.no_grad()
+    def relative_form(self) -> RelativeForm:
+        density = self()
+        assert isinstance(density, LowRankDensity)
+        part = density.low_rank_part()
+        return RelativeForm(self.mean.clone(), self.log_scale.exp(), part.factor, part.of_precision)
+
+    @torch.no_grad()
+    def take_relative_form(self, form: RelativeForm) -> None:
+        """The unit becomes the scale with the factor, of the margins or of the conditionals."""
+        self.mean.copy_(form.mean)
+        self.log_scale.copy_(form.scale.log())
+        wider = (1 + form.factor.square().sum(-1)).sqrt()  # of the diagonal, relative to the scale alone
+        self.unit.copy_(form.scale / wider if form.of_precision else form.scale * wider)
+        self.factor.copy_(form.factor / wider.unsqueeze(-1))
 
     def ridge(self) -> Tensor:
         return (self.log_scale - self.unit.log()).square().sum()

@@ -19,6 +19,8 @@ from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
 from .coordinates import Counted
 from .fixed_draws import least_draws
 from .improper import runaway
+from .large import CHUNK, LARGE_LEAST, fit_large
+from .large_member import large_form
 from .lbfgs import Curvature
 from .minibatches import OverBatches, fit_minibatches
 from .mixtures import fit_mixture
@@ -51,6 +53,9 @@ def fit(
     L-BFGS on the fixed draws goes on where these steps are slow. Families of your own that are no normal with `mean`
     and `log_scale` alone start as they are bound, and L-BFGS alone fits them.
 
+    Of more than 256 numbers a family that is a diagonal plus low rank is fitted without a P×P matrix, from products of
+    the mean curvature with few directions, in a memory of a few P(K + 100) numbers (`large.py`).
+
     Of a mixture the modes are looked for first, by searches from many points, and each part starts at one
     (`mixtures.py`); where a mode with mass has no part, the status is `MISSED_MODES`.
 
@@ -67,7 +72,8 @@ def fit(
         target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
         family: a recipe, or a bound family, whose copy goes on from where it is.
         loader: a `DataLoader` or a list of batches, for log densities of two arguments; it needs `steps`.
-        draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096.
+        draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096. Where it is
+            given there are P×P matrices whatever P is.
         starts: how many points to start from, the first at the space's values, others normal around it with its scales;
             the best by ELBO is gone on with. By default 4, and 1 for a bound family; not for mixtures, whose modes are
             looked for.
@@ -91,7 +97,10 @@ def fit(
     probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
     run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
     starts, mixed = 1 if family.is_bound else starts or STARTS, None
-    if family.is_bound:
+    form = None if draws else large_form(probe)
+    if form is not None:
+        found = fit_large(run, copy.deepcopy(probe), form, starts, goes_on=family.is_bound)
+    elif family.is_bound:
         found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
     elif (sought := family.parts_sought()) is not None:
         mixed = fit_mixture(run, family, sought, starts, draws)
@@ -101,11 +110,12 @@ def fit(
     else:
         found = run.any(family, starts, draws)
     run.bar.close()
-    fresh = _fresh(found.family, target, seed)
+    fresh = _fresh(found.family, target, seed, FRESH if form is None else CHUNK)
     counted, stage = run.target, run.stage
     checked = Counted(target, inf if max_evaluations is None else max_evaluations)
+    improper = runaway(checked, found.family, found.converged, found.curvature)
     status, verdict = judge(
-        found, fresh, runaway(checked, found.family, found.converged), draws=run.draws, tolerance=tolerance,
+        found, fresh, improper, draws=run.draws, tolerance=tolerance,
         exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage, elsewhere=run.elsewhere,
     )  # fmt: skip
     if mixed is not None:
@@ -156,12 +166,13 @@ def _notes(target: Target) -> list[str]:
     ]
 
 
-def _fresh(family: Family, target: Target, seed: int) -> Estimate:
-    """The ELBO on draws that the fit has not seen."""
+def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
+    """The ELBO on draws that the fit has not seen, so many at once."""
     generator = torch.Generator().manual_seed(seed + 1)
+    options: Any = {"groups": at_once, "coupling": naive, "estimator": "log_q", "generator": generator}
     try:
         with torch.no_grad():
-            values = elbo_groups(family, target, groups=FRESH, coupling=naive, estimator="log_q", generator=generator)
+            values = torch.cat([elbo_groups(family, target, **options) for _ in range(FRESH // at_once)])
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
     return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
@@ -181,8 +192,7 @@ def _checked(
 ) -> Family:
     """The arguments of `fit`; returns the family, bound."""
     _check_types(target, family)
-    few = FRESH + 16 * least_draws(target.space.size)
-    for name, value, least in (("draws", draws, 2), ("starts", starts, 1), ("max_evaluations", limit, few)):
+    for name, value, least in (("draws", draws, 2), ("starts", starts, 1)):
         check_integer(name, value, least, optional=True)
     if not is_positive(tolerance):
         raise ValueError(f"tolerance must be a positive number of nats, got {tolerance!r}")
@@ -192,12 +202,15 @@ def _checked(
             f"{type(family).__name__}(..), to start from several points"
         )
     P = target.space.size
-    if P > MAX_DENSE:
-        raise ValueError(
-            f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: maximise `elbo` with an "
-            "optimizer of torch and fresh draws"
-        )
     bound = family if family.is_bound else _bound(family, target)
+    large = not draws and large_form(bound) is not None
+    few = FRESH + (LARGE_LEAST if large else 16 * least_draws(P))
+    check_integer("max_evaluations", limit, few, optional=True)
+    if P > MAX_DENSE and not large:
+        raise ValueError(
+            f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: take a diagonal plus low rank "
+            "without draws=, or maximise `elbo` with an optimizer of torch and fresh draws"
+        )
     density = bound()
     if not density.has_density:
         raise ValueError(f"{type(density).__name__} has no density, and so no ELBO; give a family that has one")

@@ -17,6 +17,7 @@ A radius counts where log p is finite and rounding of θ changes it by less than
 still has no end, for there are so many ways, is not noticed: (1 + |θ|²)^(−P/2).
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 from math import inf, isfinite, log
 from typing import NamedTuple
@@ -28,7 +29,9 @@ from ..families.family import Family
 from ..models.target import Target
 from ..parameters import Parameters
 from .coordinates import Limit
-from .plane_mass import mass_bound
+from .large_member import large_form
+from .large_view import large_views
+from .low_rank_matrix import LowRankMatrix
 from .rows import ascend, tangent
 from .units import View, curved, place
 
@@ -54,8 +57,8 @@ LEAST = 50.0
 WAYS = 4
 #: nats of a log density that has no end, whatever its mass
 HIGH = 1e12
-#: of more numbers, so many are led away, those that moved or grew most; and of more ways so many are followed
-MOST, FOLLOWED = 512, 128
+#: of more ways so many are followed
+FOLLOWED = 128
 
 
 class Runaway(NamedTuple):
@@ -86,7 +89,9 @@ class Way(NamedTuple):
     change: list[float]
 
 
-def runaway(target: Target, family: Family, converged: bool = True) -> Runaway | None:
+def runaway(
+    target: Target, family: Family, converged: bool = True, curvature: LowRankMatrix | None = None
+) -> Runaway | None:
     """A way on which the mass of the log density has no end; None where every way that was tried is closed.
 
     Args:
@@ -94,10 +99,11 @@ def runaway(target: Target, family: Family, converged: bool = True) -> Runaway |
         family: the fit, bound.
         converged: whether the fit says so; where not, ways from the start are tried too: a search may have gone all
             the way to where numbers end.
+        curvature: that of log p around a fit of many numbers; its units are used in place of the fit's.
     """
     space = target.space
     try:
-        for views in (curved(View(target, *place(family, target))), [View(target, space.initial, space.scale)]):
+        for views in _views(target, family, curvature):
             if (rays := _rays(views)) is None:
                 continue
             ways, seen = _open_ways(rays)
@@ -109,6 +115,15 @@ def runaway(target: Target, family: Family, converged: bool = True) -> Runaway |
     except Limit:
         pass
     return None
+
+
+def _views(target: Target, family: Family, curvature: LowRankMatrix | None) -> Iterator[list[View]]:
+    """Around the fit, in units of the curvature, and at the start."""
+    if (form := large_form(family)) is not None:
+        yield from large_views(target, form, curvature)
+        return
+    yield curved(View(target, *place(family, target)))
+    yield [View(target, target.space.initial, target.space.scale)]
 
 
 class Rays(NamedTuple):
@@ -178,10 +193,10 @@ def _not_closed(view: View, normal: Tensor, highest: Tensor) -> Tensor:
 def _led_away(view: View) -> Tensor:
     """Which numbers: all, or those that moved or grew most."""
     space = view.target.space
-    if space.size <= MOST:
+    if space.size <= view.most:
         return torch.arange(space.size, device=space.device)
     grown = torch.maximum(view.scale, (view.centre - space.initial).abs()) / space.scale
-    return grown.topk(MOST).indices
+    return grown.topk(view.most).indices
 
 
 def _begin(view: View, z: Tensor, normal: Tensor, before: float, radius: float) -> Tensor:
@@ -216,21 +231,13 @@ def _has_no_end(view: View, way: Way) -> bool:
         return True
     masses = {}
     for radius, theta in zip(way.radii[-COMPARED:], way.theta[-COMPARED:], strict=True):
-        mass, at = _mass(view, way.number, theta), view.values(theta.unsqueeze(0)).item()
+        mass, at = view.mass(way.number, theta), view.values(theta.unsqueeze(0)).item()
         if radius and mass > at - LEAST * len(theta):  # or the ridge is too narrow for its normal to be found
             masses[radius] = mass
     if len(masses) < 2:
         return False
     power = POWER if way.radii[-1] == RADII[-1] else STILL
     return all(masses[far] - masses[near] > -power * log(far / near) for near, far in pairwise(masses))
-
-
-def _mass(view: View, number: int, theta: Tensor) -> float:
-    """A lower bound, but for a constant, of the log of p's integral over the plane of one number through θ [P]."""
-    if len(theta) == 1:
-        return view.values(theta.unsqueeze(0)).item()
-    steps = view.plane(number)  # [P, P − 1]
-    return mass_bound(lambda u: view.log_joint(theta + u @ steps.mT), torch.zeros_like(theta[1:]))
 
 
 def _numbers(space: Parameters, way: Way) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ..predicting.inference_data import inference_data
 from ..result import Result, Status
 from .drawing import DRAWS, sample
 from .improper import Runaway
+from .low_rank_matrix import LowRankMatrix
 from .modes import Mode
 from .summary import Summary, summarise
 
@@ -42,12 +43,16 @@ class SearchStep(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a search ended: ELBO on its draws, what it gained, and whether it is an optimum."""
+    """Where a search ended: ELBO on its draws, what it gained, and whether it is an optimum.
+
+    Of many numbers, the mean curvature of the log density there, as far as it was learned.
+    """
 
     family: Family
     elbo: float
     gain: float
     converged: bool
+    curvature: LowRankMatrix | None = None
 
 
 @dataclass(repr=False, kw_only=True)

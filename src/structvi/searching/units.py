@@ -10,9 +10,12 @@ from ..families.family import Family
 from ..models.target import Target
 from ..parameters import Parameters
 from .fixed_draws import FixedDraws, least_draws
+from .plane_mass import mass_bound
 
 #: covariances and curvatures are diagonal beyond so many numbers
 DENSE = 512
+#: numbers that a check leads away at most
+MOST = 512
 #: least curvature that is believed, relative to the fit's, and where that was wrong; their inverses the greatest
 FLOORS = (1e-4, 1e-1)
 
@@ -23,6 +26,8 @@ class View:
     def __init__(self, target: Target, centre: Tensor, root: Tensor):
         self.target, self.centre, self.root = target, centre, root
         self.scale = root.abs() if root.ndim == 1 else root.norm(dim=-1)  # of each number, [P]
+        #: of more numbers so many are led away
+        self.most = MOST
 
     def theta(self, z: Tensor) -> Tensor:
         return self.centre + (z * self.root if self.root.ndim == 1 else z @ self.root.mT)
@@ -77,6 +82,13 @@ class View:
         steps = self.root @ across if self.root.ndim == 2 else self.root.unsqueeze(-1) * across
         steps[number] = 0.0  # but for rounding it is
         return steps
+
+    def mass(self, number: int, theta: Tensor) -> float:
+        """A lower bound, but for a constant, of the log of p's integral over the plane of one number through θ [P]."""
+        if len(theta) == 1:
+            return self.values(theta.unsqueeze(0)).item()
+        steps = self.plane(number)  # [P, P − 1]
+        return mass_bound(lambda u: self.log_joint(theta + u @ steps.mT), torch.zeros_like(theta[1:]))
 
     def is_sound(self) -> bool:
         """Whether all is finite, and standard deviations are well above rounding."""
