@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import check_iterable
 from ..basics.random_streams import borrowed_stream
+from ..distributed.ranks import Ranks
 from ..models.batch import rows
 from .samplers import reachable, warn_of_weights
 
@@ -235,6 +236,18 @@ class Batches:
         if self.part[1] > 1:
             size = self._order.size * self.part[1]
             self.length = self.num_data // size if loader.drop_last else -(-self.num_data // size)
+
+
+def mean_rows(batches: Batches, accumulate: int, ranks: Ranks) -> float | None:
+    """Observations a step over an epoch, on all ranks, where that is known before one was read."""
+    own = batches.mean_rows(accumulate)
+    if batches.splits or ranks.size == 1:
+        return own
+    if ranks.mode != "data":
+        return None
+    theirs = ranks.tell((batches.length, own))  # each has a loader of its own; the shortest ends the epoch
+    known = [mean for length, mean in theirs if mean is not None and length == batches.length]
+    return sum(known) if len(known) == ranks.size else None
 
 
 class Reread:

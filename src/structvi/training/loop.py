@@ -22,7 +22,7 @@ from ..result import Status
 from . import verdict as words
 from .adam import OptimizerLike, make_optimizer
 from .averaging import Snapshots, assign, averaged, copied
-from .batches import Batches
+from .batches import Batches, mean_rows
 from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
 from .comparing import elbo_on_seed
@@ -92,7 +92,7 @@ class Run:
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
         #: observations a step over an epoch, where that is known before one was read
-        self.mean_rows = _mean_rows(batches, settings.accumulate, ranks)
+        self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
         self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
@@ -397,15 +397,3 @@ class Run:
                 f"{first.epoch}: {first.reason}"
             )
         return notes
-
-
-def _mean_rows(batches: Batches, accumulate: int, ranks: Ranks) -> float | None:
-    """Observations a step over an epoch, on all ranks, where that is known before one was read."""
-    own = batches.mean_rows(accumulate)
-    if batches.splits or ranks.size == 1:
-        return own
-    if ranks.mode != "data":
-        return None
-    theirs = ranks.tell((batches.length, own))  # each has a loader of its own; the shortest ends the epoch
-    known = [mean for length, mean in theirs if mean is not None and length == batches.length]
-    return sum(known) if len(known) == ranks.size else None
