@@ -106,7 +106,8 @@ def fit(
     checked = Counted(target, inf if max_evaluations is None else max_evaluations)
     status, verdict = judge(
         found, fresh, runaway(checked, found.family, found.converged), draws=run.draws, tolerance=tolerance,
-        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage, elsewhere=run.elsewhere,
+        exhausted=counted.exhausted or counted.shortened, evaluations=counted.evaluations, stage=stage,
+        elsewhere=run.elsewhere,
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
