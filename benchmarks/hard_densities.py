@@ -1,6 +1,7 @@
 """Log densities on which fits of normals go wrong: excess over the best of several seeds, and what the verdict says.
 
-    python -m benchmarks.hard_densities [logistic collinear rank network] [--seeds 10] [--out results.json]
+    python -m benchmarks.hard_densities [logistic collinear rank network posteriordb] [--seeds 10] [--data DIR]
+        [--out results.json]
 
 * logistic: 1600 rows, 120 binary columns (levels of 20 factors that depend on each other, or independent ones), three
   others and a constant: 124 numbers, prior N(0, 1). Families full, mean field, ranks 5, 10, 20 of both forms. The
@@ -14,6 +15,8 @@
   up to 200,000, and a full normal on 16384 draws. The ELBO, how far it is below the best stage (the highest ELBO that a
   stage of the fit began with on draws it had not fitted), and the log predictive density of 200 held-out rows, a row,
   beside that of HMC.
+* posteriordb: the twelve posteriors of `benchmarks.posteriordb` in DIR, seeds compared as for the logistic regressions;
+  left out without --data.
 """
 
 import argparse
@@ -29,7 +32,10 @@ from torch import Tensor
 
 import structvi as vi
 from benchmarks.hmc import hmc, r_hat
+from benchmarks.posteriordb import recipes
+from benchmarks.posteriordb_models import MODELS, Posterior
 from structvi.families.full import FullNormalDensity
+from structvi.models.target import Target
 from structvi.searching.fixed_draws import FixedDraws, fixed_elbo
 
 #: common draws on which seeds are compared
@@ -60,7 +66,7 @@ def normals(generator: torch.Generator, *size: int) -> Tensor:
     return torch.randn(*size, generator=generator, dtype=torch.float64)
 
 
-def common(family: vi.Family, target: Known) -> float:
+def common(family: vi.Family, target: Target) -> float:
     """The ELBO of a normal on draws that no fit has seen, the same for all."""
     with torch.no_grad():
         return fixed_elbo(family, target, FixedDraws(COMMON, seed=987)).item()
@@ -102,44 +108,41 @@ def logistic_target(X: Tensor, y: Tensor, prior: float = 1.0) -> Known:
 
 
 def logistic(seeds: int) -> list[dict]:
-    return [row for kind in ("factors", "columns") for row in logistic_of(kind, seeds)]
-
-
-def logistic_of(kind: str, seeds: int) -> list[dict]:
-    target = logistic_target(*logistic_data(kind))
     recipes: dict[str, vi.Family] = {"full": vi.FullNormal(), "mean field": vi.MeanField()}
     recipes |= {f"covariance {rank}": vi.StructuredNormal(rank) for rank in RANKS}
     recipes |= {f"precision {rank}": vi.StructuredPrecision(rank) for rank in RANKS}
     rows = []
-    for name, recipe in recipes.items():
+    for kind in ("factors", "columns"):
+        rows += over_seeds(kind, logistic_target(*logistic_data(kind)), recipes, seeds, first=not rows)
+    return rows
+
+
+def posteriordb(seeds: int, data: Path) -> list[dict]:
+    rows = []
+    for name in MODELS:
+        target = Posterior(name, data / "posteriordb")
+        rows += over_seeds(name, target, recipes(target.P), seeds, first=not rows)
+    return rows
+
+
+def over_seeds(name: str, target: Target, families: dict[str, vi.Family], seeds: int, first: bool) -> list[dict]:
+    """Excess of each seed over the best of its family."""
+    rows = []
+    for family, recipe in families.items():
         own = []
         for seed in range(seeds):
             result = vi.fit(target, recipe, seed=seed, progress=False)
-            own.append(
-                {
-                    "data": kind,
-                    "family": name,
-                    "seed": seed,
-                    "elbo": common(result.family, target),
-                    "told": told(result),
-                }
-            )
-            own[-1] |= {"evaluations": result.evaluations, "check": result.check_evaluations}
-            own[-1] |= {"seconds": result.seconds, "verdict": result.verdict}
+            row = {"target": name, "family": family, "seed": seed, "elbo": common(result.family, target)}
+            row |= {"told": told(result), "evaluations": result.evaluations, "check": result.check_evaluations}
+            own.append(row | {"seconds": result.seconds, "verdict": result.verdict})
         best = max(row["elbo"] for row in own)
-        rows += [row | {"excess": best - row["elbo"]} for row in own]
-        silent = [best - row["elbo"] for row in own if not row["told"]]
-        line = {
-            "data": kind,
-            "family": name,
-            "seeds": seeds,
-            "best ELBO": best,
-            "excess, most": best - min(r["elbo"] for r in own),
-        }
-        line |= {"silent ones, most": max(silent, default="–"), "told": sum(row["told"] for row in own)}
-        line |= {"evaluations, most": max(row["evaluations"] for row in own)}
-        line |= {"seconds, mean": sum(row["seconds"] for row in own) / seeds}
-        show(line, first=(kind, name) == ("factors", "full"))
+        own = [row | {"excess": best - row["elbo"]} for row in own]
+        line = {"target": name, "family": family, "seeds": seeds, "best ELBO": best}
+        line |= {"excess, most": max(row["excess"] for row in own)}
+        line |= {"silent ones, most": max((row["excess"] for row in own if not row["told"]), default="–")}
+        line |= {"told": sum(row["told"] for row in own), "evaluations, most": max(row["evaluations"] for row in own)}
+        show(line | {"seconds, mean": sum(row["seconds"] for row in own) / seeds}, first=first and not rows)
+        rows += own
     return rows
 
 
@@ -155,12 +158,9 @@ def collinear(seeds: int) -> list[dict]:
     target = Known(5, lambda theta: -0.5 * ((y - theta @ X.mT).square().sum(-1) / 0.25 + 1e-4 * theta.square().sum(-1)))
     print(f"condition of the precision: {torch.linalg.cond(precision):.1e}")
     rows = []
-    recipes = {
-        "full": vi.FullNormal(),
-        "covariance 5": vi.StructuredNormal(5),
-        "precision 5": vi.StructuredPrecision(5),
-    }
-    for name, recipe in recipes.items():
+    families = {"full": vi.FullNormal(), "covariance 5": vi.StructuredNormal(5)}
+    families |= {"precision 5": vi.StructuredPrecision(5)}
+    for name, recipe in families.items():
         for seed in range(seeds):
             result = vi.fit(target, recipe, seed=seed, progress=False)
             with torch.no_grad():
@@ -235,8 +235,8 @@ class Network(Known):
 
 def network_cases() -> list[tuple[str, vi.Family, dict]]:
     """Families and options of `vi.fit`."""
-    recipes = {"mean field": vi.MeanField(), "covariance 5": vi.StructuredNormal(5), "full": vi.FullNormal()}
-    cases = [(name, recipe, {"max_evaluations": limit}) for name, recipe in recipes.items() for limit in LIMITS]
+    families = {"mean field": vi.MeanField(), "covariance 5": vi.StructuredNormal(5), "full": vi.FullNormal()}
+    cases = [(name, family, {"max_evaluations": limit}) for name, family in families.items() for limit in LIMITS]
     cases += [("mixture, auto", vi.Mixture(vi.FullNormal(), components="auto"), {"max_evaluations": LIMITS[-1]})]
     return [*cases, ("full", vi.FullNormal(), {"draws": MANY})]
 
@@ -318,18 +318,26 @@ SECTIONS = {"logistic": logistic, "collinear": collinear, "rank": rank, "network
 
 def main(arguments: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SECTIONS)}; all by default")
+    every = [*SECTIONS, "posteriordb"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}; all by default")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--data", type=Path, help="the folder that holds posteriordb/")
     parser.add_argument("--out", type=Path, help="write all rows as JSON")
     options = parser.parse_args(arguments)
-    if unknown := set(options.names) - set(SECTIONS):
-        parser.error(f"expected names of {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(options.names) - set(every):
+        parser.error(f"expected names of {', '.join(every)}, got {', '.join(sorted(unknown))}")
+    if "posteriordb" in options.names and not options.data:
+        parser.error("posteriordb needs --data, the folder that holds posteriordb/")
     torch.set_num_threads(1)
     print(f"structvi {vi.__version__}, torch {torch.__version__}, {platform.machine()}")
     rows = {}
-    for name in options.names or SECTIONS:
+    for name in options.names or every:
+        if name == "posteriordb" and not options.data:
+            continue
         print(f"\n{name}")
-        rows[name] = SECTIONS[name](options.seeds)
+        rows[name] = (
+            posteriordb(options.seeds, options.data) if name == "posteriordb" else SECTIONS[name](options.seeds)
+        )
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1))
     return rows
