@@ -219,6 +219,8 @@ OWN: dict[str, tuple[str, Callable[[Posterior, int], Found]]] = {
 }
 #: the same at the evaluations of our fit
 BUDGETED = {"pyro": "pyro", "pymc": "pymc"}
+#: packages of another name than their module
+PACKAGES = {"pyro": "pyro-ppl", "pymc_extras": "pymc-extras"}
 
 
 def available(chosen: list[str]) -> list[str]:
@@ -226,5 +228,6 @@ def available(chosen: list[str]) -> list[str]:
     needs = {name: module for name, (module, _) in OWN.items()} | BUDGETED
     for name in chosen:
         if not installed(needs[name]):
-            print(f"{name}: left out, {needs[name]} is not installed: pip install {needs[name].replace('_', '-')}")
+            package = PACKAGES.get(needs[name], needs[name])
+            print(f"{name}: left out, {needs[name]} is not installed: pip install {package}")
     return [name for name in chosen if installed(needs[name])]
