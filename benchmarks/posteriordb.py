@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> dict:
                     "k̂ {k:.2f}; corrected {corrected mean max:.3f}, {corrected sd max:.3f}, "
                     "without tails {plain mean max:.3f}, {plain sd max:.3f}; {evaluations} evaluations, "
                     "{seconds:.1f} s".format(**row),
-                    f" flagged: {row['flagged']}, {row['verdict']}" if "flagged" in row else "",
+                    f" flagged: {row['flagged']}, {row['verdict']}" if "flagged" in row else row.get("left out", ""),
                     flush=True,
                 )
             rows += fits

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import hard_densities
+from benchmarks import hard_densities, normalised
 from benchmarks.hmc import hmc, r_hat
 
 
@@ -61,3 +61,10 @@ def test_a_name_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         hard_densities.main(["nothing"])
     assert "got nothing" in capsys.readouterr().err
+
+
+def test_the_check_tells_a_gaussian_from_a_number_without_a_prior():
+    cases = normalised.cases()
+    rows = normalised.run([cases[0], cases[-1]], seed=0)
+    assert [row["called improper"] for row in rows] == [False, True]
+    assert rows[0]["of the check"] < rows[0]["evaluations"] < 200
