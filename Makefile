@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup test lint reproduce bench docs clean
+.PHONY: setup test test-gpu lint reproduce bench bench-compare docs clean
 
 setup: .venv/.installed
 
@@ -33,6 +33,10 @@ setup: .venv/.installed
 test: setup
 	$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
 
+# on a machine with a GPU; STRUCTVI_TEST_DEVICE=cpu for a dry run
+test-gpu: setup
+	$(BIN)/python -m pytest -q -m gpu -n 4 tests/gpu
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,6 +52,10 @@ bench: .venv/.installed-bench
 		--out $(RESULTS)/step_cost_nets_cpu.json
 	$(BIN)/python -m benchmarks.scaling --out $(RESULTS)/scaling_cpu.json
 	$(BIN)/python -m benchmarks.gaussian_fit --out $(RESULTS)/gaussian_fit_cpu.json
+
+# the present checkout against the last release, or REF=revision, in one interleaved run: two and a half minutes
+bench-compare: setup
+	$(BIN)/python -m benchmarks.checkouts $(REF)
 
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -62,22 +62,23 @@ class Meter:
 def _forwards(output: Tensor) -> float:
     """Rows that were evaluated, under `vmap` all of them, times the cost of each.
 
-    Several backward passes through one forward pass, as for a Jacobian, count once.
+    A Jacobian by `torch.func` takes a backward pass for each number of a row's output.
     """
     row = max(1, output[0].numel())
-    inside, backward = _unwrapped(output)
+    inside, backwards = _unwrapped(output, row)
     if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(output).tangent) is not None:
-        return (inside.numel() + _unwrapped(tangent)[0].numel()) / row
-    return inside.numel() / row * (3 if backward else 1)
+        return (inside.numel() + _unwrapped(tangent, row)[0].numel()) / row
+    return inside.numel() / row * (1 + 2 * backwards)
 
 
-def _unwrapped(tensor: Tensor) -> tuple[Tensor, bool]:
-    """With the axes over which `vmap` runs, and whether gradients are asked of it."""
-    backward = tensor.requires_grad
+def _unwrapped(tensor: Tensor, row: int) -> tuple[Tensor, int]:
+    """With the axes over which `vmap` runs, and how many backward passes are asked of it."""
+    backwards = int(tensor.requires_grad)
     while _functorch.is_functorch_wrapped_tensor(tensor):
+        backwards = row if _functorch.is_gradtrackingtensor(tensor) else backwards
         tensor = _functorch.get_unwrapped(tensor)
-        backward |= tensor.requires_grad
-    return tensor, backward
+        backwards = max(backwards, int(tensor.requires_grad))
+    return tensor, backwards
 
 
 def log_probabilities(predictor: Predictor, x: Tensor, batch: int, device: torch.device) -> Tensor:

@@ -2,6 +2,9 @@
 
 python -m tests.works --out docs/works.md                                on a CPU, a minute or two
 python -m tests.works --device cuda --json docs/works_cuda.json          on a GPU; the page takes its table from there
+
+`STRUCTVI_TEST_WORKS=docs/works_cuda.json make test-gpu` writes that file too, and prints the table of the GPU's tests,
+which is kept on the page between its two marks.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import structvi as vi
 
 PAGE = Path(__file__).parents[1] / "docs" / "works.md"
 CUDA = PAGE.with_name("works_cuda.json")
+MARKS = "<!-- make test-gpu -->", "<!-- end -->"
 N, B, CLASSES = 12, 4, 3
 #: what a refusal or a failure may be; anything else ends the script
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
@@ -271,6 +275,12 @@ def table(results):
     return "\n".join(lines + (["", *notes] if notes else []))
 
 
+def gpu_tests():
+    """What the page says of `make test-gpu`: kept as it is."""
+    text = PAGE.read_text()
+    return text.split(MARKS[0])[1].split(MARKS[1])[0].strip() if MARKS[0] in text else "Not run here."
+
+
 def page(cpu, cuda=None):
     """The documentation's page: `cuda` is {"device", "results"} of another run, or None."""
     gpu = f"Run on: {cuda['device']}.\n\n{table(cuda['results'])}" if cuda else "Not run here."
@@ -298,6 +308,27 @@ all draws share one pass of the backbone, so that vmap is for the head alone.
 ## On a GPU
 
 {gpu}
+
+### The tests of a GPU
+
+`make test-gpu` (`pytest -m gpu tests/gpu`) runs on a machine with a CUDA device, and ends with the table below. Groups:
+
+- **architectures**: the cells of the table above;
+- **capture**: a step captured as a CUDA graph gives the bits of the eager one, for every kind of family, clipped,
+  tempered, in stages, in float64, bfloat16 and float16; what is not finite changes nothing in a graph; a network that
+  cannot be captured is fitted eagerly, with a note;
+- **fits**: every kind of family in float32, bfloat16 and float16 learns and predicts; a resumed fit ends in the bits of
+  one never stopped; a fit goes on on another device; files go from the GPU to the CPU and back; outputs and ELBO are
+  those of the CPU; fits around a trained network, evaluation, calibration, diagnosis, growth, log densities;
+- **kernels**: draws and gradients of the Triton kernels against the plain path in float64 at P = 101 and 100,003,
+  ranks 1, 3, 16, 17 and 64, with 1, 2 and 7 draws, and Adam against torch's;
+- **laws**: every law of every family (`structvi.testing`) in float32 and float64;
+- **memory**: a step that does not fit says what would, and nothing is lost;
+- **ranks**: NCCL with one rank, gloo with two on one device: data parallel, draws, sharded, DDP.
+
+{MARKS[0]}
+{gpu_tests()}
+{MARKS[1]}
 """
 
 

@@ -25,6 +25,7 @@ from .predicting.calibration import calibrate
 from .predicting.function_space import output_moments
 from .predicting.metrics import evaluate
 from .predicting.predict import mean_network, predict, sample, sample_network
+from .predicting.predictor import predictor
 from .result import Result
 from .storing import posterior_file
 from .training.batches import Batches
@@ -33,6 +34,7 @@ from .training.fit import fit
 from .training.grow import grow
 from .training.head import fit_head
 from .training.head_rows import head_tensors
+from .training.stepper import stepper
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -62,6 +64,9 @@ class Posterior(PosteriorBase):
     fit = fit
     """Fit to the data, see `structvi.training.fit.fit`: `posterior.fit(loader, epochs=20)`."""
 
+    stepper = stepper
+    """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
+
     fit_head = fit_head
     """The best full normal over the last layer without a step size: see `structvi.training.head.fit_head`."""
 
@@ -72,6 +77,9 @@ class Posterior(PosteriorBase):
     """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.predicting.predict.predict`."""
 
     forward = predict
+
+    predictor = predictor
+    """The posterior as S drawn networks, for serving: see `structvi.predicting.predictor.predictor`."""
 
     evaluate = evaluate
     """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""

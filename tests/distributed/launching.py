@@ -1,4 +1,4 @@
-"""Functions run as the ranks of a gloo process group, for tests."""
+"""Functions run as the ranks of a process group, for tests."""
 
 import datetime
 import multiprocessing
@@ -16,13 +16,14 @@ PRELOADED = [
 ]  # fmt: skip
 
 
-def launch(function, size, *arguments):
+def launch(function, size, *arguments, backend="gloo"):
     """`function(rank, *arguments)` in `size` processes: what each returned, None for one that did not get there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
         processes = [
-            context.Process(target=_rank, args=(function, rank, size, directory, arguments)) for rank in range(size)
+            context.Process(target=_rank, args=(function, rank, size, directory, arguments, backend))
+            for rank in range(size)
         ]
         for process in processes:
             process.start()
@@ -32,11 +33,11 @@ def launch(function, size, *arguments):
         return [torch.load(path, weights_only=False) if path.exists() else None for path in results]
 
 
-def _rank(function, rank, size, directory, arguments):
+def _rank(function, rank, size, directory, arguments, backend):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     dist.init_process_group(
-        "gloo", f"file://{directory}/store", datetime.timedelta(seconds=60), rank=rank, world_size=size
+        backend, f"file://{directory}/store", datetime.timedelta(seconds=60), rank=rank, world_size=size
     )
     torch.save(function(rank, *arguments), Path(directory, f"{rank}.pt"))
     dist.destroy_process_group()

@@ -4,7 +4,17 @@ import torch
 
 import structvi as vi
 from structvi.searching.fixed_draws import FixedDraws
-from structvi.searching.newton import Normal, aligned, ascend_normals, full, is_far, local, stepped, triangular
+from structvi.searching.newton import (
+    Normal,
+    aligned,
+    ascend_normals,
+    full,
+    is_far,
+    is_singular,
+    local,
+    stepped,
+    triangular,
+)
 
 
 def numbers(*shape, seed=0):
@@ -83,3 +93,14 @@ def test_what_is_not_finite_is_no_place_and_what_grows_is_far():
     assert not is_far(Normal(1e6 * ones, torch.diag(ones)), edge.space)
     assert is_far(Normal(ones, 1e9 * torch.diag(ones)), edge.space)
     assert is_far(Normal(ones * torch.nan, torch.diag(ones)), edge.space)
+
+
+def test_units_of_numbers_do_not_make_a_normal_singular_and_lost_directions_do():
+    root = wide().root
+    units = torch.tensor([1e-30, 1.0, 1e8, 1e30], dtype=torch.float64)
+    assert not is_singular(units.unsqueeze(-1) * root)
+    flat = root.clone()
+    flat[1] = (1 + 1e-16) * flat[0]
+    for lost in (flat, 0 * root, torch.full_like(root, torch.inf)):
+        assert is_singular(lost)
+        assert local(Quadratic(), Normal(numbers(4), lost), noise(8, 4)) is None

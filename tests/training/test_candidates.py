@@ -51,6 +51,32 @@ def test_a_candidate_on_draws_takes_part_of_a_pass(monkeypatch):
     assert seen[-1:] == [15]
 
 
+def test_jacobians_of_held_out_rows_take_at_most_a_pass(monkeypatch):
+    """Three outputs: a row takes 7 forwards of the 3·100 of a pass; 42 rows, in batches of 5."""
+    monkeypatch.setattr(candidates, "FEWEST_EXACT", 10)
+    seen = []
+    before = candidates.of_mixed_normals
+    monkeypatch.setattr(candidates, "of_mixed_normals", lambda *given: seen.append(rows_of(given[2])) or before(*given))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, t = torch.randn(100, 2), torch.randint(3, (100,))
+    held_out = loader((x.repeat(5, 1), t.repeat(5)), 5)
+    vi.variationalize(net, vi.likelihoods.Categorical()).fit(loader((x, t)), validation=held_out, progress=False)
+    assert seen == [45]
+
+
+def test_a_normal_that_is_kept_is_the_one_that_was_placed(monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    x, t = torch.randn(60, 2).double(), torch.randn(60, 1).double()
+    data, found = loader((x, t)), []
+    for room in (2**27, 0):
+        monkeypatch.setattr(candidates, "KEPT_NUMBERS", room)
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"))
+        found.append(bayes.fit(data, validation=data, progress=False).held_out)
+    assert found[0] == found[1]
+
+
 def rows_of(data):
     return sum(len(batch[1]) for batch in data)
 

@@ -9,7 +9,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.models.bayesian_model import BayesianModel
 from structvi.training.batches import Batches
-from structvi.training.curvature import curvature_roots, diagonal_curvature, leading_columns
+from structvi.training.curvature import (
+    curvature_roots,
+    diagonal_curvature,
+    leading_columns,
+    rows_of_part,
+    rows_used,
+)
 from structvi.training.warm_start import Laplace, start_trained
 
 N = 20
@@ -64,14 +70,14 @@ def cases():
     )  # fmt: skip
 
 
-def check_unbiased(model, batch, expected, parts, passes):
+def check_unbiased(model, batch, expected, size, passes):
     """Within six standard errors, as the squares themselves show them: by chance once in ten million, for forty."""
-    roots = torch.stack([g for g, _ in curvature_roots(model, model.space.initial, [batch] * passes, parts=parts)])
+    roots = torch.stack([g for g, _ in curvature_roots(model, model.space.initial, [batch] * passes, size=size)])
     squares = roots.square().unflatten(0, (passes, -1)).sum(1)  # [passes, P]
     error = squares.std(0) / passes**0.5
     assert bool(((squares.mean(0) - expected).abs() < 6 * error + 1e-12).all())
     assert bool((error < 0.15 * expected + 1e-12).all())  # and these are small
-    again = diagonal_curvature(model, model.space.initial, [batch] * passes, parts=parts)
+    again = diagonal_curvature(model, model.space.initial, [batch] * passes, size=size)
     assert torch.allclose(again, squares.mean(0))
 
 
@@ -80,15 +86,15 @@ def test_the_diagonal_is_unbiased(case):
     _, outputs, likelihood, batch, truth = case
     net = network(outputs)
     model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
-    check_unbiased(model, batch, truth(net).diagonal(), N, 60)
+    check_unbiased(model, batch, truth(net).diagonal(), 1, 60)
 
 
 def test_parts_of_several_rows_are_unbiased_too():
     _, outputs, likelihood, batch, truth = next(cases())
     net = network(outputs)
     model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
-    assert [rows for _, rows in curvature_roots(model, model.space.initial, [batch], parts=5)] == [4] * 5
-    check_unbiased(model, batch, truth(net).diagonal(), 5, 200)
+    assert [rows for _, rows in curvature_roots(model, model.space.initial, [batch], size=4)] == [4] * 5
+    check_unbiased(model, batch, truth(net).diagonal(), 4, 200)
 
 
 def test_a_random_noise_has_its_information():
@@ -97,7 +103,7 @@ def test_a_random_noise_has_its_information():
     likelihood = vi.likelihoods.Gaussian("random", initial=0.3)
     model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
     batch = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 1, dtype=torch.float64)
-    found = diagonal_curvature(model, model.space.initial, [batch] * 100, parts=N)
+    found = diagonal_curvature(model, model.space.initial, [batch] * 100, size=1)
     assert found[-1].item() == pytest.approx(2 * N, rel=0.19)
 
 
@@ -105,8 +111,8 @@ def test_a_part_of_the_data_stands_for_all():
     _, outputs, likelihood, (x, t), _ = next(cases())
     model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
     half = [(x[:10], t[:10])]
-    of_half = sum(g.square() for g, _ in curvature_roots(model, model.space.initial, half, parts=N))
-    assert torch.allclose(diagonal_curvature(model, model.space.initial, half, parts=N), 2 * of_half)
+    of_half = sum(g.square() for g, _ in curvature_roots(model, model.space.initial, half, size=1))
+    assert torch.allclose(diagonal_curvature(model, model.space.initial, half, size=1), 2 * of_half)
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -115,10 +121,10 @@ def test_leading_columns_are_those_of_the_same_gradients(dense, monkeypatch):
     _, outputs, likelihood, batch, _ = next(cases())
     model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
     theta = model.space.initial
-    roots = torch.stack([g for g, _ in curvature_roots(model, theta, [batch] * 5, parts=N)])
+    roots = torch.stack([g for g, _ in curvature_roots(model, theta, [batch] * 5, size=1)])
     G = roots.mT @ roots / 5
     metric = G.diagonal() + 1.0
-    W = leading_columns(model, theta, [batch] * 5, metric, 4, parts=N)
+    W = leading_columns(model, theta, [batch] * 5, metric, 4, size=1)
     scaled = G / metric.sqrt() / metric.sqrt().unsqueeze(-1)
     values, vectors = torch.linalg.eigh(scaled)
     best = (vectors[:, -4:] * values[-4:]) @ vectors[:, -4:].mT
@@ -175,3 +181,27 @@ def test_the_estimate_does_not_depend_on_the_batch_size():
         bayes.fit(loader, steps=0, start="trained", progress=False)
         found.append(bayes.family().variance.detach())
     assert all(torch.allclose(found[0], other, rtol=1e-9) for other in found[1:])
+
+
+def test_of_large_data_half_the_rows_are_read_evenly_spread():
+    data = TensorDataset(torch.arange(20_000.0).unsqueeze(1), torch.zeros(20_000, 1))
+    batches = Batches(DataLoader(data, 50))
+    used = rows_used(20_000)
+    seen = torch.cat([x for x, _ in batches.in_order(rows_of_part(used), used)]).flatten()
+    assert used == len(seen) == len(seen.unique()) == 10_000
+    assert torch.equal(seen, seen.sort().values)
+    assert seen.unflatten(0, (10, -1)).mean(1).sub(torch.arange(1000.0, 20_000, 2000)).abs().max() < 100
+    assert sum(len(x) for x, _ in batches.in_order(7)) == 20_000
+
+
+def test_the_curvature_of_half_the_rows_is_that_of_all_in_the_mean():
+    """Rows that are all alike: nothing is lost but what is random in the labels, √(2/512) of a diagonal entry."""
+    net, x = nn.Linear(2, 3).double(), torch.ones(6000, 2, dtype=torch.float64)
+    model = BayesianModel(net, vi.likelihoods.Categorical(), vi.NormalPrior(1.0), 6000)
+    batches = Batches(DataLoader(TensorDataset(x, torch.zeros(6000, dtype=torch.long)), 100))
+    used = rows_used(6000)
+    size = rows_of_part(used)
+    half = diagonal_curvature(model, model.space.initial, batches.in_order(size, used), 0, size)
+    p = net(x[0]).softmax(-1).detach()
+    truth = torch.cat([(p * (1 - p)).repeat_interleave(2), p * (1 - p)]) * 6000
+    assert (half / truth - 1).abs().max() < 5 * (2 / 500) ** 0.5

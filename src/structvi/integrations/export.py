@@ -14,11 +14,13 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
+from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..networks.linearised import Linearised
 from ..posterior import PosteriorBase
 from ..predicting.draws import DrawChunks, on_device
 from ..predicting.predictive import Predictive
+from ..predicting.predictor import Predictor
 
 
 class FixedPredictive(nn.Module):
@@ -27,13 +29,13 @@ class FixedPredictive(nn.Module):
     The network is held once, the drawn tensors as buffers [S, *shape]; what is the same in every draw is held once too.
 
     Args:
-        posterior: what `variationalize` returns; it is copied, not changed.
-        draws, coupling, chunk, generator: as in `predict`, and the same draws.
+        chunks: the draws, of a posterior that is copied, not changed.
+        calibration: of the predictions, if any.
     """
 
-    def __init__(self, posterior: PosteriorBase, draws: int, coupling: Coupling, chunk: int, generator: Any):
+    def __init__(self, chunks: DrawChunks, calibration: Calibration | None):
         super().__init__()
-        chunks = DrawChunks(posterior, draws, coupling, chunk, None, generator)
+        posterior = chunks.posterior
         with torch.no_grad():
             every = [chunks.draw(index)[0] for index in range(len(chunks))]
             theta = torch.cat([one.theta for one in every])  # [S, P]
@@ -56,7 +58,7 @@ class FixedPredictive(nn.Module):
                     parameter.zero_()  # a draw takes its place at every call
         self.linearised = bool(linear)
         self.likelihood = copy.deepcopy(posterior.model.likelihood)
-        self.calibration = posterior.calibration
+        self.calibration = calibration
         self.names = [name for name in random if name not in own]
         self.value_names = list(values)
         self.register_buffer("weight", weight)
@@ -85,7 +87,7 @@ class FixedPredictive(nn.Module):
 
 
 def export_predictive(
-    posterior: PosteriorBase,
+    posterior: PosteriorBase | Predictor,
     example_inputs: Any,
     draws: int = 8,
     *,
@@ -102,9 +104,9 @@ def export_predictive(
     in it, conformal sets are not.
 
     Args:
-        posterior: what `variationalize` returns.
+        posterior: what `variationalize` returns; or `posterior.predictor(..)`, whose draws are those of the program.
         example_inputs: as `predict` takes them: a tensor [B, ..], a tuple of arguments or a dict of keywords.
-        draws, coupling, chunk, generator: as in `predict`.
+        draws, coupling, chunk, generator: as in `predict`; of a predictor they are its own.
         dynamic_batch: whether B may be another at every call; False where the network only takes the example's.
 
     Example:
@@ -115,13 +117,19 @@ def export_predictive(
         >>> mean.shape, variance.shape
         (torch.Size([7, 1]), torch.Size([7, 1]))
     """
-    _check(posterior)
-    if dynamic_batch and posterior.model.linearised_at is not None:
+    if isinstance(posterior, Predictor):
+        chunks, calibration = posterior.chunks, posterior.chunks.calibration
+        _check(chunks.posterior)
+    else:
+        _check(posterior)
+        chunks = DrawChunks(posterior, draws, coupling, chunk, None, generator)
+        calibration = posterior.calibration
+    if dynamic_batch and chunks.around is not None:
         raise ValueError(
             "torch traces forward-mode derivatives for one batch size alone: export a linearised posterior with "
             "dynamic_batch=False, at the batch size it will be called with"
         )
-    module = FixedPredictive(posterior, draws, coupling, chunk, generator)
+    module = FixedPredictive(chunks, calibration)
     example = on_device(example_inputs, module.get_buffer("weight").device)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
@@ -143,8 +151,8 @@ def export_predictive(
             return torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
     except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks
         raise ValueError(
-            f"torch.export cannot trace {type(posterior.net).__name__}: {error}\nIt takes networks without branches on "
-            "the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
+            f"torch.export cannot trace {type(chunks.posterior.net).__name__}: {error}\nIt takes networks without "
+            "branches on the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
         ) from error
 
 

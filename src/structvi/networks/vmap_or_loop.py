@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..basics.checks import check_integer
 from ..basics.random_streams import alone, borrowed_stream
+from ..basics.sizes import in_words
 
 Mode = Literal["auto", "vmap", "loop"]
 
@@ -179,7 +180,7 @@ class Evaluation:
         device = theta.device
         fits = _memory(device) // max(1, size)
         if fits < 2:
-            return Choice("loop", f"a draw takes {_text(size)}: there is memory for one at a time")
+            return Choice("loop", f"a draw takes {in_words(size)}: there is memory for one at a time")
         chunk = self.chunk or fits
         if self.times(device):
             loop, batched = _seconds(function, theta, chunk, self.captured)
@@ -188,8 +189,8 @@ class Evaluation:
         if convolves():
             return Choice("loop", "convolutions with a kernel for each draw are slow under vmap")
         if device.type == "cpu" and size > LARGE:
-            return Choice("loop", f"a draw takes {_text(size)}: on a CPU the loop is as fast")
-        return Choice("vmap", f"proven equal to the loop, a draw takes {_text(size)}", chunk)
+            return Choice("loop", f"a draw takes {in_words(size)}: on a CPU the loop is as fast")
+        return Choice("vmap", f"proven equal to the loop, a draw takes {in_words(size)}", chunk)
 
 
 def _loop(function: Callable[[Tensor], Any], theta: Tensor) -> Any:
@@ -293,14 +294,6 @@ def _bytes_made(function: Callable[[Tensor], Any], theta: Tensor) -> int:
 
 def _memory(device: torch.device) -> int:
     return MEMORY if device.type != "cuda" else torch.cuda.get_device_properties(device).total_memory // MEMORY_PART
-
-
-def _text(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
 
 
 def _seconds(

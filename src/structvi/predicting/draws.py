@@ -83,9 +83,36 @@ class DrawChunks:
         if calibrated and not as_fitted and posterior.calibration is not None:
             self.note += f"{', ' if self.note else ''}not calibrated: with linearise= it is another function"
         self.seeds = seed_from(generator, len(self.groups))
+        self._kept: list[tuple[Draws, Tensor]] = []
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    def keep(self, posterior: PosteriorBase) -> None:
+        """Hold all draws, S·P numbers, and make none again; the network is from now on that of another posterior."""
+        made = [self.draw(index) for index in range(len(self))]
+        # points are the family's own tensors, and what is fixed is the same in all draws
+        fixed = {name: tensor.detach().clone() for name, tensor in made[0][0].fixed.items()}
+        self._kept = [
+            (Draws(one.theta.detach().clone(), one.weight.detach().clone(), fixed), generator.get_state())
+            for one, generator in made
+        ]
+        self.posterior = posterior
+        del self.density  # the family may go
+
+    def move(self, device: torch.device) -> None:
+        """Kept draws to another device; of another kind of device dropout has another stream."""
+        self.device = device
+        moved = []
+        fixed = {name: tensor.to(device) for name, tensor in self._kept[0][0].fixed.items()}
+        for (draws, state), seed in zip(self._kept, self.seeds, strict=True):
+            own = torch.Generator(device).manual_seed(seed).get_state()
+            kept = Draws(draws.theta.to(device), draws.weight.to(device), fixed)
+            moved.append((kept, state if state.shape == own.shape else own))
+        self._kept = moved
+        self.around = None if self.around is None else self.around.to(device)
+        if self.reference is not None:
+            self.reference = on_device(self.reference, device)
 
     def share(self, index: int) -> float:
         """The weight of all draws of a chunk together."""
@@ -145,7 +172,12 @@ class DrawChunks:
 
     def draw(self, index: int) -> tuple[Draws, torch.Generator]:
         """The draws of one chunk, and the stream of whatever else is random in it."""
-        generator = torch.Generator(self.device).manual_seed(self.seeds[index])
+        generator = torch.Generator(self.device)
+        if self._kept:
+            draws, state = self._kept[index]
+            generator.set_state(state)
+            return draws, generator
+        generator.manual_seed(self.seeds[index])
         return self.density.draw(self.groups[index], self.coupling, generator), generator
 
     def _call(self, draws: Draws, row: Tensor, batch: Any) -> tuple[Any, Any]:

@@ -35,8 +35,11 @@ from .units import View, curved, place
 #: standard deviations to which numbers are led away; at the third a Gaussian's ways are closed
 RADII = tuple(10.0 ** (k / 2) for k in range(13))
 FIRST = RADII[2]
-#: nats by which the log density must fall for a way to be closed: faster than R^−1.45 over all radii
+#: nats by which the log density must fall for a way to be closed, and since the radius before: R^−1.45 over all radii
 FALL = 20.0
+STEEP = FALL / (len(RADII) - 1)
+#: nats above the centre that make a point one of a spike: a way that leaves it falls at once, and is closed by the next
+SPIKE = 10.0
 #: nats by which it falls at one standard deviation where the units are wrong; half a nat for a Gaussian
 WRONG = 5.0
 #: the mass must fall faster than R to minus this; 1/R itself has no end
@@ -140,14 +143,16 @@ def _open_ways(rays: Rays) -> tuple[list[Way], bool]:
     ways = [Way(number, [0.0], [view.centre], [0.0]) for number in numbers]
     left = _not_closed(view, normal, highest)
     closed, seen = set(range(len(ways))) - set(left.tolist()), len(left) < len(ways)
-    z, before = RADII[0] * normal, RADII[0]
+    z, before, last, falls = RADII[0] * normal, RADII[0], highest.clone(), torch.zeros_like(highest)
     for radius in RADII:
         if not len(left):
             break
         points, value = ascend(view, _begin(view, z[left], normal[left], before, radius), normal[left])
         sound = _resolved(view, points, value)
-        highest[left] = torch.maximum(highest[left], value)
-        low, high = value < highest[left] - FALL, value > HIGH
+        highest[left] = top = torch.maximum(highest[left], value)
+        falling = (value < top - FALL) & (value < last[left] - STEEP)
+        last[left], falls[left] = value, torch.where(falling, falls[left] + 1, 0.0)
+        low, high = falls[left] > (top > base + SPIKE), value > HIGH
         closed |= set(left[sound & low].tolist())
         on = (sound & ~low) | high
         for row, theta, at in zip(left[on].tolist(), view.theta(points[on]), value[on].tolist(), strict=True):

@@ -25,6 +25,8 @@ TRIES = ((1e-8, 1.0), (1e-2, 1.0), (1e-1, 0.5), (0.5, 0.25), (0.5, 0.1), (0.5, 0
 WIDER = (1e-2, 0.25)
 #: a normal this many scales of its space wide or away is followed no further
 FAR = 1e8
+#: a direction narrower than this, beside the others, is lost in rounding
+SMALLEST = 1e-14
 #: share of the gain promised that a step must bring
 ENOUGH_GAIN = 1e-2
 #: share above which the quadratic was right and the next step may be longer
@@ -84,6 +86,16 @@ def triangular(root: Tensor) -> Tensor:
     return (R * torch.where(R.diagonal() < 0, -1.0, 1.0).unsqueeze(-1)).mT
 
 
+def is_singular(root: Tensor) -> bool:
+    """Whether a direction is narrower than rounding beside the others, in units of each number's own spread."""
+    rows = root.norm(dim=-1, keepdim=True)
+    if not bool((rows > 0).all() and rows.isfinite().all()):
+        return True
+    factors, _, failed = torch.linalg.lu_factor_ex(root / rows)
+    pivots = factors.diagonal().abs()
+    return bool(failed) or float(pivots.min()) < SMALLEST * float(pivots.max())
+
+
 def is_far(normal: Normal, space: Parameters) -> bool:
     """Whether it has left or outgrown the space by more than a posterior does, or is no normal at all."""
     scale = space.scale.double()
@@ -92,7 +104,12 @@ def is_far(normal: Normal, space: Parameters) -> bool:
 
 
 def local(target: Target, normal: Normal, noise: Tensor) -> Local | None:
-    """At draws m + Lz for the rows z of noise [S, P]; None where log p or its gradient is not finite at one of them."""
+    """At draws m + Lz for the rows z of noise [S, P].
+
+    None where log p or its gradient is not finite at one of them, and of a normal that rounding leaves no digits of.
+    """
+    if is_singular(normal.root):
+        return None
     z = noise.clone().requires_grad_()
     theta = normal.mean + z @ normal.root.mT
     value = target.log_joint(theta.to(target.space.initial))

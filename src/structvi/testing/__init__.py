@@ -5,7 +5,7 @@ import torch
 from ..families.family import Family
 from ..parameters import Parameters
 from .laws import COUPLINGS, LAWS, Make, every_sign
-from .truth import STANDARD_ERRORS, NotApplicable, dense_moments, seeded
+from .truth import STANDARD_ERRORS, NotApplicable, dense_moments, placed_on, seeded
 
 __all__ = [
     "COUPLINGS",
@@ -19,7 +19,14 @@ __all__ = [
 ]
 
 
-def check_family(family: Family | Make, *, seed: int = 0, laws: list[str] | None = None) -> dict[str, str]:
+def check_family(
+    family: Family | Make,
+    *,
+    seed: int = 0,
+    laws: list[str] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, str]:
     """Hold a family to the laws; raise `AssertionError` naming the first one that it breaks.
 
     Args:
@@ -27,6 +34,8 @@ def check_family(family: Family | Make, *, seed: int = 0, laws: list[str] | None
             recipes whose configuration depends on P.
         seed: of everything random in the check.
         laws: their names, all of `LAWS` by default.
+        device: where it is held to them.
+        dtype: `torch.float64`, where equalities hold to 1e-9 and better, or `torch.float32`, to 1e-4.
 
     Returns:
         law → "held", or "not applicable" with the reason.
@@ -41,9 +50,12 @@ def check_family(family: Family | Make, *, seed: int = 0, laws: list[str] | None
     if unknown:
         raise ValueError(f"no laws named {sorted(unknown)}; there are {', '.join(LAWS)}")
     verdicts = {}
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"check_family: dtype must be torch.float32 or torch.float64, got {dtype}")
     for name in laws or LAWS:
         try:
-            LAWS[name](make, seed)
+            with placed_on(device, dtype):
+                LAWS[name](make, seed)
             verdicts[name] = "held"
         except NotApplicable as reason:
             verdicts[name] = f"not applicable: {reason}"
@@ -64,7 +76,9 @@ def _maker(family: Family | Make, seed: int) -> Make:
         generator = seeded(seed + 1)
         with torch.no_grad():
             for parameter in bound.parameters():
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(parameter))
+                parameter.add_(
+                    0.3 * torch.randn(parameter.shape, generator=generator, device=generator.device).to(parameter)
+                )
         return bound
 
     return make

@@ -22,7 +22,10 @@ from .truth import (
     check_within,
     dense_moments,
     estimators_of,
+    global_streams,
     learned_by,
+    normals,
+    place,
     points_of,
     quadrature,
     seeded,
@@ -72,15 +75,15 @@ def law_draws(make: Make, seed: int) -> None:
 def law_reproducible(make: Make, seed: int) -> None:
     """Same generator state, same bits; and the global stream is not touched."""
     density = make(small_space(7))()
-    before = torch.get_rng_state()
+    before = global_streams()
     first, second, other = (density.draw(4, paired, seeded(s)).theta for s in (seed, seed, seed + 1))
-    check(torch.equal(before, torch.get_rng_state()), "drawing with a generator changed the global random stream")
+    check(all(map(torch.equal, before, global_streams())), "drawing with a generator changed the global random stream")
     check(torch.equal(first, second), "the same seed gave other draws")
     check(not density.has_density or not torch.equal(first, other), "another seed gave the same draws")
 
 
 def law_dense(make: Make, seed: int) -> None:
-    """Mean, covariance, log_prob, score and entropy of a Gaussian equal the dense ones in float64 to 1e-9."""
+    """Mean, covariance, log_prob, score and entropy of a Gaussian equal the dense ones, in float64 to 1e-9."""
     density = as_gaussian(make(small_space(7))())
     mean, covariance = dense_moments(density)
     theta = density.draw(16, naive, seeded(seed)).theta.detach()
@@ -183,10 +186,10 @@ def law_positions(make: Make, seed: int) -> None:
         white = torch.linalg.solve_triangular(cholesky, (theta - mean).mT, upper=False).mT  # [G, size, P]
         for position in range(white.shape[1]):
             rows = white[:, position]
-            check_within(rows, torch.zeros(7, dtype=rows.dtype), f"{name}: mean at position {position}")
+            check_within(rows, torch.zeros_like(rows[0]), f"{name}: mean at position {position}")
             distance = rows.square().sum(-1).sort().values
-            chi2 = torch.special.gammainc(torch.tensor(3.5, dtype=rows.dtype), distance / 2)
-            steps = torch.arange(groups + 1, dtype=rows.dtype) / groups
+            chi2 = torch.special.gammainc(torch.full_like(distance, 3.5), distance / 2)
+            steps = torch.arange(groups + 1, dtype=rows.dtype, device=rows.device) / groups
             gap = torch.maximum((chi2 - steps[:-1]).abs(), (steps[1:] - chi2).abs()).max().item()
             check(gap < critical, f"{name}: position {position}: distances are not χ²_7 (KS {gap:.4f})")
 
@@ -227,12 +230,12 @@ def law_path_zero(make: Make, seed: int) -> None:
         learned = learned_by(family)
         for name, gradient in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):
             size = gradient.abs().max().item()
-            check(size < 1e-9, f"the path gradient of {name} is {size:.2e} where q = p")
+            check(size < place().tolerance(1e-9), f"the path gradient of {name} is {size:.2e} where q = p")
 
 
 def law_precision(make: Make, seed: int) -> None:
     """float32 agrees with float64 to its rounding."""
-    family = make(small_space(7))
+    family = make(small_space(7, torch.float64))
     single = copy.deepcopy(family).float()
     check(single().mean.dtype == torch.float32, "the mean of a float32 family is not float32")
     check_close(single().mean.double(), family().mean, 1e-5, "mean in float32")
@@ -272,7 +275,7 @@ def law_placed(make: Make, seed: int) -> None:
     """`place` puts the mean and, without a factor, the standard deviations along its axes where they should be."""
     family, generator = make(small_space(7)), seeded(seed)
     space = family.bound_space()
-    mean, scale = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    mean, scale = normals(2, 7, generator=generator)
     for part in family.families():
         part.first_stage()
     try:
@@ -282,8 +285,9 @@ def law_placed(make: Make, seed: int) -> None:
     density = family()
     check_close(density.mean, mean, 1e-12, "mean")
     if density.bound:
-        axes = family.to_axes(torch.eye(7, dtype=torch.float64))
-        is_turned = not torch.equal(axes, torch.eye(7, dtype=torch.float64))
+        unturned = torch.eye(7, dtype=mean.dtype, device=mean.device)
+        axes = family.to_axes(unturned)
+        is_turned = not torch.equal(axes, unturned)
         variance = (axes.mT @ density.covariance() @ axes).diagonal() if is_turned else density.variance
         check_close(variance, (2 * scale).exp(), 1e-9, "variance")
 
@@ -292,7 +296,7 @@ def law_moved(make: Make, seed: int) -> None:
     """`move_to` changes the mean and nothing else."""
     family = make(small_space(7))
     variance = family().variance.detach().clone()
-    theta = torch.randn(7, generator=seeded(seed), dtype=torch.float64)
+    theta = normals(7, generator=seeded(seed))
     try:
         family.move_to(theta)
     except TypeError as reason:
@@ -306,7 +310,7 @@ def law_coordinates(make: Make, seed: int) -> None:
     family, generator = make(small_space(7)), seeded(seed)
     if family.coordinates is None:
         raise NotApplicable("it is searched for where it stands")
-    shift, scale = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    shift, scale = normals(2, 7, generator=generator)
     z = family().draw(8, naive, seeded(seed)).theta.detach()
     family.change_coordinates(shift, scale.exp())
     check_close(family().draw(8, naive, seeded(seed)).theta, shift + scale.exp() * z, 1e-9, "draws")

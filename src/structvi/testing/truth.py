@@ -4,8 +4,11 @@ The covariance of a Gaussian family, for one, is read off its draws: fed with un
 a matrix J, and Σ = JJᵀ.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +26,54 @@ from ..parameters import Parameters
 STANDARD_ERRORS = 5.5
 
 
+#: What float32 is held to where float64 is held to less: its rounding through a few hundred operations.
+SINGLE = 1e-4
+
+
 class NotApplicable(Exception):
     """The law says nothing about this family, with the reason."""
+
+
+class Place(NamedTuple):
+    """Where families are held to their laws, and in which precision."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def tolerance(self, wanted: float) -> float:
+        """What is wanted in float64, as far as the precision allows."""
+        return wanted if self.dtype == torch.float64 else max(wanted, SINGLE)
+
+
+_place: ContextVar[Place | None] = ContextVar("place", default=None)
+
+
+def place() -> Place:
+    return _place.get() or Place(torch.device("cpu"), torch.float64)
+
+
+def global_streams() -> list[Tensor]:
+    """The states of torch's own random streams, of the CPU and of the device."""
+    states = [torch.get_rng_state()]
+    return states + ([torch.cuda.get_rng_state(place().device)] if place().device.type == "cuda" else [])
+
+
+@contextmanager
+def placed_on(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, laws are held there."""
+    token = _place.set(Place(torch.device(device), dtype))
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 def dense_moments(density: Gaussian) -> tuple[Tensor, Tensor]:
     """Mean and covariance of a Gaussian read off its draws at zero and at unit noise vectors: [P], [P, P]."""
 
     def unit_noise(groups, P, K, generator, dtype, device):
-        noise = torch.cat([torch.zeros(1, P + K, dtype=dtype), torch.eye(P + K, dtype=dtype)])
+        unit = torch.eye(P + K, dtype=dtype, device=device)
+        noise = torch.cat([torch.zeros_like(unit[:1]), unit])
         return Noise(noise[:, :P], noise[:, P:])
 
     theta = density.draw(1, unit_noise).theta.detach()
@@ -56,9 +98,10 @@ class GaussianTarget(FunctionTarget):
     def __init__(self, family: Family, seed: int):
         assert family.space is not None
         P, dtype, generator = family.space.size, family.space.dtype, seeded(seed + 17)
-        A = torch.randn(P, P, generator=generator, dtype=dtype)
-        mean = 0.5 * torch.randn(P, generator=generator, dtype=dtype)
-        self.density = FullNormalDensity(mean, torch.linalg.cholesky(A @ A.mT / P + 0.5 * torch.eye(P, dtype=dtype)))
+        A = torch.randn(P, P, generator=generator, dtype=dtype, device=generator.device)
+        mean = 0.5 * torch.randn(P, generator=generator, dtype=dtype, device=generator.device)
+        eye = torch.eye(P, dtype=dtype, device=generator.device)
+        self.density = FullNormalDensity(mean, torch.linalg.cholesky(A @ A.mT / P + 0.5 * eye))
         super().__init__(family, self.density.log_prob)
 
 
@@ -70,7 +113,7 @@ def true_kl(q: Density, target: GaussianTarget) -> Tensor:
         log_q = q.log_prob(theta)
         integrand = torch.where(log_q > -700, log_q.exp() * (log_q - target.fn(theta)), 0.0)
         return (integrand * volume).sum()
-    epsilon = torch.linspace(-9, 9, 2001, dtype=torch.float64)
+    epsilon = torch.linspace(-9, 9, 2001, dtype=place().dtype, device=place().device)
     weight = (-0.5 * epsilon.square()).exp() / (2 * pi) ** 0.5 * (epsilon[1] - epsilon[0])
 
     def grid(groups, P, K, generator, dtype, device):
@@ -82,26 +125,25 @@ def true_kl(q: Density, target: GaussianTarget) -> Tensor:
 def quadrature(density: Density) -> tuple[Tensor, Tensor]:
     """Double exponential nodes over ℝ^P around the density, exact for heavy tails too: [M, P] and volumes [M]."""
     P = density.P
-    t = torch.linspace(-3.6, 3.6, {1: 4001, 2: 501}[P], dtype=torch.float64)
+    t = torch.linspace(-3.6, 3.6, {1: 4001, 2: 501}[P], dtype=torch.float64, device=place().device)
     x = torch.sinh(pi / 2 * torch.sinh(t))
     slope = pi / 2 * torch.cosh(t) * torch.cosh(pi / 2 * torch.sinh(t)) * (t[1] - t[0])
-    mean = density.mean.detach().nan_to_num(0.0)
-    spread = density.variance.detach().sqrt().nan_to_num(1.0, 1.0).clamp(min=1e-3)
+    mean = density.mean.detach().double().nan_to_num(0.0)
+    spread = density.variance.detach().double().sqrt().nan_to_num(1.0, 1.0).clamp(min=1e-3)
     axes = [mean[i] + spread[i] * x for i in range(P)]
     weights = [spread[i] * slope for i in range(P)]
     theta = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, P)
     volume = torch.stack(torch.meshgrid(*weights, indexing="ij"), dim=-1).prod(-1).reshape(-1)
-    return theta, volume
+    return theta.to(place().dtype), volume.to(place().dtype)
 
 
-def small_space(P: int, dtype: torch.dtype = torch.float64) -> Parameters:
+def small_space(P: int, dtype: torch.dtype | None = None) -> Parameters:
+    zeros = torch.zeros(P, dtype=place().dtype if dtype is None else dtype, device=place().device)
     if P < 4:
-        return Parameters({"z": torch.zeros(P, dtype=dtype)})
-    return Parameters(
-        {"a.weight": torch.zeros(2, 2, dtype=dtype), "b.bias": torch.zeros(P - 4, dtype=dtype)}
-        if P > 4
-        else {"a.weight": torch.zeros(3, dtype=dtype), "b.bias": torch.zeros(1, dtype=dtype)}
-    )
+        return Parameters({"z": zeros})
+    if P == 4:
+        return Parameters({"a.weight": zeros[:3].clone(), "b.bias": zeros[3:].clone()})
+    return Parameters({"a.weight": zeros[:4].reshape(2, 2).clone(), "b.bias": zeros[4:].clone()})
 
 
 def learned_by(family: Family) -> dict[str, Tensor]:
@@ -110,7 +152,12 @@ def learned_by(family: Family) -> dict[str, Tensor]:
 
 
 def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(place().device).manual_seed(seed)
+
+
+def normals(*shape: int, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers in the precision of the laws."""
+    return torch.randn(*shape, generator=generator, dtype=place().dtype, device=place().device)
 
 
 def as_gaussian(density: Density) -> Gaussian:
@@ -152,15 +199,16 @@ def check(condition: bool, message: str) -> None:
 def check_close(actual: Tensor, expected: Tensor, relative: float, what: str) -> None:
     """Equal, relative to the largest element of the truth (and absolutely below one)."""
     check(actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    error = (actual.detach().double() - expected.detach().double()).abs().max().item()
-    size = max(1.0, expected.detach().abs().max().item())
-    check(error <= relative * size, f"{what}: off by {error:.2e}, allowed {relative * size:.2e}")
+    error = (actual.detach().double() - expected.detach().to(actual.device).double()).abs().max().item()
+    allowed = place().tolerance(relative) * max(1.0, expected.detach().abs().max().item())
+    check(error <= allowed, f"{what}: off by {error:.2e}, allowed {allowed:.2e}")
 
 
 def check_within(samples: Tensor, expected: Tensor, what: str) -> None:
     """The mean of independent rows [G, ..] is the truth, to STANDARD_ERRORS of them."""
     mean, error = samples.mean(0), samples.std(0) / samples.shape[0] ** 0.5
     # rounding alone is left where every group is exact
-    excess = (mean - expected).abs() / (error + 1e-10 * (1 + expected.abs()))
+    rounding = 1e-10 if place().dtype == torch.float64 else 1e-6
+    excess = (mean - expected).abs() / (error + rounding * (1 + expected.abs()))
     worst = excess.max().item()
     check(worst < STANDARD_ERRORS, f"{what}: {worst:.1f} standard errors from the truth")

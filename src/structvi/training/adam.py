@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import c_float
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,8 @@ class Adam(torch.optim.Adam):
         groups = [{"params": [p for p in parameters if id(p) not in rates], "lr": lr}]
         groups += [{"params": [p], "lr": rates[id(p)] * lr} for p in parameters if id(p) in rates]
         super().__init__(groups, lr=lr, fused=True, capturable=any(p.is_cuda for p in parameters))
+        #: the GPU that all parameters are on, if they are
+        self.gpu = next((p.device for p in parameters if p.is_cuda), None)
         #: the factors that can be moved by a thin gradient
         self.thin = {f.parameter for f in factors if kernels_serve(f.parameter) or _by_columns(f.parameter)}
         served = [f for f in factors if kernels_serve(f.parameter)]
@@ -105,6 +108,13 @@ class Adam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.gpu is not None and make is None:  # the kernels of a captured step, and so its bits
+            make = torch.ones((), device=self.gpu)
+            coefficient = torch.full((), float(coefficient), device=self.gpu)
+        # before anything is moved: where there is no memory for the moments, nothing has changed
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if parameter.grad is not None or parameter in thin:
+                self._moments(parameter)
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
@@ -169,7 +179,10 @@ class Adam(torch.optim.Adam):
         state = self._moments(parameter)
         made = parameter.new_ones(()) if make is None else make.to(parameter.dtype)
         state["step"] += made
-        scalars = [torch.as_tensor(x, dtype=A.dtype, device=A.device) for x in (group["lr"], coefficient)]
+        scalars = [
+            x.to(A.dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=A.dtype, device=A.device)
+            for x in (group["lr"], coefficient)
+        ]
         matrices = [x if x.ndim == 2 else x.unsqueeze(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         value, first, second = matrices
         lr, clip = scalars
@@ -179,8 +192,11 @@ class Adam(torch.optim.Adam):
 
 
 def _fused(values: list, gradients: list, first: list, second: list, steps: list, group: dict, **scale: Any) -> None:
+    lr = group["lr"]
+    if values[0].is_cuda and not isinstance(lr, Tensor):
+        lr = c_float(lr).value  # rounded as the tensor is that a captured step reads it from
     torch._fused_adam_(  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
-        values, gradients, first, second, [], steps, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+        values, gradients, first, second, [], steps, lr=lr, beta1=group["betas"][0], beta2=group["betas"][1],
         weight_decay=0.0, eps=group["eps"], amsgrad=False, maximize=False, **scale,
     )  # fmt: skip
 

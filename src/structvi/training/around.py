@@ -36,8 +36,8 @@ from .result import FitResult, History, PathPoint
 from .validation import NETWORK, PREFERRED
 from .warm_start import curvature_of, trained_values, with_residual_noise
 
-#: groups of draws, and batches, of the ELBO that is reported
-GROUPS, BATCHES = 2, 4
+#: groups of draws of the ELBO that is reported; batches, at most, and the share of the data that they are at most
+GROUPS, BATCHES, SHARE = 2, 4, 0.1
 
 
 def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
@@ -100,7 +100,7 @@ def _placed(
     posterior = around.posterior
     if kept.name == NETWORK:
         notes, candidates = [*notes, PREFERRED], [*candidates, kept] if candidates else []
-    on_data = of_network(*around.network, batches.everything(BATCHES))
+    on_data = of_network(*around.network, batches.everything(_few(batches)))
     trained = on_data.mean * float(on_data.count.sum()) / len(on_data.count) * posterior.model.num_data
     return _result(posterior, batches, options, notes, candidates, kept, network, trained)
 
@@ -135,8 +135,15 @@ def _path(
             around.place(one)
             if one.temperature == 1.0:
                 at_one = copy.deepcopy(posterior.family)
-            path.append(PathPoint(one.temperature, _elbo(posterior, batches.everything(BATCHES), options), one.density))
+            path.append(
+                PathPoint(one.temperature, _elbo(posterior, batches.everything(_few(batches)), options), one.density)
+            )
     return path, at_one
+
+
+def _few(batches: Batches) -> int:
+    """How many batches the ELBO is measured on: its price is a share of a pass."""
+    return BATCHES if batches.length is None else max(1, min(BATCHES, int(SHARE * batches.length)))
 
 
 def _elbo(posterior: PosteriorBase, batches: Iterable[Any], options: FitOptions) -> Estimate:
@@ -156,7 +163,7 @@ def _result(
     network: HeldOut | None,
     trained: float,
 ) -> FitResult:
-    read = Watched(batches.everything(BATCHES), posterior.model)
+    read = Watched(batches.everything(_few(batches)), posterior.model)
     elbo = _elbo(posterior, read, options)
     model = posterior.model
     notes = [*notes, _explain(kept, options)]

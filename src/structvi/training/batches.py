@@ -99,12 +99,15 @@ class Batches:
         """Observations a step, over an epoch and all parts; None where that is not known before it was read."""
         if self.length is None:
             return None
-        steps = -(-self.length // accumulate)
+        steps, loader = -(-self.length // accumulate), self.loader
         if self._own_order:
             return sum(self._range(index)[2] for index in range(self.length)) / steps
-        if isinstance(self.loader, list | tuple):
-            return sum(rows(batch) for batch in self.loader) / steps
-        return None
+        if isinstance(loader, list | tuple):
+            return sum(rows(batch) for batch in loader) / steps
+        one_each = self._order is not None and self.question is None  # an item is an observation
+        if not (one_each and isinstance(loader, DataLoader) and isinstance(loader.sampler, Sized)):
+            return None
+        return None if loader.batch_size is None else min(len(loader.sampler), self.length * loader.batch_size) / steps
 
     def _range(self, index: int) -> tuple[int, int, int]:
         """From where to where in an epoch's order this part of a batch goes, and B: all parts are as long or by one."""
@@ -157,16 +160,25 @@ class Batches:
         for batch in self._order.loader:
             yield self._moved(batch)
 
-    def in_order(self, multiple: int) -> Iterator[Any]:
+    def in_order(self, multiple: int, most: int | None = None) -> Iterator[Any]:
         """Every observation once in the data's own order, in batches of whole multiples of some number of rows.
 
         Parts of so many rows are then the same whatever the batch size; where the loader does not allow it, as it is.
+
+        Args:
+            multiple: of how many rows.
+            most: of more observations only so many are read, in parts of `multiple` evenly spread over the whole.
         """
         if self._order is None:
             yield from self.everything()
             return
+        indices = self._indices
+        if most is not None and most < len(indices):
+            parts = [indices[start : start + multiple] for start in range(0, len(indices), multiple)]
+            count = -(-most // multiple)
+            indices = [index for k in range(count) for index in parts[k * len(parts) // count]]
         size = multiple * -(-self._order.size // multiple)
-        self._order.lists = [self._indices[start : start + size] for start in range(0, len(self._indices), size)]
+        self._order.lists = [indices[start : start + size] for start in range(0, len(indices), size)]
         for batch in self._order.loader:
             yield self._moved(batch)
 

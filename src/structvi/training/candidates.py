@@ -1,7 +1,8 @@
 """What may be placed around a trained network, how each candidate does on held-out data, and which is kept."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
 from math import inf, log
@@ -39,6 +40,11 @@ PATH_WIDTH = WIDTH
 #: draws of a candidate that is compared on draws; the passes over the training data that each may take, and the
 #: held-out rows that it sees nevertheless
 DRAWS, PASSES, FEWEST = 8, 0.4, 64
+#: passes that Jacobians of held-out rows may take, and the rows that are seen nevertheless: a row takes a forward pass
+#: and a backward pass for each output
+EXACT_PASSES, FEWEST_EXACT = 1.0, 300
+#: numbers of normals that are kept once they are made
+KEPT_NUMBERS = 2**27
 
 
 @dataclass
@@ -135,6 +141,8 @@ class Around:
     posterior: PosteriorBase
     laplace: Laplace
     noise: Noise
+    #: by the name of their candidate
+    made: dict[str, Gaussian] = field(default_factory=dict)
 
     @property
     def network(self) -> tuple[PosteriorBase, Tensor]:
@@ -160,9 +168,18 @@ class Around:
         narrowed(*self.network)
 
     def normal(self, candidate: Candidate) -> Gaussian:
+        """That of a candidate, kept if there is room, and the noise that goes with it set."""
+        if (made := self.made.get(candidate.name)) is not None:
+            self.noise.set(candidate.noise)
+            return made
         self.place(candidate)
-        density = self.posterior.family()
+        family = self.posterior.family
+        numbers = sum(tensor.numel() for tensor in family.state_dict().values())
+        room = (1 + len(self.made)) * numbers <= KEPT_NUMBERS
+        density = (copy.deepcopy(family) if room else family)()
         assert isinstance(density, Gaussian)
+        if room:
+            self.made[candidate.name] = density
         return density
 
 
@@ -239,16 +256,19 @@ class Measuring:
             self.exactly(linear)
             best = max(linear, key=lambda one: one.density)
             same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
-            self.on_draws(same, self.few(1))
+            self.on_draws(same, self.few(PASSES, DRAWS, FEWEST))
         else:
             self.one_by_one([one for one in candidates if one.noise == self.rule.alone.noise])
 
     def exactly(self, candidates: list[Candidate]) -> None:
         normals = [[partial(around.normal, one) for one in candidates] for around in self.arounds]
         networks = [one.network for one in self.arounds]
-        found = of_mixed_normals(networks, normals, self.held_out, self.options.seed)
-        for one, held_out in zip(candidates, found, strict=True):
-            one.measured(held_out, self.network)
+        outputs = outputs_of(*networks[0], split_batch(self.first())[0])
+        found = of_mixed_normals(
+            networks, normals, self.few(EXACT_PASSES, 1 + 2 * outputs, FEWEST_EXACT), self.options.seed
+        )
+        for one, density in zip(candidates, found, strict=True):
+            one.measured(density, self.network)
 
     def on_draws(self, candidates: list[Candidate], held_out: Reread) -> None:
         posteriors = [one.posterior for one in self.arounds]
@@ -260,7 +280,7 @@ class Measuring:
 
     def one_by_one(self, candidates: list[Candidate]) -> None:
         """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
-        best, few = self.network, self.few(2)
+        best, few = self.network, self.few(PASSES, 2 * DRAWS, FEWEST)
         for width in FEW_WIDTHS:
             tried = [one for one in candidates if one.width == width]
             self.on_draws(tried, few)
@@ -270,9 +290,9 @@ class Measuring:
                 break
             best = max(best, better.held_out, key=lambda one: one.gain_over(self.network)[0])
 
-    def few(self, cost: int) -> Reread:
-        """Held-out batches, evenly spread, of which a candidate takes `PASSES`, with draws that cost so many passes."""
-        enough = max(FEWEST, int(3 * PASSES * self.arounds[0].posterior.model.num_data / (cost * DRAWS)))
+    def few(self, passes: float, forwards: int, fewest: int) -> Reread:
+        """Held-out batches, evenly spread, as many as fit into so many passes where a row takes so many forwards."""
+        enough = max(fewest, int(3 * passes * self.arounds[0].posterior.model.num_data / forwards))
         return Reread(self.held_out.batches, -(-enough // rows(self.first())))
 
     def first(self) -> Any:

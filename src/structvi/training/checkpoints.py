@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
         for path, x in saved.moments.items()
     }
     set_optimizer_state(run.optimizer, run.named, moments)
-    run.generator.set_state(saved.stream)
+    another = _set_stream(run.generator, saved.stream)
     model = run.posterior.model
     model.evaluation.record = saved.evaluation
     if saved.gradient_scale is not None:
@@ -96,6 +97,7 @@ def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
         settings=settings,
         problem=run.state.problem,
         learned=run.state.learned,
+        stream=run.generator.get_state(),
         snapshot=_moved(saved.snapshot, torch.device("cpu")),
         average=_moved(saved.average, device),
         without_factor=_moved(saved.without_factor, device),
@@ -103,7 +105,7 @@ def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
         evaluation=None,
     )
     _replay(run)
-    said = [*found.damaged, f"resumed at step {run.state.step} from {found.path.name}"]
+    said = [*found.damaged, f"resumed at step {run.state.step} from {found.path.name}", *another]
     if extended:
         total = run.state.settings.total
         run.state = replace(run.state, begun=saved.step, end=total, cooling=None, average={}, averaged=0)
@@ -112,6 +114,15 @@ def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
             "from the start would have given"
         )
     return said
+
+
+def _set_stream(generator: torch.Generator, state: Tensor) -> list[str]:
+    """A stream of the CPU cannot be gone on with on a GPU, nor one of a GPU on the CPU: then a new one; what to say."""
+    if state.numel() == generator.get_state().numel():
+        generator.set_state(state)
+        return []
+    generator.manual_seed(crc32(state.cpu().numpy().tobytes()))
+    return ["the checkpoint was written on another kind of device: draws go on from another stream"]
 
 
 def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -37,24 +37,29 @@ class CapturedStep:
         self.gradient, self.optimizer, self.clip = gradient, optimizer, clip
         self.batch = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
         device = generator.device
-        self.temperature = torch.tensor(float(temperature), device=device)
+        self.temperature = torch.tensor(float(temperature), dtype=torch.float64, device=device)
         self.weight = torch.ones((), dtype=torch.float64, device=device)
         self.rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
         self.make = torch.zeros((), device=device)  # 0: everything is computed and nothing changed
         # a generator of its own: one whose capture failed is of no further use
         self.common, self.generator = generator, torch.Generator(device)
         self.generator.set_state(generator.get_state())
+        # dropout draws from the global stream: the step itself finds it where an eager one does
+        with torch.random.fork_rng(devices=[device]):
+            self._capture()
+        self.make.fill_(1.0)
+
+    def _capture(self) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), optimizer.rates(self.rates):
+        with torch.cuda.stream(side), self.optimizer.rates(self.rates):
             for _ in range(2):
                 self._body()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(self.generator)  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.cuda.graph(self.graph), optimizer.rates(self.rates):
+        with torch.cuda.graph(self.graph), self.optimizer.rates(self.rates):
             self.elbo, self.norm = self._body()
-        self.make.fill_(1.0)
 
     def _body(self) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)

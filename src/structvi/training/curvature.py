@@ -5,7 +5,8 @@ these rows' Σ JᵀHJ, with H the information of t about y: gradients of differe
 the gradient of a few rows at once is an unbiased square root, and no gradient of single observations is needed. The
 empirical Fisher, with the observed labels, vanishes on a network that fits its data; this does not.
 
-The variance of the estimate falls with the number of gradients: batches are cut into `PARTS` parts in all.
+The variance of the estimate falls with the number of gradients: batches are cut into about `PARTS` parts in all, of so
+many rows each. Of large data half the rows, in as many parts, tell the same for half the price (`rows_used`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,8 @@ PARTS = 512
 FEW = 8
 #: of so few numbers the whole matrix is made
 DENSE = 1024
+#: of more rows, half are looked at, and at least so many
+ROWS = 4000
 #: rows [.., P] along other axes
 Turn = Callable[[Tensor], Tensor]
 
@@ -38,7 +41,7 @@ def diagonal_curvature(
     theta: Tensor,
     batches: Iterable[Any],
     seed: int = 0,
-    parts: int = PARTS,
+    size: int | None = None,
     along: Turn = same,
 ) -> Tensor:
     """The diagonal of Σ_n J_nᵀ H_n J_n at one θ [P], scaled to N observations: [P], float64. One pass over the data.
@@ -48,7 +51,7 @@ def diagonal_curvature(
         theta: of the whole space.
         batches: on the device of θ.
         seed: of the labels.
-        parts: in about how many parts the data are seen, where N rows come.
+        size: how many rows a gradient is of; by default there are `PARTS` of them in N rows.
         along: rows [.., P] along other axes: the diagonal is that of the matrix in them.
 
     Example:
@@ -60,7 +63,7 @@ def diagonal_curvature(
         [5, 2]
     """
     total, seen = torch.zeros_like(theta, dtype=torch.float64), 0
-    for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
+    for gradient, rows in curvature_roots(model, theta, batches, seed, size):
         total += along(gradient).double().square()
         seen += rows
     return total * (model.num_data / max(1, seen))
@@ -73,22 +76,22 @@ def leading_columns(
     precision: Tensor,
     rank: int,
     seed: int = 0,
-    parts: int = PARTS,
+    size: int | None = None,
     along: Turn = same,
 ) -> Tensor:
     """W [P, rank] with WWᵀ the leading part of G = Σ_n J_nᵀ H_n J_n in the metric of a diagonal D [P], of P(K + few).
 
     D^(−½) G D^(−½) has its largest eigenvalues where the data say more than any diagonal can. The gradients are those
-    of `diagonal_curvature` with the same seed, batches and parts, so that G − WWᵀ has no negative diagonal. They are
+    of `diagonal_curvature` with the same seed, batches and size, so that G − WWᵀ has no negative diagonal. They are
     taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
     if theta.numel() <= DENSE:
-        return _leading_dense(model, theta, batches, precision, rank, seed, parts, along)
+        return _leading_dense(model, theta, batches, precision, rank, seed, size, along)
     few = FEW
     kept = theta.new_empty(theta.numel(), 0)
     block: list[Tensor] = []
     scale, seen = precision.rsqrt().to(theta), 0
-    for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
+    for gradient, rows in curvature_roots(model, theta, batches, seed, size):
         block.append(along(gradient) * scale)
         seen += rows
         if len(block) == few:
@@ -106,13 +109,13 @@ def _leading_dense(
     precision: Tensor,
     rank: int,
     seed: int,
-    parts: int,
+    size: int | None,
     along: Turn,
 ) -> Tensor:
     """The same from the whole matrix, where that is small: nothing is left out on the way."""
     scale, seen = precision.double().rsqrt(), 0
     total = torch.zeros(len(theta), len(theta), dtype=torch.float64, device=theta.device)
-    for gradient, rows in curvature_roots(model, theta, batches, seed, parts):
+    for gradient, rows in curvature_roots(model, theta, batches, seed, size):
         scaled = along(gradient).double() * scale
         total.addr_(scaled, scaled)
         seen += rows
@@ -129,7 +132,7 @@ def _leading(columns: Tensor, rank: int) -> Tensor:
 
 
 def curvature_roots(
-    model: BayesianModel, theta: Tensor, batches: Iterable[Any], seed: int = 0, parts: int = PARTS
+    model: BayesianModel, theta: Tensor, batches: Iterable[Any], seed: int = 0, size: int | None = None
 ) -> Iterator[tuple[Tensor, int]]:
     """Gradients g [P] whose outer products add up to the matrix, in the mean, and of how many rows each is."""
     likelihood = model.likelihood
@@ -139,7 +142,7 @@ def curvature_roots(
             "Likelihood, whose distribution(output, values) is p(t | y)"
         )
     generator = torch.Generator().manual_seed(seed)
-    size = rows_of_part(model, parts)
+    size = rows_of_part(model.num_data) if size is None else size
     for batch in batches:
         for part, rows in _cut(batch, size):
             row = theta.detach().requires_grad_()
@@ -149,9 +152,19 @@ def curvature_roots(
             yield gradient, own if rows is None else rows
 
 
-def rows_of_part(model: BayesianModel, parts: int = PARTS) -> int:
-    """How many rows a gradient is of."""
-    return -(-model.num_data // parts)
+def rows_used(N: int) -> int:
+    """Of how many of N rows the curvature is taken.
+
+    Example:
+        >>> rows_used(1000), rows_used(5000), rows_used(60_000)
+        (1000, 4000, 30000)
+    """
+    return min(N, max(ROWS, N // 2))
+
+
+def rows_of_part(rows: int) -> int:
+    """How many rows a gradient is of, of so many in all."""
+    return -(-rows // PARTS)
 
 
 def _simulated(

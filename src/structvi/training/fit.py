@@ -299,6 +299,14 @@ def _loop(run: Run, options: FitOptions, label: str) -> bool:
     except KeyboardInterrupt:
         run.back_to_step()
         return True
+    except torch.OutOfMemoryError as error:
+        run.back_to_step()
+        step = f"the posterior is as it was after step {run.state.step}"
+        if options.checkpoint is not None and ranks.size == 1:
+            checkpoints.save(run, options.checkpoint)
+            step += f", and so is the checkpoint in {options.checkpoint}"
+        error.add_note(step)
+        raise
     except LostRankError as error:
         run.back_to_step()
         if options.checkpoint is not None:

@@ -87,7 +87,7 @@ class Run:
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
         #: observations a step over an epoch, where that is known before one was read
-        self.mean_rows = batches.mean_rows(settings.accumulate) if batches.splits or ranks.size == 1 else None
+        self.mean_rows = _mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
         self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
@@ -381,3 +381,15 @@ class Run:
                 f"{first.epoch}: {first.reason}"
             )
         return notes
+
+
+def _mean_rows(batches: Batches, accumulate: int, ranks: Ranks) -> float | None:
+    """Observations a step over an epoch, on all ranks, where that is known before one was read."""
+    own = batches.mean_rows(accumulate)
+    if batches.splits or ranks.size == 1:
+        return own
+    if ranks.mode != "data":
+        return None
+    theirs = ranks.tell((batches.length, own))  # each has a loader of its own; the shortest ends the epoch
+    known = [mean for length, mean in theirs if mean is not None and length == batches.length]
+    return sum(known) if len(known) == ranks.size else None

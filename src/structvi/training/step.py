@@ -1,5 +1,6 @@
 """One training step: draws, network, gradients, clipping and the optimizer; on a GPU captured as one CUDA graph."""
 
+import traceback
 from collections.abc import Hashable, Sequence
 from math import inf, isfinite
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from ..couplings import Coupling, paired
 from ..distributed.ranks import Ranks
 from ..families.density import Detached
 from ..families.numerics.fused import LowRankGradient
+from ..models.batch import rows
 from ..networks.vmap_or_loop import training_key
 from ..objective import Estimator, NonFiniteError, Terms, check_estimator, check_spaces, draw_for, terms_at
 from ..posterior import PosteriorBase
 from .adam import Adam, Thin, gradient_norm
 from .cuda_graph import CapturedStep
+from .memory import explain, need_of, there_is
 
 #: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
 _GRAPHS = 4
@@ -38,7 +41,8 @@ class Outcome(NamedTuple):
 class Step:
     """`step(batch)` moves the posterior's parameters by one step of the optimizer along the gradient of −elbo/N.
 
-    Where loss or gradient are not finite it raises `NonFiniteError` and has changed nothing. On a GPU, with the
+    Where loss or gradient are not finite it raises `NonFiniteError` and has changed nothing; nor has a step that ran
+    out of memory. On a GPU, with the
     default optimizer and batches of a shape seen before, the whole step is one captured CUDA graph: the launches of
     its kernels no longer wait for Python.
 
@@ -112,6 +116,15 @@ class Step:
             whole: the sum of all weights, over ranks; that of `weights` if None.
         """
         stream = self.generator.get_state()
+        try:
+            return self._made(batches, weights, temperature, whole, stream)
+        except torch.OutOfMemoryError as error:
+            self.generator.set_state(stream)
+            raise self._out_of_memory(error, batches) from None
+
+    def _made(
+        self, batches: Sequence[Any], weights: Sequence[float], temperature: float, whole: float | None, stream: Tensor
+    ) -> Outcome:
         evaluation = self.posterior.model.evaluation
         evaluation.captured = self.reason is None
         try:
@@ -172,12 +185,11 @@ class Step:
                 except (ValueError, TypeError, RuntimeError, IndexError) as error:
                     error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
                     raise
-                objective = (terms.fit - temperature * terms.complexity).mean()
+                objective = (terms.fit - _rounded(temperature, terms.complexity) * terms.complexity).mean()
                 if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
                     raise NonFiniteError("the loss is not finite")
             factor = -weight / self.posterior.model.num_data
-            # of a captured step a tensor, rounded as a number is
-            (objective * (factor.to(objective.dtype) if isinstance(factor, Tensor) else factor)).backward()
+            (objective * _rounded(factor, objective)).backward()
             if detached is not None:
                 self._pull(detached, thin)
             total = total + (terms.fit - terms.complexity).detach().double() * weight
@@ -242,6 +254,19 @@ class Step:
                     break
         return NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
 
+    def _out_of_memory(self, error: torch.OutOfMemoryError, batches: Sequence[Any]) -> torch.OutOfMemoryError:
+        """The same, with what the step needs and what would fit; what the step had taken is given back."""
+        traceback.clear_frames(error.__traceback__)
+        for parameter in self.named.values():
+            parameter.grad = None
+        self._graphs.clear()
+        device = self.generator.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        largest = max(batches, key=rows)
+        need = need_of(self.posterior, largest, self.groups, self.coupling)
+        return torch.OutOfMemoryError(f"{explain(need, there_is(device), device)} torch said: {error}")
+
     # ----------------------------------------------------------------------------------------------------- capture
 
     def _why_not(self, capture: bool) -> str | None:
@@ -269,11 +294,21 @@ class Step:
                 self._graphs[key] = CapturedStep(
                     self._gradient, self.optimizer, self.generator, self.clip, batches[0], temperature
                 )
+            except torch.OutOfMemoryError:
+                self.reason = "there is no memory for a captured step beside what it needs"
             except (RuntimeError, NotImplementedError) as error:  # what cannot be captured says so in many ways
                 torch.cuda.synchronize()
                 self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
+            if self.reason is not None:
+                self._graphs.clear()
+                torch.cuda.empty_cache()  # what a capture has taken is needed
                 return None
         return self._graphs[key]
+
+
+def _rounded(number: Any, like: Tensor) -> Any:
+    """Of a captured step a tensor, rounded as a number is."""
+    return number.to(like.dtype) if isinstance(number, Tensor) else number
 
 
 def _keep_freed_memory() -> None:

@@ -16,7 +16,7 @@ from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from .batches import Batches
-from .curvature import curvature_roots, diagonal_curvature, leading_columns, rows_of, rows_of_part
+from .curvature import curvature_roots, diagonal_curvature, leading_columns, rows_of, rows_of_part, rows_used
 
 #: Per-sample gradients are made for as many samples at once as fit into so many numbers.
 GRADIENT_NUMBERS = 2**26
@@ -115,15 +115,17 @@ def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed
     if not isinstance(model.likelihood, Likelihood):  # no labels can be drawn: the observed ones
         diagonal = diagonal_fisher(model, theta, batches.everything())
         return Laplace(model.space, theta, diagonal, theta.new_empty(theta.numel(), 0))
-    size, family = rows_of_part(model), posterior.family
+    used, family = rows_used(model.num_data), posterior.family
+    size = rows_of_part(used)
     if family.wants_gradients:
-        family.take_gradients(g for g, _ in curvature_roots(model, theta, batches.in_order(size), seed))
-    diagonal = diagonal_curvature(model, theta, batches.in_order(size), seed, along=family.to_axes)
+        family.take_gradients(g for g, _ in curvature_roots(model, theta, batches.in_order(size, used), seed, size))
+    diagonal = diagonal_curvature(model, theta, batches.in_order(size, used), seed, size, family.to_axes)
     columns = theta.new_empty(theta.numel(), 0)
     if rank:
         metric = diagonal + family.diagonal_to_axes(prior_precision(model, theta))
         metric = metric.clamp(min=torch.finfo(torch.float64).eps * float(metric.max()))
-        columns = leading_columns(model, theta, batches.in_order(size), metric, rank, seed, along=family.to_axes)
+        read = batches.in_order(size, used)
+        columns = leading_columns(model, theta, read, metric, rank, seed, size, family.to_axes)
     return Laplace(model.space, theta, diagonal, columns.to(theta))
 
 

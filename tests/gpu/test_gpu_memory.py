@@ -1,0 +1,68 @@
+"""A step that does not fit: a message with what would, and nothing lost."""
+
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from gpu_cases import check_same_bits, values
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+
+pytestmark = pytest.mark.gpu
+
+
+@contextmanager
+def at_most(megabytes):
+    """Inside, this process can have so much more than it has now."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    before = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + megabytes * 2**20) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
+        torch.cuda.empty_cache()
+
+
+def loader(n, width, batch):
+    g = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(n, width, generator=g), torch.zeros(n, 1)), batch_size=batch)
+
+
+def make(width, hidden, rank, device):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=1.0), vi.StructuredNormal(rank)).to(device)
+
+
+def test_a_posterior_that_is_too_large(gpu, tmp_path):
+    """Four million weights at rank 16: 288 MB of parameters, about a gigabyte of a step."""
+    bayes = make(2000, 2000, 16, gpu)
+    before, data = values(bayes), loader(32, 2000, 8)
+    with at_most(300), pytest.raises(torch.OutOfMemoryError, match="a step does not fit into memory") as caught:
+        bayes.fit(data, steps=3, progress=False, checkpoint=tmp_path, staged=False)
+    said = str(caught.value)
+    assert re.search(r"needs about 1\.\d+ GB", said), said
+    assert "rank " in said.split("What would fit")[1], said
+    assert any("after step 0" in note for note in caught.value.__notes__)
+    check_same_bits(before, values(bayes))
+    # with the memory there it goes on from the checkpoint
+    result = bayes.fit(data, steps=3, progress=False, resume=tmp_path, staged=False)
+    assert result.steps == 3
+    assert torch.isfinite(result.history["elbo"]).all()
+
+
+def test_a_batch_that_is_too_large_and_one_that_is_said_to_fit(gpu):
+    bayes = make(64, 2048, 2, gpu)
+    n = 60_000  # a draw keeps 60,000 × 2048 numbers, half a gigabyte
+    with at_most(700):
+        with pytest.raises(torch.OutOfMemoryError, match="batches of") as caught:
+            bayes.fit(loader(n, 64, n), steps=2, progress=False)
+        size = int(re.search(r"batches of (\d+)", str(caught.value)).group(1))
+        assert size < n
+        result = bayes.fit(loader(n, 64, size), steps=2, progress=False, average=False)
+        assert result.steps == 2

@@ -1,0 +1,106 @@
+"""Several processes: NCCL with one rank, gloo with two on one device; data parallel, draws, shards and DDP."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_cases import N, data, fitted, loader, make, values
+from gpu_device import DEVICE
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+from launching import launch
+
+pytestmark = pytest.mark.gpu
+
+STEPS = {"steps": 9, "progress": False, "stop": False, "seed": 3, "restarts": 0, "staged": False}
+NAMES = ("mean field", "covariance", "precision")
+
+
+def fits(rank, size, device, names):
+    """Data parallel, draws of each rank its own, sharded; and a loop with DDP."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from structvi.distributed import LossModule, gather, shard
+
+    torch.manual_seed(rank)
+    out = {}
+    for name in names:
+        own = data(torch.float64)
+        bayes = make(name, torch.float64)
+        result = bayes.fit(loader(own, size), device=device, **STEPS)
+        out[name, "data"] = values(bayes), result.history["elbo"], result.notes
+        if size > 1:
+            bayes = make(name, torch.float64)
+            out[name, "draws"] = bayes.fit(loader(own), device=device, parallel="draws", **STEPS).history["elbo"]
+        bayes = shard(make(name, torch.float64).to(device))
+        history = bayes.fit(loader(own, size), **STEPS).history
+        out[name, "sharded"] = values(gather(bayes)), history["elbo"], None
+        bayes = make(name, torch.float64).to(device)
+        x, t = (tensor.to(device) for tensor in own.tensors)
+        module = DistributedDataParallel(LossModule(bayes))
+        part = slice(rank * (N // size), (rank + 1) * (N // size))
+        module((x[part], t[part]), generator=torch.Generator(device).manual_seed(3)).backward()
+        out[name, "ddp"] = {key: p.grad.cpu() for key, p in bayes.named_parameters()}
+    return out
+
+
+def expected(name, device):
+    bayes = make(name, torch.float64)
+    return bayes, fitted(bayes, device, data(torch.float64), capture=False, staged=False)
+
+
+def check_close(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    return launch(fits, 1, 1, str(DEVICE), NAMES, backend=backend)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return launch(fits, 2, 2, str(DEVICE), NAMES, backend="gloo")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["data", "sharded"])
+def test_one_rank_with_nccl_is_one_process(name, how, one_rank, device):
+    bayes, result = expected(name, device)
+    ((got, elbo, _),) = [out[name, how] for out in one_rank]
+    torch.testing.assert_close(elbo, result.history["elbo"], rtol=1e-9, atol=1e-9)
+    check_close(got, values(bayes), 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["data", "sharded"])
+def test_two_ranks_on_one_device_compute_what_one_process_does(name, how, two_ranks, device):
+    """To 1e-6 in float64: Adam divides by the size of small gradients, and sums are in another order."""
+    bayes, result = expected(name, device)
+    for out in two_ranks:
+        got, elbo, notes = out[name, how]
+        torch.testing.assert_close(elbo, result.history["elbo"], rtol=1e-6, atol=1e-6)
+        check_close(got, values(bayes), 1e-6)
+        assert notes is None or any("2 ranks" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_with_draws_of_their_own_agree_with_each_other(name, two_ranks):
+    elbos = [out[name, "draws"] for out in two_ranks]
+    assert torch.equal(*elbos)
+    assert bool(torch.isfinite(elbos[0]).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ddp_has_the_gradient_of_the_union(name, one_rank, two_ranks, device):
+    for ranks in (one_rank, two_ranks):
+        used = N // len(ranks) * len(ranks)
+        bayes = make(name, torch.float64).to(device)
+        x, t = (tensor[:used].to(device) for tensor in data(torch.float64).tensors)
+        bayes.loss((x, t), generator=torch.Generator(device).manual_seed(3)).backward()
+        for out in ranks:
+            check_close(out[name, "ddp"], {key: p.grad.cpu() for key, p in bayes.named_parameters()}, 1e-9)

@@ -1,0 +1,181 @@
+"""A posterior kept as drawn networks: the predictions of `predict`, from threads, files and programs too."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from test_threads import together
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.integrations.export import export_predictive
+
+DRAWS = 6
+
+
+def seeded(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+def mlp(outputs=2):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+LABELS = vi.likelihoods.Categorical()
+#: network, likelihood, family, further arguments
+CASES = {
+    "labels": (mlp, LABELS, vi.StructuredNormal(2), {}),
+    "random noise": (lambda: mlp(1), vi.likelihoods.Gaussian("random"), vi.MeanField(), {}),
+    "a point": (mlp, LABELS, vi.MAP(), {}),
+    "masks": (mlp, LABELS, vi.MCDropout(keep=0.8), {}),
+    "a mixture": (mlp, LABELS, vi.Mixture(vi.MeanField(), 2), {}),
+    "a random head": (mlp, LABELS, vi.Blocks({"3.*": vi.FullNormal(), "*": vi.MAP()}), {}),
+    "linearised": (mlp, LABELS, vi.MeanField(), {"linearise": True}),
+    "dropout": (mlp, LABELS, vi.MeanField(), {"dropout": "on"}),
+    "batch norm": (normed, LABELS, vi.MeanField(), {}),
+}
+FILED = [name for name in CASES if name != "dropout"]
+
+
+def make(name):
+    network, likelihood, family, options = CASES[name]
+    return vi.variationalize(network(), likelihood, family, num_data=20, generator=seeded(1), **options)
+
+
+def x(n=5):
+    return torch.randn(n, 3, generator=seeded(n))
+
+
+@pytest.mark.parametrize("chunk", [4, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_it_predicts_as_the_posterior_does(name, chunk):
+    """The same bits, as often as asked, whatever becomes of the posterior."""
+    bayes = make(name)
+    expected = bayes.predict(x(), DRAWS, chunk=chunk, generator=seeded())
+    served = bayes.predictor(DRAWS, chunk=chunk, generator=seeded())
+    with torch.no_grad():
+        for tensor in [*bayes.parameters(), *bayes.net.parameters(), *bayes.net.buffers()]:
+            tensor.zero_()
+    before = torch.get_rng_state()
+    for _ in range(2):
+        got = served(x())
+        assert torch.equal(got.outputs, expected.outputs)
+        assert torch.equal(got.weights, expected.weights)
+        assert torch.equal(got.mean, expected.mean)
+    assert torch.equal(before, torch.get_rng_state())
+    assert served.draws == expected.draws == len(served.weights)
+    assert float(served.weights.sum()) == pytest.approx(1.0)
+
+
+def test_the_posterior_may_go():
+    bayes = make("labels")
+    family = weakref.ref(bayes.family)
+    served = bayes.predictor(DRAWS)
+    del bayes
+    gc.collect()
+    assert family() is None
+    assert served(x()).draws == DRAWS
+
+
+def test_its_memory_is_stated():
+    """S·P drawn numbers, S weights, and the network: 50 weights of four bytes."""
+    served = make("labels").predictor(DRAWS)
+    assert served.nbytes == 4 * (DRAWS * 50 + DRAWS + 50)
+    assert repr(served) == "Predictor(6 draws of 50 weights, 1.42 kB on cpu)"
+
+
+def test_batches_are_streamed():
+    """One prediction a batch, made when it is asked for; with targets, without, and from a generator."""
+    bayes, rows = make("labels"), x(11)
+    served = bayes.predictor(DRAWS, generator=seeded())
+    whole = served(rows).mean
+    labelled = DataLoader(TensorDataset(rows, torch.zeros(11).long()), batch_size=4)
+    for loader in (labelled, DataLoader(TensorDataset(rows), batch_size=4), DataLoader(rows, batch_size=4)):
+        parts = [pred.mean for pred in served.predict(loader)]
+        assert [len(part) for part in parts] == [4, 4, 3]
+        torch.testing.assert_close(torch.cat(parts), whole)
+    read = []
+
+    def batches():
+        for batch in labelled:
+            read.append(batch)
+            yield batch
+
+    stream = served.predict(batches())
+    assert not read
+    next(stream)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("name", ["labels", "dropout", "batch norm"])
+def test_threads_may_call_it_side_by_side(name):
+    served = make(name).predictor(DRAWS, generator=seeded())
+    inputs = [x(n) for n in range(2, 6)]
+    expected = [served(one).mean for one in inputs]
+    for index, got in enumerate(together(lambda i: served(inputs[i % 4]).mean, threads=6, calls=6)):
+        assert torch.equal(got, expected[index % 4])
+
+
+@pytest.mark.parametrize("name", FILED)
+def test_a_file_of_it_is_one_of_a_posterior(name, tmp_path):
+    """Points with weights: what is loaded predicts the same, to the rounding of another order of summation."""
+    bayes = make(name)
+    served = bayes.predictor(DRAWS, generator=seeded())
+    served.save(tmp_path / "served.safetensors")
+    loaded = vi.load(tmp_path / "served.safetensors", CASES[name][0]())
+    again = loaded.predictor()
+    assert again.draws == served.draws
+    torch.testing.assert_close(again(x()).mean, served(x()).mean)
+    torch.testing.assert_close(loaded.predict(x()).mean, served(x()).mean)
+
+
+def test_a_calibration_is_part_of_it(tmp_path):
+    bayes = make("labels")
+    rows = x(40)
+    target = rows.sum(1).gt(0).long()
+    bayes.fit(DataLoader(TensorDataset(rows, target), batch_size=20), steps=200, progress=False)
+    bayes.calibrate(DataLoader(TensorDataset(rows, target), batch_size=20), draws=8)
+    options = {"draws": DRAWS, "generator": seeded()}
+    served, plain = bayes.predictor(**options), bayes.predictor(DRAWS, generator=seeded(), calibrated=False)
+    assert torch.equal(served(x()).mean, bayes.predict(x(), DRAWS, generator=seeded()).mean)
+    assert torch.equal(plain(x()).mean, bayes.predict(x(), DRAWS, generator=seeded(), calibrated=False).mean)
+    served.save(tmp_path / "served.safetensors")
+    again = vi.load(tmp_path / "served.safetensors", mlp()).predictor()
+    torch.testing.assert_close(again(x()).mean, served(x()).mean)
+
+
+def test_a_program_of_it_has_its_draws():
+    bayes = make("labels")
+    served = bayes.predictor(DRAWS, generator=seeded())
+    program = export_predictive(served, x(2))
+    torch.testing.assert_close(program.module()(x(7)), served(x(7)).mean)
+
+
+def test_it_stays_a_network_of_its_own():
+    """What the user does to the network does not reach it, and it does nothing to the network."""
+    bayes = make("batch norm")
+    served, before = bayes.predictor(DRAWS), copy.deepcopy(bayes.net.state_dict())
+    first = served(x()).mean
+    bayes.net.train()
+    bayes.net(x(9))  # moves the running statistics
+    assert torch.equal(served(x()).mean, first)
+    assert any(not torch.equal(a, b) for a, b in zip(before.values(), bayes.net.state_dict().values(), strict=True))
+    assert all(not p.requires_grad for p in served.chunks.posterior.net.parameters())
+
+
+def test_what_it_refuses(tmp_path):
+    with pytest.raises(ValueError, match="draws must be"):
+        make("labels").predictor(0)
+    with pytest.raises(ValueError, match="no file holds"):
+        make("dropout").predictor(2).save(tmp_path / "q")
+    with pytest.raises(ValueError, match="linearise= other than"):
+        make("labels").predictor(2, linearise=True).save(tmp_path / "q")
