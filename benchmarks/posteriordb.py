@@ -1,17 +1,19 @@
 """Twelve posteriors with reference draws: errors of mean and standard deviation, k̂, evaluations and seconds.
 
-    python -m benchmarks.posteriordb --data DIR [--only NAME ..] [--seeds 1] [--peers pyro pymc] [--out results.json]
+    python -m benchmarks.posteriordb --data DIR [--only NAME ..] [--seeds 1]
+        [--peers pyro pymc laplace pathfinder dadvi nuts] [--out results.json]
 
-`vi.fit` with its defaults on every posterior; peers get the evaluations that our fit of the same shape took. Errors are
-on the unconstrained scale against DIR/posteriordb/NAME/summary.json; those of the mean in posterior deviations,
-those of the standard deviation as |log ratio|. Corrected errors are those of Pareto-smoothed importance sampling, from
-draws of q alone ("plain") and as `diagnostics.importance` does it, with as many draws that have tails ("corrected").
+`vi.fit` with its defaults on every posterior. Pyro's guides and PyMC's ADVI get the evaluations that our fit of the
+same shape took; a Laplace approximation, pymc-extras' Pathfinder and DADVI, and PyMC's NUTS have their own defaults.
+Errors are on the unconstrained scale against DIR/posteriordb/NAME/summary.json; those of the mean in posterior
+deviations, those of the standard deviation as |log ratio|. Corrected errors are those of Pareto-smoothed importance
+sampling, from draws of q alone ("plain") and as `diagnostics.importance` does it, with as many draws that have tails
+("corrected").
 """
 
 import argparse
 import json
 import platform
-import time
 from pathlib import Path
 from statistics import median
 
@@ -19,21 +21,16 @@ import torch
 
 import structvi as vi
 from benchmarks.posteriordb_models import MODELS, Posterior
+from benchmarks.posteriordb_peers import BUDGETED, OWN, RANK, RATES, advi, available, pyro_guide
 from structvi.diagnostics import diagnose, importance
 from structvi.families.full import FullNormalDensity
 from structvi.families.gaussian import Gaussian
 from structvi.searching.fixed_draws import FixedDraws
 
-#: of the families of low rank, ours and Pyro's
-RANK = 5
 #: draws of the importance weights
 DRAWS = 20000
 #: what a sound posterior keeps to: error of the mean in sd, and of the sd
 LIMITS = 0.1, 0.1
-#: of Adam: a peer has each of them with the whole budget, and keeps the better by ELBO
-RATES = (0.01, 0.1)
-#: a peer makes no more steps than this, and averages more draws a step instead
-STEPS = 5000
 
 
 def measure(posterior: Posterior, q: Gaussian, seed: int) -> dict:
@@ -49,10 +46,8 @@ def measure(posterior: Posterior, q: Gaussian, seed: int) -> dict:
             return lost()
         row |= {"k": weighted.k, "elbo": weighted.log_weights.mean().item(), f"{name}effective": weighted.effective}
         moments[name] = (weighted.moments().mean, weighted.moments().sd)
-    for name, (m, sd) in moments.items():
-        off, ratio = ((m - posterior.mean) / posterior.sd).abs(), (sd / posterior.sd).log().abs()
-        row |= {f"{name}mean": off.mean().item(), f"{name}mean max": off.max().item()}
-        row |= {f"{name}sd": ratio.mean().item(), f"{name}sd max": ratio.max().item()}
+    for name, (mean, sd) in moments.items():
+        row |= errors(posterior, name, mean, sd)
     return row
 
 
@@ -91,86 +86,6 @@ def ours(posterior: Posterior, seed: int) -> list[dict]:
     return rows
 
 
-def pyro_fit(posterior: Posterior, low_rank: bool, budget: int, seed: int) -> dict:
-    """AutoMultivariateNormal or AutoLowRankMultivariateNormal by Adam, the better of two rates."""
-    import pyro
-    from pyro.distributions import ImproperUniform, constraints
-    from pyro.infer import SVI, Trace_ELBO
-    from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal, init_to_value
-
-    def model():
-        u = pyro.sample("u", ImproperUniform(constraints.real_vector, (), (posterior.P,)))
-        pyro.factor("log density", posterior.log_density(u.reshape(-1, posterior.P)).reshape(u.shape[:-1]))
-
-    pyro.enable_validation(False)  # half of its time
-    particles = -(-budget // STEPS)
-    steps = -(-budget // particles)
-    best, seconds = None, 0.0
-    for rate in RATES:
-        pyro.set_rng_seed(seed)
-        pyro.clear_param_store()
-        start = init_to_value(values={"u": posterior.space.initial})
-        options = {"rank": min(RANK, posterior.P)} if low_rank else {}
-        guide = (AutoLowRankMultivariateNormal if low_rank else AutoMultivariateNormal)(
-            model, init_loc_fn=start, **options
-        )
-        objective = Trace_ELBO(num_particles=particles, vectorize_particles=particles > 1, max_plate_nesting=0)
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": rate}), objective)  # pyright: ignore
-        began = time.perf_counter()
-        for _ in range(steps):
-            svi.step()
-        seconds += time.perf_counter() - began
-        fitted = guide.get_posterior()
-        row = attempt(posterior, fitted.mean.detach(), fitted.covariance_matrix.detach(), seed)
-        if best is None or row["elbo"] > best["elbo"]:
-            best = row | {"rate": rate}
-    assert best is not None
-    return best | {"evaluations": steps * particles, "seconds": seconds}
-
-
-def pymc_fit(posterior: Posterior, budget: int, seed: int) -> dict:
-    """Full-rank ADVI with PyMC's defaults, the log density called through an operator with gradient."""
-    import numpy as np
-    import pymc
-    import pytensor.tensor as pt
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-
-    def at(u, gradient):
-        theta = torch.tensor(np.asarray(u)).reshape(1, -1).requires_grad_(gradient)
-        value = posterior.log_density(theta)
-        return torch.autograd.grad(value.sum(), theta)[0][0].numpy() if gradient else value.detach().numpy()[0]
-
-    class Gradient(Op):
-        def make_node(self, u):
-            return Apply(self, [pt.as_tensor_variable(u)], [pt.dvector()])
-
-        def perform(self, node, inputs, outputs):
-            outputs[0][0] = at(inputs[0], True)
-
-    class Value(Op):
-        def make_node(self, u):
-            return Apply(self, [pt.as_tensor_variable(u)], [pt.dscalar()])
-
-        def perform(self, node, inputs, outputs):
-            outputs[0][0] = np.asarray(at(inputs[0], False))
-
-        def grad(self, inputs, output_gradients):
-            return [output_gradients[0] * Gradient()(inputs[0])]
-
-    with pymc.Model():
-        u = pymc.Flat("u", shape=posterior.P, initval=np.zeros(posterior.P))
-        pymc.Potential("log density", Value()(u))
-        began = time.perf_counter()
-        try:
-            fitted = pymc.fit(budget, method="fullrank_advi", random_seed=seed, progressbar=False)
-        except FloatingPointError:  # its ELBO is nan
-            return lost() | {"evaluations": budget, "seconds": time.perf_counter() - began}
-        seconds = time.perf_counter() - began
-    mean, covariance = (torch.tensor(np.asarray(x.eval())) for x in (fitted.mean, fitted.cov))
-    return attempt(posterior, mean, covariance, seed) | {"evaluations": budget, "seconds": seconds}
-
-
 def attempt(posterior: Posterior, mean: torch.Tensor, covariance: torch.Tensor, seed: int) -> dict:
     """`measure` of a peer, which may be lost."""
     finite = bool(torch.isfinite(mean).all() and torch.isfinite(covariance).all())
@@ -181,20 +96,42 @@ def attempt(posterior: Posterior, mean: torch.Tensor, covariance: torch.Tensor, 
 
 def lost() -> dict:
     names = ("mean", "mean max", "sd", "sd max")
-    errors = dict.fromkeys([f"{kind}{name}" for kind in ("", "plain ", "corrected ") for name in names], torch.inf)
-    return {"k": torch.inf, "elbo": -torch.inf, "plain effective": 0.0, "corrected effective": 0.0, **errors}
+    off = dict.fromkeys([f"{kind}{name}" for kind in ("", "plain ", "corrected ") for name in names], torch.inf)
+    return {"k": torch.inf, "elbo": -torch.inf, "plain effective": 0.0, "corrected effective": 0.0, **off}
 
 
 def peers(posterior: Posterior, rows: list[dict], seed: int, chosen: list[str]) -> list[dict]:
-    """Each at the evaluations of our fit of its shape."""
+    """Pyro and PyMC's ADVI at the evaluations of our fit of their shape, the others as they are."""
     budget = {row["method"]: row["evaluations"] for row in rows}
     found = {}
     if "pyro" in chosen:
-        found["Pyro full"] = pyro_fit(posterior, False, budget["full"], seed)
-        found[f"Pyro low rank {RANK}"] = pyro_fit(posterior, True, budget[f"structured {RANK}"], seed)
+        for name, ours, low_rank in (("full", "full", False), (f"low rank {RANK}", f"structured {RANK}", True)):
+            tries = [pyro_guide(posterior, seed, budget[ours], rate, low_rank) for rate in RATES]
+            best = max((judged(posterior, one, seed) for one in tries), key=lambda row: row["elbo"])
+            found[f"Pyro {name}"] = best | {"seconds": sum(one["seconds"] for one in tries)}
     if "pymc" in chosen:
-        found["PyMC full"] = pymc_fit(posterior, budget["full"], seed)
+        found["PyMC full"] = judged(posterior, advi(posterior, seed, budget["full"]), seed)
+    for name, (_, fit) in OWN.items():
+        if name in chosen:
+            found[name] = judged(posterior, fit(posterior, seed), seed)
     return [{"posterior": posterior.name, "method": name, "seed": seed, **row} for name, row in found.items()]
+
+
+def judged(posterior: Posterior, found: dict, seed: int) -> dict:
+    """Errors of what a peer found: a normal, draws, or nothing."""
+    cost = {"evaluations": found.get("evaluations", 0), "seconds": found.get("seconds", 0.0)}
+    if "left out" in found:
+        return lost() | cost | {"left out": found["left out"]}
+    if "draws" in found:
+        return lost() | errors(posterior, "", found["draws"].mean(0), found["draws"].std(0)) | cost
+    return attempt(posterior, found["mean"], found["covariance"], seed) | cost
+
+
+def errors(posterior: Posterior, kind: str, mean: torch.Tensor, sd: torch.Tensor) -> dict:
+    """Of the mean in posterior deviations, of the sd |log ratio|: over parameters the mean, and the worst."""
+    off, ratio = ((mean - posterior.mean) / posterior.sd).abs(), (sd / posterior.sd).log().abs()
+    row = {f"{kind}mean": off.mean().item(), f"{kind}mean max": off.max().item()}
+    return row | {f"{kind}sd": ratio.mean().item(), f"{kind}sd max": ratio.max().item()}
 
 
 def missed(row: dict, kind: str = "") -> bool:
@@ -206,7 +143,7 @@ def summary(rows: list[dict]) -> list[dict]:
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
-        line = {"method": method, "fits": len(own)}
+        line = {"method": method, "fits": len(own), "within limits": sum(not missed(row) for row in own)}
         for name in ("mean", "mean max", "sd", "sd max", "k", "evaluations", "seconds"):
             line[name] = median(row[name] for row in own)
         low = [row for row in own if row["k"] < 0.7]
@@ -235,24 +172,25 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--data", type=Path, required=True, help="the folder that holds posteriordb/")
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--peers", nargs="*", default=[], choices=["pyro", "pymc"])
+    parser.add_argument("--peers", nargs="*", default=[], choices=[*BUDGETED, *OWN])
     parser.add_argument("--out", type=Path, help="write rows and summary as JSON, after every posterior")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     print(f"structvi {vi.__version__}, torch {torch.__version__}, {platform.machine()}")
     rows: list[dict] = []
+    chosen = available(options.peers)
     for name in options.only:
         posterior = Posterior(name, options.data / "posteriordb")
         for seed in range(options.seeds):
             fits = ours(posterior, seed)
-            fits += peers(posterior, fits, seed, options.peers)
+            fits += peers(posterior, fits, seed, chosen)
             for row in fits:
                 print(
                     "{posterior:40} {method:17} mean {mean:.3f} (max {mean max:.3f}), sd {sd:.3f} (max {sd max:.3f}), "
                     "k̂ {k:.2f}; corrected {corrected mean max:.3f}, {corrected sd max:.3f}, "
                     "without tails {plain mean max:.3f}, {plain sd max:.3f}; {evaluations} evaluations, "
                     "{seconds:.1f} s".format(**row),
-                    f" flagged: {row['flagged']}, {row['verdict']}" if "flagged" in row else "",
+                    f" flagged: {row['flagged']}, {row['verdict']}" if "flagged" in row else row.get("left out", ""),
                     flush=True,
                 )
             rows += fits

@@ -255,7 +255,8 @@ def test_gaussian_hundred(monkeypatch):
     monkeypatch.setattr(gaussian_hundred, "P", 6)
     monkeypatch.setattr(gaussian_hundred, "RANKS", (2,))
     rows = gaussian_hundred.run(targets=1, evaluations=20_000, peers=False, starts=4, steps=50)
-    assert [(row["family"], row["rank"]) for row in rows] == [("mean field", 0), ("covariance", 2), ("precision", 2)]
+    cases = [("mean field", 0), ("covariance", 2), ("precision", 2), ("full", 6)]
+    assert [(row["family"], row["rank"]) for row in rows] == cases
     for row in rows:
         assert row["evaluations"] <= 20_000
         assert row["verdict"].startswith("converged")

@@ -46,6 +46,15 @@ def test_the_profile_is_the_kl_of_the_family_and_has_its_gradient(of_precision):
         assert abs((up - down) / (2 * step) - found.gradient[i].item()) < 1e-5
 
 
+@pytest.mark.parametrize("of_precision", [False, True])
+@pytest.mark.parametrize("size", [200.0, 400.0])
+def test_scales_that_overflow_have_no_kl(of_precision, size):
+    log_scale = size * torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    found = profile(log_scale, torch.linalg.inv(covariance()), 2, of_precision)
+    assert found.kl == float("inf")
+    assert not found.gradient.any()
+
+
 @pytest.mark.parametrize("recipe", [vi.StructuredNormal(5), vi.StructuredPrecision(5)])
 def test_a_family_that_holds_the_normal_becomes_it(recipe):
     normal = Normal(numbers(5, seed=4), torch.linalg.cholesky(covariance()))

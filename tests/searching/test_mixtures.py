@@ -149,3 +149,14 @@ def test_other_verdicts_stay():
     assert mixed.verdict(vi.Status.STOPPED, "stopped") == (vi.Status.STOPPED, "stopped")
     assert mixed._replace(missed=0.001).verdict(vi.Status.CONVERGED, "good") == (vi.Status.CONVERGED, "good")
     assert mixed.verdict(vi.Status.CONVERGED, "good")[0] is vi.Status.MISSED_MODES
+
+
+@pytest.mark.parametrize("components", [2, "auto"])
+def test_more_modes_than_a_limit_has_evaluations_for(components):
+    """2¹² modes: the limit ends the searches and the fits, and what there is comes back."""
+    space = vi.Parameters({"z": torch.zeros(12, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: -4.0 * (p["z"].square() - 1).square().sum(), space)
+    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components), max_evaluations=36_000, progress=False)
+    assert result.status is vi.Status.STOPPED
+    assert result.evaluations <= 36_000
+    assert result.elbo.value > -12.0  # each number at one of its two modes: about −0.9 nats

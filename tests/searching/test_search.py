@@ -11,7 +11,9 @@ from torch.distributions import Independent, StudentT
 import structvi as vi
 from structvi.families.full import FullNormalDensity
 from structvi.searching.fixed_draws import FixedDraws, least_draws
+from structvi.searching.newton import Normal
 from structvi.searching.result import FRESH
+from structvi.searching.search import Search
 from structvi.studies.paper.optima import best_kl, random_gaussians
 
 
@@ -333,3 +335,12 @@ def test_what_a_limit_ends_is_no_wreck():
     )
     assert wide.elbo.value > narrow.elbo.value - 5
     assert wide.elbo.standard_error < 5
+
+
+def test_the_best_stage_comes_back_also_where_the_last_is_little_worse():
+    run = Search(target(lambda z: -0.5 * z.square().sum(), P=3), 1e5, 0, 1e-3, False)
+    best = Normal(torch.zeros(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
+    last = best._replace(mean=best.mean + 1.0)  # 1.5 nats worse
+    run.target.exhausted = True
+    assert run.on_held_draws(last, [(-1.0, best), (-3.0, last)]) is best
+    assert run.release() == 0

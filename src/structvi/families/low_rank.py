@@ -255,11 +255,15 @@ def profile(log_scale: Tensor, precision: Tensor, rank: int, of_precision: bool)
         (0.0, 3.0)
     """
     scale = log_scale.exp()
-    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * precision * scale)  # ascending
+    nothing = Profile(inf, torch.zeros_like(scale), torch.zeros_like(precision[:, :rank]))
+    try:
+        values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * precision * scale)  # ascending
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        return nothing  # the scales overflow
     if of_precision:
         values, vectors = values.flip(0), vectors.flip(1)
     if not values.min() > LEAST * values.max():
-        return Profile(inf, torch.zeros_like(scale), torch.zeros_like(vectors[:, :rank]))
+        return nothing
     first = values[:rank]
     held = first.clamp(1.0, 1 / LEAST_HELD) if of_precision else first.clamp(LEAST_HELD, 1.0)
     left = torch.cat([first / held, values[rank:]])  # eigenvalues in units of the approximation

@@ -25,6 +25,8 @@ class Counted:
     def __init__(self, target: Target, limit: float):
         self.target, self.space, self.limit = target, target.space, limit
         self.evaluations, self.exhausted, self.known = 0, False, False
+        #: whether a search ended at a part of the limit
+        self.shortened = False
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         if self.evaluations + len(theta) > self.limit:
@@ -39,13 +41,14 @@ class Counted:
 
     @contextmanager
     def half(self) -> Iterator[None]:
-        """Within it, half of the evaluations that are left."""
+        """Within it, half of the evaluations that are left. After it there are others: it is not `exhausted`."""
         limit = self.limit
         self.limit = (self.evaluations + limit) / 2
         try:
             yield
         finally:
             self.limit = limit
+            self.shortened, self.exhausted = self.shortened or self.exhausted, False
 
 
 class Moved:

@@ -116,7 +116,8 @@ def fit(
     improper = runaway(checked, found.family, found.converged, found.curvature)
     status, verdict = judge(
         found, fresh, improper, draws=run.draws, tolerance=tolerance,
-        exhausted=counted.exhausted, evaluations=counted.evaluations, stage=stage, elsewhere=run.elsewhere,
+        exhausted=counted.exhausted or counted.shortened, evaluations=counted.evaluations, stage=stage,
+        elsewhere=run.elsewhere,
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)

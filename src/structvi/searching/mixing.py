@@ -17,7 +17,7 @@ from .lbfgs import Curvature
 from .modes import COUNTS, Modes
 from .newton import Normal
 from .peaks import Peak
-from .result import Found
+from .result import FRESH, Found
 from .search import GROWTH, ROUGH, Search
 from .units import View
 
@@ -69,12 +69,14 @@ class Mixing:
         mixture, run = self.recipe.of_parts(*chosen), self.run
         start = copy.deepcopy(mixture)
         found = run.levels(mixture, self.target, Curvature(), draws)
-        try:
-            before, after = (weighted(one, self.target, run.seed)[0] for one in (start, found.family))
-        except Limit:
-            run.target.exhausted = True
-            return found
-        return found._replace(family=start, elbo=before) if before > after else found
+        groups = FRESH
+        for _ in range(2):
+            try:
+                before, after = (weighted(one, self.target, run.seed, groups)[0] for one in (start, found.family))
+                return found._replace(family=start, elbo=before) if before > after else found
+            except Limit:
+                groups = run.release() // (2 * len(chosen.parts))
+        return found
 
     def to_theta(self, family: Family) -> None:
         if self.place is not None:
@@ -104,7 +106,7 @@ class Mixing:
         """
         heavy = self.heavy(modes, modes + shoulders)
         if len(heavy) > number and self.alike:
-            return self.best([self.alone(self.part(0, place)) for place in heavy], number)
+            return self.best(self.each_alone([self.part(0, place) for place in heavy]), number)
         if len(heavy) + len(shoulders) > number > len(heavy) and self.alike:
             return self.best([self.part(0, place) for place in heavy + shoulders], number, len(heavy))
         places = [*heavy, *shoulders][:number]
@@ -118,13 +120,19 @@ class Mixing:
 
     def best(self, parts: list[Family], number: int, first: int = 0) -> Chosen:
         """So many of the parts, the `first` of them in any case, by the ELBO."""
-        kept = self.kept(parts)
+        try:
+            kept = self.kept(parts)
+        except Limit:  # the heaviest are first
+            return Chosen(parts[:number], self.run.space.initial.new_zeros(min(number, len(parts))))
         members = kept.greedy(number, list(range(first)))
         return Chosen([parts[member] for member in members], kept.elbo(members)[1].to(self.run.space.initial))
 
     def worth(self, chosen: Chosen) -> Chosen:
         """Without parts whose loss costs next to nothing."""
-        kept, members = self.kept(chosen.parts), list(range(len(chosen.parts)))
+        try:
+            kept, members = self.kept(chosen.parts), list(range(len(chosen.parts)))
+        except Limit:
+            return chosen
         whole = kept.elbo(members)[0]
         for member in sorted(members, key=lambda index: chosen.log_weights[index].item()):
             rest = [one for one in members if one != member]
@@ -136,6 +144,11 @@ class Mixing:
         """The parts of a fit and one more, at the place that gains most."""
         parts, _ = copy.deepcopy(family).mixture_parts()
         return self.best([*parts, *(self.part(0, place) for place in places)], len(parts) + 1, len(parts))
+
+    def each_alone(self, parts: list[Family]) -> list[Family]:
+        """Each fitted by itself; with half of the evaluations that are left, the heaviest first."""
+        with self.run.target.half():
+            return [part if self.run.target.exhausted else self.alone(part) for part in parts]
 
     def alone(self, part: Family) -> Family:
         """The part fitted by itself."""

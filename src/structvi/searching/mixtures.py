@@ -92,9 +92,12 @@ def _so_many(mixing: Mixing, seen: Modes, number: int, draws: int | None) -> Fou
     for _ in range(FITS):
         found = mixing.fit(mixing.chosen(*mixing.places(seen), number), draws)
         best = found if best is None or found.elbo > best.elbo else best
-        if not look(mixing, seen, found):
+        try:
+            if not look(mixing, seen, found):
+                break
+            seen.refine()
+        except Limit:
             break
-        seen.refine()
     assert best is not None
     return best
 
@@ -105,20 +108,27 @@ def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     heavy = mixing.heavy(modes, modes)
     found = mixing.fit(mixing.worth(mixing.chosen(heavy, [], len(heavy))), draws)
     for _ in range(MORE):
-        elbo, evidence = weighted(found.family, mixing.target, mixing.run.seed)
-        if look(mixing, seen, found):  # modes that were new: all of them
-            seen.refine()
-            modes, _ = mixing.places(seen)
-            trial = mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws)
-        elif evidence - elbo > GAIN and seen.shoulders and not mixing.run.target.exhausted:
-            places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
-            trial = mixing.fit(mixing.added(found.family, places), draws)
-        else:
-            break
-        if weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + GAIN:
+        try:
+            elbo, evidence = weighted(found.family, mixing.target, mixing.run.seed)
+            trial = _another(mixing, seen, found, evidence - elbo > GAIN, draws)
+            if trial is None or weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + GAIN:
+                break
+        except Limit:  # before the trial could be compared
             break
         found = trial
     return found
+
+
+def _another(mixing: Mixing, seen: Modes, found: Found, leaves: bool, draws: int | None) -> Found | None:
+    """A fit with parts at modes that a look has found or, where the fit leaves some, at what it leaves."""
+    if look(mixing, seen, found):
+        seen.refine()
+        modes, _ = mixing.places(seen)
+        return mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws)
+    if leaves and seen.shoulders and not mixing.run.target.exhausted:
+        places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
+        return mixing.fit(mixing.added(found.family, places), draws)
+    return None
 
 
 def look(mixing: Mixing, seen: Modes, found: Found) -> bool:

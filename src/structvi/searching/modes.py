@@ -224,14 +224,13 @@ class Modes:
 
     def refine(self) -> None:
         """Fit the normal of every part to what the others leave: exact for a mixture of normals."""
-        parts = self.peaks + self.shoulders
+        self.parts = parts = self.peaks + self.shoulders
         for _ in range(SWEEPS if len(parts) > 1 else 0):
             for index, part in enumerate(parts):
                 others = parts[:index] + parts[index + 1 :]
                 new = settle(residual(self.view, others), part.at, part.root)
                 if new is not None and float(part.distance(new.at.unsqueeze(0))) < 1:
                     parts[index] = self.weighed(self.view, new)
-        self.parts = parts
 
     def found(self) -> list[Mode]:
         """In θ, the heaviest first."""

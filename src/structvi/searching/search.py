@@ -44,7 +44,7 @@ SECOND = 10
 WRECK = 5.0
 #: nats that noise alone promises above which draws are too few for a full normal
 NOISY = 0.5
-#: draws that choose between the end of a search that found no optimum and where it began
+#: draws that choose between the end of a search that found no optimum and the two best stages before
 HELD = 512
 #: draws that choose between points of a climb
 HANDFUL = 8
@@ -59,7 +59,7 @@ class Search:
 
     def __init__(self, target: Target, limit: float, seed: int, tolerance: float, progress: bool):
         #: evaluations that are kept for the end of a search that the limit ends
-        self.held = 0 if limit < 16 * HELD else HELD
+        self.held = 0 if limit < 16 * HELD else 3 * HELD
         self.target = Counted(target, limit - self.held)
         self.space = target.space
         self.seed, self.tolerance = seed, tolerance
@@ -241,14 +241,23 @@ class Search:
         return Found(shape.family(normal), elbo, promise, settled)
 
     def on_held_draws(self, normal: Normal, known: list[tuple[float, Normal]]) -> Normal:
-        """The last normal of a search without end or, if better on draws not fitted, the best that began a level."""
-        self.target.limit += self.held
-        noise = self.draws_of(self.held, seed=-2) if self.held >= 2 * self.space.size else None
-        last = None if noise is None else self.around(normal, noise, full)
-        best = max(known, key=lambda one: one[0], default=None)
-        if best is None or (last is not None and last.elbo > best[0] - WRECK):
-            return normal
-        return best[1]
+        """Of the last normal of a search without end and the two best that began a level the best, on draws that none
+        has been fitted to."""
+        best = [one for _, one in sorted(known, key=lambda one: -one[0])[:2]]
+        stopped = self.target.exhausted
+        if not (self.release() and best) or HELD < 2 * self.space.size:
+            return best[0] if best else normal
+        noise = self.draws_of(HELD, seed=-2)
+        found = [(local(self.target, one, noise), one) for one in (*best, normal)]
+        if found[-1][0] is None and not stopped:
+            return normal  # it reaches where log p is not finite, as the verdict will say
+        return max(found, key=lambda one: -inf if one[0] is None else one[0].elbo)[1]
+
+    def release(self) -> int:
+        """How many evaluations were held; from now on they are not."""
+        held, self.held = self.held, 0
+        self.target.limit += held
+        return held
 
     def best_stage(self, stages: list[Normal], elbo: float, noise: Tensor, shape: Project) -> Local | None:
         """The last stage on new draws or, where it has lost much of its ELBO there, the best of all."""
