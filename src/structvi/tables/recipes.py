@@ -1,0 +1,192 @@
+"""The models that are tried on a table: inputs, hidden layers and noise, and a posterior around each."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import families
+from ..families.family import Family
+from ..front_door import Posterior, variationalize, variationalize_head
+from ..models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
+from .members import Fold, network, train
+
+#: what each noise is called, and how many numbers the network gives for it
+NOISES = ("Gaussian", "heteroscedastic", "Student-t", "heteroscedastic Student-t")
+CLASSES = "classes"
+#: the families that a name stands for, and their rank; others are given as recipes
+NAMED = {"StructuredPrecision": 8, "StructuredNormal": 8, "MeanField": 0, "FullNormal": 0}
+HIDDEN = (64, 64)
+#: at most so many numbers has a model that is fitted in closed form, of amounts and of classes
+CLOSED, CLOSED_CLASSES = 1500, 700
+#: a posterior of classes by its fixed point: most iterations, and nats
+ITERATIONS, TOLERANCE = 60, 0.05
+#: rows in a batch of the fits that take no gradient steps
+ROWS = 1024
+#: draws of a prediction, from each member
+DRAWS = 16
+
+
+def likelihood_of(noise: str) -> Likelihood:
+    """The likelihood that a name stands for.
+
+    Example:
+        >>> likelihood_of("Student-t")
+        StudentT(noise='point', df='point', initial=1.0, initial_df=4.0)
+    """
+    makers = {
+        "Gaussian": lambda: Gaussian("point"),
+        "heteroscedastic": lambda: Gaussian("head"),
+        "Student-t": lambda: StudentT(),
+        "heteroscedastic Student-t": lambda: StudentT("head"),
+        CLASSES: lambda: Categorical(),
+    }
+    if noise not in makers:
+        raise ValueError(f"the noise must be one of {tuple(makers)}, got {noise!r}")
+    return makers[noise]()
+
+
+def family_of(name: str | Family | None, rank: int | None = None) -> Family | None:
+    """The recipe that a name stands for; a recipe is itself.
+
+    Example:
+        >>> family_of("StructuredNormal", 3).rank
+        3
+    """
+    if name is None or isinstance(name, Family):
+        return name
+    if name not in NAMED:
+        raise ValueError(f"family must be one of {tuple(NAMED)}, or a recipe such as MAP(), got {name!r}")
+    kind = getattr(families, name)
+    return kind(rank=NAMED[name] if rank is None else rank) if NAMED[name] else kind()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model to try.
+
+    Attributes:
+        encoding: "plain", numbers as they are, or "bins", each also by a line bent at the edges of its bins.
+        hidden: widths of the hidden layers; () for a model that is linear in its inputs.
+        noise: of `NOISES`, or "classes".
+    """
+
+    encoding: str
+    hidden: tuple[int, ...]
+    noise: str
+
+    @property
+    def name(self) -> str:
+        if self.hidden:
+            what = f"network of {' and '.join(map(str, self.hidden))} units" + (
+                ", inputs in bins" if self.encoding == "bins" else ""
+            )
+        else:
+            what = "additive model" if self.encoding == "bins" else "linear model"
+        return what if self.noise == CLASSES else f"{what}, {self.noise} noise"
+
+    def sizes(self, inputs: int, classes: int) -> list[int]:
+        outputs = classes if self.noise == CLASSES else 2 if self.noise.startswith("heteroscedastic") else 1
+        return [inputs, *self.hidden, outputs]
+
+    def is_closed(self, inputs: int, classes: int) -> bool:
+        """Whether the posterior is found without gradient steps."""
+        most = CLOSED_CLASSES if self.noise == CLASSES else CLOSED
+        return not self.hidden and self.noise in ("Gaussian", CLASSES) and (inputs + 1) * max(1, classes) <= most
+
+
+@dataclass
+class Part:
+    """A model with a posterior for each fold.
+
+    Attributes:
+        held_out: log density of every row under the member that has not seen it, [N], in the target's scaled unit; NaN
+            of rows in no fold.
+        weight: in the mixture.
+    """
+
+    recipe: Recipe
+    posteriors: list[Posterior]
+    held_out: Tensor
+    weight: float = 0.0
+
+    @property
+    def density(self) -> float:
+        return float(self.held_out[~self.held_out.isnan()].mean())
+
+
+def batches(x: Tensor, t: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x[part], t[part]) for part in rows.split(ROWS)]
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass
+class Problem:
+    """Rows as tensors: x by encoding, [N, F] each; t [N, 1] or labels [N]; the folds; C, or 0 for amounts."""
+
+    x: dict[str, Tensor]
+    t: Tensor
+    folds: Sequence[Fold]
+    classes: int
+    seed: int
+    family: Family | None = None
+
+    def fitted(self, recipe: Recipe) -> Part:
+        """Networks or linear models, one for each fold, without a posterior where one is trained by steps."""
+        sizes = recipe.sizes(self.x[recipe.encoding].shape[1], self.classes)
+        if recipe.is_closed(sizes[0], self.classes):
+            return self._judged(recipe, self._closed(recipe, sizes))
+        trained = train(self.x[recipe.encoding], self.t, self.folds, sizes, likelihood_of(recipe.noise), self.seed)
+        posteriors = []
+        for net in trained.nets:
+            likelihood, family = copy.deepcopy(trained.likelihood), copy.deepcopy(self.family)
+            if family is None:
+                posteriors.append(variationalize_head(net, likelihood))
+            else:
+                posteriors.append(variationalize(net, likelihood, family))
+        held_out = torch.full((len(self.t),), torch.nan)
+        with torch.no_grad():
+            for fold, net in zip(self.folds, trained.nets, strict=True):
+                y = net(self.x[recipe.encoding][fold.held])
+                held_out[fold.held] = trained.likelihood(y, self.t[fold.held]).reshape(-1)
+        return Part(recipe, posteriors, held_out)
+
+    def placed(self, part: Part) -> Part:
+        """With a posterior around every network; what is in closed form has one."""
+        x = self.x[part.recipe.encoding]
+        if part.recipe.is_closed(x.shape[1], self.classes):
+            return part
+        for k, (posterior, fold) in enumerate(zip(part.posteriors, self.folds, strict=True)):
+            posterior.model.num_data = len(fold.train)
+            posterior.fit(
+                batches(x, self.t, fold.train),
+                validation=batches(x, self.t, fold.held),
+                progress=False,
+                seed=self.seed + k,
+            )
+        return self._judged(part.recipe, part.posteriors)
+
+    def _closed(self, recipe: Recipe, sizes: list[int]) -> list[Posterior]:
+        x, found = self.x[recipe.encoding], []
+        for k, fold in enumerate(self.folds):
+            net = network(sizes, stream(self.seed + k))
+            posterior = variationalize_head(net, likelihood_of(recipe.noise), num_data=len(fold.train))
+            more = {"iterations": ITERATIONS, "tolerance": TOLERANCE} if recipe.noise == CLASSES else {}
+            posterior.fit_head(batches(x, self.t, fold.train), progress=False, seed=self.seed, **more)
+            found.append(posterior)
+        return found
+
+    def _judged(self, recipe: Recipe, posteriors: list[Posterior]) -> Part:
+        held_out = torch.full((len(self.t),), torch.nan)
+        for posterior, fold in zip(posteriors, self.folds, strict=True):
+            for rows in fold.held.split(ROWS):
+                predictive = posterior.predict(
+                    self.x[recipe.encoding][rows], draws=2 * DRAWS, generator=stream(self.seed)
+                )
+                held_out[rows] = predictive.log_prob(self.t[rows]).reshape(-1)
+        return Part(recipe, posteriors, held_out)
