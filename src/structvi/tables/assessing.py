@@ -31,7 +31,7 @@ class Difference:
 
     Example:
         >>> print(Difference.of(np.array([1.0, 3.0])))
-        +2.000 ± 1.960
+        +2 ± 2
     """
 
     mean: float
@@ -51,7 +51,7 @@ class Difference:
         return self.mean - self.half > 0
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.half:.3f}"
+        return f"{self.mean:+.3g} ± {self.half:.2g}"
 
 
 @dataclass

@@ -47,12 +47,12 @@ def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part],
     if "heteroscedastic" in noises:
         first.append(Recipe("plain", (), "heteroscedastic"))
     first += [Recipe("bins", HIDDEN, kind) for kind in noises]
-    parts = [_fitted(problem, recipe, say) for recipe in first]
+    parts = [_fitted(problem, recipe, say) for recipe in dict.fromkeys(first)]
     best = max((part for part in parts if part.recipe.hidden), key=lambda part: part.density)
     parts.append(_fitted(problem, Recipe("plain", HIDDEN, best.recipe.noise), say))
     tried = {part.recipe: Tried(part.recipe.name, part.density) for part in parts}
-    kept = _shortlist(problem, parts)
-    kept = [problem.placed(part) for part in kept]
+    kept = _shortlist(parts)
+    kept = [part for part in (problem.placed(part) for part in kept) if part.density > -torch.inf]
     for part in kept:
         tried[part.recipe].density = part.density
     kept = _weighed(kept)
@@ -68,22 +68,18 @@ def _fitted(problem: Problem, recipe: Recipe, say: Say) -> Part:
     return part
 
 
-def _shortlist(problem: Problem, parts: list[Part]) -> list[Part]:
+def _shortlist(parts: list[Part]) -> list[Part]:
     """The best of those trained by steps, and all in closed form that are not far behind."""
-    closed = {
-        part.recipe: part.recipe.is_closed(problem.x[part.recipe.encoding].shape[1], problem.classes) for part in parts
-    }
-    finite = [part for part in parts if part.density == part.density and part.density > -torch.inf]
-    finite = sorted(finite, key=lambda part: -part.density)
-    steps = [part for part in finite if not closed[part.recipe]][:BEST]
-    near = [part for part in finite if closed[part.recipe]]
+    finite = sorted((part for part in parts if part.density > -torch.inf), key=lambda part: -part.density)
+    steps = [part for part in finite if part.trained is not None][:BEST]
+    near = [part for part in finite if part.trained is None]
     top = max(part.density for part in [*steps, *near])
     return [part for part in [*steps, *near] if part.density > top - BEHIND]
 
 
 def _weighed(parts: list[Part]) -> list[Part]:
     log_probs = torch.stack([part.held_out for part in parts]).double()
-    weights = weights_of(log_probs[:, ~log_probs.isnan().any(0)])
+    weights = weights_of(log_probs)
     heavy = [c for c in range(len(parts)) if weights[c] >= LEAST]
     total = float(weights[heavy].sum())
     for c in heavy:

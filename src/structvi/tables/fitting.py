@@ -11,7 +11,7 @@ from torch import Tensor
 from ..basics.checks import check_integer
 from ..families.family import Family
 from .choosing import Tried, chosen
-from .columns import Columns, values_of
+from .columns import FAR, Columns, values_of
 from .members import folds_of
 from .model import TableModel
 from .reading import TableError
@@ -127,6 +127,10 @@ def _encoded_target(goal: Target, table: "DataFrame", rows: np.ndarray, notes: l
     if goal.task == "regression":
         y = values_of(table[goal.name], "number", goal.name)[rows]
         goal.centre, goal.scale = float(y.mean()), float(y.std())
+        low, middle, high = (float(q) for q in np.quantile(y, [0.25, 0.5, 0.75]))
+        if np.abs(y - goal.centre).max() > FAR * goal.scale and high > low:
+            goal.centre, goal.scale = middle, (high - low) / 1.35
+            notes.append(f"{goal.name!r} has values far out: it is scaled by its quartiles.")
         if not goal.scale > 1e-12 * max(1e-300, np.abs(y).max()):
             raise TableError(f"the target {goal.name!r} hardly varies in the rows that are fitted: nothing to predict")
         top = np.unique(y, return_counts=True)[1].max() / len(y)

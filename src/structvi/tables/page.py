@@ -179,7 +179,7 @@ def _uncertain(fit: TableFit, found: Assessment, by: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | None = None) -> str:

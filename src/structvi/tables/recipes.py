@@ -3,15 +3,17 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import families
 from ..families.family import Family
+from ..families.precision import StructuredPrecision
 from ..front_door import Posterior, variationalize, variationalize_head
 from ..models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
-from .members import Fold, network, train
+from .members import Fold, Trained, network, train
 
 #: what each noise is called, and how many numbers the network gives for it
 NOISES = ("Gaussian", "heteroscedastic", "Student-t", "heteroscedastic Student-t")
@@ -21,6 +23,8 @@ NAMED = {"StructuredPrecision": 8, "StructuredNormal": 8, "MeanField": 0, "FullN
 HIDDEN = (64, 64)
 #: at most so many numbers has a model that is fitted in closed form, of amounts and of classes
 CLOSED, CLOSED_CLASSES = 1500, 700
+#: a last layer of so many numbers has a full normal, and a larger one a low-rank one of this rank
+FULL, RANK = 1000, 8
 #: a posterior of classes by its fixed point: most iterations, and nats
 ITERATIONS, TOLERANCE = 60, 0.05
 #: rows in a batch of the fits that take no gradient steps
@@ -102,19 +106,21 @@ class Part:
     """A model with a posterior for each fold.
 
     Attributes:
-        held_out: log density of every row under the member that has not seen it, [N], in the target's scaled unit; NaN
-            of rows in no fold.
+        held_out: log density of every row under the member that has not seen it, [N], in the target's scaled unit.
         weight: in the mixture.
+        trained: networks that have no posterior yet.
     """
 
     recipe: Recipe
     posteriors: list[Posterior]
     held_out: Tensor
     weight: float = 0.0
+    trained: Trained | None = None
 
     @property
     def density(self) -> float:
-        return float(self.held_out[~self.held_out.isnan()].mean())
+        mean = float(self.held_out.mean())
+        return mean if mean == mean else -inf
 
 
 def batches(x: Tensor, t: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -123,6 +129,16 @@ def batches(x: Tensor, t: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def stream(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def around(net: nn.Sequential, likelihood: Likelihood, family: Family | None) -> Posterior:
+    """Over all weights where a family is given, else over the last layer: a full normal, of a large layer low rank."""
+    if family is not None:
+        return variationalize(net, likelihood, family)
+    last = f"{len(net) - 1}."
+    if sum(value.numel() for name, value in net.named_parameters() if name.startswith(last)) <= FULL:
+        return variationalize_head(net, likelihood)
+    return variationalize(net, likelihood, StructuredPrecision(RANK), select=lambda name, _: name.startswith(last))
 
 
 @dataclass
@@ -142,26 +158,22 @@ class Problem:
         if recipe.is_closed(sizes[0], self.classes):
             return self._judged(recipe, self._closed(recipe, sizes))
         trained = train(self.x[recipe.encoding], self.t, self.folds, sizes, likelihood_of(recipe.noise), self.seed)
-        posteriors = []
-        for net in trained.nets:
-            likelihood, family = copy.deepcopy(trained.likelihood), copy.deepcopy(self.family)
-            if family is None:
-                posteriors.append(variationalize_head(net, likelihood))
-            else:
-                posteriors.append(variationalize(net, likelihood, family))
         held_out = torch.full((len(self.t),), torch.nan)
         with torch.no_grad():
             for fold, net in zip(self.folds, trained.nets, strict=True):
                 y = net(self.x[recipe.encoding][fold.held])
                 held_out[fold.held] = trained.likelihood(y, self.t[fold.held]).reshape(-1)
-        return Part(recipe, posteriors, held_out)
+        return Part(recipe, [], held_out, trained=trained)
 
     def placed(self, part: Part) -> Part:
         """With a posterior around every network; what is in closed form has one."""
         x = self.x[part.recipe.encoding]
-        if part.recipe.is_closed(x.shape[1], self.classes):
+        if part.trained is None:
             return part
-        for k, (posterior, fold) in enumerate(zip(part.posteriors, self.folds, strict=True)):
+        posteriors = []
+        for k, (net, fold) in enumerate(zip(part.trained.nets, self.folds, strict=True)):
+            posterior = around(net, copy.deepcopy(part.trained.likelihood), copy.deepcopy(self.family))
+            posteriors.append(posterior)
             posterior.model.num_data = len(fold.train)
             posterior.fit(
                 batches(x, self.t, fold.train),
@@ -169,7 +181,7 @@ class Problem:
                 progress=False,
                 seed=self.seed + k,
             )
-        return self._judged(part.recipe, part.posteriors)
+        return self._judged(part.recipe, posteriors)
 
     def _closed(self, recipe: Recipe, sizes: list[int]) -> list[Posterior]:
         x, found = self.x[recipe.encoding], []
