@@ -16,7 +16,7 @@ from .columns import Columns, values_of
 from .members import network
 from .pooled import Pooled
 from .reading import TableError
-from .recipes import CLASSES, DRAWS, NOISES, Part, Recipe, stream
+from .recipes import CLASSES, NOISES, Part, Recipe, pooled
 from .target import Target
 
 if TYPE_CHECKING:
@@ -49,13 +49,7 @@ class TableModel:
 
     def pooled(self, inputs: dict[str, Tensor]) -> Pooled:
         """The mixture for rows [B, F] by encoding, of the scaled target."""
-        predictives, weights = [], []
-        for part in self.parts:
-            for posterior in part.posteriors:
-                x = inputs[part.recipe.encoding]
-                predictives.append(posterior.predict(x, draws=DRAWS, generator=stream(self.seed)))
-                weights.append(part.weight / len(part.posteriors))
-        return Pooled(predictives, weights)
+        return pooled(self.parts, inputs, self.seed)
 
     def inputs(self, table: "DataFrame", notes: list[str] | None = None) -> dict[str, Tensor]:
         """Rows as tensors, by encoding; TableError where a column is missing or of another kind."""

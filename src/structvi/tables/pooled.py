@@ -55,6 +55,10 @@ class Pooled:
         return self._sum([part.epistemic + (part.mean - mean).square() for part in self.parts])
 
     @property
+    def std(self) -> Tensor:
+        return (self.epistemic + self.aleatoric).clamp(min=0).sqrt()
+
+    @property
     def entropy(self) -> Tensor:
         p = self.mean
         return -torch.xlogy(p, p).sum(1)

@@ -1,7 +1,7 @@
 """The models that are tried on a table: inputs, hidden layers and noise, and a posterior around each."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -14,6 +14,7 @@ from ..families.precision import StructuredPrecision
 from ..front_door import Posterior, variationalize, variationalize_head
 from ..models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
 from .members import Fold, Trained, network, train
+from .pooled import Pooled
 
 #: what each noise is called, and how many numbers the network gives for it
 NOISES = ("Gaussian", "heteroscedastic", "Student-t", "heteroscedastic Student-t")
@@ -121,6 +122,16 @@ class Part:
     def density(self) -> float:
         mean = float(self.held_out.mean())
         return mean if mean == mean else -inf
+
+
+def pooled(parts: Sequence[Part], inputs: Mapping[str, Tensor], seed: int, draws: int = DRAWS) -> Pooled:
+    """The mixture for rows [B, F] by encoding, with so many draws of each member: those of the seed."""
+    predictives, weights = [], []
+    for part in parts:
+        for posterior in part.posteriors:
+            predictives.append(posterior.predict(inputs[part.recipe.encoding], draws=draws, generator=stream(seed)))
+            weights.append(part.weight / len(part.posteriors))
+    return Pooled(predictives, weights)
 
 
 def batches(x: Tensor, t: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
