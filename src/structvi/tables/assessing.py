@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import log, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +11,7 @@ from .baselines import LEVELS, Baselines, crps
 from .columns import values_of
 from .fitting import TableFit
 from .model import ROWS, TableModel
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from .reading import Table
 
 #: of the intervals whose coverage is looked at
 COVERAGE = (0.5, 0.8, 0.9, 0.95)
@@ -68,7 +66,7 @@ class Assessment:
         coverage: level → share of test rows inside; of classes: bins of (probability of the likeliest, share right, n).
     """
 
-    predictions: "DataFrame"
+    predictions: Table
     log_prob: np.ndarray
     against: dict[str, Difference]
     best: str
@@ -121,7 +119,7 @@ def assess(fit: TableFit, others: Baselines) -> Assessment:
     return found
 
 
-def _scores(model: TableModel, test: "DataFrame") -> tuple[np.ndarray, np.ndarray | None, dict[float, float]]:
+def _scores(model: TableModel, test: Table) -> tuple[np.ndarray, np.ndarray | None, dict[float, float]]:
     """Log densities [T], quantiles [T, Q] in the target's unit, and the share of rows inside each interval."""
     inputs, t = model.inputs(test.drop(columns=model.target.name)), model.target.encode(test)
     log_prob, quantiles, pit = [], [], []
@@ -148,7 +146,7 @@ def _reliability(p: np.ndarray, right: np.ndarray, bins: int = 8) -> list[tuple[
     return [(float(p[part].mean()), float(right[part].mean()), len(part)) for part in parts]
 
 
-def _explain(fit: TableFit, found: Assessment, features: "DataFrame", test: "DataFrame") -> None:
+def _explain(fit: TableFit, found: Assessment, features: Table, test: Table) -> None:
     """Distance to the data and a reason in words, for every test row."""
     model, table = fit.model, found.predictions
     fitted = fit.table.iloc[fit.split.fit.numpy()[:REFERENCE]].drop(columns=model.target.name)

@@ -3,14 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .reading import TableError
-
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+from .reading import Table, TableError, Values, pandas_module
 
 #: bins of a number, levels of a category that are told apart, rows that a level must have
 BINS, LEVELS, FEWEST = 32, 30, 3
@@ -88,9 +85,9 @@ class Column:
         return np.clip((z - low) / (high - low), 0.0, 1.0) - 0.5
 
 
-def values_of(series: "Series", kind: str, name: str) -> np.ndarray:
+def values_of(series: Values, kind: str, name: str) -> np.ndarray:
     """A column's values: float64 with NaN, or strings with "" where missing; TableError where they are no such."""
-    import pandas
+    pandas = pandas_module()
 
     if kind == "category":
         return _words(series)
@@ -114,8 +111,8 @@ def values_of(series: "Series", kind: str, name: str) -> np.ndarray:
     return x
 
 
-def _words(series: "Series") -> np.ndarray:
-    import pandas
+def _words(series: Values) -> np.ndarray:
+    pandas = pandas_module()
 
     if pandas.api.types.is_float_dtype(series):  # 1.0 of a column with gaps is the 1 of one without
         whole = series.dropna() % 1 == 0
@@ -136,7 +133,7 @@ def _check_finite(name: str, x: np.ndarray) -> None:
         )
 
 
-def _text_in_numbers(name: str, bad: "Series") -> str:
+def _text_in_numbers(name: str, bad: Values) -> str:
     shown = ", ".join(f"{str(value)!r} in row {row + 1}" for row, value in bad.head(3).items())
     return (
         f"column {name!r} has numbers and {len(bad)} fields that are none: {shown}. Correct them, or leave them empty "
@@ -144,9 +141,9 @@ def _text_in_numbers(name: str, bad: "Series") -> str:
     )
 
 
-def _dates(series: "Series") -> "Series | None":
+def _dates(series: Values) -> Values | None:
     """As dates, where every text is one."""
-    import pandas
+    pandas = pandas_module()
 
     text = series.dropna().astype(str).str.strip()
     if not len(text) or not text.str.match(r"^\d{4}-\d{1,2}-\d{1,2}|^\d{1,2}[./]\d{1,2}[./]\d{2,4}").all():
@@ -158,9 +155,9 @@ def _dates(series: "Series") -> "Series | None":
     return None
 
 
-def kind_of(series: "Series", name: str, rows: int) -> tuple[str, str]:
+def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
     """("number", "date" or "category", "") or ("", why the column is left out)."""
-    import pandas
+    pandas = pandas_module()
 
     present = series.dropna()
     if not len(present):
@@ -188,7 +185,7 @@ def kind_of(series: "Series", name: str, rows: int) -> tuple[str, str]:
     return "category", ""
 
 
-def _kind_of_numbers(present: "Series", name: str, rows: int) -> tuple[str, str]:
+def _kind_of_numbers(present: Values, name: str, rows: int) -> tuple[str, str]:
     values = present.to_numpy(dtype=np.float64)
     if np.ptp(values) == 0 and np.isfinite(values).all():
         return "", "it has one value only"
@@ -248,7 +245,7 @@ class Columns:
     left_out: dict[str, str]
 
     @classmethod
-    def of(cls, table: "DataFrame", given: Mapping[str, str], rows: Sequence[int] | None = None) -> "Columns":
+    def of(cls, table: Table, given: Mapping[str, str], rows: Sequence[int] | None = None) -> "Columns":
         """What each column is; `given` says it for some. Scales are those of `rows`, all by default."""
         kinds: dict[str, str] = {}
         left_out: dict[str, str] = {}
@@ -273,7 +270,7 @@ class Columns:
     def describe(self) -> list[str]:
         return [f"{column.name!r}: {column.describe()}" for column in self.columns]
 
-    def encode(self, table: "DataFrame") -> "Encoded":
+    def encode(self, table: Table) -> "Encoded":
         """Rows as numbers, after a check of the columns."""
         gone = [column.name for column in self.columns if column.name not in table.columns]
         if gone:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,12 +13,9 @@ from .choosing import Tried, chosen
 from .columns import FAR, Columns, values_of
 from .members import folds_of
 from .model import TableModel
-from .reading import TableError
+from .reading import Table, TableError
 from .recipes import NOISES, Problem, family_of
 from .target import Split, Target, split, target_of, with_target
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 #: rows that are fitted and tested at most, of a longer table a random sample
 MOST_ROWS = 60_000
@@ -44,13 +40,13 @@ class TableFit:
     """
 
     model: TableModel
-    table: "DataFrame"
+    table: Table
     split: Split
     tried: list[Tried]
     notes: list[str] = field(default_factory=list)
 
     @property
-    def test(self) -> "DataFrame":
+    def test(self) -> Table:
         return self.table.iloc[self.split.test.numpy()].reset_index(drop=True)
 
     def folds(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -63,7 +59,7 @@ def count_of(parts: Split) -> int:
 
 
 def fit_table(
-    table: "DataFrame",
+    table: Table,
     target: str,
     *,
     task: str = "auto",
@@ -123,7 +119,7 @@ def fit_table(
     return TableFit(model, table, parts, tried, notes)
 
 
-def _encoded_target(goal: Target, table: "DataFrame", rows: np.ndarray, notes: list[str]) -> Tensor:
+def _encoded_target(goal: Target, table: Table, rows: np.ndarray, notes: list[str]) -> Tensor:
     if goal.task == "regression":
         y = values_of(table[goal.name], "number", goal.name)[rows]
         goal.centre, goal.scale = float(y.mean()), float(y.std())
@@ -150,7 +146,7 @@ def _split_in_words(parts: Split, goal: Target, seed: int) -> str:
     )
 
 
-def _ranges(columns: Columns, features: "DataFrame", rows: np.ndarray) -> dict[str, tuple[float, float]]:
+def _ranges(columns: Columns, features: Table, rows: np.ndarray) -> dict[str, tuple[float, float]]:
     found = {}
     for column in columns.columns:
         if column.kind != "category":

@@ -155,7 +155,8 @@ class _Run:
             nn.utils.clip_grad_norm_(self.values, CLIP * len(self.train) ** 0.5)
             optimizer.step()
             with torch.no_grad():
-                torch._foreach_lerp_(self.mean, self.values, 1 - min(KEEP, i / (i + 1)))
+                for mean, value in zip(self.mean, self.values, strict=True):
+                    mean.lerp_(value, 1 - min(KEEP, i / (i + 1)))
             if i % LOOK == LOOK - 1:
                 gained = i if self._look() else gained
                 if i - gained > PATIENCE * self.steps:

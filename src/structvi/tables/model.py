@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,9 @@ from ..front_door import load
 from .columns import Columns, values_of
 from .members import network
 from .pooled import Pooled
-from .reading import TableError
+from .reading import Table, TableError, pandas_module
 from .recipes import CLASSES, NOISES, Part, Recipe, pooled
 from .target import Target
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 KIND, FORMAT, FILE = "structvi table", 1, "model.json"
 #: rows that are predicted at once
@@ -51,14 +48,14 @@ class TableModel:
         """The mixture for rows [B, F] by encoding, of the scaled target."""
         return pooled(self.parts, inputs, self.seed)
 
-    def inputs(self, table: "DataFrame", notes: list[str] | None = None) -> dict[str, Tensor]:
+    def inputs(self, table: Table, notes: list[str] | None = None) -> dict[str, Tensor]:
         """Rows as tensors, by encoding; TableError where a column is missing or of another kind."""
         encoded = self.columns.encode(table)
         if notes is not None:
             notes += encoded.notes
         return {name: torch.as_tensor(encoded.inputs(name), dtype=torch.float32) for name in ("plain", "bins")}
 
-    def predict(self, table: "DataFrame", notes: list[str] | None = None) -> "DataFrame":
+    def predict(self, table: Table, notes: list[str] | None = None) -> Table:
         """A row for each row of the table.
 
         Of amounts: mean, sd, the ends of the interval, epistemic_sd and aleatoric_sd with
@@ -66,7 +63,7 @@ class TableModel:
         entropy and its two parts, epistemic (mutual information) and aleatoric. `outside` names the columns in which a
         row lies beyond what was fitted.
         """
-        import pandas
+        pandas = pandas_module()
 
         inputs = self.inputs(table, notes)
         frames = []
@@ -104,7 +101,7 @@ class TableModel:
             "aleatoric_sd": (aleatoric.sqrt() * scale).numpy(),
         }
 
-    def outside(self, table: "DataFrame") -> list[str]:
+    def outside(self, table: Table) -> list[str]:
         """The columns, with spaces between, in which a row is beyond the range or levels that were fitted."""
         names = [[] for _ in range(len(table))]
         for column in self.columns.columns:

@@ -9,7 +9,7 @@ from .assessing import Assessment
 from .model import TableModel
 
 BLUE, RED, GREY = "#20639b", "#c2243b", "#888888"
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
 #: rows in the picture of intervals
 SHOWN = 60
 

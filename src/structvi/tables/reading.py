@@ -5,12 +5,13 @@ import io
 import os
 import re
 import warnings
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
+#: a pandas table, and one of its columns: without stubs a type checker knows neither
+Table = Any
+Values = Any
 #: what stands for a missing value, beside an empty field and pandas' own words (NA, NaN, null, ..)
 MISSING = ("?", "-", "--", ".", "NA", "N/A", "n.a.", "na", "none", "None", "missing", "unknown value")
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -32,7 +33,7 @@ class TableError(ValueError):
     """A file, or a table, of which nothing can be made; the message says what to do."""
 
 
-def read_table(path: str | os.PathLike, encoding: str = "utf-8", notes: list[str] | None = None) -> "DataFrame":
+def read_table(path: str | os.PathLike, encoding: str = "utf-8", notes: list[str] | None = None) -> Table:
     """A CSV or Parquet file as a pandas table.
 
     Args:
@@ -53,7 +54,7 @@ def read_table(path: str | os.PathLike, encoding: str = "utf-8", notes: list[str
     """
     notes = [] if notes is None else notes
     path = Path(path)
-    _pandas()
+    pandas_module()
     if path.is_dir():
         raise TableError(f"{path} is a folder: give the file itself")
     if not path.exists():
@@ -71,16 +72,16 @@ def read_table(path: str | os.PathLike, encoding: str = "utf-8", notes: list[str
     return table
 
 
-def _pandas():
+def pandas_module() -> Any:
+    """pandas, imported when it is asked for; TableError where it is not installed."""
     try:
-        import pandas
+        return import_module("pandas")
     except ModuleNotFoundError:
         raise TableError(f"tables are read by pandas, which is not installed: {EXTRA}") from None
-    return pandas
 
 
-def _parquet(path: Path) -> "DataFrame":
-    pandas = _pandas()
+def _parquet(path: Path) -> Table:
+    pandas = pandas_module()
     try:
         table = pandas.read_parquet(path)
     except ImportError:
@@ -97,8 +98,8 @@ def _parquet(path: Path) -> "DataFrame":
     return table.reset_index(drop=True)
 
 
-def _text(path: Path, encoding: str, notes: list[str]) -> "DataFrame":
-    pandas = _pandas()
+def _text(path: Path, encoding: str, notes: list[str]) -> Table:
+    pandas = pandas_module()
     raw = path.read_bytes()
     for start, what in _KINDS.items():
         if raw.startswith(start):

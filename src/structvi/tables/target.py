@@ -2,17 +2,14 @@
 
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .columns import kind_of, values_of
-from .reading import TableError
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from .reading import Table, TableError, pandas_module
 
 TASKS = ("auto", "regression", "classification")
 #: rows that a table needs, classes that it may have, rows that each class needs
@@ -37,7 +34,7 @@ class Target:
     centre: float = 0.0
     scale: float = 1.0
 
-    def encode(self, table: "DataFrame") -> Tensor:
+    def encode(self, table: Table) -> Tensor:
         """[N, 1] numbers or [N] labels; a class that was not fitted is −1."""
         if self.task == "regression":
             values = values_of(table[self.name], "number", self.name)
@@ -63,7 +60,7 @@ class Target:
         return target
 
 
-def with_target(table: "DataFrame", name: str, notes: list[str]) -> "DataFrame":
+def with_target(table: Table, name: str, notes: list[str]) -> Table:
     """The rows in which the target is there."""
     if name not in table.columns:
         near = [column for column in table.columns if column.lower().strip() == name.lower().strip()]
@@ -85,7 +82,7 @@ def with_target(table: "DataFrame", name: str, notes: list[str]) -> "DataFrame":
     return table
 
 
-def target_of(table: "DataFrame", name: str, task: str, notes: list[str]) -> Target:
+def target_of(table: Table, name: str, task: str, notes: list[str]) -> Target:
     """Amount or class: as `task` says, or as the values say, with a sentence on which and why."""
     if task not in TASKS:
         raise TableError(f"--task must be one of {', '.join(TASKS)}, got {task!r}")
@@ -121,7 +118,7 @@ def target_of(table: "DataFrame", name: str, task: str, notes: list[str]) -> Tar
 
 
 def _task_of(series: Any, name: str, rows: int) -> tuple[str, str]:
-    import pandas
+    pandas = pandas_module()
 
     if not pandas.api.types.is_numeric_dtype(series) or pandas.api.types.is_bool_dtype(series):
         kind = "category" if pandas.api.types.is_bool_dtype(series) else kind_of(series, name, rows)[0]
