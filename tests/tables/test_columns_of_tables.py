@@ -135,6 +135,7 @@ def test_far_beyond_the_range_an_input_stays():
         ([3, 4, 5] * 20, "regression", "3 different"),
         ([0.5, 1.5, 2.5] * 20, "regression", "3 different"),
         (list(range(1, 41)), "regression", "40 different"),
+        ([0] * 20 + [1] * 15 + [2] * 8 + [3], "regression", "4 different"),  # counts: too few threes for a class
     ],
 )
 def test_the_task_is_told(values, task, words):

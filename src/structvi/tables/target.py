@@ -14,8 +14,8 @@ from .reading import Table, TableError, pandas_module
 TASKS = ("auto", "regression", "classification")
 #: rows that a table needs, classes that it may have, rows that each class needs
 FEWEST_ROWS, MOST_CLASSES, FEWEST_OF_CLASS = 30, 50, 5
-#: whole numbers 0, 1, .. or 1, 2, .. up to so many are taken for classes, where each has so many rows on average
-FEW_NUMBERS, ROWS_EACH = 20, 10
+#: whole numbers 0, 1, .. or 1, 2, .. up to so many are taken for classes, where each has rows enough for one
+FEW_NUMBERS = 10
 
 
 @dataclass
@@ -127,11 +127,11 @@ def _task_of(series: Any, name: str, rows: int) -> tuple[str, str]:
         if kind == "date":
             raise TableError(f"the target {name!r} has dates: make them numbers, such as days until then, first")
         return "classification", "its values are words"
-    values = np.unique(values_of(series, "number", name))
+    values, counts = np.unique(values_of(series, "number", name), return_counts=True)
     if len(values) == 2:
         return "classification", "it has two values"
     whole = bool((values % 1 == 0).all()) and values[0] in (0.0, 1.0) and values[-1] - values[0] == len(values) - 1
-    if whole and len(values) <= FEW_NUMBERS and rows >= ROWS_EACH * len(values):
+    if whole and len(values) <= FEW_NUMBERS and counts.min() >= FEWEST_OF_CLASS:
         return "classification", f"its values are the whole numbers {values[0]:g} to {values[-1]:g}"
     return "regression", f"it has {len(values)} different numbers"
 
