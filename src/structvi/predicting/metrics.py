@@ -8,7 +8,7 @@ batch is the mixture of its chunks' predictives. Over batches only sums and hist
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import nan, sqrt
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -173,8 +173,9 @@ def ood_auroc(
                     "ood_auroc takes a posterior and two loaders, or None and two predictives; got "
                     f"{type(posterior).__name__} and, as {name}, {type(one).__name__}"
                 )
+        assert posterior is not None
         chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
-        sides = [torch.cat(list(_scores(chunks, loader, score))) for loader in loaders.values()]
+        sides = [torch.cat(list(_scores(chunks, cast(Iterable[Any], one), score))) for one in loaders.values()]
     for name, side in zip(loaders, sides, strict=True):
         if bad := int((~side.isfinite()).sum()):
             raise ValueError(

@@ -47,6 +47,8 @@ def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part],
     if "heteroscedastic" in noises:
         first.append(Recipe("plain", (), "heteroscedastic"))
     first += [Recipe("bins", HIDDEN, kind) for kind in noises]
+    if problem.classes:
+        first.append(Recipe("bins", HIDDEN, CLASSES, shrink=True))
     parts = [_fitted(problem, recipe, say) for recipe in dict.fromkeys(first)]
     best = max((part for part in parts if part.recipe.hidden), key=lambda part: part.density)
     parts.append(_fitted(problem, Recipe("plain", HIDDEN, best.recipe.noise), say))

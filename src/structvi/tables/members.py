@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..models.likelihoods import Gaussian, Likelihood, StudentT
 
 #: learning rate, steps until it is reached, weight decay of AdamW, and the norm that gradients are clipped at
-LR, WARMUP, DECAY, CLIP = 5e-3, 50, 1e-2, 10.0
+LR, WARMUP, DECAY, CLIP = 5e-3, 50, 0.3, 10.0
 #: the weights that are kept are a running mean of those of the last 1/(1 − KEEP) steps
 KEEP = 0.98
 #: steps between two looks at the folds; of all steps, the share without a gain after which training ends
@@ -100,7 +100,13 @@ class _Stack(nn.Module):
 
 
 def train(
-    x: Tensor, t: Tensor, folds: Sequence[Fold], sizes: Sequence[int], likelihood: Likelihood, seed: int
+    x: Tensor,
+    t: Tensor,
+    folds: Sequence[Fold],
+    sizes: Sequence[int],
+    likelihood: Likelihood,
+    seed: int,
+    decay: float = DECAY,
 ) -> Trained:
     """Networks by AdamW on −log p(t | y), kept where the folds are most probable.
 
@@ -110,11 +116,12 @@ def train(
         sizes: of the layers, with those of input and output.
         likelihood: what it learns itself is shared by the members while they train.
         seed: of starts and minibatches.
+        decay: of the weights.
     """
     generator = torch.Generator().manual_seed(seed)
     nets = [network(sizes, generator) for _ in folds]
     run = _Run(_Stack(nets), likelihood, x, t, folds, generator)
-    run.loop()
+    run.loop(decay)
     run.stack.into(nets)
     return Trained(nets, likelihood, run.best)
 
@@ -141,8 +148,11 @@ class _Run:
         self.kept = [value.detach().clone() for value in self.values]
         self.best = -inf
 
-    def loop(self) -> None:
-        optimizer = torch.optim.AdamW(self.values, lr=LR, weight_decay=DECAY)
+    def loop(self, decay: float) -> None:
+        learned = list(self.likelihood.parameters())
+        weights = self.values[: len(self.values) - len(learned)]
+        groups = [{"params": weights}, {"params": learned, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups if learned else weights, lr=LR, weight_decay=decay)
         gained = 0
         for i in range(self.steps):
             for group in optimizer.param_groups:

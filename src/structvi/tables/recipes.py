@@ -13,7 +13,7 @@ from ..families.family import Family
 from ..families.precision import StructuredPrecision
 from ..front_door import Posterior, variationalize, variationalize_head
 from ..models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
-from .members import Fold, Trained, network, train
+from .members import DECAY, Fold, Trained, network, train
 from .pooled import Pooled
 
 #: what each noise is called, and how many numbers the network gives for it
@@ -22,6 +22,8 @@ CLASSES = "classes"
 #: the families that a name stands for, and their rank; others are given as recipes
 NAMED = {"StructuredPrecision": 8, "StructuredNormal": 8, "MeanField": 0, "FullNormal": 0}
 HIDDEN = (64, 64)
+#: decay of the weights of a network that is to have small ones
+SHRINK = 3.0
 #: at most so many numbers has a model that is fitted in closed form, of amounts and of classes
 CLOSED, CLOSED_CLASSES = 1500, 700
 #: a last layer of so many numbers has a full normal, and a larger one a low-rank one of this rank
@@ -76,11 +78,13 @@ class Recipe:
         encoding: "plain", numbers as they are, or "bins", each also by a line bent at the edges of its bins.
         hidden: widths of the hidden layers; () for a model that is linear in its inputs.
         noise: of `NOISES`, or "classes".
+        shrink: whether the weights are kept small while it is trained.
     """
 
     encoding: str
     hidden: tuple[int, ...]
     noise: str
+    shrink: bool = False
 
     @property
     def name(self) -> str:
@@ -88,6 +92,7 @@ class Recipe:
             what = f"network of {' and '.join(map(str, self.hidden))} units" + (
                 ", inputs in bins" if self.encoding == "bins" else ""
             )
+            what += ", small weights" if self.shrink else ""
         else:
             what = "additive model" if self.encoding == "bins" else "linear model"
         return what if self.noise == CLASSES else f"{what}, {self.noise} noise"
@@ -168,7 +173,8 @@ class Problem:
         sizes = recipe.sizes(self.x[recipe.encoding].shape[1], self.classes)
         if recipe.is_closed(sizes[0], self.classes):
             return self._judged(recipe, self._closed(recipe, sizes))
-        trained = train(self.x[recipe.encoding], self.t, self.folds, sizes, likelihood_of(recipe.noise), self.seed)
+        likelihood, decay = likelihood_of(recipe.noise), SHRINK if recipe.shrink else DECAY
+        trained = train(self.x[recipe.encoding], self.t, self.folds, sizes, likelihood, self.seed, decay)
         held_out = torch.full((len(self.t),), torch.nan)
         with torch.no_grad():
             for fold, net in zip(self.folds, trained.nets, strict=True):
