@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup test test-gpu lint reproduce bench bench-compare docs clean
+.PHONY: setup test test-gpu lint reproduce bench bench-compare docs dist release clean
 
 setup: .venv/.installed
 
@@ -59,6 +59,20 @@ bench-compare: setup
 
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# wheel and sdist, and the wheel in a bare environment: core alone, README's first example
+dist: setup
+	rm -rf dist build/bare
+	$(PIP_INSTALL) build
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv build/bare
+	build/bare/bin/python -m pip install --quiet -c $(CONSTRAINTS) dist/*.whl
+	build/bare/bin/python -m pip check
+	cd build && bare/bin/python ../tools/try_wheel.py ../README.md
+
+# make release VERSION=0.2.0   refuses a dirty tree; writes the changelog's section and the version
+release:
+	$(PYTHON) tools/release.py $(VERSION)
 
 clean:
 	rm -rf report site dist build .pytest_cache .ruff_cache .hypothesis

@@ -40,6 +40,7 @@ ROOMS = (
     "front_door",
     "network_mixture",
     "testing",
+    "tables",
     "integrations",
     "studies",
     "cli",

@@ -1,7 +1,9 @@
-"""The command line: `structvi reproduce`, `structvi check`, `structvi families`."""
+"""The command line: `structvi fit`, `predict`, `reproduce`, `check` and `families`."""
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,6 +60,8 @@ def _app() -> Any:
         if context.invoked_subcommand is None:
             print(context.get_help())
 
+    _add_fit(app)
+    _add_predict(app)
     _add_reproduce(app)
     _add_check(app)
 
@@ -69,6 +73,86 @@ def _app() -> Any:
         print(table())
 
     return app
+
+
+def _add_fit(app: Any) -> None:
+    import typer
+
+    @app.command()
+    def fit(
+        data: Annotated[Path, typer.Argument(help="A CSV or Parquet file, with a line of column names.")],
+        target: Annotated[str, typer.Option(help="The column to predict.")],
+        task: Annotated[str, typer.Option(help="auto, regression or classification.")] = "auto",
+        out: Annotated[Path, typer.Option(help="Folder for report.html, predictions.csv and the model.")] = Path(
+            "fitted"
+        ),
+        family: Annotated[
+            str | None,
+            typer.Option(help="Of a posterior over all weights: MeanField, StructuredPrecision, ..; slower."),
+        ] = None,
+        noise: Annotated[str, typer.Option(help="auto, Gaussian, heteroscedastic, Student-t, ..")] = "auto",
+        category: Annotated[list[str] | None, typer.Option(help="A column that is a category; repeat it.")] = None,
+        number: Annotated[list[str] | None, typer.Option(help="A column of numbers; repeat it.")] = None,
+        level: Annotated[float, typer.Option(help="Of the intervals.")] = 0.9,
+        encoding: Annotated[str, typer.Option(help="Of a text file.")] = "utf-8",
+        seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+    ) -> None:
+        """Predict a column of a table from the others, with uncertainty."""
+        from .basics.folder_lock import FolderInUse, folder_lock
+        from .studies.files import write_together
+
+        with _answers():
+            from .tables.command import REPORT, fit_file
+
+            _check_out(out)
+            try:
+                with folder_lock(out, "structvi fit"):
+                    fitted = fit_file(
+                        data, target, task=task, family=family, noise=noise, category=category or (),
+                        number=number or (), encoding=encoding, level=level, seed=seed, say=print,
+                    )  # fmt: skip
+                    write_together(out, fitted.write)
+            except FolderInUse as error:
+                raise typer.BadParameter(str(error), param_hint="--out") from None
+        print(f"\n{fitted}\n\n{out / REPORT}")
+
+
+def _add_predict(app: Any) -> None:
+    import typer
+
+    @app.command()
+    def predict(
+        folder: Annotated[Path, typer.Argument(help="What `structvi fit --out` wrote.")],
+        data: Annotated[Path, typer.Argument(help="A file with the columns of the one that was fitted.")],
+        out: Annotated[Path | None, typer.Option(help="A CSV file to write; else it is printed.")] = None,
+        encoding: Annotated[str, typer.Option(help="Of a text file.")] = "utf-8",
+    ) -> None:
+        """Predictions for new rows: mean, sd, interval or class probabilities, with both parts of the uncertainty."""
+        with _answers():
+            from .tables.command import predict_file
+
+            text, notes = predict_file(folder, data, out, encoding)
+        for note in notes:
+            print(note, file=sys.stderr)
+        print(text if out is None else out, end="" if out is None else "\n")
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """What a user can mend is said in a line, with the exit code 2."""
+    import typer
+
+    from .storing.header import CheckpointError
+    from .tables.reading import TableError
+
+    try:
+        yield
+    except (TableError, FileNotFoundError, CheckpointError, ValueError) as error:
+        print(f"structvi: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _add_reproduce(app: Any) -> None:

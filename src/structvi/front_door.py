@@ -24,6 +24,7 @@ from .posterior import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, Pos
 from .predicting.calibration import calibrate
 from .predicting.function_space import output_moments
 from .predicting.metrics import evaluate
+from .predicting.overview import summary
 from .predicting.predict import mean_network, predict, sample, sample_network
 from .predicting.predictor import predictor
 from .result import Result
@@ -95,6 +96,9 @@ class Posterior(PosteriorBase):
 
     sample_network = sample_network
     """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
+
+    summary = summary
+    """What is random, how wide it is, and what the last fit came to, in a few lines: `print(posterior.summary())`."""
 
     mean_network = mean_network
     """A copy of the network at the posterior mean of its weights."""

@@ -173,3 +173,24 @@ def test_scikit_learn_missing_is_said():
     code = "import sys\nsys.modules['sklearn'] = None\nimport structvi\nimport structvi.integrations.sklearn"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert 'pip install "structvi[sklearn]"' in done.stderr
+
+
+def test_auto_is_the_way_of_the_tables(monkeypatch):
+    """hidden="auto" tries the models of `structvi fit`; a line is found in closed form, whatever the networks do."""
+    for name, value in (("members.STEPS", 20), ("members.MOST_STEPS", 20), ("choosing.HIDDEN", (4,))):
+        monkeypatch.setattr(f"structvi.tables.{name}", value)
+    X, y = line()
+    model = BayesianRegressor("auto", random_state=0).fit(X, y)
+    mean, std = model.predict(X, return_std=True)
+    assert np.sqrt(np.mean((mean - y) ** 2)) < 7  # noise 5, N = 60: within three standard errors, and some overfit
+    assert (std > 2).all()
+    assert "linear model, Gaussian noise" in [one.name for one in model.tried_ if one.weight]
+    np.testing.assert_array_equal(BayesianRegressor("auto", random_state=0).fit(X, y).predict(X), mean)
+    classifier = BayesianClassifier("auto", random_state=0).fit(X, y > 100)
+    p = classifier.predict_proba(X)
+    np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)
+    assert classifier.score(X, y > 100) > 0.85
+    with pytest.raises(ValueError, match="one number to predict, got 2"):
+        BayesianRegressor("auto").fit(X, np.stack([y, y], 1))
+    with pytest.raises(ValueError, match="or \"auto\", got 'deep'"):
+        BayesianRegressor("deep").fit(X, y)

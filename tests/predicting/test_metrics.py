@@ -273,3 +273,17 @@ def test_one_row_has_no_standard_error():
 def test_levels_are_probabilities():
     with pytest.raises(ValueError, match="levels must be probabilities"):
         evaluate(posterior(1, lk.Gaussian(1.0)), [], levels=(95,))
+
+
+def test_ood_auroc_of_predictives_is_that_of_loaders():
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical(), vi.MeanField(), num_data=10)
+    near, far = torch.randn(20, 2), 3 + torch.randn(30, 2)
+    seed = torch.Generator().manual_seed
+    for score in ("entropy", "mutual_information"):
+        both = (bayes.predict(x, draws=16, generator=seed(1)) for x in (near, far))
+        loaders = ood_auroc(bayes, [near], [far], score, draws=16, generator=seed(1))
+        assert ood_auroc(None, *both, score) == pytest.approx(loaders, abs=1e-6)
+    with pytest.raises(TypeError, match="None and two predictives"):
+        ood_auroc(bayes, bayes.predict(near), [far])
+    with pytest.raises(TypeError, match="None and two predictives"):
+        ood_auroc(None, [near], [far])

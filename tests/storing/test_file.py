@@ -613,3 +613,8 @@ def test_an_absurd_header_length_takes_no_memory(path):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="header does not fit"):
         read(path)
+
+
+def test_a_missing_file_is_not_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        read(tmp_path / "gone.safetensors")

@@ -35,6 +35,8 @@ def test_columns():
     assert len(History.from_tensor(History().to_tensor())) == 0
     with pytest.raises(ValueError, match="a history holds"):
         record["loss"]
+    with pytest.raises(KeyError, match=r"^a history holds .*got 'loss'$"):
+        record["loss"]
     with pytest.raises(ValueError, match="a history holds"):
         record.append(loss=1.0)
 

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from .. import families
 from ..basics.random_streams import borrowed_stream
 from ..families.family import Family
 from ..front_door import Posterior, variationalize
 from ..models.likelihoods import Categorical, Gaussian, Likelihood
 from ..models.priors.scale import NormalPrior
 from ..predicting.predictive import Predictive
+from ..tables.arrays import ArrayFit, fit_array
+from ..tables.pooled import Pooled
+from ..tables.recipes import NAMED, family_of
 from ..training.result import FitResult
 
 try:
@@ -28,8 +30,6 @@ except ImportError:
         'structvi.integrations.sklearn needs scikit-learn ≥ 1.6: pip install "structvi[sklearn]"'
     ) from None
 
-#: The families that a name stands for, and whether they take the estimator's rank; others are given as recipes.
-NAMED = {"StructuredPrecision": True, "StructuredNormal": True, "MeanField": False, "FullNormal": False}
 #: So many steps a fit takes where epochs are not given.
 STEPS = 4000
 #: So many rows are predicted at once.
@@ -41,10 +41,11 @@ class _Estimator(BaseEstimator):
 
     posterior_: Posterior
     result_: FitResult
+    _auto: ArrayFit | None = None
 
     def __init__(
         self,
-        hidden: Sequence[int] = (50,),
+        hidden: Sequence[int] | str = (50,),
         *,
         family: str | Family = "StructuredPrecision",
         rank: int = 5,
@@ -75,6 +76,10 @@ class _Estimator(BaseEstimator):
         """X [N, F] as it came, t [N, ..] as the likelihood takes it."""
         self._inputs = _Standard(X)
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        self._auto = None
+        if isinstance(self.hidden, str):
+            self._fit_auto(X, t, outputs)
+            return
         generator = torch.Generator().manual_seed(self._seed)
         sizes = [X.shape[1], *_sizes(self.hidden), outputs]
         with borrowed_stream(generator):
@@ -90,19 +95,37 @@ class _Estimator(BaseEstimator):
             loader, epochs=epochs, lr=self.lr, groups=self.groups, seed=self._seed, progress=self.verbose
         )
 
-    def _recipe(self, sizes: Sequence[int]) -> Family:
-        if isinstance(self.family, Family):
-            return self.family
-        if self.family not in NAMED:
-            raise ValueError(f"family must be one of {tuple(NAMED)}, or a recipe such as MAP(), got {self.family!r}")
-        kind = getattr(families, self.family)
-        P = sum(a * b + b for a, b in pairwise(sizes))
-        return kind(rank=min(self.rank, P)) if NAMED[self.family] else kind()
+    def _fit_auto(self, X: np.ndarray, t: Tensor, outputs: int) -> None:
+        """The way of `structvi fit`; "StructuredPrecision", the default, stands for its own default."""
+        if self.hidden != "auto":
+            raise ValueError(f'hidden must be the widths of the hidden layers, or "auto", got {self.hidden!r}')
+        is_number = t.dtype.is_floating_point
+        if is_number and outputs > 1:
+            raise ValueError(f'hidden="auto" is for one number to predict, got {outputs}: fit one estimator for each')
+        family = None if self.family == "StructuredPrecision" else family_of(self.family, self.rank)
+        self._auto = fit_array(X, t, 0 if is_number else outputs, self._seed, family, "auto")
+        self.tried_ = self._auto.tried
+        self.posterior_ = self._auto.parts[0].posteriors[0]
+        assert isinstance(self.posterior_.last_fit, FitResult)
+        self.result_ = self.posterior_.last_fit
 
-    def predictive(self, X: Any) -> Iterable[Predictive]:
+    def _recipe(self, sizes: Sequence[int]) -> Family:
+        P = sum(a * b + b for a, b in pairwise(sizes))
+        recipe = family_of(self.family, min(self.rank, P))
+        if recipe is None:
+            raise ValueError(f"family must be one of {tuple(NAMED)}, or a recipe such as MAP(), got None")
+        return recipe
+
+    def predictive(self, X: Any) -> Iterable[Predictive | Pooled]:
         """Predictive distributions of the standardised target, `ROWS` rows at a time, all from the same draws."""
         check_is_fitted(self, "posterior_")
-        x = self._inputs.forth(np.asarray(validate_data(self, X, reset=False, dtype=np.float64)))
+        raw = np.asarray(validate_data(self, X, reset=False, dtype=np.float64))
+        if self._auto is not None:
+            each = max(1, self.draws // sum(len(part.posteriors) for part in self._auto.parts))
+            for start in range(0, len(raw), ROWS):
+                yield self._auto.pooled(raw[start : start + ROWS], each)
+            return
+        x = self._inputs.forth(raw)
         for rows in x.split(ROWS):
             generator = torch.Generator().manual_seed(self._seed)
             yield self.posterior_.predict(rows, draws=self.draws, generator=generator)
@@ -122,7 +145,9 @@ class BayesianRegressor(RegressorMixin, _Estimator):
     Inputs and target are standardised inside; predictions are in the target's own unit.
 
     Args:
-        hidden: the widths of the hidden layers; () for a linear model.
+        hidden: the widths of the hidden layers; () for a linear model; "auto" to try linear and additive models and
+            networks, of amounts with four kinds of noise, on folds of the rows, and to mix the best, as `structvi fit`
+            does: `tried_` tells which. Of the arguments below family, draws and random_state then count.
         family: "StructuredPrecision", "StructuredNormal", "MeanField", "FullNormal", or a recipe with its own settings.
         rank: of the two structured families.
         prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).

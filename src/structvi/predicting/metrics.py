@@ -8,7 +8,7 @@ batch is the mixture of its chunks' predictives. Over batches only sums and hist
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import nan, sqrt
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -125,9 +125,9 @@ def evaluate(
 
 
 def ood_auroc(
-    posterior: PosteriorBase | NetworkMixtureBase,
-    in_loader: Iterable[Any],
-    out_loader: Iterable[Any],
+    posterior: PosteriorBase | NetworkMixtureBase | None,
+    in_loader: Iterable[Any] | Predictive,
+    out_loader: Iterable[Any] | Predictive,
     score: Score = "entropy",
     draws: int = 64,
     *,
@@ -141,8 +141,9 @@ def ood_auroc(
     """P(score of an unfamiliar input > score of a familiar one): 1 tells them apart, ½ is chance.
 
     Args:
-        posterior: what `variationalize` returns.
-        in_loader, out_loader: batches as `fit` takes them, or bare input tensors; targets are not used.
+        posterior: what `variationalize` returns; None where both sides are predictives.
+        in_loader, out_loader: batches as `fit` takes them, or bare input tensors; targets are not used. Or predictives,
+            of which no more draws are made: the arguments from `draws` on are then not used.
         score: an uncertainty of `Predictive`, averaged over the elements of an input (pixels); "max_probability" is one
             minus the probability of the most probable label.
         draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`; both loaders see the same
@@ -162,9 +163,19 @@ def ood_auroc(
     known = get_args(Score)
     if score not in known:
         raise ValueError(f"score must be one of {known}, got {score!r}")
-    chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     loaders = {"in_loader": in_loader, "out_loader": out_loader}
-    sides = [torch.cat(list(_scores(chunks, loader, score))) for loader in loaders.values()]
+    if isinstance(in_loader, Predictive) and isinstance(out_loader, Predictive):
+        sides = [Summary.of(one, None, 1.0).score(score).cpu() for one in (in_loader, out_loader)]
+    else:
+        for name, one in loaders.items():
+            if posterior is None or isinstance(one, Predictive):
+                raise TypeError(
+                    "ood_auroc takes a posterior and two loaders, or None and two predictives; got "
+                    f"{type(posterior).__name__} and, as {name}, {type(one).__name__}"
+                )
+        assert posterior is not None
+        chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
+        sides = [torch.cat(list(_scores(chunks, cast(Iterable[Any], one), score))) for one in loaders.values()]
     for name, side in zip(loaders, sides, strict=True):
         if bad := int((~side.isfinite()).sum()):
             raise ValueError(

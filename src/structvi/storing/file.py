@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from .header import HEADER, CheckpointError, Entry, brief, check_nesting, parse, read_header, read_table
+from .header import HEADER, CheckpointError, Entry, MissingFile, brief, check_nesting, parse, read_header, read_table
 
 #: The version of the format that this module writes, and the only one it reads.
 FORMAT = 1
@@ -156,6 +156,8 @@ def opened(path: str | os.PathLike) -> Iterator[Stored]:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe put there since would block
     except CheckpointError:
         raise
+    except FileNotFoundError:
+        raise MissingFile(f"cannot read {path}: No such file or directory") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise CheckpointError(f"cannot read {path}: {reason}") from None

@@ -30,6 +30,10 @@ class CheckpointError(ValueError):
     """A file that cannot be read, is damaged, or is not one of ours; the message says which."""
 
 
+class MissingFile(CheckpointError, FileNotFoundError):
+    """There is no file of that name."""
+
+
 class Entry(NamedTuple):
     """A tensor in a file: what it is, and where its bytes lie behind the header."""
 

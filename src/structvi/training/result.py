@@ -22,6 +22,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
+class UnknownColumn(KeyError, ValueError):
+    """A column that a history does not have."""
+
+    def __str__(self) -> str:  # a KeyError would show the message in quotes
+        return str(self.args[0])
+
+
 class History:
     """One row a step: the ELBO in nats for the whole data set at λ = 1, its standard error over groups, and the rest.
 
@@ -56,7 +63,7 @@ class History:
 
     def __getitem__(self, column: str) -> Tensor:
         if column not in COLUMNS:
-            raise ValueError(f"a history holds {COLUMNS}, got {column!r}")
+            raise UnknownColumn(f"a history holds {COLUMNS}, got {column!r}")
         index = COLUMNS.index(column)
         return torch.tensor([row[index] for row in self._rows], dtype=torch.float64)
 

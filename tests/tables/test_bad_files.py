@@ -1,0 +1,154 @@
+"""Files of which nothing can be made, and files that are only odd: each gets an answer that says what to do."""
+
+import random
+import sys
+
+import pytest
+
+from structvi import cli
+from structvi.tables import fitting
+
+pytest.importorskip("pandas")
+
+
+def rows(*columns, n=40):
+    """A CSV of columns name → function of the row's number."""
+    names = ",".join(name for name, _ in columns)
+    lines = (",".join(str(value(i)) for _, value in columns) for i in range(n))
+    return "\n".join([names, *lines, ""])
+
+
+def number(i):
+    return round(random.Random(i).gauss(0, 1), 4)
+
+
+def amount(i):
+    return round(number(i) * 2 + number(i + 1000), 4)
+
+
+PLAIN = ("x", number), ("y", amount)
+#: name → (content, arguments, words that the answer must have)
+BAD = {
+    "empty": ("", [], ["is empty", "column names"]),
+    "only blank lines": ("\n\n \n", [], ["is empty"]),
+    "names without rows": ("x,y\n", [], ["no rows"]),
+    "one column": (rows(("y", amount)), [], ["no column is left", "the target is the only one"]),
+    "three rows": (rows(*PLAIN, n=3), [], ["3 rows", "30", "collect more"]),
+    "latin-1": (
+        rows(("größe", number), ("y", amount)).encode("latin-1"),
+        [],
+        ["not utf-8", "0xf6", "line 1", "cp1252"],
+    ),
+    "utf-16": (rows(*PLAIN).encode("utf-16"), [], ["UTF-16", "--encoding utf-16"]),
+    "unknown encoding": (rows(*PLAIN), ["--encoding", "utf-9"], ["no encoding 'utf-9'"]),
+    "a workbook": (b"PK\x03\x04rest", [], ["Excel", "CSV"]),
+    "gzip": (b"\x1f\x8b\x08rest", [], ["compressed", "unpack"]),
+    "zero bytes": (b"x,y\n\x00\x01,2\n", [], ["zero bytes"]),
+    "duplicate columns": (
+        rows(("x", number), ("x", number), ("y", amount)),
+        [],
+        ["more than one column", "'x'", "rename"],
+    ),
+    "a column without a name": (rows(("x", number), ("", number), ("y", amount)), [], ["column 2 has no name"]),
+    "no line of names": (
+        rows(("1.5", number), ("2.5", amount)),
+        ["--target", "2.5"],
+        ["looks like data", "column names"],
+    ),
+    "a row too long": (rows(*PLAIN) + "1,2,3\n", [], ["line 42", "3 fields", "2 names"]),
+    "target not there": (rows(*PLAIN), ["--target", "z"], ["no column 'z'", "'x', 'y'"]),
+    "target in other case": (rows(*PLAIN), ["--target", "Y"], ["no column 'Y'", "'y'", "case"]),
+    "target missing": (rows(("x", number), ("y", lambda i: "")), [], ["no values at all"]),
+    "constant target": (rows(("x", number), ("y", lambda i: 7)), [], ["one value only", "'7'"]),
+    "one class": (rows(("x", number), ("y", lambda i: "a")), ["--task", "classification"], ["one class only", "'a'"]),
+    "rare class": (rows(("x", number), ("y", lambda i: "b" if i == 3 else "ac"[i % 2])), [], ["'b' (1 rows)", "merge"]),
+    "a class for each row": (rows(("x", number), ("y", lambda i: f"n{i}"), n=80), [], ["80 classes", "50"]),
+    "words as amounts": (rows(("x", number), ("y", lambda i: "ab"[i % 2])), ["--task", "regression"], ["'a' in row 1"]),
+    "dates as target": (rows(("x", number), ("y", lambda i: f"2024-01-{i % 28 + 1:02}")), [], ["dates", "days"]),
+    "text in numbers": (
+        rows(("x", lambda i: "broken" if i == 7 else number(i)), ("y", amount)),
+        [],
+        ["'x' has numbers", "'broken' in row 8", '--category "x"'],
+    ),
+    "text in the target": (
+        rows(("x", number), ("y", lambda i: "oops" if i == 2 else amount(i))),
+        [],
+        ["'oops' in row 3"],
+    ),
+    "infinite values": (
+        rows(("x", lambda i: "inf" if i == 4 else number(i)), ("y", amount)),
+        [],
+        ["infinite", "row 5"],
+    ),
+    "infinite target": (
+        rows(("x", number), ("y", lambda i: "-inf" if i == 4 else amount(i))),
+        [],
+        ["infinite", "row 5"],
+    ),
+    "huge numbers": (
+        rows(("x", lambda i: "1e200" if i == 4 else number(i)), ("y", amount)),
+        [],
+        ["beyond 1e+100", "row 5"],
+    ),
+    "all columns empty": (
+        rows(("x", lambda i: ""), ("y", amount)),
+        [],
+        ["no column is left", "all values are missing"],
+    ),
+    "ids alone": (rows(("id", lambda i: 1000 - 7 * i), ("y", amount)), [], ["no column is left", "identifier"]),
+    "row numbers alone": (rows(("n", lambda i: i), ("y", amount)), [], ["counts the rows"]),
+    "free text alone": (rows(("x", lambda i: f"text {i}"), ("y", amount)), [], ["identifier or free text"]),
+    "constant column alone": (rows(("x", lambda i: 3), ("y", amount)), [], ["one value only"]),
+    "unknown task": (rows(*PLAIN), ["--task", "ranking"], ["--task", "regression", "'ranking'"]),
+    "unknown family": (rows(*PLAIN), ["--family", "Bogus"], ["family must be one of", "'Bogus'"]),
+    "unknown noise": (rows(*PLAIN), ["--noise", "Cauchy"], ["noise must be", "'Cauchy'"]),
+    "unknown category": (rows(*PLAIN), ["--category", "q"], ["no column 'q'"]),
+    "level of ninety": (rows(*PLAIN), ["--level", "90"], ["inside (0, 1)"]),
+    "damaged Parquet": (b"PAR1 and nothing", ["parquet"], ["Parquet"]),
+    "Parquet called csv": (b"PAR1 and nothing", [], ["call it .parquet"]),
+}
+
+
+@pytest.fixture
+def no_fit(monkeypatch):
+    monkeypatch.setattr(fitting, "chosen", lambda *_: pytest.fail("a bad file was fitted"))
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["structvi", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_answered(name, no_fit, monkeypatch, capsys, tmp_path):
+    content, arguments, words = BAD[name]
+    path = tmp_path / ("data.parquet" if "parquet" in arguments else "data.csv")
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    arguments = [one for one in arguments if one != "parquet"]
+    target = [] if "--target" in arguments else ["--target", "y"]
+    code, _, err = run(monkeypatch, capsys, "fit", path, *target, *arguments, "--out", tmp_path / "out")
+    assert code == 2
+    assert err.startswith("structvi: ")
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err, err
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(("path", "words"), [("gone.csv", "there is no file"), (".", "is a folder")])
+def test_a_file_that_is_not_there(path, words, no_fit, monkeypatch, capsys, tmp_path):
+    code, _, err = run(monkeypatch, capsys, "fit", tmp_path / path, "--target", "y", "--out", tmp_path / "out")
+    assert code == 2
+    assert words in err
+
+
+def test_pandas_is_asked_for(no_fit, monkeypatch, capsys, tmp_path):
+    (tmp_path / "a.csv").write_text(rows(*PLAIN))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    code, _, err = run(monkeypatch, capsys, "fit", tmp_path / "a.csv", "--target", "y", "--out", tmp_path / "out")
+    assert code == 2
+    assert 'pip install "structvi[table]"' in err

@@ -1,0 +1,97 @@
+"""The report page: what it says, that names cannot break it, and that a browser shows it at two widths."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+from structvi.tables.command import fit_file  # noqa: E402
+
+CHROMIUM = shutil.which("chromium")
+#: put into a copy of the page: what a reader sees, sent to the page around it
+PROBE = """<script>
+window.addEventListener("load", () => {
+  const images = [...document.querySelectorAll("img")].map(i => [i.complete, i.naturalWidth]);
+  const text = document.body.innerText.length, rows = document.querySelectorAll("tr").length;
+  parent.postMessage(JSON.stringify({images, text, rows, page: document.documentElement.scrollWidth,
+    width: window.innerWidth}), "*");
+});
+</script></head>"""
+#: a frame of the width that is asked for: a window of its own has at least 500 pixels
+FRAME = """<!doctype html><html><head><link rel="icon" href="data:,"><script>
+window.addEventListener("message", event => { document.title = event.data; });
+</script></head><body style="margin: 0">
+<iframe src="page.html" width="%d" height="900" style="border: 0"></iframe></body></html>"""
+NASTY = "<script>alert('x')</script> & \"quoted\" " + "long" * 40
+
+
+@pytest.fixture(scope="module", params=["amounts", "classes"])
+def page(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 2))
+    y = x @ [2.0, 1.0] + 0.1 * rng.normal(size=60)
+    target = y if request.param == "amounts" else np.where(y > 0, "<b>yes</b>", "no")
+    pd.DataFrame({NASTY: x[:, 0], "b": x[:, 1], "y": target}).to_csv(folder / "a.csv", index=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("members.STEPS", 20),
+            ("members.MOST_STEPS", 20),
+            ("members.LOOK", 10),
+            ("fitting.FOLDS", 2),
+        ):
+            patch.setattr(f"structvi.tables.{name}", value)
+        patch.setattr("structvi.tables.choosing.HIDDEN", (8,))
+        fitted = fit_file(folder / "a.csv", "y", noise="Gaussian")
+    fitted.write(folder)
+    return request.param, (folder / "report.html").read_text()
+
+
+def test_it_says_what_there_is_to_know(page):
+    kind, text = page
+    for words in ("Log-likelihood of 12 test rows", "nats a row", "Which rows are uncertain", "near fitted rows",
+                  "How the table was read", "Models that were tried", "gradient boosting", "seed 0"):  # fmt: skip
+        assert words in text
+    assert ("ridge regression" in text) == (kind == "amounts")
+    assert ("logistic regression" in text) == (kind == "classes")
+    assert ("CRPS" in text) == (kind == "amounts")
+
+
+def test_names_of_columns_are_text(page):
+    _, text = page
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "<b>yes" not in text
+    assert not re.search(r"(src|href)=.(?!data:)", text)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_and_its_console_is_silent(page, width, tmp_path):
+    assert CHROMIUM is not None
+    (tmp_path / "page.html").write_text(page[1].replace("</head>", PROBE, 1))
+    (tmp_path / "frame.html").write_text(FRAME % width)
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1600", "--enable-logging=stderr",
+        "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    match = re.search(r"<title>(\{.*?\})</title>", done.stdout)
+    assert match, done.stdout[-2000:]
+    seen = json.loads(match[1])
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert len(seen["images"]) == 2
+    assert all(complete and size > 0 for complete, size in seen["images"])
+    assert seen["text"] > 2000
+    assert seen["rows"] > 15
+    assert seen["width"] == width
+    assert seen["page"] <= width  # tables scroll in themselves, the page does not
