@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    around_steps,
     bayesian_head,
     classification,
     gaussian_fit,
@@ -278,3 +279,15 @@ def test_multimodal_runs_and_sums_up(capsys):
     out = capsys.readouterr().out
     assert "gaussians: 1 of 1 within 0.02 nats" in out
     assert "short and called converged: 0 of 1" in out
+
+
+def test_around_steps(monkeypatch, capsys):
+    """Two epochs of the digits: a row with steps, fit, diagnosis and their ratio, which is above one."""
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr("sys.argv", ["around_steps", "--epochs", "2", "--repeats", "1"])
+    around_steps.main()
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| digits")]
+    passes, steps, fit, diagnose, ratio = (float(cell) for cell in row.split("|")[2:-1])
+    assert passes == 12  # two epochs of a pair of draws, three for each
+    assert fit >= steps
+    assert ratio == pytest.approx((fit + diagnose) / steps, abs=0.02 + 0.02 / steps)

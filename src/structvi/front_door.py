@@ -106,12 +106,13 @@ class Posterior(PosteriorBase):
         result: Result | None = None,
         draws: int | None = None,
         gradients: bool = True,
+        passes: float | None = None,
         seed: int = 0,
     ) -> "Report":
         """How near it is to the posterior and how good its fit, in plain words: see `structvi.diagnostics.diagnose`."""
         from .diagnostics import diagnose  # loaded when asked for, as are its plots
 
-        return diagnose(self, loader, result=result, draws=draws, gradients=gradients, seed=seed)
+        return diagnose(self, loader, result=result, draws=draws, gradients=gradients, passes=passes, seed=seed)
 
     def to_arviz(
         self,

@@ -37,11 +37,12 @@ def test_the_formula_is_that_of_the_documentation():
     assert large.posterior() == pytest.approx(17.2e9, rel=0.01)
 
 
-def test_activations_are_those_kept_for_the_gradient_twice():
+def test_activations_are_those_kept_for_the_gradient():
     """Input 3, tanh 16 and output 1 numbers of four bytes are needed by the backward pass of each observation."""
-    counted = activation_bytes(make(), next(iter(loader())))
+    g = torch.Generator().manual_seed(0)
+    counted = activation_bytes(make(), (torch.randn(1000, D, generator=g), torch.randn(1000, 1, generator=g)))
     assert counted is not None
-    assert 2 * 4 * (3 + 16 + 1) <= counted <= 2 * 3 * 4 * (3 + 16 + 1)
+    assert 4 * (3 + 16 + 1) <= counted <= 2 * 4 * (3 + 16 + 1)
     assert activation_bytes(make(), object()) is None  # a batch that nothing is known of
 
 
@@ -49,11 +50,11 @@ def need(**changed):
     return Need(V=6000, P=1000, K=4, S=8, B=64, at_once=8, number=4, activation=400)._replace(**changed)
 
 
-@pytest.mark.parametrize("there", [150_000, 250_000, 300_000])
+@pytest.mark.parametrize("there", [250_000, 400_000, 800_000])
 def test_what_would_fit_fits_and_one_more_does_not(there):
     text = explain(need(), there, CPU)
     assert need().total() > there
-    assert "needs about 425 kB, 220 kB of it for the posterior" in text
+    assert "needs about 834 kB, 220 kB of it for the posterior" in text
     fitting = text.split("each by itself: ")[1].split(".")[0].split("; ")
     ways = {"batches": lambda n: need()._replace(B=n), "draws": need().with_draws, "rank": need().with_rank}
     assert fitting

@@ -9,6 +9,8 @@ from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from ..result import Result, Status
+from ..training.batches import Reread
+from .allowance import FEWEST_DRAWS, FEWEST_REPEATS, Allowance
 from .gradients import gradient_noise
 from .importance_weights import K_LIMIT, Importance, Moments, importance
 from .low_rank_spectrum import spectrum
@@ -40,6 +42,7 @@ def diagnose(
     result: Result | None = None,
     draws: int | None = None,
     gradients: bool = True,
+    passes: float | None = None,
     seed: int = 0,
 ) -> Report:
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
@@ -55,8 +58,12 @@ def diagnose(
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
         result: what `posterior.fit` or `vi.fit` returned; that of the posterior's last fit if not given.
-        draws: for the importance weights; 1000 for a network, each a pass over the data, and 10000 for a log density.
+        draws: for the importance weights; at most 1000 for a network, each a pass over the data, and 10000 for a log
+            density.
         gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.
+        passes: of a network, how many passes over the data, of one draw each, all of it may take. By default a tenth
+            of the passes of its last fit (a step counts three for each of its draws), or as many as 10⁷ products of
+            weights and observations; without a fit as many as it likes. The report says what was left out.
         seed: of all draws.
 
     Example:
@@ -71,13 +78,16 @@ def diagnose(
     """
     problem = Problem.of(q, data)
     network = problem.posterior is not None
-    draws = (1000 if network else 10_000) if draws is None else draws
     if result is None and problem.posterior is not None:
         result = problem.posterior.last_fit
+    allowed = Allowance.of(problem, result, passes, draws)
+    draws = allowed.draws
     findings: list[Finding] = []
     parts: dict[str, Any] = {}
-    _elbo(problem, seed, findings, parts)
+    _elbo(problem, allowed, seed, findings, parts)
     try:
+        if draws < 1:
+            raise Unavailable(allowed.too_few("draws", FEWEST_DRAWS))
         weighted = importance(q, data, draws, seed=seed + 1)
     except (Unavailable, ImportError) as reason:
         findings.append(Finding("k̂", "not available", "not available", str(reason)))
@@ -93,7 +103,9 @@ def diagnose(
     if result is not None:
         findings += _fit(result)
     if problem.posterior is not None and problem.batches is not None:
-        findings += _learned(problem.posterior, problem.batches.loader, seed + 3, parts)
+        read, most = problem.batches, allowed.batches[1]
+        loader = read.loader if most is None else Reread(read, most)
+        findings += _learned(problem.posterior, loader, seed + 3, parts)
     if problem.family().low_rank_part() is not None:
         parts["spectrum"] = spectrum(problem.family)
         level = "note" if parts["spectrum"].matter == 0 else "good"
@@ -101,7 +113,7 @@ def diagnose(
         value = ", ".join(f"{x:.3g}" for x in largest) or "none"
         findings.append(Finding("low-rank part", value, level, parts["spectrum"].verdict))
     if gradients and any(parameter.requires_grad for parameter in problem.family.parameters()):
-        _gradients(q, data, seed, findings, parts)
+        _gradients(q, data, allowed, seed, findings, parts)
     sound, verdict = _verdict(findings, result, network)
     return Report(findings, sound, verdict, parts)
 
@@ -118,18 +130,18 @@ def _fit(result: Result) -> list[Finding]:
     return findings
 
 
-def _elbo(problem: Problem, seed: int, findings: list[Finding], parts: dict[str, Any]) -> None:
+def _elbo(problem: Problem, allowed: Allowance, seed: int, findings: list[Finding], parts: dict[str, Any]) -> None:
     try:
-        estimate = parts["elbo"] = problem.elbo(64, seed)
+        estimate = parts["elbo"] = problem.elbo(allowed.groups, seed, allowed.batches[0])
     except NonFiniteError as reason:
         findings.append(Finding("ELBO", "not finite", "bad", str(reason)))
         return
     if estimate.bound:
         text = "a lower bound of the log evidence, where prior and likelihood are normalised"
-        findings.append(Finding("ELBO", str(estimate), "good", text))
+        findings.append(Finding("ELBO", str(estimate), "good", text + allowed.note()))
     else:
         text = "E log joint: part of q is a point mass, so this is no bound and ranks no families"
-        findings.append(Finding("ELBO", str(estimate), "note", text))
+        findings.append(Finding("ELBO", str(estimate), "note", text + allowed.note()))
 
 
 def _stable_k(q: Any, data: Any, k: float, draws: int, seed: int) -> float:
@@ -223,10 +235,16 @@ def _learned(posterior: PosteriorBase, loader: Iterable[Any], seed: int, parts: 
     return findings
 
 
-def _gradients(q: Any, data: Any, seed: int, findings: list[Finding], parts: dict[str, Any]) -> None:
+def _gradients(
+    q: Any, data: Any, allowed: Allowance, seed: int, findings: list[Finding], parts: dict[str, Any]
+) -> None:
+    if allowed.repeats < FEWEST_REPEATS:
+        text = allowed.too_few("gradients", FEWEST_REPEATS)
+        findings.append(Finding("gradient signal/noise", "not measured", "not available", text))
+        return
     density = Problem.of(q, data).family()
     estimator = "path" if density.offers("log_prob") or not density.has_density else "entropy"
-    noise = parts["gradients"] = gradient_noise(q, data, repeats=16, estimator=estimator, seed=seed + 2)
+    noise = parts["gradients"] = gradient_noise(q, data, repeats=allowed.repeats, estimator=estimator, seed=seed + 2)
     own = noise.groups["paired"]
     value = ", ".join(f"{group} {ratio.snr:.2g}" for group, ratio in own.items())
     level = "note" if noise.noisy or noise.better else "good"

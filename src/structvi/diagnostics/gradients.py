@@ -150,7 +150,7 @@ def gradient_noise(
     problem = Problem.of(q, data)
     check_integer("evaluations", evaluations)
     check_integer("repeats", repeats, least=2)
-    chosen = _couplings(problem.family) if couplings is None else couplings
+    chosen = couplings_of(problem.family) if couplings is None else couplings
     everything = full or problem.batches is None
     sums: dict[str, _Sums] = {}
     draws: dict[str, int] = {}
@@ -205,7 +205,8 @@ def _rows(owner: nn.Module, value: Tensor) -> dict[str, slice]:
     return {tensor: owner.space.slice(tensor) for tensor in owner.space.names}
 
 
-def _couplings(family: Family) -> dict[str, Coupling]:
+def couplings_of(family: Family) -> dict[str, Coupling]:
+    """Those that are measured where none are given."""
     ranks = [part.rank for part in family.families() if part.rank]
     own: dict[str, Coupling] = {"naive": naive, "paired": paired}
     return own | ({"unscented": unscented(directions=min(4, *ranks))} if ranks else {})

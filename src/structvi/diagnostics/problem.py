@@ -64,10 +64,11 @@ class Problem:
         """The network's mode during a call."""
         return nullcontext() if self.posterior is None else self.posterior.network_mode()
 
-    def elbo(self, groups: int, seed: int) -> Estimate:
-        """Over all data, on draws that the seed alone decides."""
+    def elbo(self, groups: int, seed: int, most: int | None = None) -> Estimate:
+        """Over all data, or at most so many batches, on draws that the seed alone decides."""
         if self.posterior is not None and self.batches is not None:
-            return elbo_over(self.posterior, self.batches.everything(), groups=groups, generator=self.generator(seed))
+            read = self.batches.everything(most)
+            return elbo_over(self.posterior, read, groups=groups, generator=self.generator(seed))
         density = self.family()
         estimator = "log_q" if density.offers("log_prob") else "entropy"
         with torch.no_grad():

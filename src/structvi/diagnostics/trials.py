@@ -1,6 +1,7 @@
 """Is a higher rank, more draws or an ensemble worth its cost? Each tried from the fitted posterior, with its gain."""
 
 import copy
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,19 @@ import torch
 
 from ..objective import Estimate
 from ..posterior import PosteriorBase
+from ..result import Result
 from ..training.batches import Batches
+from ..training.budget import SHARE, default_passes
 from ..training.comparing import elbo_over
 from ..training.fit import fit
 from ..training.grow import grow
+from ..training.result import FitResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+#: Groups of two draws on which ELBOs are compared, at most and at least.
+MOST_GROUPS, FEWEST_GROUPS = 64, 8
 #: A gain below this, in nats, changes no probability by 10 %.
 NEGLIGIBLE = 0.1
 
@@ -109,7 +115,7 @@ def worth(
     ranks: Sequence[int] = (),
     groups: Sequence[int] = (),
     components: Sequence[int] = (),
-    compared_on: int = 64,
+    compared_on: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Worth:
@@ -124,9 +130,11 @@ def worth(
         ranks: above the present one, see `grow`.
         groups: groups of draws a step, see `fit`.
         components: parts of a mixture, see `grow`.
-        compared_on: groups of draws the ELBOs are compared on.
+        compared_on: groups of draws the ELBOs are compared on; by default 64, or as many, at least 8, as a tenth of the
+            passes of the posterior's last fit allow for all of them together.
         seed: of all randomness.
-        options: of `fit`; at least epochs= or steps=, the budget.
+        options: of `fit`. Without epochs= and steps= each trial takes a tenth of the steps of the last fit; with
+            progress=True a line says which it is at.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -139,23 +147,29 @@ def worth(
     """
     if "staged" in options or "start" in options:
         raise ValueError("worth goes on from a fitted posterior: it takes neither staged= nor start=")
+    last = posterior.last_fit
     if options.get("epochs") is None and not options.get("steps"):
-        raise ValueError("worth needs a budget for its fits: give one of epochs= and steps=")
+        if not isinstance(last, FitResult) or not last.steps:
+            raise ValueError("worth needs a budget for its fits, and no fit is known: give one of epochs= and steps=")
+        options["steps"] = max(1, round(SHARE * last.steps))
     options = {"progress": False, "seed": seed, **options}
     device = posterior.device
+    wanted = [("longer", {})]
+    for kind, values in (("rank", ranks), ("groups", groups), ("components", components)):
+        wanted += [(f"{kind}={value}", {kind: value}) for value in values]
+    compared = _groups(posterior, last, 1 + len(wanted)) if compared_on is None else compared_on
 
     def measured(of: PosteriorBase) -> Estimate:
         generator = torch.Generator(device).manual_seed(seed + 1)
-        return elbo_over(of, Batches(loader, device=device).everything(), groups=compared_on, generator=generator)
+        return elbo_over(of, Batches(loader, device=device).everything(), groups=compared, generator=generator)
 
     before = measured(posterior)
     if not before.bound:
         raise ValueError("part of this posterior is a point mass: without a bound there are no gains to compare")
     trials = []
-    wanted = [("longer", {})]
-    for kind, values in (("rank", ranks), ("groups", groups), ("components", components)):
-        wanted += [(f"{kind}={value}", {kind: value}) for value in values]
     for name, change in wanted:
+        if options["progress"]:
+            print(f"worth: {name}, {len(trials) + 1} of {len(wanted)}", file=sys.stderr)
         own = copy.deepcopy(posterior)
         start = time.perf_counter()
         if change and "groups" not in change:
@@ -166,3 +180,11 @@ def worth(
         gain = Estimate.of(measured(own).per_group - before.per_group)
         trials.append(Trial(name, gain.value, gain.standard_error, seconds))
     return Worth(before, trials)
+
+
+def _groups(posterior: PosteriorBase, last: Result | None, evaluations: int) -> int:
+    """So many groups that all ELBOs together take a tenth of the last fit's passes."""
+    if not isinstance(last, FitResult) or not last.passes:
+        return MOST_GROUPS
+    passes = default_passes(last.passes, posterior.model.num_data, posterior.space.size)
+    return int(min(MOST_GROUPS, max(FEWEST_GROUPS, passes // (2 * evaluations))))

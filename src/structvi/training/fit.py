@@ -71,6 +71,7 @@ def fit(
     validation: Iterable[Any] | float | None = None,
     validation_groups: Sequence[Hashable] | None = None,
     keep: Literal["widest", "best"] = "widest",
+    compare: float | None = None,
     checkpoint: str | os.PathLike | None = None,
     every: int | None = None,
     resume: str | os.PathLike | None = None,
@@ -131,6 +132,9 @@ def fit(
             also a fraction of the loader's data set, which is then held out.
         validation_groups: with a fraction, for each item what must stay on one side: its patient.
         keep: with validation, the "widest" posterior within 0.005 nats of the best held-out log density, or the "best".
+        compare: how many passes over the data, of one draw each, the comparison at the end may take, of all candidates
+            together. By default a tenth of the fit's own, of which each step's draws count three times, or as many as
+            10⁷ products of weights and observations; `result.comparison` says what was read.
         checkpoint: a directory to which all of the fit's state is written, atomically, every `every` steps (an epoch
             by default) and at its end.
             The directory belongs to this fit: one that holds checkpoints of another is refused.
@@ -255,8 +259,9 @@ def _begin(posterior: PosteriorBase, batches: Batches, options: FitOptions, rank
         watch = Watch(options.validation, options.seed, posterior.device)
     run = Run(
         posterior, batches, settings, options.coupling, options.estimator, ranks, options.optimizer,
-        options.scheduler, options.lr, options.capture, watch, options.keep,
+        options.scheduler, options.lr, options.capture, watch, options.keep, options.compare,
     )  # fmt: skip
+    run.show = options.progress and ranks.rank == 0
     if watch is not None and (options.start == "trained" or posterior.model.linearised_at is not None):
         run.trained = trained_values(posterior)
         run.begun = copied(run.state.learned) if found is None else {}

@@ -23,11 +23,12 @@ from . import verdict as words
 from .adam import OptimizerLike, make_optimizer
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches
+from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .options import Settings
-from .progress import Progress
+from .progress import Progress, shown
 from .result import FitResult, History, Skipped
 from .schedule import Schedule, SchedulerLike
 from .state import FitState
@@ -58,6 +59,7 @@ class Run:
         ranks: the processes that share the work.
         optimizer, scheduler, lr, capture: as in `fit`.
         watch, keep: held-out data, and how they choose.
+        compare: passes over the data for the comparison at the end; None for a share of the fit's.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class Run:
         capture: bool,
         watch: Watch | None = None,
         keep: str = "widest",
+        compare: float | None = None,
     ):
         self.posterior, self.batches, self.settings, self.ranks = posterior, batches, settings, ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         self.generator = torch.Generator(posterior.device).manual_seed(settings.seed)
         self.notes: list[str] = []
-        self.watch, self.keep = watch, keep
+        self.watch, self.keep, self.compare = watch, keep, compare
+        #: whether a bar shows how far the comparison is
+        self.show = False
         #: the posterior as it begins and the network, where that is trained: candidates of a fit with held-out data
         self.begun: dict[str, Tensor] = {}
         self.trained: Tensor | None = None
@@ -114,9 +119,18 @@ class Run:
         return max(1, round(LAST_PART * self.cycle))
 
     @property
+    def passes(self) -> float:
+        """Over the data, of all steps: see `budget`."""
+        return STEP * self.make_step.draws * self.state.rows / self.settings.num_data
+
+    @property
     def compared(self) -> int:
         """At most so many batches are read to compare posteriors at the end."""
-        return max(32, self.settings.total // 40)
+        candidates = 1 + sum(map(bool, (self.state.averaged > 1, self.state.without_factor, self.begun)))
+        draws = candidates * COMPARISON_GROUPS * max(1, self.make_step.draws // self.settings.groups)
+        default = default_passes(self.passes, self.settings.num_data, self.posterior.space.size)
+        most = None if self.compare is not None else max(32, self.settings.total // 40)
+        return batches_within(default if self.compare is None else self.compare, draws, self.batches.length, most)
 
     @property
     def steps_an_epoch(self) -> int | None:
@@ -303,7 +317,7 @@ class Run:
         on_cpu, timed = self.generator.device.type == "cpu", evaluation.times(self.generator.device)
         return FitResult(
             status=status, verdict=verdict, elbo=elbo, kept=kept, candidates=candidates, comparison=comparison,
-            history=state.history, steps=state.step,
+            history=state.history, steps=state.step, passes=self.passes,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
             temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
             skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation), constant=self.constant,
@@ -326,7 +340,7 @@ class Run:
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
             assign(state.learned, values)
-            candidates[name] = self._evaluate()
+            candidates[name] = self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
             # the average is wanted where it costs nothing; the simpler posterior only where it is better
             gain = candidates[name].value - candidates[kept].value
             if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):
@@ -337,12 +351,13 @@ class Run:
         if kept in states:
             assign(state.learned, states[kept])
         else:
-            candidates[kept] = self._evaluate()
+            candidates[kept] = self._evaluate("comparing")
         return kept, candidates
 
-    def _evaluate(self) -> Estimate:
-        read = Watched(self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size)), self.posterior.model)
-        batches = Counted(read)
+    def _evaluate(self, label: str) -> Estimate:
+        every = self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size))
+        read = Watched(every, self.posterior.model)
+        batches = Counted(shown(read, self.compared, label, self.show))
         try:
             estimate = elbo_on_seed(self.posterior, batches, COMPARISON_GROUPS, self.settings.seed)
         except (NonFiniteError, LinAlgError):

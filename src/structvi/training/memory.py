@@ -24,11 +24,11 @@ class Need(NamedTuple):
     K: int
     S: int
     B: int
-    #: draws whose activations are in memory together
+    #: draws that go back through the network together
     at_once: int
     #: bytes of a number
     number: int
-    #: bytes of activations of one draw and one observation; None where they could not be counted
+    #: bytes kept for the gradient, of one draw and one observation; None where they could not be counted
     activation: int | None
 
     def posterior(self) -> int:
@@ -37,7 +37,8 @@ class Need(NamedTuple):
         return self.number * (3 * self.V + 5 * self.P + 4 * self.S * self.P)
 
     def activations(self) -> int:
-        return (self.activation or 0) * self.at_once * self.B
+        """What all draws keep for the way back, and twice that of those that are on it."""
+        return (self.activation or 0) * (self.S + 2 * self.at_once) * self.B
 
     def total(self) -> int:
         return self.posterior() + self.activations()
@@ -56,14 +57,13 @@ def need_of(posterior: PosteriorBase, batch: Any, groups: int, coupling: Couplin
     P = posterior.space.size
     V = sum(parameter.numel() for parameter in posterior.parameters())
     S = len(coupling(groups, 1, K).diagonal)
-    at_once = S if posterior.model.evaluation.choice == "vmap" else 1
+    at_once = S if posterior.model.evaluation.choice == "vmap" else 1  # in a loop too all draws wait for it
     number = torch.empty(0, dtype=posterior.space.dtype).element_size()
     return Need(V, P, K, S, rows(batch), at_once, number, activation_bytes(posterior, batch))
 
 
 def activation_bytes(posterior: PosteriorBase, batch: Any) -> int | None:
-    """Bytes of activations for one draw and one observation: what the network keeps for its gradient, and as much
-    again on the way back, at most; None where it cannot be told.
+    """Bytes that the network keeps for its gradient, for one draw and one observation; None where it cannot be told.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -72,19 +72,21 @@ def activation_bytes(posterior: PosteriorBase, batch: Any) -> int | None:
         True
     """
     kept: dict[int, int] = {}
-    theta = posterior.space.initial.detach().unsqueeze(0).requires_grad_()
+    theta = posterior.space.initial.detach().to(posterior.device).unsqueeze(0).requires_grad_()
+    weights = [theta, *posterior.net.parameters(), *posterior.net.buffers()]
+    held = {tensor.untyped_storage().data_ptr() for tensor in weights}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() != theta.untyped_storage().data_ptr():
+        if storage.data_ptr() not in held:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     try:
-        few = pytree.tree_map(lambda x: x[:_COUNTED] if isinstance(x, Tensor) and x.ndim else x, batch)
+        few = pytree.tree_map(lambda x: x[:_COUNTED].clone() if isinstance(x, Tensor) and x.ndim else x, batch)
         with posterior.network_mode(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             posterior.model.batch_log_likelihood(theta, few)
-        return 2 * sum(kept.values()) // min(_COUNTED, rows(batch))
+        return sum(kept.values()) // min(_COUNTED, rows(batch))
     except (RuntimeError, ValueError, TypeError, IndexError):  # of a batch that only the user's forward= knows
         return None
 
@@ -95,7 +97,10 @@ def there_is(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     own = free + torch.cuda.memory_reserved(device)
-    return min(own, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+    try:
+        return min(own, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+    except AttributeError:  # older versions of torch do not tell
+        return own
 
 
 def explain(need: Need, there: int | None, device: torch.device) -> str:
@@ -106,15 +111,15 @@ def explain(need: Need, there: int | None, device: torch.device) -> str:
         f"{in_words(need.posterior())} of it for the posterior (P = {need.P}, rank {need.K}, {need.S} draws)"
     )
     if need.activation is not None:
-        said += f" and {in_words(need.activations())} for activations ({need.at_once} draws of {need.B} observations)"
+        said += f" and {in_words(need.activations())} for activations ({need.S} draws of {need.B} observations)"
     said += "." if there is None else f"; there are {in_words(there)}."
     if there is not None and need.total() <= there:
         said += " By this estimate it fits: other tensors, or memory in pieces, take the rest."
     elif there is not None:
         said += f" {_what_fits(need, there)}"
     return (
-        f'{said} Activations are fewer with variationalize(.., evaluation="loop"), with checkpoint_activations=True '
-        "and with fit(.., precision=torch.bfloat16); over several devices the posterior can be sharded."
+        f"{said} Activations are fewer with variationalize(.., checkpoint_activations=True) and with "
+        "fit(.., precision=torch.bfloat16); over several devices the posterior can be sharded."
     )
 
 

@@ -51,6 +51,7 @@ class FitOptions:
     validation: Iterable[Any] | float | None
     validation_groups: Sequence[Hashable] | None
     keep: Literal["widest", "best"]
+    compare: float | None
     checkpoint: str | os.PathLike | None
     every: int | None
     resume: str | os.PathLike | None
@@ -89,6 +90,8 @@ class FitOptions:
                 raise ValueError('temperature="validated" is a path of fits: checkpoint= and resume= are for one')
         else:
             check_positive(self.temperature, "temperature", 'or "validated"')
+        if self.compare is not None:
+            check_positive(self.compare, "compare")
         if self.clip is not None:
             check_positive(self.clip, "clip")
         if self.staged not in (True, False, "auto"):

@@ -160,6 +160,7 @@ class FitResult(Result):
         comparison: what they were compared on.
         history: the steps.
         steps, epochs: how many were made, all in all.
+        passes: over the data, of one draw each: three for each draw of a step, forward and backward.
         temperature: λ of the objective E log lik − λ KL; one but for a tempered posterior.
         bound: whether the ELBO is a lower bound on the evidence: False with point masses.
         exact: whether the same seed gives the same bits, and a resumed run those of one never stopped.
@@ -185,6 +186,7 @@ class FitResult(Result):
     temperature: float
     bound: bool
     exact: bool
+    passes: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
     evaluation: str = "one draw at a time"
     constant: float | None = None

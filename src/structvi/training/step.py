@@ -82,6 +82,8 @@ class Step:
         self.clip = inf if clip is None else clip
         self.ranks = Ranks() if ranks is None else ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
+        #: S of the last step; before the first, of a pair to a group
+        self.draws = 2 * groups
         #: why the step is not captured; None where it is, or will be
         self.reason = self._why_not(capture)
         self._graphs: dict[Hashable, CapturedStep] = {}
@@ -210,6 +212,7 @@ class Step:
             draws, log_q = draw_for(density, self.groups, self.coupling, self.estimator, generator)
         else:
             draws, log_q = detached.draws, detached.log_q
+        self.draws = draws.weight.shape[0]
         with posterior.network_mode():
             return terms_at(density, draws, log_q, posterior.model, batch, self.groups, self.estimator), detached
 

@@ -1,0 +1,44 @@
+"""What may be spent around a fit's steps, in passes over the data: a tenth of the fit's own where nothing is said.
+
+A pass is the network forward over all N observations at one draw of the weights. A step with S draws on B observations
+counts 3·S·B/N of them, for forward and backward. Passes, not seconds: what a fit keeps must not depend on the machine.
+"""
+
+from math import floor
+
+#: Of the passes of a fit, for each of: the comparison at its end, `diagnose`, the ELBOs of `worth`.
+SHARE = 0.1
+#: Forward and backward take about three times as long as forward.
+STEP = 3.0
+#: Products of a weight and an observation that are free all the same: of dense layers milliseconds, of convolutions,
+#: which use a weight at every pixel, a second or two.
+FREE = 1e7
+
+
+def default_passes(of_the_fit: float, N: int, P: int) -> float:
+    """A tenth of the fit's, or as many as `FREE` products allow.
+
+    Example:
+        >>> default_passes(600.0, N=10_000, P=100_000), default_passes(600.0, N=1000, P=100)
+        (60.0, 100.0)
+    """
+    return max(SHARE * of_the_fit, FREE / (N * P))
+
+
+def batches_within(passes: float, draws: int, length: int | None, most: int | None = None) -> int:
+    """How many of an epoch's batches so many draws can read, at least one.
+
+    Args:
+        passes: the budget.
+        draws: how many weights each batch is read with.
+        length: batches of an epoch; None where that is not known, and `most` are read.
+        most: no more than these.
+
+    Example:
+        >>> batches_within(60.0, draws=48, length=40), batches_within(6.0, draws=48, length=40)
+        (40, 5)
+    """
+    if length is None:
+        return max(1, floor(passes / draws)) if most is None else most
+    within = max(1, min(length, floor(passes / draws * length)))
+    return within if most is None else min(most, within)
