@@ -206,7 +206,7 @@ def _by_columns(factor: Tensor) -> bool:
 
 
 def _laid_out_as(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """The gradient in the parameter's order of memory: torch's kernel reads both side by side, whatever their strides."""
+    """The gradient in the parameter's order of memory: torch's kernel reads both as they lie there."""
     assert gradient is not None
     if gradient.stride() == parameter.stride():
         return gradient
