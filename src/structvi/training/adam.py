@@ -83,9 +83,11 @@ class Adam(torch.optim.Adam):
         before = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, lr, strict=True):
             group["lr"] = rate
-        yield
-        for group, rate in zip(self.param_groups, before, strict=True):
-            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.param_groups, before, strict=True):
+                group["lr"] = rate
 
     @torch.no_grad()
     def step(
