@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..basics.checks import check_integer, is_positive
-from ..couplings import naive
 from ..families.density import MAX_DENSE
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
@@ -18,6 +17,7 @@ from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
 from .coordinates import Counted
 from .fixed_draws import least_draws
+from .fresh_draws import fresh_draws
 from .improper import runaway
 from .lbfgs import Curvature
 from .minibatches import OverBatches, fit_minibatches
@@ -158,10 +158,12 @@ def _notes(target: Target) -> list[str]:
 
 def _fresh(family: Family, target: Target, seed: int) -> Estimate:
     """The ELBO on draws that the fit has not seen."""
-    generator = torch.Generator().manual_seed(seed + 1)
+    coupling, generator = fresh_draws(seed + 1, target.space.device)
     try:
         with torch.no_grad():
-            values = elbo_groups(family, target, groups=FRESH, coupling=naive, estimator="log_q", generator=generator)
+            values = elbo_groups(
+                family, target, groups=FRESH, coupling=coupling, estimator="log_q", generator=generator
+            )
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
     return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
