@@ -23,6 +23,7 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
     dense = gradient.dense()
     torch.testing.assert_close(gradient.square.float(), dense.square().sum())
     many = thin_gradient(q, vi.paired, 20)
+    assert many.square is None  # in parts nobody has summed it up
     torch.testing.assert_close(many.squared_norm().float(), many.dense().square().sum(), rtol=1e-4, atol=0.0)
     plain = torch.nn.Parameter(q.factor.detach().clone())
     adam = torch.optim.Adam([plain], lr=0.01)
