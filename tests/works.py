@@ -21,6 +21,7 @@ import structvi as vi
 PAGE = Path(__file__).parents[1] / "docs" / "works.md"
 CUDA = PAGE.with_name("works_cuda.json")
 MARKS = "<!-- make test-gpu -->", "<!-- end -->"
+NO_GPU = "Not run here as a whole: how far a first run came, and what it found, is told below its tests."
 N, B, CLASSES = 12, 4, 3
 #: what a refusal or a failure may be; anything else ends the script
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
@@ -283,7 +284,7 @@ def gpu_tests():
 
 def page(cpu, cuda=None):
     """The documentation's page: `cuda` is {"device", "results"} of another run, or None."""
-    gpu = f"Run on: {cuda['device']}.\n\n{table(cuda['results'])}" if cuda else "Not run here."
+    gpu = f"Run on: {cuda['device']}.\n\n{table(cuda['results'])}" if cuda else NO_GPU
     return f"""# What works
 
 This page is written by `python -m tests.works`, which takes every architecture with every family the whole way at a
