@@ -21,6 +21,7 @@ import structvi as vi
 PAGE = Path(__file__).parents[1] / "docs" / "works.md"
 CUDA = PAGE.with_name("works_cuda.json")
 MARKS = "<!-- make test-gpu -->", "<!-- end -->"
+NO_GPU = "Not run here as a whole: how far a first run came, and what it found, is told below its tests."
 N, B, CLASSES = 12, 4, 3
 #: what a refusal or a failure may be; anything else ends the script
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
@@ -283,7 +284,7 @@ def gpu_tests():
 
 def page(cpu, cuda=None):
     """The documentation's page: `cuda` is {"device", "results"} of another run, or None."""
-    gpu = f"Run on: {cuda['device']}.\n\n{table(cuda['results'])}" if cuda else "Not run here."
+    gpu = f"Run on: {cuda['device']}.\n\n{table(cuda['results'])}" if cuda else NO_GPU
     return f"""# What works
 
 This page is written by `python -m tests.works`, which takes every architecture with every family the whole way at a
@@ -321,7 +322,7 @@ all draws share one pass of the backbone, so that vmap is for the head alone.
   one never stopped; a fit goes on on another device; files go from the GPU to the CPU and back; outputs and ELBO are
   those of the CPU; fits around a trained network, evaluation, calibration, diagnosis, growth, log densities;
 - **kernels**: draws and gradients of the Triton kernels against the plain path in float64 at P = 101 and 100,003,
-  ranks 1, 3, 16, 17 and 64, with 1, 2 and 7 draws, and Adam against torch's;
+  ranks 1, 3, 16, 17 and 64, with 1, 2, 7 and 40 draws, and Adam against torch's;
 - **laws**: every law of every family (`structvi.testing`) in float32 and float64;
 - **memory**: a step that does not fit says what would, and nothing is lost;
 - **ranks**: NCCL with one rank, gloo with two on one device: data parallel, draws, sharded, DDP.

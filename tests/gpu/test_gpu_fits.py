@@ -5,6 +5,7 @@ import torch
 from gpu_cases import CASES, N, check_same_bits, data, data_of, fitted, loader, make, values
 
 import structvi as vi
+from structvi.couplings import Noise
 
 pytestmark = pytest.mark.gpu
 
@@ -132,6 +133,42 @@ def test_log_densities(device):
     space = vi.Parameters({"z": torch.zeros(8, dtype=torch.float64, device=device)})
     result = vi.fit(vi.LogDensity(lambda p: target.log_prob(p["z"]), space), vi.StructuredNormal(1), progress=False)
     assert abs(result.elbo.value) < 1e-3
+
+
+def test_a_log_density_of_two_modes(device):
+    """Modes are looked for on the device; draws by a generator of the CPU, and the fit that a CPU finds."""
+
+    def log_p(p):
+        return torch.logaddexp(-0.5 * (p["z"] - 4).square().sum(), -0.5 * (p["z"] + 4).square().sum())
+
+    results = []
+    for where in ("cpu", device):
+        space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64, device=where)})
+        results.append(vi.fit(vi.LogDensity(log_p, space), vi.Mixture(vi.FullNormal(), 2), progress=False))
+    there, here = results
+    assert abs(here.elbo.value - there.elbo.value) < 1e-6
+    drawn = here.sample(200, corrected=True, generator=torch.Generator().manual_seed(0))["z"]
+    assert drawn.device.type == device.type
+    assert 40 < int((drawn[:, 0] > 0).sum()) < 160
+
+
+@pytest.mark.parametrize("name", ["mean field", "covariance", "precision"])
+def test_hundreds_of_draws_at_once(name, device):
+    """Loss and gradients at 600 draws in one call: those in float64, where there are no kernels, to 1e-3."""
+
+    def same(groups, P, K, generator, dtype, device):
+        noise = vi.paired(groups, P, K, torch.Generator().manual_seed(5), torch.float64)
+        return Noise(*(x.to(device, dtype) for x in noise))
+
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        bayes = make(name).to(dtype).to(device)
+        batch = tuple(tensor.to(device) for tensor in data(dtype).tensors)
+        value = bayes.loss(batch, groups=300, coupling=same)
+        value.backward()
+        results.append([value.detach().double(), *(p.grad.double() for p in bayes.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 1e-3 * other.abs().max()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,6 +11,9 @@ from structvi.objective import log_q_at
 pytestmark = pytest.mark.gpu
 
 RANKS, DRAWS, SIZES = (1, 3, 16, 17, 64), (1, 2, 7), (101, 100_003)
+#: rank and draws: each of them, both sides of every switch, and more draws than a program takes. Triton compiles three
+#: or four kernels for a pair, about two seconds each: not all pairs
+PAIRS = ((1, 1), (1, 2), (1, 7), (3, 2), (3, 7), (3, 40), (16, 1), (16, 7), (17, 2), (64, 1), (64, 7))
 FORMS = (vi.StructuredNormal, vi.StructuredPrecision)
 #: float32 against float64 over sums of P numbers, relative to the largest of a tensor
 TOLERANCE = 1e-4
@@ -73,14 +76,13 @@ def check(got, expected):
 
 
 @pytest.mark.parametrize("P", SIZES)
-@pytest.mark.parametrize("S", DRAWS)
-@pytest.mark.parametrize("K", RANKS)
+@pytest.mark.parametrize(("K", "S"), PAIRS)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_draws_and_gradients_are_those_of_the_plain_path(form, K, S, P, device):
     q, thin, got = by_kernels(form(K), P, S, K, device)
     assert device.type != "cuda" or kernels_serve(q.factor)
     check(got, plain(form(K), P, S, K, device))
-    # its norm, summed up by the pass that made it
+    # its norm, summed up by the pass that made it where draws are few
     exact = got[-1].double().square().sum()
     torch.testing.assert_close(thin[0].squared_norm().double(), exact, rtol=1e-4, atol=0.0)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
 from structvi.training.adam import Adam, make_optimizer
@@ -52,6 +53,49 @@ def test_equals_a_loop_by_hand(family, knows, clip):
         torch.testing.assert_close(outcome.elbo, (terms.fit - terms.complexity).detach(), rtol=1e-9, atol=0)
         assert outcome.norm == pytest.approx(float(norm), rel=1e-9)
     torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "family", [vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.StructuredNormal(1)], ids=repr
+)
+def test_a_factor_row_by_row_with_a_whole_gradient_too(family):
+    """As on a GPU in float64, where no kernel takes the thin sides: the gradient comes column by column."""
+    ours, plain = posterior(family), posterior(family)
+    ours.family.factor.data = ours.family.factor.data.contiguous()
+    adam = make_optimizer(list(ours.parameters()), None, 0.01, ours.family.factors())
+    adam.thin.clear()
+    step = Step(ours, adam, torch.Generator().manual_seed(5))
+    *rest, factor = plain.parameters()
+    rates = [{"params": rest}, {"params": [factor], "lr": adam.param_groups[1]["lr"]}]
+    optimizer, generator = torch.optim.Adam(rates, lr=0.01), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        step([(X, T)])
+        optimizer.zero_grad()
+        plain.loss((X, T), generator=generator).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
+
+
+class DividesAsCUDA(TorchDispatchMode):
+    """A tensor over a number is x·(1/N) there: in float64 not always the bits of x/N."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and not (isinstance(args[1], torch.Tensor) and args[1].ndim):
+            return torch.ops.aten.mul.Tensor(args[0], 1.0 / float(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_weights_of_a_captured_step_give_the_bits_of_numbers():
+    """8 of 21 observations, 7 in a step on average: (8/7)/21 and (8/7)·(1/21) differ."""
+    gradients = []
+    for number in (float, lambda x: torch.tensor(x, dtype=torch.float64)):
+        bayes = posterior(vi.MeanField())
+        bayes.model.num_data = 21
+        step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(5))
+        with DividesAsCUDA():
+            step._gradient([(X[:8], T[:8])], (number(8 / 7),), number(0.3), torch.Generator().manual_seed(5))
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in bayes.parameters()]))
+    assert torch.equal(*gradients)
 
 
 def test_several_batches_share_a_step():

@@ -1,7 +1,7 @@
 """One call of a network with given tensors in place of its own: in mixed precision, or without keeping activations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from .fast_paths import kernels_that_serve
 from .mixed_precision import GradientScale, is_floating, times_gradient
 from .twins import Twin
 
@@ -54,7 +55,7 @@ def call_network(
         held = {name: p.detach() for name, p in twin.parameters if name not in tensors}
         buffers = twin.copied_buffers()
         every = {**held, **buffers, **tensors}
-        with nullcontext() if precision is None else torch.autocast(some.device.type, precision):
+        with kernels_that_serve(twin, some), _autocast(some.device, precision):
             output = functional(twin.net, every, tuple(arguments), dict(keywords), tie_weights=tied)
         if buffers:
             twin.note_changes(buffers, every)
@@ -72,6 +73,10 @@ def call_network(
     if precision is not None:
         output = tree_map(lambda x: x.to(some.dtype) if is_floating(x) else x, output)
     return output if up is None else times_gradient(output, up)
+
+
+def _autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if precision is None else torch.autocast(device.type, precision)
 
 
 def _again(twin: Twin, call: Callable[..., Any]) -> Callable[..., Any]:

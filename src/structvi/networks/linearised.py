@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..basics.random_streams import alone
+from .fast_paths import plain_attention
 
 
 class Ways:
@@ -135,8 +136,7 @@ def _two_vjps(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, 
 def _fused_off() -> Iterator[None]:
     """Fused kernels off, in the whole process: one thread at a time is inside."""
     with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(plain_attention())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for backend in (torch.backends.mkldnn, torch.backends.cudnn):
             before, *_ = backend.set_flags(False)  # `flags` also sets, and warns of, what it was not asked for

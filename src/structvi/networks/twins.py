@@ -44,13 +44,17 @@ class Twin:
         """What is in the tree."""
         self.originals = list(self.twins.original.modules())
         self.modules = list(self.net.modules())
+        self.recurrent = [module for module in self.modules if is_recurrent(module)]
+        self.attends = any(isinstance(module, nn.MultiheadAttention) for module in self.modules)
         self.parameters = list(self.net.named_parameters())
         first: dict[int, _Buffer] = {}  # a buffer with several names is tied by `functional_call`
         for prefix, module in self.net.named_modules():
             for key, tensor in module._buffers.items():
                 if tensor is not None:
                     name = f"{prefix}.{key}".removeprefix(".")
-                    first.setdefault(id(tensor), _Buffer(name, tensor, module._buffers, key, not _of_torch(module)))
+                    first.setdefault(
+                        id(tensor), _Buffer(name, tensor, module._buffers, key, not _of_torch(type(module)))
+                    )
         self.buffers = list(first.values())
 
     def follows(self) -> bool:
@@ -230,6 +234,11 @@ class Twins:
         return twin
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether it is torch's LSTM, GRU or RNN: what a `forward` of another class does in training mode is not known."""
+    return isinstance(module, nn.RNNBase) and _of_torch(type(module).forward)
+
+
 def _view(box: Any) -> Any:
     """What is in a container now, whenever it is looked at."""
     return box.values() if isinstance(box, dict) else box
@@ -243,8 +252,9 @@ def _same_but_mode(box: Any, had: tuple[Any, ...]) -> bool:
     return all(map(is_, _view(box), had))
 
 
-def _of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
+def _of_torch(made: Any) -> bool:
+    """Whether this class or function is torch's own."""
+    return made.__module__.startswith("torch.nn.modules.")
 
 
 def _version(tensor: Tensor) -> int:

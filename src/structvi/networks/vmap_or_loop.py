@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..basics.checks import check_integer
+from ..basics.garbage import uncollected
 from ..basics.random_streams import alone, borrowed_stream
 from ..basics.sizes import in_words
 
@@ -325,7 +326,7 @@ def _captured(work: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with uncollected(), torch.cuda.graph(graph):
             work()
     except RuntimeError:
         torch.cuda.synchronize()

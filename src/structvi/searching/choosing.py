@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..couplings import naive
 from ..families.family import Family
 from ..models.target import Target
 from .fixed_draws import FixedDraws
+from .fresh_draws import fresh_draws
 
 #: rounds of the weights' fixed point
 ROUNDS = 30
@@ -26,9 +26,9 @@ class Kept(NamedTuple):
     def of(families: list[Family], target: Target, draws: int, seed: int) -> "Kept":
         """One evaluation for every draw; −∞ where log p is no number."""
         densities = [family() for family in families]
-        coupling, generator = FixedDraws(draws, seed), torch.Generator().manual_seed(seed)
+        fixed, (naive, generator) = FixedDraws(draws, seed), fresh_draws(seed, target.space.device)
         theta = torch.cat(
-            [(one.draw(1, coupling) if one.coupled else one.draw(draws, naive, generator)).theta for one in densities]
+            [(one.draw(1, fixed) if one.coupled else one.draw(draws, naive, generator)).theta for one in densities]
         )
         log_p = target.log_joint(theta).double()
         log_p = torch.where(log_p.isfinite(), log_p, -inf)
@@ -64,8 +64,8 @@ class Kept(NamedTuple):
 @torch.no_grad()
 def weighted(family: Family, target: Target, seed: int, groups: int = 1024) -> tuple[float, float]:
     """ELBO and log evidence by importance sampling, on the same fresh draws."""
-    density, generator = family(), torch.Generator().manual_seed(seed + 2)
-    draws = density.draw(groups, naive, generator)
+    density, fresh = family(), fresh_draws(seed + 2, target.space.device)
+    draws = density.draw(groups, *fresh)
     over = target.log_joint(draws.theta).double() - density.log_prob(draws.theta).double()
     over = torch.where(over.isfinite(), over, -inf)
     return (draws.weight * over).sum().item(), (over + draws.weight.log()).logsumexp(0).item()

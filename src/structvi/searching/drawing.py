@@ -97,6 +97,8 @@ def resampled(weights: Tensor, n: int, generator: torch.Generator | None) -> Ten
         tensor([0, 0, 0, 2, 2, 2])
     """
     device = weights.device
-    points = (torch.arange(n, device=device) + torch.rand((), generator=generator, device=device)) / n
+    drawn_on = device if generator is None else generator.device
+    offset = torch.rand((), generator=generator, device=drawn_on).to(device)
+    points = (torch.arange(n, device=device) + offset) / n
     index = torch.searchsorted(weights.cumsum(0), points.to(weights.dtype)).clamp_max(len(weights) - 1)
-    return index[torch.randperm(n, generator=generator, device=device)]
+    return index[torch.randperm(n, generator=generator, device=drawn_on).to(device)]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..basics.checks import check_integer, is_positive
-from ..couplings import naive
 from ..families.density import MAX_DENSE
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
@@ -18,6 +17,7 @@ from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
 from .coordinates import Counted
 from .fixed_draws import least_draws
+from .fresh_draws import fresh_draws
 from .improper import runaway
 from .large import CHUNK, LARGE_LEAST, fit_large
 from .large_member import large_form
@@ -169,8 +169,8 @@ def _notes(target: Target) -> list[str]:
 
 def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
     """The ELBO on draws that the fit has not seen, so many at once."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    options: Any = {"groups": at_once, "coupling": naive, "estimator": "log_q", "generator": generator}
+    coupling, generator = fresh_draws(seed + 1, target.space.device)
+    options: Any = {"groups": at_once, "coupling": coupling, "estimator": "log_q", "generator": generator}
     try:
         with torch.no_grad():
             values = torch.cat([elbo_groups(family, target, **options) for _ in range(FRESH // at_once)])

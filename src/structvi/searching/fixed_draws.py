@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from ..couplings import Noise, naive
+from ..couplings import Noise
 from ..families.family import Family
 from ..families.gaussian import Gaussian
 from ..families.mean_field import DiagonalNormal
 from ..models.target import Target
 from ..objective import NonFiniteError, check_spaces, elbo, terms_at
+from .fresh_draws import fresh_draws
 
 
 class FixedDraws:
@@ -65,6 +66,6 @@ def fixed_elbo(family: Family, target: Target, coupling: FixedDraws) -> Tensor:
         terms = terms_at(density, draws, None, target, None, groups=1, estimator="entropy")
         return (terms.fit - terms.complexity).mean()
     if not density.coupled:  # it makes its own draws: the same from the same seed
-        generator = torch.Generator().manual_seed(coupling.seed)
+        naive, generator = fresh_draws(coupling.seed, target.space.device)
         return elbo(family, target, groups=coupling.draws, coupling=naive, estimator="log_q", generator=generator)
     return elbo(family, target, coupling=coupling, estimator="log_q")

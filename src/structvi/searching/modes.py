@@ -119,7 +119,7 @@ class Modes:
         n = CLIMBERS // 4
         most = [visible[one[visible].argsort(descending=True)[:n]] for one in (over, left)]
         some = visible[torch.randperm(len(visible), generator=self.generator)[:n]]
-        rest = torch.randperm(len(z), generator=self.generator)[:n]
+        rest = torch.randperm(len(z), generator=self.generator)[:n].to(z.device)
         return z[torch.cat([*most, some, rest]).unique()]
 
     def total(self) -> float:
@@ -135,7 +135,7 @@ class Modes:
         roots = torch.stack([peak.root for peak in self.parts])
         which, other, shape = torch.randint(len(at), (3, n), generator=self.generator)
         part = torch.rand(n, 1, generator=self.generator, dtype=torch.float64).to(at)
-        turn = torch.arange(n).unsqueeze(-1)
+        turn = torch.arange(n, device=at.device).unsqueeze(-1)
         base = torch.lerp(at[which], at[other], torch.where(turn % 8 < 5, 0.0, 2.5 * part - 0.5))
         base = torch.where(turn % 4 == 0, torch.zeros_like(base), base)  # the start itself
         direction = self.noise(n)

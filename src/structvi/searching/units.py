@@ -5,11 +5,11 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..couplings import naive
 from ..families.family import Family
 from ..models.target import Target
 from ..parameters import Parameters
 from .fixed_draws import FixedDraws, least_draws
+from .fresh_draws import fresh_draws
 from .plane_mass import mass_bound
 
 #: covariances and curvatures are diagonal beyond so many numbers
@@ -141,7 +141,7 @@ def moments(family: Family, space: Parameters) -> tuple[Tensor, Tensor]:
         if density.coupled and not large:
             drawn = density.draw(1, FixedDraws(draws, seed=0))
         else:
-            drawn = density.draw(draws, naive, torch.Generator(space.device).manual_seed(0))
+            drawn = density.draw(draws, *fresh_draws(0, space.device))
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         nowhere = torch.full_like(space.initial, torch.nan)
         return nowhere, nowhere

@@ -83,9 +83,11 @@ class Adam(torch.optim.Adam):
         before = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, lr, strict=True):
             group["lr"] = rate
-        yield
-        for group, rate in zip(self.param_groups, before, strict=True):
-            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.param_groups, before, strict=True):
+                group["lr"] = rate
 
     @torch.no_grad()
     def step(
@@ -151,7 +153,7 @@ class Adam(torch.optim.Adam):
             [_in_order(x, parameter) for parameter, x in zip(parameters, every, strict=True)]
             for every in (
                 parameters,
-                [parameter.grad for parameter in parameters],
+                [_laid_out_as(parameter, parameter.grad) for parameter in parameters],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
             )
@@ -205,8 +207,15 @@ def _by_columns(factor: Tensor) -> bool:
     return factor.device.type == "cpu" and factor.shape[-1] > 0 and factor.mT.is_contiguous()
 
 
-def _in_order(x: Tensor | None, parameter: Tensor) -> Tensor:
-    assert x is not None
+def _laid_out_as(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """The gradient in the parameter's order of memory: torch's kernel reads both as they lie there."""
+    assert gradient is not None
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def _in_order(x: Tensor, parameter: Tensor) -> Tensor:
     return x.mT if parameter.ndim == 2 and not parameter.is_contiguous() else x
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..basics.garbage import uncollected
 from .adam import Adam, Thin
 
 #: (batches, weights, λ, generator) → the ELBO of each group, the gradient's norm, and what of it is not in `.grad`
@@ -34,7 +35,7 @@ class CapturedStep:
         batch: Any,
         temperature: float,
     ):
-        self.gradient, self.optimizer, self.clip = gradient, optimizer, clip
+        self.optimizer, self.clip = optimizer, clip
         self.batch = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
         device = generator.device
         self.temperature = torch.tensor(float(temperature), dtype=torch.float64, device=device)
@@ -46,24 +47,25 @@ class CapturedStep:
         self.generator.set_state(generator.get_state())
         # dropout draws from the global stream: the step itself finds it where an eager one does
         with torch.random.fork_rng(devices=[device]):
-            self._capture()
+            self._capture(gradient)
         self.make.fill_(1.0)
 
-    def _capture(self) -> None:
+    def _capture(self, gradient: Gradient) -> None:
+        # it is not kept: a step that holds its graphs, and is held by them, would stay, with their memory
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.optimizer.rates(self.rates):
             for _ in range(2):
-                self._body()
+                self._body(gradient)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(self.generator)  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.cuda.graph(self.graph), self.optimizer.rates(self.rates):
-            self.elbo, self.norm = self._body()
+        with uncollected(), torch.cuda.graph(self.graph), self.optimizer.rates(self.rates):
+            self.elbo, self.norm = self._body(gradient)
 
-    def _body(self) -> tuple[Tensor, Tensor]:
+    def _body(self, gradient: Gradient) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        elbo, norm, thin = self.gradient([self.batch], (self.weight,), self.temperature, self.generator)
+        elbo, norm, thin = gradient([self.batch], (self.weight,), self.temperature, self.generator)
         finite = torch.isfinite(elbo).all() & torch.isfinite(norm)
         coefficient = (self.clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
         self.optimizer.step(thin=thin, coefficient=coefficient, make=self.make * finite)

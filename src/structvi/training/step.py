@@ -190,7 +190,8 @@ class Step:
                 objective = (terms.fit - _rounded(temperature, terms.complexity) * terms.complexity).mean()
                 if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
                     raise NonFiniteError("the loss is not finite")
-            factor = -weight / self.posterior.model.num_data
+            # a product: of a captured step the weight is a tensor, and CUDA divides one by a number as x·(1/N)
+            factor = weight * (-1.0 / self.posterior.model.num_data)
             (objective * _rounded(factor, objective)).backward()
             if detached is not None:
                 self._pull(detached, thin)

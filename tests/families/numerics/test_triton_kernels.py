@@ -12,7 +12,7 @@ from structvi.families.numerics.fused import kernels_serve
 from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
 
 for form in (vi.StructuredNormal, vi.StructuredPrecision):
-    for rank, groups in ((1, 1), (3, 3), (17, 1)):
+    for rank, groups in ((1, 1), (3, 3), (17, 1), (3, 20)):  # the last takes its 40 draws in two parts
         q = family(form(rank), torch.float32)
         assert kernels_serve(q.factor)
         # the test's function has derivatives of about a hundred: that many roundings of float32
@@ -22,6 +22,9 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
     gradient = thin_gradient(q, vi.paired, 2)
     dense = gradient.dense()
     torch.testing.assert_close(gradient.square.float(), dense.square().sum())
+    many = thin_gradient(q, vi.paired, 20)
+    assert many.square is None  # in parts nobody has summed it up
+    torch.testing.assert_close(many.squared_norm().float(), many.dense().square().sum(), rtol=1e-4, atol=0.0)
     plain = torch.nn.Parameter(q.factor.detach().clone())
     adam = torch.optim.Adam([plain], lr=0.01)
     factor = q.factor.detach().clone()
@@ -57,8 +60,10 @@ for step in range(3):
 for a, b in zip(q.parameters(), plain):
     torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
 q = family(vi.MeanField(), torch.float32)
-for got, expected in zip(gradients(q, True, vi.paired, 2), gradients(q, False, vi.paired, 2), strict=True):
-    close(got, expected, 1e-4)
+for groups in (2, 20):
+    both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+    for got, expected in zip(*both, strict=True):
+        close(got, expected, 1e-4)
 print("all right")
 """
 

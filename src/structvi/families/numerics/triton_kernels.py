@@ -19,10 +19,16 @@ _ROWS = 1024  # weights whose products are added in float32
 _DOT = 128  # rows of one matrix product
 _SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
+_DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
 
 
 def sums(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
     """GᵀG [K, K], Gᵀε [S, K] and ε·ε [S], in float64."""
+    if len(epsilon) > _DRAWS:
+        grams, *others = zip(
+            *(sums(scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)), strict=True
+        )
+        return grams[0], *map(torch.cat, others)
     S, (P, K) = len(epsilon), factor.shape
     programs = triton.cdiv(P, _ROWS)
     gram = factor.new_empty(programs, K, K)
@@ -39,6 +45,9 @@ def sums(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
     """θ = μ + s∘(ε + G a): [S, P]."""
+    if len(epsilon) > _DRAWS:
+        some = zip(epsilon.split(_DRAWS), a.split(_DRAWS), strict=True)
+        return torch.cat([place(mean, scale, factor, unit, precision, *one) for one in some])
     S, (P, K) = len(epsilon), factor.shape
     theta = torch.empty_like(epsilon)
     block = _block(K)
@@ -52,7 +61,11 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
 def back_covariance(
     scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
 ):
-    """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²."""
+    """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²; of many draws None in its place."""
+    if len(epsilon) > _DRAWS:
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q)), strict=True)
+        means, scales, rows, _ = zip(*(back_covariance(scale, factor, unit, *one) for one in some), strict=True)
+        return sum(means), sum(scales), torch.cat(rows) if factor.shape[-1] else g, None
     S, (P, K) = len(epsilon), factor.shape
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = torch.empty_like(epsilon) if K else g
@@ -69,6 +82,9 @@ def back_covariance(
 
 def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor):
     """g' = g + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
+    if len(epsilon) > _DRAWS:
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q)), strict=True)
+        return tuple(map(torch.cat, zip(*(pull(scale, factor, unit, *one) for one in some), strict=True)))
     S, (P, K) = len(epsilon), factor.shape
     pulled = torch.empty_like(epsilon)
     programs = triton.cdiv(P, _ROWS)
@@ -81,7 +97,13 @@ def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor
 
 
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
-    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²."""
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²,
+    of many draws None in its place."""
+    if len(epsilon) > _DRAWS:
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, v, g)), strict=True)
+        means, scales, rows, _ = zip(*(back_precision(scale, factor, unit, *one) for one in some), strict=True)
+        sides = zip(*(A.chunk(2) for A in rows), strict=True)
+        return sum(means), sum(scales), torch.cat([one for side in sides for one in side]), None
     S, (P, K) = len(epsilon), factor.shape
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = epsilon.new_empty(2 * S, P)
