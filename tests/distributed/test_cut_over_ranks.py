@@ -19,7 +19,7 @@ from tests.training.test_cut_into_batches import (
 
 #: of rank 0 and of rank 1: more and fewer, some in common, 900 of 1000 in all
 PARTS = [list(range(600)), list(range(500, 900))]
-CASES = ["shuffled", "sequential, accumulated", "draws"]
+CASES = ["shuffled", "draws"]
 
 
 def fits_of_a_rank(rank, size):
@@ -30,7 +30,6 @@ def fits_of_a_rank(rank, size):
 
     cases = {
         "shuffled": (loader(batch_size=167, shuffle=True), {}),
-        "sequential, accumulated": (loader(batch_size=150), {"accumulate": 2}),
         "draws": (loader(batch_size=333), {"parallel": "draws"}),
         "unequal": (loader(batch_size=200, sampler=OwnSampler(PARTS[rank])), {}),
     }

@@ -87,12 +87,9 @@ X, T = data(1000)
 @pytest.mark.parametrize(
     ("B", "shuffle", "accumulate"),
     [
-        (300, False, 1),
-        (300, True, 2),
-        (333, True, 1),
+        (300, True, 1),
         (333, False, 2),
         (999, False, 1),
-        (999, True, 2),
         (1000, True, 1),
     ],
 )
@@ -101,7 +98,7 @@ def test_ragged_batches(B, shuffle, accumulate):
     assert_true(fitted(loader, accumulate=accumulate), X, T)
 
 
-@pytest.mark.parametrize(("sizes", "accumulate"), [([999, 1], 1), ([1, 499, 500], 1), ([700, 100, 100, 99, 1], 3)])
+@pytest.mark.parametrize(("sizes", "accumulate"), [([999, 1], 1), ([1, 499, 500], 2)])
 def test_lists_of_batches(sizes, accumulate):
     batches = list(zip(X.split(sizes), T.split(sizes), strict=True))
     bayes = posterior()
@@ -178,9 +175,21 @@ def test_N_is_what_the_sampler_can_give(name):
     seen = torch.cat([t for _, t in batches.everything()])
     chosen = SMALL_T[SOME]
     assert torch.equal(seen.flatten().sort().values, chosen.flatten().sort().values)  # none that is held out
-    bayes = fitted(loader)
+
+
+@pytest.mark.parametrize("name", ["a subset", "one that shuffles", "a batch sampler"])
+def test_the_posterior_is_that_of_what_the_sampler_gives(name):
+    bayes = fitted(loaders()[name])
     assert bayes.model.num_data == 20
-    assert_true(bayes, SMALL_X[SOME], chosen)
+    assert_true(bayes, SMALL_X[SOME], SMALL_T[SOME])
+
+
+@pytest.mark.parametrize("name", [name for name in loaders() if "batch" not in name and "lists" not in name])
+def test_the_gradient_of_an_epoch_of_what_the_sampler_gives(name):
+    x, t = SMALL_X[SOME], SMALL_T[SOME]
+    cut = epoch_gradient(loaders()[name], None, 3)
+    for name, expected in epoch_gradient([(x, t)], 20, 1).items():
+        torch.testing.assert_close(cut[name], expected, rtol=1e-8, atol=1e-10)
 
 
 def test_torchs_samplers_that_give_all():
@@ -265,10 +274,11 @@ def test_an_empty_data_set():
         posterior().fit(DataLoader(empty, batch_size=4), steps=1, progress=False)
 
 
-def epoch_gradient(loader, n: int, steps: int, accumulate: int = 1) -> dict[str, torch.Tensor]:
+def epoch_gradient(loader, n: int | None, steps: int, accumulate: int = 1) -> dict[str, torch.Tensor]:
     """The mean over the steps of an epoch of what the optimizer is given, at weights that do not move."""
     bayes = posterior()
-    bayes.model.num_data = n
+    if n is not None:
+        bayes.model.num_data = n
     total = {name: torch.zeros_like(p) for name, p in bayes.named_parameters()}
 
     class Sum(torch.optim.SGD):
