@@ -21,7 +21,7 @@ from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
 
 QUICK = {"hidden": (8,), "family": "MeanField", "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
 #: scikit-learn's laws fit several hundred times
-QUICKER = QUICK | {"epochs": 15, "batch_size": 128}
+QUICKER = QUICK | {"epochs": 10, "batch_size": 128, "draws": 4}
 
 
 def name_of(check):
@@ -187,7 +187,6 @@ def test_auto_is_the_way_of_the_tables(monkeypatch):
     assert np.sqrt(np.mean((mean - y) ** 2)) < 7  # noise 5, N = 60: within three standard errors, and some overfit
     assert (std > 2).all()
     assert "linear model, Gaussian noise" in [one.name for one in model.tried_ if one.weight]
-    np.testing.assert_array_equal(BayesianRegressor("auto", random_state=0).fit(X, y).predict(X), mean)
     classifier = BayesianClassifier("auto", random_state=0).fit(X, y > 100)
     p = classifier.predict_proba(X)
     np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)

@@ -77,8 +77,8 @@ def check_unbiased(model, batch, expected, size, passes):
     error = squares.std(0) / passes**0.5
     assert bool(((squares.mean(0) - expected).abs() < 6 * error + 1e-12).all())
     assert bool((error < 0.15 * expected + 1e-12).all())  # and these are small
-    again = diagonal_curvature(model, model.space.initial, [batch] * passes, size=size)
-    assert torch.allclose(again, squares.mean(0))
+    again = diagonal_curvature(model, model.space.initial, [batch] * 5, size=size)
+    assert torch.allclose(again, squares[:5].mean(0))
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case[0])

@@ -274,7 +274,7 @@ def test_an_empty_data_set():
         posterior().fit(DataLoader(empty, batch_size=4), steps=1, progress=False)
 
 
-def epoch_gradient(loader, n: int | None, steps: int, accumulate: int = 1) -> dict[str, torch.Tensor]:
+def epoch_gradient(loader, n: int | None, steps: int, accumulate: int = 1, **options) -> dict[str, torch.Tensor]:
     """The mean over the steps of an epoch of what the optimizer is given, at weights that do not move."""
     bayes = posterior()
     if n is not None:
@@ -288,7 +288,7 @@ def epoch_gradient(loader, n: int | None, steps: int, accumulate: int = 1) -> di
 
     bayes.fit(
         loader, steps=steps, accumulate=accumulate, optimizer=lambda p: Sum(p, lr=1e-3), progress=False, clip=None,
-        kl_warmup=0, restarts=0, coupling=exact, average=False,
+        kl_warmup=0, restarts=0, coupling=exact, average=False, **options,
     )  # fmt: skip
     return {name: x / steps for name, x in total.items()}
 
