@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.training import memory, step
-from structvi.training.memory import Need, activation_bytes, explain, need_of
+from structvi.training import step
+from structvi.training.memory import Need, activation_bytes, explain, need_of, there_is
 
 N, D = 24, 3
 CPU = torch.device("cpu")
@@ -87,8 +87,10 @@ def test_nothing_is_lost(tmp_path, monkeypatch):
             seen.update({name: p.detach().clone() for name, p in bayes.named_parameters()})
             monkeypatch.setattr(step.Step, "_gradient", no_memory)
 
-    monkeypatch.setattr(memory, "there_is", lambda device: 50_000)
-    with pytest.raises(torch.OutOfMemoryError, match=r"a step does not fit into memory.*torch said") as caught:
+    monkeypatch.setattr(step, "there_is", lambda device, held: 12_000)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"a step does not fit into memory.*would fit.*torch said"
+    ) as caught:
         bayes.fit(loader(), **options, checkpoint=tmp_path, every=5, callback=fail_later)
     assert any("after step 7" in note and str(tmp_path) in note for note in caught.value.__notes__)
     assert all(torch.equal(seen[name], p) for name, p in bayes.named_parameters())
@@ -116,3 +118,48 @@ def test_the_optimizer_moves_nothing_where_there_is_no_memory_for_its_moments(mo
     with pytest.raises(torch.OutOfMemoryError):
         adam.step()
     assert all(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
+
+
+def test_moments_are_made_whole_or_not_at_all(monkeypatch):
+    """Memory for the first moment and none for the second: the next step begins as the first does."""
+    from structvi.training.adam import Adam
+
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    adam = Adam([parameter], lr=0.1)
+    made, zeros_like = [], torch.zeros_like
+
+    def second_fails(x, **options):
+        made.append(x)
+        return no_memory() if len(made) == 2 else zeros_like(x, **options)
+
+    monkeypatch.setattr(torch, "zeros_like", second_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        adam.step()
+    assert not adam.state[parameter]
+    adam.step()
+    assert parameter.allclose(torch.full((3,), 0.9))
+
+
+def test_what_a_step_can_have_is_less_by_the_tensors_of_others(monkeypatch):
+    """Of 1000 bytes this process may have 800, and holds 500, of which 120 are the step's own."""
+
+    class Held:
+        is_cuda = True
+
+        def untyped_storage(self):
+            return self
+
+        def data_ptr(self):
+            return id(self)
+
+        def nbytes(self):
+            return 60
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 600)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.8, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    first, second = Held(), Held()
+    assert there_is(torch.device("cuda"), [first, second, first]) == 800 - 500 + 120
+    assert there_is(CPU, []) is None

@@ -140,8 +140,10 @@ class Adam(torch.optim.Adam):
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            # all three or none: there may be memory for the first alone
+            first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {"step": step, "exp_avg": first, "exp_avg_sq": second}
         return state
 
     def _step_fused(self, parameters: list[Tensor], group: dict, coefficient: Any, make: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 """A training step captured as one CUDA graph: the launches of its kernels no longer wait for Python."""
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ class CapturedStep:
         self.make.fill_(1.0)
 
     def _capture(self, gradient: Gradient) -> None:
-        # it is not kept: a step that holds its graphs, and is held by them, would stay, with their memory
+        # a graph of gradients that waits in a cycle keeps its nodes on the stream where it was made
+        gc.collect()
+        # `gradient` is not kept: a step that holds its graphs, and is held by them, would stay, with their memory
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.optimizer.rates(self.rates):

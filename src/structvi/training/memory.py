@@ -1,6 +1,7 @@
 """Where a step does not fit into memory: what it needs, by the formula of docs/performance.md, and what would fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -91,16 +92,23 @@ def activation_bytes(posterior: PosteriorBase, batch: Any) -> int | None:
         return None
 
 
-def there_is(device: torch.device) -> int | None:
-    """Bytes that this process can have on the device; None where it is not known."""
+def there_is(device: torch.device, held: Iterable[Tensor]) -> int | None:
+    """Bytes that a step can have on the device; None where it is not known.
+
+    What this process can have, less the tensors that it holds already, but for those of the step itself.
+
+    Args:
+        device: where.
+        held: the step's own: parameters and moments.
+    """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    own = free + torch.cuda.memory_reserved(device)
-    try:
-        return min(own, int(total * torch.cuda.get_per_process_memory_fraction(device)))
-    except AttributeError:  # older versions of torch do not tell
-        return own
+    most = free + torch.cuda.memory_reserved(device)
+    with suppress(AttributeError):  # older versions of torch do not tell
+        most = min(most, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+    own = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held if x.is_cuda}
+    return most - torch.cuda.memory_allocated(device) + sum(own.values())
 
 
 def explain(need: Need, there: int | None, device: torch.device) -> str:
@@ -112,7 +120,7 @@ def explain(need: Need, there: int | None, device: torch.device) -> str:
     )
     if need.activation is not None:
         said += f" and {in_words(need.activations())} for activations ({need.S} draws of {need.B} observations)"
-    said += "." if there is None else f"; there are {in_words(there)}."
+    said += "." if there is None else f"; there are {in_words(max(there, 0))} for it."
     if there is not None and need.total() <= there:
         said += " By this estimate it fits: other tensors, or memory in pieces, take the rest."
     elif there is not None:

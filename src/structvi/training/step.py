@@ -269,7 +269,9 @@ class Step:
             torch.cuda.empty_cache()
         largest = max(batches, key=rows)
         need = need_of(self.posterior, largest, self.groups, self.coupling)
-        return torch.OutOfMemoryError(f"{explain(need, there_is(device), device)} torch said: {error}")
+        moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        there = there_is(device, [*self.named.values(), *moments])
+        return torch.OutOfMemoryError(f"{explain(need, there, device)} torch said: {error}")
 
     # ----------------------------------------------------------------------------------------------------- capture
 
