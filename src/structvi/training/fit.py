@@ -37,7 +37,7 @@ from .result import FitResult, History
 from .schedule import SchedulerLike
 from .temperature_path import fit_path
 from .validation import Watch, elements_of, split_off
-from .warm_start import start_trained, takes_directions, trained_values
+from .warm_start import ROUNDS, start_trained, takes_directions, trained_values
 
 
 def fit(
@@ -252,7 +252,7 @@ def _begin(posterior: PosteriorBase, batches: Batches, options: FitOptions, rank
     if options.checkpoint is not None or found is not None:
         known = fingerprint(posterior, batches, options.data_id)
     if options.start == "trained" and found is None:
-        start_trained(posterior, batches, options.number(), options.seed)
+        start_trained(posterior, batches, options.number(), options.seed, ROUNDS if settings.total else 0)
     watch = None
     if options.validation is not None:
         assert not isinstance(options.validation, int | float)  # it has been split off
