@@ -1,6 +1,13 @@
 """What every test shares: one thread, and a global stream that starts the same in each."""
 
+# ruff: noqa: E402 (what must be set before torch and numpy are imported)
+
+import gc
+import os
 import weakref
+
+gc.disable()  # what imports and collection make stays: a third of their time would go into looking through it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for numpy and scikit-learn too, and for processes that tests start
 
 import pytest
 import torch
@@ -8,6 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
