@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import ceil, inf
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +182,7 @@ class Parameters:
         chosen = _matcher(select, what, self.names)
         return tuple(name for name, tensor in self.constrain(self.initial).items() if chosen(name, tensor))
 
-    def __deepcopy__(self, memo: dict) -> "Parameters":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parameters":
         return self  # a value that is never changed; the network it knows is not to be copied
 
     def __len__(self) -> int:
