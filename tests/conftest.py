@@ -2,8 +2,10 @@
 
 # ruff: noqa: E402 (what must be set before torch and numpy are imported)
 
+import fcntl
 import gc
 import os
+import pickle
 import weakref
 
 gc.disable()  # what imports and collection make stays: a third of their time would go into looking through it
@@ -25,6 +27,25 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory, request):
+    """`made_once(name, make)`: what `make()` returns, computed by the first worker that asks and read by the others."""
+    folder = tmp_path_factory.getbasetemp()
+    if "workerinput" in dir(request.config):  # of pytest-xdist: workers have folders of their own in one folder
+        folder = folder.parent
+
+    def get(name, make):
+        with open(folder / f"{name}.pickle", "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # others wait here
+            if file.tell() == 0:
+                pickle.dump(make(), file)
+                file.flush()
+            file.seek(0)
+            return pickle.load(file)
+
+    return get
 
 
 class PeakBytes(TorchDispatchMode):

@@ -24,10 +24,14 @@ def settings():
 
 
 @pytest.fixture(scope="session")
-def tiny(settings):
+def tiny(settings, made_once):
     """What was computed, and the content of results.json."""
-    found = compute(list(PARTS), settings, workers=1)
-    return found, record(found, settings)
+
+    def make():
+        found = compute(list(PARTS), settings, workers=1)
+        return found, record(found, settings)
+
+    return made_once("paper-tiny", make)
 
 
 @pytest.fixture(scope="session")
