@@ -29,9 +29,10 @@ setup: .venv/.installed
 	$(PIP_INSTALL) -e ".[docs]"
 	touch $@
 
-# one worker more than cores: some tests wait for processes that they start
+# one worker more than cores: some tests wait for processes that they start; bytecode is kept, whatever the environment
+# says, for the workers and the processes of tests would each compile everything again
 test: setup
-	$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
 
 # on a machine with a GPU; STRUCTVI_TEST_DEVICE=cpu for a dry run
 test-gpu: setup

@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 
 def pytest_collection_finish():
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
