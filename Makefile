@@ -29,10 +29,10 @@ setup: .venv/.installed
 	$(PIP_INSTALL) -e ".[docs]"
 	touch $@
 
-# one worker more than cores: some tests wait for processes that they start; bytecode is kept, whatever the environment
+# a worker for each core: what tests wait for are processes that compute; bytecode is kept, whatever the environment
 # says, for the workers and the processes of tests would each compile everything again
 test: setup
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(nproc) --dist worksteal
 
 # on a machine with a GPU; STRUCTVI_TEST_DEVICE=cpu for a dry run
 test-gpu: setup
