@@ -144,7 +144,7 @@ class Posterior(PosteriorBase):
         batches = Batches(loader, device=self.device)
         return elbo_over(self, batches.everything(), groups=groups, coupling=coupling, generator=generator)
 
-    def save(self, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
+    def save(self, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
         """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.
 
         In it are the variational parameters, those of likelihood and prior, and a description of all of them; no code
@@ -288,7 +288,7 @@ def variationalize_head(
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     net: nn.Module,
     *,
     family: Family | None = None,

@@ -167,7 +167,7 @@ class NetworkMixture(NetworkMixtureBase):
         per_group = sum(float(share) * one.elbo.per_group for share, one in zip(w, results, strict=True)) - divergence
         return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write every member to a file of its own in a folder, the weights and the calibration.
 
         `load_mixture(folder, networks)` reads them.
@@ -184,7 +184,7 @@ class NetworkMixture(NetworkMixtureBase):
         write(folder / "mixture.safetensors", tensors, description | _described(found))
 
 
-def load_mixture(folder: str | os.PathLike, networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
+def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
     """The mixture of a folder that `NetworkMixture.save` wrote, around networks of the same form.
 
     Args:

@@ -88,7 +88,9 @@ class PosteriorBase(nn.Module):
         """Where the variational parameters are."""
         return next(self.parameters()).device
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         own = f"{prefix}.model.net." if prefix else "model.net."
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if not name.startswith(own):

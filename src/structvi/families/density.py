@@ -245,7 +245,7 @@ class DistributionDensity(Density):
     def P(self) -> int:
         return self.distribution.event_shape[0]
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         check_draw(groups, coupling, generator)
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             theta = self.distribution.rsample((groups,))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
+from ..parameters import Parameters
 from .basis import Basis
 from .family import Family
 from .gaussian import Gaussian, LowRank
@@ -120,7 +121,7 @@ class Rotated(Family):
             raise ValueError("Rotated binds its part itself: give a recipe, such as MeanField()")
         self.part = part
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.part = self.part.bind(parameters, generator)
         self.basis = Basis(parameters)
         density = self.part()

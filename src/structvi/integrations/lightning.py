@@ -197,9 +197,9 @@ class PosteriorCallback(Callback):
         'too few steps to tell whether it has converged'
     """
 
-    def __init__(self, save: str | os.PathLike | None = None):
+    def __init__(self, save: str | os.PathLike[str] | None = None):
         super().__init__()
-        self.save = save
+        self.save: str | os.PathLike[str] | None = save
         self.history = History()
         self._num_data = 1
 

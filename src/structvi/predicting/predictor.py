@@ -77,7 +77,7 @@ class Predictor:
         return f"Predictor({self.draws} draws of {size} weights, {in_words(self.nbytes)} on {self.device})"
 
     @overload
-    def predict(self, x: DataLoader | Iterator) -> Iterator[Predictive]: ...
+    def predict(self, x: DataLoader[Any] | Iterator[Any]) -> Iterator[Predictive]: ...
 
     @overload
     def predict(self, x: Any) -> Predictive: ...
@@ -117,7 +117,7 @@ class Predictor:
         self.chunks.move(torch.device(device))
         return self
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file of a posterior, that of S points: `structvi.load(path, net).predictor()` reads it."""
         posterior = self.chunks.posterior
         if posterior.dropout == "on":

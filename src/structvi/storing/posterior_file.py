@@ -35,7 +35,7 @@ LINEARISED = "linearised"
 SCORES = "calibration"
 
 
-def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
+def save(posterior: PosteriorBase, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
     if network not in ("store", "hash"):
@@ -92,7 +92,7 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     net: nn.Module,
     *,
     family: Family | None = None,

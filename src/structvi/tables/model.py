@@ -115,7 +115,7 @@ class TableModel:
                 names[row].append(column.name)
         return [" ".join(found) for found in names]
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """model.json and one posterior-PART-MEMBER.safetensors for each; no code and no row of the table."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ class TableModel:
         (folder / FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | os.PathLike) -> "TableModel":
+    def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
         """From a folder that `save` wrote; nothing in it is run.
 
         Raises:

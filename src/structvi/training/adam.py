@@ -92,12 +92,12 @@ class Adam(torch.optim.Adam):
     @torch.no_grad()
     def step(
         self,
-        closure=None,
+        closure: Callable[[], Any] | None = None,
         *,
         thin: Thin = MappingProxyType({}),
         coefficient: Tensor | float = 1.0,
         make: Tensor | None = None,
-    ):
+    ) -> Any:
         """One step with the gradient times `coefficient`.
 
         Args:

@@ -101,7 +101,7 @@ class Run:
             posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,
             estimator=estimator, clip=settings.clip, capture=capture, ranks=ranks,
         )  # fmt: skip
-        self.state = FitState(
+        self.state: FitState = FitState(
             settings, type(self.optimizer).__name__, tuple(self.schedule.highest), posterior.learned(),
             self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
         )  # fmt: skip
@@ -140,7 +140,7 @@ class Run:
     def loop(
         self,
         bar: Progress,
-        checkpoint: str | os.PathLike | None,
+        checkpoint: str | os.PathLike[str] | None,
         every: int,
         callback: Callable[[History], None] | None,
     ) -> None:

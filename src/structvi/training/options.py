@@ -52,9 +52,9 @@ class FitOptions:
     validation_groups: Sequence[Hashable] | None
     keep: Literal["widest", "best"]
     compare: float | None
-    checkpoint: str | os.PathLike | None
+    checkpoint: str | os.PathLike[str] | None
     every: int | None
-    resume: str | os.PathLike | None
+    resume: str | os.PathLike[str] | None
     resume_anyway: bool
     data_id: str | None
     progress: bool

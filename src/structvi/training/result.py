@@ -91,7 +91,7 @@ class History:
         frame = pandas.DataFrame(self._rows, columns=list(COLUMNS))
         return frame.astype({"step": int, "epoch": int, "stage": int})
 
-    def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
+    def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
         """Write every column as scalars, to a log directory or a `SummaryWriter`. Needs tensorboard."""
         try:
             from torch.utils.tensorboard import SummaryWriter

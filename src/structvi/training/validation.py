@@ -127,7 +127,7 @@ def elements_of(posterior: PosteriorBase, data: Iterable[Any]) -> float:
 
 def split_off(
     loader: Iterable[Any], fraction: float, groups: Sequence[Hashable] | None, seed: int
-) -> tuple[DataLoader, DataLoader]:
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """A loader of the rest and one of a random part of its data set; rows of one group stay on one side.
 
     Args:

@@ -4,6 +4,8 @@ Products are taken in blocks of the weights in their own precision and the block
 does not grow with P, and nothing of size P is ever copied to float64.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,11 +46,11 @@ class SumSquares(torch.autograd.Function):
         return norms.square().sum(-1) + rest.square().sum(-1, dtype=torch.float64)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         return (2 * gradient).to(x.dtype).unsqueeze(-1) * x
 
@@ -81,11 +83,11 @@ class _Gram(torch.autograd.Function):
         return gram
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         factor, ratio = ctx.saved_tensors
         product = factor @ (gradient + gradient.mT).to(factor.dtype)  # [P, K]
         ratio_gradient = ratio * torch.linalg.vecdot(product, factor)

@@ -22,7 +22,9 @@ _TILE = 2048  # numbers of the factor that one program holds
 _DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
 
 
-def sums(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
+def sums(
+    scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """GᵀG [K, K], Gᵀε [S, K] and ε·ε [S], in float64."""
     if len(epsilon) > _DRAWS:
         grams, *others = zip(
@@ -43,7 +45,9 @@ def sums(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: 
     return tuple(x.sum(0, dtype=torch.float64) for x in (gram, projection, squares))
 
 
-def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
+def place(
+    mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor
+) -> Tensor:
     """θ = μ + s∘(ε + G a): [S, P]."""
     if len(epsilon) > _DRAWS:
         some = zip(epsilon.split(_DRAWS), a.split(_DRAWS), strict=True)
@@ -60,7 +64,7 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
 
 def back_covariance(
     scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
-):
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²; of many draws None in its place."""
     if len(epsilon) > _DRAWS:
         some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q)), strict=True)
@@ -80,7 +84,9 @@ def back_covariance(
     return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
 
 
-def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor):
+def pull(
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor
+) -> tuple[Tensor, Tensor]:
     """g' = g + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
     if len(epsilon) > _DRAWS:
         some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q)), strict=True)
@@ -96,7 +102,9 @@ def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor
     return pulled, projection.sum(0, dtype=torch.float64)
 
 
-def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
+def back_precision(
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²,
     of many draws None in its place."""
     if len(epsilon) > _DRAWS:

@@ -54,7 +54,9 @@ class _Classes(Likelihood):
             log_prob = weights[labels.long()] * log_prob
         return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
 
-    def simulated(self, output, target, values, generator=None) -> Tensor:
+    def simulated(
+        self, output: Any, target: Any, values: Mapping[str, Tensor], generator: torch.Generator | None = None
+    ) -> Tensor:
         # the weight is that of the label that was observed, and a gradient's square has it once
         t, mask = split_mask(target)
         unseen = torch.zeros_like(t, dtype=torch.bool) if mask is None else ~mask
