@@ -16,7 +16,6 @@ from torch.distributions import Normal
 
 from ..basics.checks import check_iterable
 from ..couplings import Coupling, naive
-from ..models.batch import split_batch
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .draws import on_device
@@ -324,7 +323,7 @@ def _scores(chunks: Chunks, loader: Iterable[Any], score: Score) -> Iterator[Ten
     """The score of every input, batch by batch."""
     for batch in loader:
         whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
-        inputs = batch if whole else split_batch(batch)[0]
+        inputs = batch if whole else chunks.posterior.model.split(batch)[0]
         summary: Summary | None = None
         if chunks.calibration is not None and chunks.calibration.applied is not None:
             summary = Summary.of(chunks.whole(inputs), None, 1.0)

@@ -1,6 +1,6 @@
 """What has to be known before a fit: N, batch norm that has seen no data, on which data choices are made."""
 
-from ..models.batch import batch_size, split_batch
+from ..models.batch import batch_size
 from ..posterior import BATCH_NORMS, PosteriorBase
 from ..predicting.cases import fingerprint
 from ..result import Status
@@ -59,7 +59,7 @@ def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
         return None
     batch, items = probe
     try:
-        found = batch_size(split_batch(batch)[1])
+        found = batch_size(posterior.model.split(batch)[1])
     except (TypeError, ValueError):  # what is wrong with it the first step says, with the batch's number
         return None
     if found == items:
