@@ -7,6 +7,7 @@ batch is the mixture of its chunks' predictives. Over batches only sums and hist
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from math import nan, sqrt
 from typing import Any, cast, get_args
 
@@ -324,11 +325,12 @@ def _scores(chunks: Chunks, loader: Iterable[Any], score: Score) -> Iterator[Ten
     for batch in loader:
         whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
         inputs = batch if whole else chunks.posterior.model.split(batch)[0]
-        summary: Summary | None = None
-        if chunks.calibration is not None and chunks.calibration.applied is not None:
-            summary = Summary.of(chunks.whole(inputs), None, 1.0)
-        for index in range(len(chunks) if summary is None else 0):
-            own = Summary.of(chunks.predictive(index, inputs), None, chunks.share(index))
-            summary = own if summary is None else summary.merge(own)
-        assert summary is not None
-        yield summary.score(score).double().cpu()
+        yield summary_of(chunks, inputs).score(score).double().cpu()
+
+
+def summary_of(chunks: Chunks, inputs: Any) -> Summary:
+    """Of the predictive over all draws; a chunk of them is held at a time, where no calibration needs all."""
+    if chunks.calibration is not None and chunks.calibration.applied is not None:
+        return Summary.of(chunks.whole(inputs), None, 1.0)
+    parts = (Summary.of(chunks.predictive(index, inputs), None, chunks.share(index)) for index in range(len(chunks)))
+    return reduce(Summary.merge, parts)
