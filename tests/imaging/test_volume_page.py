@@ -125,7 +125,8 @@ def test_a_browser_draws_the_planes_and_moves_them(page, width, tmp_path):
     for (w, h, shown, high), expected in zip(seen["sizes"], [(16, 12), (20, 12), (20, 16)], strict=True):
         assert (w, h) == expected
         assert 150 < shown < width
-        assert high > 100
+        depth = 2.5 if h == 12 else 1.0  # of a voxel: its third axis is longer
+        assert high / shown == pytest.approx(h * depth / w, rel=0.01)
     first, second, third, fourth = (seen[name] for name in ("first", "second", "third", "fourth"))
     assert [one.split(" ·")[0] for one in first["at"]] == ["x = 5", "y = 6", "z = 7"]
     assert "0.25 nats" in first["values"]

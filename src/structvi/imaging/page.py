@@ -30,8 +30,8 @@ body { margin: 0 auto; max-width: 80rem; padding: .8rem; font: 16px/1.45 system-
 h1 { font-size: 1.3rem; margin: .2rem 0; } p { margin: .4rem 0; max-width: 60rem; }
 .planes { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); gap: 1rem; }
 figure { margin: 0; min-width: 0; } figcaption { font-variant-numeric: tabular-nums; }
-canvas { width: 100%; height: auto; max-height: 32rem; object-fit: contain; image-rendering: pixelated; display: block;
-  background: #000; cursor: crosshair; }
+canvas { width: 100%; height: auto; object-fit: fill; image-rendering: pixelated; display: block; }
+figure canvas { cursor: crosshair; }
 input[type=range] { width: 100%; }
 .controls { display: flex; flex-wrap: wrap; gap: .6rem 1.4rem; align-items: center; margin: .6rem 0; }
 .controls label { display: flex; gap: .5rem; align-items: center; } .controls input { width: 9rem; }

@@ -44,7 +44,9 @@ function draw() {
   planes.forEach(([right, up], axis) => {
     const canvas = get("plane" + axis), w = sides[right], h = sides[up];
     canvas.width = w; canvas.height = h;
-    canvas.style.aspectRatio = `${w * page.spacing[right]} / ${h * page.spacing[up]}`;
+    const shape = w * page.spacing[right] / (h * page.spacing[up]);
+    canvas.style.aspectRatio = shape;
+    canvas.style.width = `min(100%, ${34 * shape}rem)`;  // at most 34 rem high
     const context = canvas.getContext("2d"), image = context.createImageData(w, h), voxel = [...at];
     for (let j = 0; j < h; j++) {
       voxel[up] = h - 1 - j;
@@ -95,11 +97,7 @@ function values() {
 
 function clicked(event, axis) {
   const [right, up] = planes[axis], box = event.currentTarget.getBoundingClientRect();
-  // the picture may be narrower or lower than its box: it keeps its shape inside
-  const shape = sides[right] * page.spacing[right] / (sides[up] * page.spacing[up]);
-  const wide = Math.min(box.width, box.height * shape), high = wide / shape;
-  const a = (event.clientX - box.left - (box.width - wide) / 2) / wide;
-  const b = 1 - (event.clientY - box.top - (box.height - high) / 2) / high;
+  const a = (event.clientX - box.left) / box.width, b = 1 - (event.clientY - box.top) / box.height;
   at[right] = Math.min(sides[right] - 1, Math.max(0, Math.floor(a * sides[right])));
   at[up] = Math.min(sides[up] - 1, Math.max(0, Math.floor(b * sides[up])));
   draw();
