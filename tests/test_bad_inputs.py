@@ -633,6 +633,13 @@ TABLE = {
         TypeError,
         r"CrossEntropyLoss is a loss, to be made small; .*Categorical\(\)",
     ),
+    "model: a Dice loss as likelihood": (
+        lambda: log_joint(
+            (X, LABELS), model(lambda y, t: 1 - 2 * y.softmax(1)[:, 1].dot(t.to(y)) / (len(t) + t.sum()))
+        ),
+        ValueError,
+        r"each observation, \[.*got \(\); one number for the batch is a loss, and Dice losses.*Categorical\(\)",
+    ),
     "model: a loss function as likelihood": (
         lambda: model(nn.functional.cross_entropy),
         TypeError,

@@ -19,7 +19,7 @@ def probabilities(n=3, C=3, side=5, seed=0):
 
 
 def found_of(p, t, **options):
-    zeros = torch.zeros(t.shape[1:])
+    zeros = torch.zeros(p.shape[2:])
     return imaging.structures_of(
         [(Maps(a.float(), zeros, zeros, "classes"), b) for a, b in zip(p, t, strict=True)], **options
     )
@@ -136,7 +136,14 @@ def test_binary_channels_are_structures_of_their_own():
     assert found.dice[0, 1] == pytest.approx((2 * (a & b).sum() / (a.sum() + b.sum())).item())
     one = imaging.predict_maps(posterior(lk.Bernoulli(), 1), x[0], draws=2)
     assert one.label.shape == one.shape == (6, 7)
-    assert imaging.structures_of([(one, t[0, 0])]).names == ("channel 0",)
+    with_channel, without = (imaging.structures_of([(one, label)]) for label in (t[0, :1], t[0, 0]))
+    assert torch.equal(with_channel.dice, without.dice)
+    assert without.names == ("channel 0",)
+
+
+def test_labels_with_a_channel_axis_are_those_without():
+    p, t = probabilities()
+    assert torch.equal(found_of(p, t.unsqueeze(1).float()).dice, found_of(p, t).dice)
 
 
 def test_what_is_refused():

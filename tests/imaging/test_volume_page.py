@@ -57,7 +57,7 @@ def page(tmp_path_factory):
     volume, maps = case()
     path = tmp_path_factory.mktemp("page") / "case.html"
     names = ["nothing", NASTY]
-    imaging.write_page(path, volume, maps, truth=maps.label, names=names, spacing=(1, 1, 2.5), title=NASTY)
+    imaging.write_page(path, volume, maps, truth=maps.label.unsqueeze(0), names=names, spacing=(1, 1, 2.5), title=NASTY)
     return path.read_text()
 
 

@@ -102,6 +102,9 @@ def test_around_a_trained_network_and_calibrated_with_keys():
     pred = bayes.predict(dressed(torch.zeros(2, 1, 8, 8)), draws=4)
     assert type(pred.mean) is torch.Tensor
     assert pred.mean.shape == (2, 2, 8, 8)
+    batch = next(iter(loader()))
+    assert bayes.predict(batch, draws=2).mean.shape == (4, 2, 8, 8)  # a batch as it comes
+    assert bayes.predict({"image": batch["image"]}, draws=2).mean.shape == (4, 2, 8, 8)
     (first, *_) = bayes.predictor(draws=4).predict(loader())
     assert first.mean.shape == (4, 2, 8, 8)
 
@@ -154,9 +157,14 @@ def test_wrong_keys_are_refused(keys):
 def test_keys_and_forward_together_are_refused():
     with pytest.raises(ValueError, match="keys= or forward=, not both"):
         vi.variationalize(net(), lk.Categorical(), keys=("a", "b"), forward=lambda net, batch: batch)
+
+
+def test_pairs_are_still_pairs_beside_keys():
     bayes = vi.variationalize(net(), lk.Categorical(), keys=("a", "b"), num_data=4)
-    with pytest.raises(TypeError, match="a batch must be a dict, got tuple"):
-        bayes.loss((torch.zeros(1, 1, 8, 8), torch.zeros(1, 8, 8).long()))
+    image, label = torch.zeros(1, 1, 8, 8), torch.zeros(1, 8, 8).long()
+    a = bayes.loss((image, label), generator=torch.Generator().manual_seed(0))
+    b = bayes.loss({"a": image, "b": label.unsqueeze(1).float()}, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(a, b)
 
 
 def test_labels_that_were_interpolated_are_refused():

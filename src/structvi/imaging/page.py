@@ -63,7 +63,7 @@ def write_page(
         path: the file, .html.
         volume: what the network saw, [channels, x, y, z].
         maps: of `predict_maps`.
-        truth: the annotation, [x, y, z], if there is one.
+        truth: the annotation, [x, y, z] or [1, x, y, z], if there is one.
         names: of the classes, the background too.
         spacing: the size of a voxel on each axis.
         title: of the page.
@@ -77,6 +77,8 @@ def write_page(
         True
     """
     path, shape = Path(path), maps.shape
+    if truth is not None and truth.ndim == 4 and len(truth) == 1:  # as MONAI has it
+        truth = truth[0]
     if len(shape) != 3 or tuple(volume.shape[1:]) != shape or (truth is not None and tuple(truth.shape) != shape):
         came = "" if truth is None else f" and a truth {tuple(truth.shape)}"
         raise ValueError(

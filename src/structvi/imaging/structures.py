@@ -242,7 +242,8 @@ def structures_of(
         if maps.kind == "numbers":
             raise TypeError("the maps are of numbers, which have no structures")
         classes = maps.kind == "classes"
-        t = labels if classes or labels.ndim == maps.mean.ndim else labels.unsqueeze(0)
+        t = labels[0] if labels.ndim == maps.mean.ndim and len(labels) == 1 else labels  # [1, ..], as MONAI has them
+        t = t if classes or t.ndim == maps.mean.ndim else t.unsqueeze(0)
         entropy = (maps.epistemic + maps.aleatoric).mean()
         found.add(maps.mean, t, None, classes, entropy, maps.epistemic.mean())
     return found.metrics()

@@ -17,9 +17,10 @@ Keys = tuple[str | tuple[str, ...], str]
 
 
 def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
-    """A batch as its inputs and its target, by the keys that are told or, of None, those that can be told."""
-    if keys is not None:
-        return _told(batch, *keys)
+    """A batch as its inputs and its target; of a dict by the keys that are told or, of None, those that can be told."""
+    if keys is not None and isinstance(batch, Mapping):
+        inputs, target = keys
+        return taken(batch, inputs), taken(batch, target)
     if isinstance(batch, Mapping):
         found = [key for key in TARGET_KEYS if key in batch]
         if len(found) != 1:
@@ -40,13 +41,12 @@ def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
     )
 
 
-def _told(batch: Any, inputs: str | tuple[str, ...], target: str) -> tuple[Any, Any]:
-    names = (inputs,) if isinstance(inputs, str) else inputs
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"with keys={(inputs, target)} a batch must be a dict, got {type(batch).__name__}")
-    if missing := [name for name in (*names, target) if name not in batch]:
+def taken(batch: Mapping, keys: str | tuple[str, ...]) -> Any:
+    """The entry of a dict, or a tuple of several."""
+    names = (keys,) if isinstance(keys, str) else keys
+    if missing := [name for name in names if name not in batch]:
         raise ValueError(f"the batch has no {missing}, which keys= names; it has {sorted(map(str, batch))}")
-    return (batch[inputs] if isinstance(inputs, str) else tuple(batch[name] for name in names)), batch[target]
+    return batch[keys] if isinstance(keys, str) else tuple(batch[name] for name in names)
 
 
 def check_keys(keys: Any) -> None:

@@ -17,7 +17,7 @@ from ..networks.mixed_precision import GradientScale, check_precision
 from ..networks.twins import Twins
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch
+from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
 from .likelihoods import Categorical, Likelihood
 from .priors.base import Prior, SeparablePrior, log_prior
 from .target import NOTHING, check_theta
@@ -235,7 +235,10 @@ class BayesianModel(nn.Module):
             log_prob = self._log_prob(own, output, target)
             if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
                 came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
-                raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
+                raise ValueError(
+                    f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}; one number "
+                    "for the batch is a loss, and Dice losses are the logarithm of no probability: take Categorical()"
+                )
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
         return self._evaluate(one, theta, fixed), B
@@ -250,6 +253,8 @@ class BayesianModel(nn.Module):
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
+        if self.keys is not None and isinstance(inputs, Mapping):  # a batch as it comes, with or without its target
+            inputs = taken(inputs, self.keys[0])
         arguments, keywords = arguments_of(self.net, plain(inputs))
         space = self.space.without(fixed)
         check_theta(theta, space)
@@ -283,7 +288,7 @@ class BayesianModel(nn.Module):
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The inputs of a batch and its target, where there is no `forward=` that alone knows them."""
         inputs, target = plain(split_batch(batch, self.keys))
-        if self.keys is not None and isinstance(self.likelihood, Categorical):
+        if self.keys is not None and isinstance(batch, Mapping) and isinstance(self.likelihood, Categorical):
             target = as_labels(target)
         return inputs, target
 
@@ -357,7 +362,8 @@ def _check_arguments(
         name = getattr(likelihood, "__name__", type(likelihood).__name__)
         raise TypeError(
             f"{name} is a loss, to be made small; the likelihood is log p(t | y) of each observation, to be made "
-            "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss"
+            "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss. Dice and focal "
+            "losses are the logarithm of no probability: train with them, and take Categorical() here"
         )
     if isinstance(likelihood, type) or isinstance(prior, type):
         raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")

@@ -80,7 +80,7 @@ def predict_tiles(
     chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     axes = [_windows(*axis) for axis in zip(sizes, tile, margins, strict=True)]
     seen = tile if pad else tuple(min(pair) for pair in zip(sizes, tile, strict=True))
-    _check_shape(chunks, volume.shape[0], seen, any(size < length for size, length in zip(sizes, seen, strict=True)))
+    _check_shape(chunks, volume.shape[0], seen, pad)
     return _predictives(chunks, volume, axes, seen)
 
 
@@ -101,7 +101,7 @@ def _predictives(
         yield cores, core.calibrated(chunks.calibration)
 
 
-def _check_shape(chunks: Chunks, channels: int, seen: tuple[int, ...], padded: bool) -> None:
+def _check_shape(chunks: Chunks, channels: int, seen: tuple[int, ...], pad: bool) -> None:
     """A network that does not take tiles of this shape is refused, with the sizes that it does take."""
     small = tuple(length if length < 2 * SMALL else SMALL + length % SMALL for length in seen)
     found, error = _tried(chunks, channels, small)
@@ -122,7 +122,7 @@ def _check_shape(chunks: Chunks, channels: int, seen: tuple[int, ...], padded: b
     multiple = next((m for m in MULTIPLES if takes(m, 0) and takes(m, 2)), None)
     rounded = (_rounded(seen, m) for m in MULTIPLES)
     alone = next((tile for tile in rounded if _is(_tried(chunks, channels, tile)[0], tile)), None)
-    shorter = f"; on an axis where the volume is shorter, pad the volume{'' if padded else ', or give pad=True'}"
+    shorter = "" if pad else "; on an axis where the volume is shorter, pad the volume, or give pad=True"
     if multiple is not None:
         sides = ", ".join(str(k * multiple) for k in (1, 2, 3))
         tile = _rounded(seen, multiple)

@@ -64,7 +64,10 @@ def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
         return None
     if found == items:
         return None
-    return f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
+    words = f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
+    if batches.num_data is not None and found % items == 0:
+        words += f", {found // items * batches.num_data} in all if each item has as many"
+    return words
 
 
 def unused_batch_norm(posterior: PosteriorBase) -> list[str]:
