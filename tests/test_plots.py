@@ -96,6 +96,10 @@ def test_uncertainty_map(channels, likelihood):
     else:
         np.testing.assert_allclose(epistemic, pred.epistemic[1].sqrt().mean(0), rtol=1e-6)
         np.testing.assert_allclose(aleatoric, 1.0, rtol=1e-6)
+    of_maps = plots.uncertainty_map(image[1], vi.imaging.Maps.of(pred, 1))
+    for one, other in zip(axes, of_maps, strict=True):
+        np.testing.assert_allclose(one.images[0].get_array(), other.images[0].get_array(), rtol=1e-6)
+        assert one.get_title() == other.get_title()
     with pytest.raises(ValueError, match="three axes"):
         plots.uncertainty_map(image, pred, ax=axes[:2])
     with pytest.raises(ValueError, match="per pixel"):

@@ -259,22 +259,25 @@ def uncertainty_map(
     if isinstance(predictive, Maps):
         if len(predictive.shape) == 3:
             return _volume_map(image, predictive, at, ax)
-        raise ValueError("maps of images are drawn by imshow; uncertainty_map shows those of volumes, or predictives")
-    if image.ndim == 5:
+        picture, labels, maps = image, predictive.unit == "nats", (predictive.epistemic, predictive.aleatoric)
+    elif image.ndim == 5:
         return _volume_map(image[index], Maps.of(predictive, index), at, ax)
-    if isinstance(predictive.components, Categorical | Bernoulli):
-        maps = (predictive.mutual_information, predictive.expected_entropy)
-        titles = ("epistemic: mutual information", "aleatoric: expected entropy")
     else:
+        picture, labels = image[index], isinstance(predictive.components, Categorical | Bernoulli)
         maps = (predictive.epistemic.sqrt(), predictive.aleatoric.sqrt())
-        titles = ("epistemic: std", "aleatoric: std")
-    epistemic, aleatoric = (_plane(values[index]).numpy() for values in maps)
+        if labels:
+            maps = (predictive.mutual_information, predictive.expected_entropy)
+        maps = tuple(values[index] for values in maps)
+    titles = ("epistemic: std", "aleatoric: std")
+    if labels:
+        titles = ("epistemic: mutual information", "aleatoric: expected entropy")
+    epistemic, aleatoric = (_plane(values).numpy() for values in maps)
     if ax is None:
         _, axes = _pyplot().subplots(1, 3, figsize=(10, 3.4), layout="constrained")
         ax = list(axes)
     if len(ax) != 3:
         raise ValueError(f"uncertainty_map draws three pictures: give three axes, got {len(ax)}")
-    picture = image[index].detach().cpu().float()
+    picture = picture.detach().cpu().float()
     picture = picture.movedim(0, -1)[..., :3] if picture.ndim == 3 and picture.shape[0] >= 3 else _plane(picture)
     low, high = picture.min(), picture.max()
     ax[0].imshow(((picture - low) / (high - low).clamp(min=1e-12)).numpy(), cmap="gray", interpolation="nearest")

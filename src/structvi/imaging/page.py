@@ -82,7 +82,8 @@ def write_page(
     if len(shape) != 3 or tuple(volume.shape[1:]) != shape or (truth is not None and tuple(truth.shape) != shape):
         came = "" if truth is None else f" and a truth {tuple(truth.shape)}"
         raise ValueError(
-            f"expected a volume [channels, x, y, z] with the maps' voxels {shape}, got {tuple(volume.shape)}{came}"
+            f"expected a volume [channels, x, y, z] with the maps' voxels {shape}, got {tuple(volume.shape)}{came}; "
+            "for images: plots.uncertainty_map"
         )
     step = [-(-length // LONGEST) for length in shape]
     thin = tuple(slice(None, None, s) for s in step)
