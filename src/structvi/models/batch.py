@@ -70,6 +70,8 @@ def plain(batch: Any) -> Any:
         >>> type(plain({"image": torch.zeros(2).as_subclass(WithName)})["image"]).__name__
         'Tensor'
     """
+    if type(batch) is Tensor or (isinstance(batch, tuple | list) and all(type(one) is Tensor for one in batch)):
+        return batch  # nearly always, and asked for at every draw
     return tree_map(lambda leaf: leaf.as_subclass(Tensor) if _is_dressed(leaf) else leaf, batch)
 
 
