@@ -78,6 +78,9 @@ def test_labels_stay_whole(tmp_path, top, dtype):
     written = imaging.write_nifti(tmp_path / "label.nii.gz", labels, scan)
     assert nibabel.load(written).get_data_dtype() == dtype
     assert torch.equal(imaging.read_nifti(written).labels, labels)
+    mask = nibabel.load(imaging.write_nifti(tmp_path / "mask.nii.gz", labels > 0, scan))
+    assert mask.get_data_dtype() == np.uint8
+    assert mask.get_fdata().sum() == 1
 
 
 def test_what_is_refused(tmp_path, monkeypatch):

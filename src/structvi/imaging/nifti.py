@@ -121,7 +121,8 @@ def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan
             f"expected [x, y, z] or [channels, x, y, z] with the scan's {spatial} voxels ({like.path.name}), got "
             f"{array.shape}; was it resampled or cropped? Then its affine is another"
         )
-    if array.dtype == bool or array.dtype.kind in "iu":
+    array = array.astype(np.uint8) if array.dtype == bool else array
+    if array.dtype.kind in "iu":
         smallest = np.min_scalar_type(array.max()) if array.min() >= 0 else np.dtype(np.int32)
         array = array.astype(np.uint8 if smallest == np.uint8 else np.int16 if smallest == np.uint16 else np.int32)
     else:
