@@ -118,11 +118,18 @@ def test_from_a_file_to_maps_beside_it(tmp_path):
 
     options = dict(tile=(8, 8, 8), margin=1, draws=4)
     maps, files = imaging.predict_scan(
-        bayes, path, tmp_path / "out", prepare=prepare, **options, generator=torch.Generator().manual_seed(1)
+        bayes,
+        path,
+        tmp_path / "out",
+        prepare=prepare,
+        names=["no", "liver", "lung"],
+        **options,
+        generator=torch.Generator().manual_seed(1),
     )
     volume = prepare(torch.from_numpy(values).float().unsqueeze(0))
     pred = bayes.predict(volume.unsqueeze(0), 4, generator=torch.Generator().manual_seed(1))
     assert sorted(files) == ["aleatoric", "epistemic", "label", "page", "probability"]
+    assert "liver" in files["page"].read_text()
     assert files["label"].name == "patient 7_label.nii.gz"
     expected = {
         "label": pred.mean[0].argmax(0).unsqueeze(0).float(),

@@ -1,7 +1,7 @@
 """NIfTI files in and out: voxels as tensors, with affine and header kept; nibabel is the extra "volumes"."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def predict_scan(
     folder: str | os.PathLike,
     *,
     prepare: Callable[[Tensor], Tensor] | None = None,
+    names: Sequence[str] | None = None,
     **options: Any,
 ) -> tuple[Maps, dict[str, Path]]:
     """From a NIfTI file to maps beside it with the same affine, and a page to look at them.
@@ -170,6 +171,7 @@ def predict_scan(
         path: the scan.
         folder: where NAME_label.nii.gz and the others go, and NAME.html.
         prepare: what was done to the training images, from [channels, x, y, z] to the same voxels: scaling, for one.
+        names: of the classes, the background too, for the page.
         **options: of `predict_maps`: tile, margin, draws, ..
     """
     from .page import write_page
@@ -183,7 +185,9 @@ def predict_scan(
         )
     maps = predict_maps(posterior, volume, **options)
     files = write_maps(maps, scan, folder)
-    files["page"] = write_page(Path(folder) / f"{scan.name}.html", volume, maps, spacing=scan.spacing, title=scan.name)
+    files["page"] = write_page(
+        Path(folder) / f"{scan.name}.html", volume, maps, names=names, spacing=scan.spacing, title=scan.name
+    )
     return maps, files
 
 
