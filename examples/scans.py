@@ -202,7 +202,8 @@ def main() -> None:
         maps = []
         for scan, _ in parts[2]:
             own, _files = imaging.predict_scan(
-                bayes, scan.path, folder, prepare=prepare, names=names and ["background", *names], tile=(PATCH,) * 3, margin=MARGIN, draws=draws,
+                bayes, scan.path, folder, prepare=prepare, names=names and ["background", *names],
+                tile=(PATCH,) * 3, margin=MARGIN, draws=draws,
                 generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
             maps.append(own)
