@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import imaging
 
-PATCH, MARGIN, DRAWS = 24, 4, 8
+PATCH, TILE, MARGIN, DRAWS = 24, (36, 32, 24), 4, 8
 POOLINGS = 2  # sides of patches and tiles are multiples of 2² = 4
 
 
@@ -66,7 +66,7 @@ def simulate(folder: Path, scans: int, seed: int = 0) -> None:
     for part in ("images", "labels"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for i in range(scans):
-        shape = (40, 36, 28 + 4 * int(rand(1) * 3))
+        shape = (36, 32, 24 + 4 * int(rand(1) * 3))
         grid = torch.stack(torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in shape), indexing="ij"))
         centre = torch.tensor([n / 2 for n in shape]) + 4 * (rand(3) - 0.5)
         radii = torch.tensor([n / 3.2 for n in shape]) * (0.85 + 0.3 * rand(3))
@@ -203,7 +203,7 @@ def main() -> None:
         for scan, _ in parts[2]:
             own, _files = imaging.predict_scan(
                 bayes, scan.path, folder, prepare=prepare, names=names and ["background", *names],
-                tile=(PATCH,) * 3, margin=MARGIN, draws=draws,
+                tile=TILE, margin=MARGIN, draws=draws,
                 generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
             maps.append(own)
