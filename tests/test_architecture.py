@@ -35,6 +35,7 @@ ROOMS = (
     "correcting",
     "searching",
     "training",
+    "imaging",
     "plots",
     "diagnostics",
     "front_door",
@@ -234,7 +235,7 @@ def test_import_loads_neither_studies_nor_triton_nor_extras():
     code = (
         "import sys, structvi; "
         "print([m for m in sys.modules if m.startswith('structvi.studies') or m.split('.')[0] in "
-        "('triton', 'matplotlib', 'arviz', 'pandas', 'sklearn', 'lightning', 'typer', 'torchmetrics')]); "
+        "('triton', 'matplotlib', 'arviz', 'pandas', 'sklearn', 'lightning', 'typer', 'torchmetrics', 'nibabel')]); "
         "print(structvi.check.__name__)"
     )
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -46,7 +46,7 @@ from .storing.file import CheckpointError
 from .training.result import FitResult, History
 
 if TYPE_CHECKING:
-    from . import diagnostics, plots
+    from . import diagnostics, imaging, plots
     from .models.priors.lipschitz import LipschitzPrior
     from .predicting.tiles import predict_tiles
     from .searching.fit import fit
@@ -63,6 +63,7 @@ __getattr__ = later(
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
         "fit": "searching.fit",
+        "imaging": "imaging.",
         "plots": "plots.",
         "predict_tiles": "predicting.tiles",
     },
@@ -116,6 +117,7 @@ __all__ = [
     "elbo_groups",
     "fit",
     "full_elbo",
+    "imaging",
     "interval",
     "kl",
     "likelihoods",

@@ -15,7 +15,6 @@ from ..couplings import Coupling, naive
 from ..families.density import Draws
 from ..families.mixture import Mixture
 from ..families.point import MAP
-from ..models.batch import split_batch
 from ..posterior import PosteriorBase
 from ..storing import posterior_file
 from .draws import DrawChunks
@@ -107,7 +106,7 @@ class Predictor:
         if isinstance(batch, tuple | list) and len(batch) == 1:  # of a TensorDataset(x)
             return batch[0]
         try:
-            return split_batch(batch)[0]
+            return self.chunks.posterior.model.split(batch)[0]
         except (TypeError, ValueError):  # inputs alone, several or by name
             return batch
 

@@ -52,6 +52,8 @@ def fingerprint(posterior: PosteriorBase, batches: Batches, data_id: str | None)
     }
     if model.linearised_at is not None:
         parts["where the network is linearised"] = _digest([model.linearised_at])
+    if model.keys is not None:
+        parts["keys="] = str(model.keys)
     unchecked: list[str] = []
     for name, value in (
         ("the likelihood", model.likelihood),

@@ -113,9 +113,13 @@ class Categorical(_Classes):
             raise ValueError(
                 "Categorical expects logits [B, C, ..] and labels [B, ..], "
                 f"got {tuple(output.shape)} and {tuple(target.shape)}; one-hot labels: .argmax(1), [B, 1]: .squeeze(1)"
+                '; in MONAI\'s dict batches: variationalize(.., keys=("image", "label")) makes them so'
             )
         if target.dtype.is_floating_point or target.dtype == torch.bool:
-            raise TypeError(f"Categorical: labels must be integers, got {target.dtype}; convert them with .long()")
+            raise TypeError(
+                f"Categorical: labels must be integers, got {target.dtype}; convert them with .long(), in MONAI's "
+                'dict batches by variationalize(.., keys=("image", "label"))'
+            )
         return output.shape[1]
 
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
