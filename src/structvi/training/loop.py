@@ -29,7 +29,7 @@ from .comparing import elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .options import Settings
 from .progress import Progress, shown
-from .result import FitResult, History, Skipped
+from .result import RANK_0, FitResult, History, Skipped
 from .schedule import Schedule, SchedulerLike
 from .state import FitState
 from .step import OverflowingError, Step
@@ -334,10 +334,10 @@ class Run:
         if state.averaged > 1:
             states[f"average of the last {state.averaged}"] = {**states[kept], **state.average}
         if state.without_factor:
-            states["without the factor"] = {**state.without_factor}
+            states[RANK_0] = {**state.without_factor}
         if self.begun:
             states["the start"] = self.begun
-        simpler = {"without the factor"}
+        simpler = {RANK_0}
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
             assign(state.learned, values)
