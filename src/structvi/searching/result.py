@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..basics.checks import check_seed
 from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.target import Target
@@ -172,6 +173,7 @@ class DensityFit(Result):
         self, draws: int = 1000, *, corrected: bool = False, select: Select = "*", seed: int = 0
     ) -> "InferenceData":
         """Draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
+        check_seed(seed)
         space = self.target.space
         names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
         drawn = self.sample(draws, corrected=corrected, generator=generator)

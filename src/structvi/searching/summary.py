@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_integer
+from ..basics.checks import check_integer, check_seed
 from ..correcting.pareto import K_LIMIT
 from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
@@ -27,6 +27,7 @@ def summarise(
     family: Family, target: Target, *, corrected: bool | None, select: Select, draws: int, seed: int
 ) -> "Summary":
     """The table of a fit: see `DensityFit.summary`."""
+    check_seed(seed)
     check_integer("draws", draws, 100)
     space, generator = target.space, torch.Generator(target.space.device).manual_seed(seed)
     names = space.matching(select)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_integer
+from ..basics.checks import check_seed
 from ..families.family import Family
 from .choosing import Tried, chosen
 from .columns import FAR, Columns, values_of
@@ -86,7 +86,7 @@ def fit_table(
     Raises:
         TableError: nothing can be made of the table; the message says what to do.
     """
-    check_integer("seed", seed, 0)
+    check_seed(seed)
     if not 0 < level < 1:
         raise ValueError(f"level must lie inside (0, 1), got {level}")
     if noise != "auto" and noise not in NOISES:

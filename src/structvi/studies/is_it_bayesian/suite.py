@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ...basics.checks import check_seed
 from ..paper.jobs import Job
 from ..paper.jobs import run as run_jobs
 from ..paper.settings import Settings
@@ -62,6 +63,7 @@ def run(
         >>> report.rows[0].bayesian, report.rows[0].verdict[:13]
         (True, 'Bayesian here')
     """
+    check_seed(seed)
 
     check_timeout(timeout)
     methods = method if isinstance(method, list | tuple) else [method]
