@@ -60,6 +60,30 @@ def test_tensorboard(tmp_path):
     assert (scalars[-1].step, scalars[-1].value) == (99, -1.0)
 
 
+def test_tensorboard_has_the_held_out_density(tmp_path):
+    """Of every epoch, and of what was kept beside the network's, also where there was no step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record = history()
+    record.set_last("held_out", -0.7)
+    known = {"held_out": {"grown": -0.4}, "network": -0.5, "against_network": (0.1, 0.02)}
+    for name, kept in {
+        "steps": a_result(history=record, **known),
+        "none": a_result(history=History(), **known),
+    }.items():
+        kept.to_tensorboard(tmp_path / name)
+        files = list((tmp_path / name).iterdir())
+        found = {}
+        for file in files:
+            events = EventAccumulator(str(file))
+            events.Reload()
+            found |= {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+        assert found["fit/kept/held_out"] == pytest.approx(-0.4)
+        assert found["fit/kept/held_out_network"] == pytest.approx(-0.5)
+        assert found["fit/kept/elbo"] == pytest.approx(-2.5)
+        assert ("fit/held_out" in found) == (name == "steps")
+
+
 def test_plot():
     import matplotlib.pyplot as plt
 

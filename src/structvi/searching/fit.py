@@ -81,7 +81,7 @@ def fit(
         max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.
         steps, lr: with a loader, how many steps, one batch each, and the highest learning rate, which falls to zero.
-        progress: a bar, in a terminal.
+        progress: one live line, in a terminal or a notebook.
 
     Example:
         >>> from structvi import FullNormal, LogDensity, Parameters

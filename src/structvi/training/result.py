@@ -1,7 +1,10 @@
 """What a fit hands back: the record of its steps, and what it came to."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,6 +36,23 @@ NEXT = {
     Status.DIVERGED: "look at the batch that the notes name; a smaller lr= helps where it is not the data",
     Status.PLACED: "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)",
 }
+
+
+@contextmanager
+def _writer(to: "str | os.PathLike | SummaryWriter") -> "Iterator[SummaryWriter]":
+    """One that is given stays open; one that is made for a folder is closed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ImportError("the export needs tensorboard: pip install tensorboard") from None
+    if isinstance(to, SummaryWriter):
+        yield to
+        return
+    writer = SummaryWriter(os.fspath(to))
+    try:
+        yield writer
+    finally:
+        writer.close()
 
 
 class UnknownColumn(KeyError, ValueError):
@@ -106,18 +126,12 @@ class History:
 
     def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
         """Write every column as scalars, to a log directory or a `SummaryWriter`. Needs tensorboard."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ImportError("the export needs tensorboard: pip install tensorboard") from None
-        writer = to if isinstance(to, SummaryWriter) else SummaryWriter(os.fspath(to))
-        for row in self._rows:
-            values = dict(zip(COLUMNS, row, strict=True))
-            for column in COLUMNS[2:]:
-                if values[column] == values[column]:  # not nan
-                    writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
-        if writer is not to:
-            writer.close()
+        with _writer(to) as writer:
+            for row in self._rows:
+                values = dict(zip(COLUMNS, row, strict=True))
+                for column in COLUMNS[2:]:
+                    if values[column] == values[column]:  # not nan
+                        writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """The ELBO over steps with its running mean, and where the factor started. Needs matplotlib."""
@@ -243,6 +257,15 @@ class FitResult(Result):
         if self.status in (Status.CONVERGED, Status.UNCLEAR) and self.bound and self._is_below_constant():
             return "the ELBO is below that of a constant output: print(result.details) says what to try"
         return NEXT.get(self.status, "print(result.details) says what is missing")
+
+    def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
+        """The history, and what was kept: ELBO, held-out log density, and that of the network. Needs tensorboard."""
+        self.history.to_tensorboard(to, prefix)
+        final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept), "held_out_network": self.network}
+        with _writer(to) as writer:
+            for name, value in final.items():
+                if value is not None and isfinite(value):
+                    writer.add_scalar(f"{prefix}/kept/{name}", value, self.steps)
 
     def _is_below_constant(self) -> bool:
         return self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant
