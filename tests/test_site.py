@@ -176,6 +176,14 @@ def test_pages_fit_a_phone_and_are_dark_where_the_reader_wants_that(site, tmp_pa
         assert max(map(int, re.findall(r"\d+", one["background"])[:3])) < 80
 
 
+def test_every_tutorial_is_also_a_notebook(site):
+    names = {path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md")}
+    assert {path.stem for path in (site / "tutorials").glob("*.ipynb")} == names
+    for name in names:
+        assert f'href="../{name}.ipynb"' in (site / "tutorials" / name / "index.html").read_text()
+        assert json.loads((site / "tutorials" / f"{name}.ipynb").read_text())["nbformat"] == 4
+
+
 def test_search_knows_every_page(site):
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     known = {entry["location"].split("#")[0] for entry in found}
