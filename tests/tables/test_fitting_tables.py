@@ -133,6 +133,17 @@ def test_a_fit_is_repeated_by_its_seed_and_survives_the_folder(few_steps, tmp_pa
         assert set(train) | set(held) == set(one.split.fit.tolist())
 
 
+def test_a_fit_in_words(few_steps):
+    fit = fit_table(regression(), "y", noise="Gaussian")
+    lines = str(fit).splitlines()
+    assert repr(fit) == str(fit)
+    assert lines[0] == "'y' predicted as regression from 2 columns: 64 rows fitted, 16 kept for the test"
+    assert fit.tried[0].name in lines[1]
+    assert lines[3].startswith("next: fit.model.predict(new_rows)")
+    assert len(lines) == 4
+    assert repr(fit.model).startswith("TableModel('y' as regression from x, c; ")
+
+
 def test_pooled_scores_agree_with_sampling(few_steps):
     """Quantiles and distribution function of the mixture against 40,000 samples of it: three standard errors."""
     fit = fit_table(regression(60), "y")

@@ -729,3 +729,8 @@ def test_a_scheduler_of_another_optimizer():
     other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], 0.1))
     with pytest.raises(ValueError, match="another optimizer"):
         linear().fit(loader(), epochs=1, scheduler=other, progress=False)
+
+
+def test_one_batch_instead_of_a_loader_is_told():
+    with pytest.raises(TypeError, match=r"is one batch: write DataLoader\(TensorDataset"):
+        linear().fit(data().tensors, steps=2)

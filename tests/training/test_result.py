@@ -8,7 +8,7 @@ import torch
 
 import structvi as vi
 from structvi.objective import Estimate
-from structvi.training.result import COLUMNS, NEXT, FitResult, History, Skipped
+from structvi.training.result import COLUMNS, FitResult, History, Skipped
 
 matplotlib.use("Agg")
 
@@ -152,14 +152,18 @@ def test_a_result_is_four_lines_and_the_last_says_what_to_do(status):
                 assert any("held-out log density: -0.4000" in line for line in lines) == bool(held_out)
                 assert lines[3].startswith(f"next: {result.next_step}")
                 assert len(result.next_step) > 15
-                assert ("print(result.details)" in lines[3]) == bool(notes) or status not in NEXT
+                assert (f"{len(notes)} notes: print" in lines[3] or "(a note: print" in lines[3]) == bool(notes)
                 assert all(note in result.details for note in notes)
 
 
 def test_what_to_do_follows_what_came_out():
     assert "fit longer" in a_result(status=vi.Status.IMPROVING).next_step
     assert "diagnose" in a_result(constant=-9.0).next_step
-    assert "below that of a constant" in a_result(constant=-1.0).next_step
+    for status in (vi.Status.CONVERGED, vi.Status.IMPROVING):
+        assert (
+            "below a constant output: are inputs and targets scaled" in a_result(status=status, constant=-1.0).next_step
+        )
+        assert "constant" not in a_result(status=status, constant=-1.0, bound=False).next_step
     placed = a_result(status=vi.Status.PLACED, network=None)
     assert "validation=" in placed.next_step
     held_out = {"held_out": {"grown": -0.4, "the network": -0.5}, "network": -0.5, "against_network": (0.1, 0.02)}

@@ -84,3 +84,8 @@ def check_iterable(loader: Any) -> None:
             f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}; "
             "wrap a data set: DataLoader(data, batch_size=128, shuffle=True)"
         )
+    if isinstance(loader, tuple) and loader and all(isinstance(one, Tensor) for one in loader):
+        raise TypeError(
+            "expected batches (input, target), got a tuple of tensors, which is one batch: write "
+            "DataLoader(TensorDataset(x, t), batch_size=128, shuffle=True)"
+        )

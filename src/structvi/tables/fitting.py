@@ -27,7 +27,7 @@ def silent(_: str) -> None:
     """Says nothing."""
 
 
-@dataclass
+@dataclass(repr=False)
 class TableFit:
     """A fitted table.
 
@@ -44,6 +44,19 @@ class TableFit:
     split: Split
     tried: list[Tried]
     notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        goal, best = self.model.target, self.tried[0]
+        mixed = ", ".join(f"{one.weight:.2f} {one.name}" for one in self.tried if one.weight > 0)
+        return "\n".join([
+            f"{goal.name!r} predicted as {goal.task} from {len(self.model.columns.columns)} columns: "
+            f"{len(self.split.fit)} rows fitted, {len(self.split.test)} kept for the test",
+            f"the best of {len(self.tried)} models, on folds: {best.name}, {best.density:.3f} nats a row",
+            f"mixed: {mixed}",
+            f"next: fit.model.predict(new_rows), fit.model.save(folder) ({len(self.notes)} notes: fit.notes)",
+        ])  # fmt: skip
+
+    __repr__ = __str__  # a notebook shows what print does
 
     @property
     def test(self) -> Table:

@@ -254,8 +254,8 @@ class FitResult(Result):
             return "give validation=held_out_loader, which chooses the prior's width; then bayes.predict(x)"
         if self.status is Status.PLACED and self.against_network is not None and self.kept == "the network":
             return "bayes.predict(x) is as your network: bayes.calibrate(held_out_loader) may still gain"
-        if self.status in (Status.CONVERGED, Status.UNCLEAR) and self.bound and self._is_below_constant():
-            return "the ELBO is below that of a constant output: print(result.details) says what to try"
+        if self.status in (Status.CONVERGED, Status.UNCLEAR, Status.IMPROVING) and self._is_below_constant():
+            return "it is below a constant output: are inputs and targets scaled? print(result.details) has what to try"
         return NEXT.get(self.status, "print(result.details) says what is missing")
 
     def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
@@ -268,7 +268,9 @@ class FitResult(Result):
                     writer.add_scalar(f"{prefix}/kept/{name}", value, self.steps)
 
     def _is_below_constant(self) -> bool:
-        return self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant
+        return (
+            self.bound and self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant
+        )
 
     def _bound(self) -> str:
         name = "ELBO" if self.bound else "E log joint (no bound)"
