@@ -63,7 +63,8 @@ def test_draws_of_a_hierarchy_are_calibrated(monkeypatch):
     assert not sbc(two, wrong, replications=20).passed
 
 
-def test_what_the_page_shows_runs_as_written(capsys):
+def test_what_the_page_shows_runs_as_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "statistics.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) >= 4

@@ -54,10 +54,17 @@ class LogDensity:
         if not callable(fn):
             raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
         if not isinstance(parameters, Parameters):
-            raise TypeError(f"LogDensity expects Parameters, got {type(parameters).__name__}")
+            raise TypeError(
+                f"LogDensity expects Parameters, got {type(parameters).__name__}; "
+                'write Parameters({"mu": torch.zeros(()), "sigma": positive(1.0)}), for example'
+            )
         self.fn = fn
         self.space = parameters
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
+        return f"LogDensity({getattr(self.fn, '__name__', type(self.fn).__name__)} of {names}; P = {self.space.size})"
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         check_theta(theta, self.space.without(fixed))
