@@ -24,8 +24,6 @@ COLUMNS = (
     "step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "temperature", "stage", "held_out", "seconds"
 )  # fmt: skip
 
-#: The candidate that a staged fit had before its low-rank factor started.
-RANK_0 = "rank 0 (mean field)"
 #: What to do after a fit that ended so.
 NEXT = {
     Status.CONVERGED: "bayes.diagnose(loader) says how far to trust it; bayes.predict(x), bayes.evaluate(test_loader)",
