@@ -157,10 +157,10 @@ TABLE = {
     "parameters: a list": (lambda: vi.Parameters([torch.zeros(2)]), TypeError, r"mapping of names.*got list"),
     "parameters: a module": (lambda: vi.Parameters(net()), TypeError, r"got Sequential.*Parameters\.of\(net\)"),
     "parameters: empty": (lambda: vi.Parameters({}), ValueError, r"at least one tensor"),
-    "parameters: a number": (
-        lambda: vi.Parameters({"z": 1.0}),
+    "parameters: a word": (
+        lambda: vi.Parameters({"z": "1.0"}),
         TypeError,
-        r"z: expected a tensor, .*, got float",
+        r"z: expected a tensor, .*, got str",
     ),
     "parameters: name no string": (lambda: vi.Parameters({0: torch.zeros(2)}), TypeError, r"names must be strings.*0"),
     "parameters: integers": (

@@ -93,6 +93,7 @@ def _add_fit(app: Any) -> None:
         noise: Annotated[str, typer.Option(help="auto, Gaussian, heteroscedastic, Student-t, ..")] = "auto",
         category: Annotated[list[str] | None, typer.Option(help="A column that is a category; repeat it.")] = None,
         number: Annotated[list[str] | None, typer.Option(help="A column of numbers; repeat it.")] = None,
+        without: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeat it.")] = None,
         level: Annotated[float, typer.Option(help="Of the intervals.")] = 0.9,
         encoding: Annotated[str, typer.Option(help="Of a text file.")] = "utf-8",
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
@@ -109,7 +110,8 @@ def _add_fit(app: Any) -> None:
                 with folder_lock(out, "structvi fit"):
                     fitted = fit_file(
                         data, target, task=task, family=family, noise=noise, category=category or (),
-                        number=number or (), encoding=encoding, level=level, seed=seed, say=print,
+                        number=number or (), without=without or (), encoding=encoding, level=level, seed=seed,
+                        say=print,
                     )  # fmt: skip
                     write_together(out, fitted.write)
             except FolderInUse as error:

@@ -52,15 +52,24 @@ class MixtureResult(Result):
     weights: list[float]
     held_out: float | None = None
 
-    def __str__(self) -> str:
+    def headlines(self) -> list[str]:
         lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
         lines.append(f"ELBO of part and weights: {self.elbo}")
         if self.held_out is not None:
             lines.append(f"held-out log density: {self.held_out:.4f} nats")
+        return lines
+
+    @property
+    def details(self) -> str:
+        lines = self.headlines()
         lines += [f"network {c}: {one.verdict}, ELBO {one.elbo}" for c, one in enumerate(self.members)]
         return "\n".join([*lines, *self.notes])
 
-    __repr__ = __str__
+    @property
+    def next_step(self) -> str:
+        if self.held_out is None:
+            return "mixture.predict(x), mixture.evaluate(test_loader); print(result.details) has each network's verdict"
+        return "mixture.predict(x), mixture.evaluate(test_loader); mixture.calibrate(other_loader) for calibration"
 
 
 class NetworkMixture(NetworkMixtureBase):

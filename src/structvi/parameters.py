@@ -33,7 +33,7 @@ class Parameters:
     `shapes` and `unravel` are of free numbers, which families see; `constrain` gives the values themselves.
 
     Args:
-        tensors: name → floating tensor, or `positive(1.0)` and its like; their values are the initial values.
+        tensors: name → floating tensor, number, or `positive(1.0)` and its like; their values are the initial values.
         dtype: of all of them; by default float64 where one is constrained, and else that of the tensors.
 
     Example:
@@ -53,7 +53,7 @@ class Parameters:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor | Constrained],
+        tensors: Mapping[str, Tensor | Constrained | float],
         *,
         dtype: torch.dtype | None = None,
         net: nn.Module | None = None,
@@ -132,7 +132,7 @@ class Parameters:
             )
         return cls(picked, net=net)
 
-    def append(self, tensors: Mapping[str, Tensor | Constrained], scale: float | None = None) -> "Parameters":
+    def append(self, tensors: Mapping[str, Tensor | Constrained | float], scale: float | None = None) -> "Parameters":
         """A larger space: these tensors, then `tensors` at the end of θ (a likelihood's random noise, say).
 
         `scale` is the initialisation scale of the new ones, which no layer knows.
@@ -326,7 +326,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if not isinstance(name, str):
             raise TypeError(f"names must be strings, got {name!r}")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, or positive(..) and its like, got {type(tensor).__name__}")
+            came = type(tensor).__name__
+            raise TypeError(f"{name}: expected a tensor, a number, or positive(..) and its like, got {came}")
     wrong = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.dtype.is_floating_point}
     if wrong:
         raise TypeError(f"random tensors must be floating, but {wrong}; convert them or exclude them")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .checks import check_generator
+
 _LOCK = threading.RLock()
 
 
@@ -34,6 +36,7 @@ if sys.platform != "win32":
 
 def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[int]:
     """So many seeds, from the global stream where there is no generator."""
+    check_generator(generator)
     if generator is not None:
         return torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
     with alone():  # not from what another thread has borrowed
@@ -47,8 +50,7 @@ def borrowed_stream(generator: torch.Generator | None = None, rank: int = 0) -> 
     Without a generator the seed comes from the global stream, which advances by that one number. Ranks with a common
     generator get streams of their own: dropout and augmentation differ between them.
     """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    check_generator(generator)
     with alone():
         device = None if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..basics.checks import is_integer
+from ..basics.checks import check_seed, is_integer
 from ..families.density import Density
 from ..families.family import Family
 from ..posterior import PosteriorBase
@@ -120,6 +120,7 @@ def sbc(
         >>> sbc(simulate, lambda t: t / 2 + 0.5**0.5 * torch.randn(99, 1, generator=exact)).passed
         True
     """
+    check_seed(seed)
     for name, value in (("draws", draws), ("replications", replications)):
         if not is_integer(value, 20):
             raise ValueError(f"{name} must be an integer ≥ 20 for ranks to say anything, got {value!r}")

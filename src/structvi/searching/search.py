@@ -6,7 +6,6 @@ starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's ste
                       the family by Newton's steps on S, 4S, 16S.. draws, until new draws no longer move it
 """
 
-import sys
 from functools import partial
 from itertools import count
 from math import inf, isfinite, nan
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..basics.live import is_live
 from ..families.family import Coordinates, Family
 from ..families.mean_field import MeanField
 from ..models.target import Target
@@ -68,7 +68,7 @@ class Search:
         self.stage, self.draws = "start", 0
         #: share of searches near the family's optimum that ended in another one
         self.elsewhere = 0.0
-        self.bar = tqdm(unit=" evaluations", disable=not (progress and sys.stderr.isatty()))
+        self.bar = tqdm(unit=" evaluations", disable=not (progress and is_live()))
 
     def gaussian(self, recipe: Family, coordinates: Coordinates, starts: int, draws: int | None) -> Found:
         """The best full normal on few draws, then the family's approximation of it, on more and more."""

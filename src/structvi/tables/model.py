@@ -25,7 +25,7 @@ ROWS = 2048
 MOST_BYTES = 50_000_000
 
 
-@dataclass
+@dataclass(repr=False)
 class TableModel:
     """What `structvi fit` makes of a table; `TableModel.load(folder).predict(table)` for new rows.
 
@@ -43,6 +43,10 @@ class TableModel:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     level: float = 0.9
     seed: int = 0
+
+    def __repr__(self) -> str:
+        names = ", ".join(column.name for column in self.columns.columns)
+        return f"TableModel({self.target.name!r} as {self.target.task} from {names}; {len(self.parts)} models mixed)"
 
     def pooled(self, inputs: dict[str, Tensor]) -> Pooled:
         """The mixture for rows [B, F] by encoding, of the scaled target."""

@@ -144,7 +144,7 @@ def fit(
             for than it made, with a new cycle of the learning rate.
         resume_anyway: go on where the problem differs.
         data_id: what you call the data: a stream cannot be known by anything else.
-        progress: show a bar, or lines where there is no terminal.
+        progress: show one live line, in a terminal or a notebook; elsewhere ten plain ones.
         seed: of all randomness: draws, the order of the data, dropout.
         callback: called with the history after every step; it may raise KeyboardInterrupt to end the fit.
 

@@ -25,7 +25,7 @@ from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
-from .comparing import elbo_on_seed
+from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of, elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .options import Settings
 from .progress import Progress, shown
@@ -329,15 +329,15 @@ class Run:
 
     def _best(self) -> tuple[str, dict[str, Estimate]]:
         """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one."""
-        state, kept = self.state, "last step"
+        state, kept = self.state, LAST_STEP
         states = {kept: copied(state.learned)}
         if state.averaged > 1:
-            states[f"average of the last {state.averaged}"] = {**states[kept], **state.average}
+            states[average_of(state.averaged)] = {**states[kept], **state.average}
         if state.without_factor:
-            states["without the factor"] = {**state.without_factor}
+            states[WITHOUT_FACTOR] = {**state.without_factor}
         if self.begun:
             states["the start"] = self.begun
-        simpler = {"without the factor"}
+        simpler = {WITHOUT_FACTOR}
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
             assign(state.learned, values)

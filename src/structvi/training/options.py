@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..basics.checks import check_fraction, check_integer, check_one_of, check_positive
+from ..basics.checks import check_fraction, check_integer, check_one_of, check_positive, check_seed
 from ..couplings import Coupling
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
@@ -81,6 +81,7 @@ class FitOptions:
         check_one_of("mean", self.mean, ("learned", "held"))
         check_one_of("keep", self.keep, ("widest", "best"))
         check_integer("restarts", self.restarts, least=0)
+        check_seed(self.seed)
         check_fraction("warmup", self.warmup)
         check_fraction("kl_warmup", 0.0 if self.kl_warmup == "auto" else self.kl_warmup)
         if self.temperature == "validated":

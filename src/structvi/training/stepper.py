@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ..basics.checks import check_integer, check_positive
+from ..basics.checks import check_integer, check_positive, check_seed
 from ..basics.interrupts import uninterrupted
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, paired
@@ -154,6 +154,7 @@ def stepper(
         >>> step
         Stepper(Adam, 100 steps, not captured: not on a CUDA device)
     """
+    check_seed(seed)
     check_precision(precision, posterior.net, posterior.space.dtype, posterior.device)
     if observations is not None:
         check_positive(observations, "observations")
