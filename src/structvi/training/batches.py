@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ..basics.checks import check_iterable
 from ..basics.random_streams import borrowed_stream
@@ -124,11 +124,7 @@ class Batches:
                 if index >= skip:
                     yield self._moved(batch)
             return
-        order = torch.arange(len(self._indices))
-        if self._order.shuffled:
-            # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            order = torch.randperm(len(order), generator=generator)
+        order = self._shuffled(epoch)
         self._order.generator.manual_seed((self.seed * 1_000_003 + epoch + 999_983 * self.part[0]) % 2**63)
         assert self.length is not None
         ranges = [self._range(index)[:2] for index in range(skip, self.length)]
@@ -138,6 +134,29 @@ class Batches:
         ]
         for batch in self._order.loader:
             yield self._moved(batch)
+
+    def _shuffled(self, epoch: int) -> Tensor:
+        assert self._order is not None
+        if not self._order.shuffled:
+            return torch.arange(len(self._indices))
+        # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(len(self._indices), generator=generator)
+
+    def table(self) -> tuple[Tensor, ...] | None:
+        """The tensors of a `TensorDataset` that is read as it is, batch by batch of `indices_of`; None of all else."""
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or not self._own_order or loader.num_workers:
+            return None
+        data = loader.dataset
+        plain = type(data) is TensorDataset and loader.collate_fn is default_collate
+        return data.tensors if plain and isinstance(data, TensorDataset) else None
+
+    def indices_of(self, epoch: int) -> list[Tensor]:
+        """Which rows of the table each batch of an epoch has."""
+        assert self.length is not None
+        order = torch.tensor(self._indices)[self._shuffled(epoch)]
+        return [order[start:stop] for start, stop, _ in map(self._range, range(self.length))]
 
     def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
         """Every observation once in a fixed order, where the loader allows it, else one pass over the loader.
