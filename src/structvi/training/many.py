@@ -16,6 +16,7 @@ from .progress import Progress
 from .result import FitResult, Skipped
 from .stacked_batches import Feed, Read, with_masked_row
 from .stacked_step import Outcomes, Plan, StackedStep
+from .step import AS_ASKED
 
 NOT_FINITE = "the loss or its gradient is not finite"
 
@@ -82,6 +83,7 @@ class Together:
         self.step = StackedStep(
             [run.posterior for run in runs], relative_rates(runs[0]), self.generators, groups=first.groups,
             coupling=first.coupling, estimator=first.estimator, clip=first.clip,
+            capture=first.reason != AS_ASKED,
         )  # fmt: skip
         like = self.step.stack.rows
         self.average = {kind: torch.zeros_like(rows, requires_grad=False) for kind, rows in like.items()}
@@ -234,6 +236,8 @@ class Together:
                 why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was some steps before"
                 result = replace(result, status=Status.DIVERGED, verdict=why)
             result.notes.append(f"one of {len(self.members)} fits made at once")
+            if self.device.type == "cuda" and self.step.reason is not None:
+                result.notes.append(f"the step was not captured as a CUDA graph: {self.step.reason}")
             run.posterior.last_fit = result
             results.append(result)
         return results

@@ -144,7 +144,7 @@ class StackedAdam:
     def look(self) -> None:
         """See what learns now: a stage may have changed it."""
         for segment in self.segments:
-            segment.learning = self.stack.learns(segment.name)
+            segment.learning.copy_(self.stack.learns(segment.name))  # in place: a captured step reads it
 
     @torch.no_grad()
     def step(self, rate: Tensor, moves: Tensor, coefficient: Tensor) -> None:

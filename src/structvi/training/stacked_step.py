@@ -15,9 +15,12 @@ from ..families.density import Density
 from ..objective import Estimator, terms_at
 from ..posterior import PosteriorBase
 from .stacked import Stack, StackedAdam
+from .stacked_graph import StackedGraph, key_of
 
 #: gradients both ways may differ by this many roots of the rounding, relative to the largest
 CLOSE = 3.0
+#: graphs that are kept: one for each shape of batch
+GRAPHS = 8
 
 
 class Plan(NamedTuple):
@@ -77,6 +80,7 @@ class StackedStep:
         generators: of each one's draws.
         groups, coupling, estimator: as in `elbo`.
         clip: the largest norm of a gradient.
+        capture: on a GPU, run the step as one CUDA graph for each shape of batch.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class StackedStep:
         coupling: Coupling,
         estimator: Estimator,
         clip: float,
+        capture: bool = True,
     ):
         self.posteriors, self.generators, self.clip = posteriors, generators, clip
         self.groups, self.coupling = groups, coupling
@@ -101,6 +106,9 @@ class StackedStep:
         self.calls, self.size = noise_calls(posteriors[0].family(), groups, coupling)
         self._noise = _PairedNoise if coupling is paired else _AnyNoise
         self.draws = self._noise(self.calls, coupling, generators, posteriors[0])
+        #: why the step is not captured as a CUDA graph; None where it is, or will be
+        self.reason = None if capture and posteriors[0].device.type == "cuda" else "not on a CUDA device, or as asked"
+        self._graphs: dict[Any, StackedGraph] = {}
 
     @property
     def num_data(self) -> int:
@@ -108,14 +116,40 @@ class StackedStep:
         return self.posteriors[self.largest].model.num_data
 
     def __call__(self, batch: Any, plan: Plan) -> Outcomes:
-        elbo = self._gradients(self.draws(), batch, plan)
+        given = tuple(self.draws()), batch, plan
+        told = self._captured(*given)
+        if told is None:
+            told = self._body(*given)
+        elbo, error, norm, finite = told.tolist()  # the one time that the host waits
+        return Outcomes(elbo, error, norm, [value > 0 for value in finite])
+
+    def _body(self, noise: Sequence[Noise], batch: Any, plan: Plan) -> Tensor:
+        """The step; ELBO, its error, the gradient's norm and whether all is finite: [4, M] in float64."""
+        elbo = self._gradients(noise, batch, plan)
         norm = self.adam.norms()
         finite = norm.isfinite() & elbo.isfinite().all(-1)
         coefficient = (self.clip / norm.clamp(min=1e-30)).clamp(max=1.0)
         self.adam.step(plan.rate, finite & (plan.active > 0), coefficient)
         error = elbo.std(-1) / self.groups**0.5 if self.groups > 1 else torch.full_like(norm, nan)
-        told = torch.stack([elbo.mean(-1), error, norm, finite.double()]).tolist()  # the one time that the host waits
-        return Outcomes(told[0], told[1], told[2], [value > 0 for value in told[3]])
+        return torch.stack([elbo.mean(-1), error, norm, finite.double()])
+
+    def _captured(self, *given: Any) -> Tensor | None:
+        """By a graph, on a GPU where the network allows; None where it has to be done otherwise."""
+        if self.reason is not None:
+            return None
+        key = key_of(given)
+        if key not in self._graphs:
+            if len(self._graphs) == GRAPHS:
+                return None
+            noise, batch, plan = given
+            try:
+                self._graphs[key] = StackedGraph(self._body, (noise, batch, plan._replace(active=0 * plan.active)))
+            except (RuntimeError, NotImplementedError) as error:  # what cannot be captured says so in many ways
+                torch.cuda.synchronize()
+                self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
+                self._graphs.clear()
+                return None
+        return self._graphs[key](*given)
 
     def _gradients(self, noise: Sequence[Noise], batch: Any, plan: Plan) -> Tensor:
         """Gradients of −elbo/N into `stack.rows`; the ELBO [M, groups] in float64."""
