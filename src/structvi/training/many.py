@@ -143,9 +143,7 @@ class Together:
                 told[9] = seconds
                 one.failures = 0
             else:
-                if isfinite(
-                    outcomes.elbo[m]
-                ):  # else they are drawn again, to see why
+                if isfinite(outcomes.elbo[m]):  # else they are drawn again, to see why
                     self.generators[m].set_state(streams[m])
                 self._left_out(m, step)
             one.told.append(told)
