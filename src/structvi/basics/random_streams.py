@@ -40,6 +40,11 @@ def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[
         return torch.randint(2**62, (count,)).tolist()
 
 
+def one_seed_on(generator: torch.Generator) -> None:
+    """The generator as `borrowed_stream` leaves it, without the stream: nothing is read from a GPU."""
+    torch.randint(2**62, (), generator=generator, device=generator.device)
+
+
 @contextmanager
 def borrowed_stream(generator: torch.Generator | None = None, rank: int = 0) -> Iterator[None]:
     """Inside, the global streams are seeded from `generator`, for this thread alone; afterwards they are as they were.

@@ -29,6 +29,8 @@ from .validation import split_off
 
 #: What is refused: it belongs to one fit.
 OF_ONE = ("checkpoint", "resume", "callback", "every")
+#: Options that fits at once have the same; the others are each one's own.
+SHARED = ("groups", "coupling", "estimator", "clip", "capture")
 #: Options under which fits are made one after another, and the values at which they are not.
 ALONE: dict[str, tuple[Any, ...]] = {
     "optimizer": (None,), "scheduler": (None,), "accumulate": (1,), "precision": (None,), "compile": (False,),
@@ -48,12 +50,12 @@ def fit_each(
     Args:
         posteriors: each with a network of its own.
         loaders: the data of each.
-        options: of each; they differ in their seeds and held-out data alone.
+        options: of each; fits at once share those of `SHARED`.
         at_once: False for one after another, True for an error where that is needed, None for what is right.
         label: for the progress bar.
     """
     for name in OF_ONE:
-        if getattr(options[0], name) is not None:
+        if any(getattr(own, name) is not None for own in options):
             raise ValueError(
                 f"{name}= is for one fit, and these are {len(posteriors)}: fit one after another, each with its own"
             )
@@ -84,17 +86,19 @@ def _groups(
     everyone = list(range(len(posteriors)))
     if at_once is False:
         return [(everyone, "as asked")]
-    if (reason := _why_not(posteriors, options[0])) is not None:
+    reasons = [*map(_against_options, options), *map(_against_posterior, posteriors)]
+    if (reason := next(filter(None, reasons), None)) is not None:
         return [(everyone, reason)]
     forms: dict[Any, list[int]] = {}
     for m, one in enumerate(posteriors):
         form = form_of(one)
         unknown = (one.model.likelihood, one.model.prior, one.model.user_forward) if form.unchecked else ()
-        forms.setdefault((*form.parts.values(), str(one.device), *map(id, unknown)), []).append(m)
+        shared = [repr(getattr(options[m], name)) for name in SHARED]
+        forms.setdefault((*form.parts.values(), *shared, str(one.device), *map(id, unknown)), []).append(m)
     return [(members, None if len(members) > 1 else "no other has its form") for members in forms.values()]
 
 
-def _why_not(posteriors: Sequence[PosteriorBase], options: FitOptions) -> str | None:
+def _against_options(options: FitOptions) -> str | None:
     if options.is_around or options.temperature == "validated":
         return "they are no fits of so many steps"
     for name, usual in ALONE.items():
@@ -102,19 +106,20 @@ def _why_not(posteriors: Sequence[PosteriorBase], options: FitOptions) -> str | 
             return f"{name}={getattr(options, name)!r}"
     if options.parallel is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "the work is shared with other ranks"
-    for one in posteriors:
-        model, density = one.model, one.family()
-        if one.dropout == "on":
-            return "the network's own dropout is on"
-        if one.batch_norm == "reestimated" and any(isinstance(module, BATCH_NORMS) for module in one.net.modules()):
-            return "batch norm is reestimated"
-        if model.is_linearised or model.checkpoint_activations or model.evaluation.mode == "loop":
-            return "the network is called one draw at a time"
-        if not density.coupled or one.family.shard is not None:
-            return "the family draws by itself"
-        if not isinstance(model.likelihood, Likelihood):
-            return "the likelihood is a function of your own"
     return None
+
+
+def _against_posterior(one: PosteriorBase) -> str | None:
+    model, normalised = one.model, any(isinstance(module, BATCH_NORMS) for module in one.net.modules())
+    reasons = {
+        "the network's own dropout is on": one.dropout == "on",
+        "batch norm is reestimated": one.batch_norm == "reestimated" and normalised,
+        "the network is linearised": model.is_linearised,
+        "the network is called one draw at a time": model.checkpoint_activations or model.evaluation.mode == "loop",
+        "the family draws by itself": not one.family().coupled or one.family.shard is not None,
+        "the likelihood is a function of your own": not isinstance(model.likelihood, Likelihood),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class Prepared(NamedTuple):

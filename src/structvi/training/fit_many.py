@@ -1,6 +1,6 @@
 """`fit_many`: many fits of small networks, to data of their own, as one computation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -17,6 +17,7 @@ def fit_many(
     *,
     seeds: Sequence[int] | None = None,
     validation: Sequence[Iterable[Any]] | None = None,
+    each: Mapping[str, Sequence[Any]] | None = None,
     at_once: bool | None = None,
     **options: Any,
 ) -> list[FitResult]:
@@ -35,6 +36,7 @@ def fit_many(
         loaders: the data of each, or one for all.
         seeds: of each, `range(len(posteriors))` if not given.
         validation: held-out data of each.
+        each: options of `posterior.fit` that differ, one value for each: `each={"temperature": [1.0, 0.3]}`.
         at_once: False for one after another; True for an error where that is not possible.
         **options: of `posterior.fit`, the same for all; `checkpoint=`, `resume=` and `callback=` are refused.
 
@@ -55,17 +57,21 @@ def fit_many(
     M = len(posteriors)
     same = len(loaders) if isinstance(loaders, list | tuple) and len(loaders) == M else None
     data = list(loaders) if same is not None else [loaders] * M
-    seeds = range(M) if seeds is None else seeds
-    for name, given in (("seeds", seeds), ("validation", validation)):
-        if given is not None and len(given) != M:
-            raise ValueError(f"{name} must have one entry for each of the {M} posteriors, got {len(given)}")
-    held_out = [None] * M if validation is None else validation
+    own: dict[str, Sequence[Any]] = {"seed": range(M) if seeds is None else seeds, **(each or {})}
+    if validation is not None:
+        own["validation"] = validation
+    for name, values in own.items():
+        if len(values) != M:
+            raise ValueError(f"{name} must have one entry for each of the {M} posteriors, got {len(values)}")
+        if name in options:
+            raise ValueError(f"{name} is given for all and for each: give one of them")
     device = options.pop("device", None)
     if device is not None:
         for posterior in posteriors:
             posterior.to(device)
-    own = [options_of(**options, seed=seed, validation=held) for seed, held in zip(seeds, held_out, strict=True)]
-    return fit_each(posteriors, data, own, at_once)
+    rows = zip(*own.values(), strict=True)
+    asked = [options_of(**options, **dict(zip(own, row, strict=True))) for row in rows]
+    return fit_each(posteriors, data, asked, at_once)
 
 
 def options_of(**given: Any) -> FitOptions:

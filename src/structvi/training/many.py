@@ -31,29 +31,36 @@ class Member:
         self.skipped: list[Skipped] = []
         self.failed = False
         self.told: list[list[float]] = []  # rows of the history that it does not have yet
-        self.every = run.snapshots.every
+        self.every, self.last_part = run.snapshots.every, run.last_part
+        self.stride, self.check = max(1, self.last_part // AVERAGED), max(1, self.last_part // 4)
+        self.average, self.stop = run.settings.average, run.settings.stop
+        self.num_data, self.mean_rows = run.settings.num_data, run.mean_rows
+        #: members for which this is the same have the same learning rate and λ at every step
+        self.pace = self._pace()
 
-    def temperature(self, step: int) -> float:
-        return self.run.settings.temperature_at(step)
+    def _pace(self) -> tuple:
+        settings = self.run.settings
+        times = settings.total, self.cooling, self.end, settings.warmup, settings.kl_warmup
+        return *times, settings.temperature, self.run.schedule.highest[0]
 
-    def rate(self, step: int) -> float:
+    def at(self, step: int) -> tuple[float, float]:
+        """λ, and the learning rate."""
         schedule = self.run.schedule
-        return schedule.highest[0] * schedule.factor(step, self.run.cycle, self.cooling, self.end)
+        rate = schedule.highest[0] * schedule.factor(step, self.run.cycle, self.cooling, self.end)
+        return self.run.settings.temperature_at(step), rate
 
     def averages(self, step: int) -> bool:
-        run = self.run
-        stride = max(1, run.last_part // AVERAGED)
-        return run.settings.average and step >= self.end - run.last_part and step % stride == 0
+        return self.average and step >= self.end - self.last_part and step % self.stride == 0
 
     def settle(self, step: int) -> bool:
         """After a step: whether the fit has just been found converged, and now ends earlier."""
-        run = self.run
-        if not run.settings.stop or self.cooling is not None or step % max(1, run.last_part // 4):
+        if step % self.check or not self.stop or self.cooling is not None:
             return False
         self.flush(step)
-        if not run.settled(run.state):
+        if not self.run.settled(self.run.state):
             return False
-        self.cooling, self.end = step, step + run.last_part
+        self.cooling, self.end = step, step + self.last_part
+        self.pace = self._pace()
         return True
 
     def flush(self, step: int) -> None:
@@ -99,7 +106,7 @@ class Together:
             read = feed.read(everyone)
             if self.feed.uneven and read.padded < self.step.num_data:
                 read = with_masked_row(read)
-            return self.step.why_not(read.batch, self._plan(read, everyone))
+            return self.step.why_not(read.batch, self._plan(read, everyone)[0])
         except (RuntimeError, ValueError, TypeError) as error:
             return f"their batches do not go together: {str(error).splitlines()[0][:200]}"
         finally:
@@ -128,40 +135,44 @@ class Together:
         self._stages(active)
         due, before = self._due(active)
         read = self.feed.read(active)
-        streams = [generator.get_state() for generator in self.generators]
-        plan = self._plan(read, active)
+        plan, paces = self._plan(read, active)
         outcomes = self.step(read.batch, plan)
         self.made += 1
-        seconds = time.monotonic() - started
-        rates, temperatures = plan.rate.tolist(), plan.temperature.tolist()
+        seconds, epochs = time.monotonic() - started, self.feed.epochs
         for m, one in enumerate(self.members):
             if not active[m]:
                 continue
-            told = [step, self.feed.epochs[m], nan, nan, nan, nan, temperatures[m], one.run.state.stage, nan, nan]
+            temperature, rate = paces[m]
+            stage = one.run.state.stage
             if outcomes.finite[m]:
-                told[2:6] = outcomes.elbo[m], outcomes.error[m], rates[m], outcomes.norm[m]
-                told[9] = seconds
+                values = outcomes.elbo[m], outcomes.error[m], rate, outcomes.norm[m]
+                one.told.append([step, epochs[m], *values, temperature, stage, nan, seconds])
                 one.failures = 0
             else:
-                if isfinite(outcomes.elbo[m]):  # else they are drawn again, to see why
-                    self.generators[m].set_state(streams[m])
+                # a fit alone makes the draws of a loss that is not finite again, to see why: the stream is then here
+                one.told.append([step, epochs[m], nan, nan, nan, nan, temperature, stage, nan, nan])
                 self._left_out(m, step)
-            one.told.append(told)
         self._keep(due, before, outcomes, step)
         self._average(active, outcomes, step)
         return outcomes
 
-    def _plan(self, read: Read, active: Sequence[bool]) -> Plan:
-        table = []
+    def _plan(self, read: Read, active: Sequence[bool]) -> tuple[Plan, list[tuple[float, float]]]:
+        """What the step has to know, and λ and the learning rate of each member."""
         padded, step, N = read.padded, self.made, self.step.num_data
+        known: dict[tuple, tuple[float, float]] = {}
+        table, paces = [], []
         for one, rows, goes_on in zip(self.members, read.rows, active, strict=True):
-            own = one.run.settings.num_data
-            one.rows += rows if goes_on else 0
-            mean = one.run.mean_rows or one.rows / (step + 1)
-            weight = rows / mean / own if goes_on else 0.0
-            ratio = (own / rows) * (padded / N)
-            table.append((ratio, weight, one.temperature(step), one.rate(step) if goes_on else 0.0, float(goes_on)))
-        return Plan(*torch.tensor(table, dtype=torch.float64).T.contiguous().to(self.device))
+            if (pace := known.get(one.pace)) is None:
+                pace = known[one.pace] = one.at(step)
+            paces.append(pace)
+            ratio = (one.num_data / rows) * (padded / N)
+            if goes_on:
+                one.rows += rows
+                mean = one.mean_rows or one.rows / (step + 1)
+                table.append((ratio, rows / mean / one.num_data, *pace, 1.0))
+            else:
+                table.append((ratio, 0.0, pace[0], 0.0, 0.0))
+        return Plan(*torch.tensor(table, dtype=torch.float64).T.contiguous().to(self.device)), paces
 
     def _stages(self, active: Sequence[bool]) -> None:
         changed = False

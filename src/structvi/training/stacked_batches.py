@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..basics.random_streams import borrowed_stream, seed_from
+from ..basics.random_streams import borrowed_stream, one_seed_on
 from ..models.batch import batch_size, rows, split_batch
 from .batches import Batches
 
@@ -74,7 +74,7 @@ class Feed:
                 with borrowed_stream(self.generators[m]):
                     batch = next(iterator, None)
             else:
-                seed_from(self.generators[m])  # of a stream that nothing draws from
+                one_seed_on(self.generators[m])  # of a stream that nothing draws from
                 batch = next(iterator, None)
             if batch is not None:
                 self.indices[m] += 1
