@@ -167,6 +167,7 @@ def _at_once(
             stopped = together.loop(bar)
         finally:
             bar.close()
+        together.close(stopped)
     finally:
         together.step.stack.release()
         for one in fits:

@@ -171,14 +171,18 @@ class Batches:
                     return
                 yield self._moved(batch)
             return
-        size = self._order.size
-        r, w = part
-        count = max(w, -(-len(self._indices) // size))
-        # strided, not consecutive: data sorted by class give every batch a bit of each
-        lists = [self._indices[start::count] for start in range(count)]
-        self._order.lists = lists[: None if most is None else max(most, w)][r::w]
+        self._order.lists = self.spread(most, part)
         for batch in self._order.loader:
             yield self._moved(batch)
+
+    def spread(self, most: int | None, part: Part = (0, 1)) -> list[list[int]]:
+        """The indices of the batches of `everything`, of map-style data."""
+        assert self._order is not None
+        r, w = part
+        count = max(w, -(-len(self._indices) // self._order.size))
+        # strided, not consecutive: data sorted by class give every batch a bit of each
+        lists = [self._indices[start::count] for start in range(count)]
+        return lists[: None if most is None else max(most, w)][r::w]
 
     def in_order(self, multiple: int, most: int | None = None) -> Iterator[Any]:
         """Every observation once in the data's own order, in batches of whole multiples of some number of rows.

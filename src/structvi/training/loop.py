@@ -25,7 +25,7 @@ from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
-from .comparing import elbo_on_seed
+from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of, elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .options import Settings
 from .progress import Progress, shown
@@ -91,6 +91,7 @@ class Run:
         self.choice = Choice()
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
+        self.known: dict[str, Estimate] = {}  # candidates that were compared with those of other runs, at once
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
@@ -327,19 +328,19 @@ class Run:
 
     def _best(self) -> tuple[str, dict[str, Estimate]]:
         """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one."""
-        state, kept = self.state, "last step"
+        state, kept = self.state, LAST_STEP
         states = {kept: copied(state.learned)}
         if state.averaged > 1:
-            states[f"average of the last {state.averaged}"] = {**states[kept], **state.average}
+            states[average_of(state.averaged)] = {**states[kept], **state.average}
         if state.without_factor:
-            states["without the factor"] = {**state.without_factor}
+            states[WITHOUT_FACTOR] = {**state.without_factor}
         if self.begun:
             states["the start"] = self.begun
-        simpler = {"without the factor"}
+        simpler = {WITHOUT_FACTOR}
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
             assign(state.learned, values)
-            candidates[name] = self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
+            candidates[name] = self.known.get(name) or self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
             # the average is wanted where it costs nothing; the simpler posterior only where it is better
             gain = candidates[name].value - candidates[kept].value
             if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from ..basics.interrupts import uninterrupted
 from ..result import Status
-from .loop import AVERAGED, FAILURES, FIRST_STAGE, Run
+from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of
+from .constant_predictor import Watched
+from .loop import AVERAGED, COMPARISON_GROUPS, FAILURES, FIRST_STAGE, Run
 from .progress import Progress
 from .result import FitResult, Skipped
 from .stacked_batches import Feed, Read, with_masked_row
+from .stacked_elbo import StackedElbo, serves
 from .stacked_step import Outcomes, Plan, StackedStep
 from .step import AS_ASKED
 
@@ -228,18 +231,52 @@ class Together:
             weight = torch.tensor(weights, dtype=kind, device=rows.device).unsqueeze(-1)
             self.average[kind].lerp_(rows, weight)
 
-    def finish(self, stopped: bool) -> list[FitResult]:
-        """What came out of each run, whose posterior has tensors of its own again."""
-        stack, results = self.step.stack, []
-        averages = [stack.values(self.average, m) if one.averaged else {} for m, one in enumerate(self.members)]
-        for m, (one, average) in enumerate(zip(self.members, averages, strict=True)):
-            run = one.run
+    def close(self, stopped: bool) -> None:
+        """Every run's state after its last step, and what its candidates are worth; then tensors are its own again."""
+        stack = self.step.stack
+        for m, one in enumerate(self.members):
             one.flush(min(self.made, one.end))
-            run.state = replace(
-                run.state, epoch=self.feed.epochs[m], index=self.feed.indices[m], average=average,
-                averaged=one.averaged, stream=self.generators[m].get_state(),
+            one.run.make_step.draws = self.step.size
+            one.run.state = replace(
+                one.run.state, epoch=self.feed.epochs[m], index=self.feed.indices[m], averaged=one.averaged,
+                average=stack.values(self.average, m) if one.averaged else {}, stream=self.generators[m].get_state(),
             )  # fmt: skip
-            run.make_step.draws = self.step.size
+        if not stopped:
+            self._compare()
+        stack.release()
+
+    def _compare(self) -> None:
+        """The ELBO of every member's candidates at once, where data and family allow; elsewhere each run asks."""
+        posterior, table = self.step.objective.posterior, self.feed.table
+        if table is None or not serves(posterior.family()):
+            return
+        runs, rows = [one.run for one in self.members], []
+        for run, begins in zip(runs, table[1], strict=True):
+            rows.append(begins + torch.tensor([i for own in run.batches.spread(run.compared) for i in own]))
+            target = table[0][1][rows[-1].to(self.device)]
+            read = Watched([(target, target)], run.posterior.model)
+            list(read)
+            run.constant = read.log_likelihood
+        settings = [run.settings for run in runs]
+        elbos = StackedElbo(posterior, table[0], rows, [own.num_data for own in settings],
+                            [own.seed for own in settings], COMPARISON_GROUPS)  # fmt: skip
+        states = [run.state for run in runs]
+        for run, found in zip(runs, elbos(self.step.stack.views()), strict=True):
+            run.known[LAST_STEP] = found
+        if any(state.averaged > 1 for state in states):
+            for run, found in zip(runs, elbos(self.step.stack.views(self.average)), strict=True):
+                run.known[average_of(run.state.averaged)] = found
+        if all(state.without_factor for state in states):
+            names = states[0].without_factor
+            before = {name: torch.stack([state.without_factor[name] for state in states]) for name in names}
+            for run, found in zip(runs, elbos(before), strict=True):
+                run.known[WITHOUT_FACTOR] = found
+
+    def finish(self, stopped: bool) -> list[FitResult]:
+        """What came out of each run."""
+        results = []
+        for one in self.members:
+            run = one.run
             result = run.finish(stopped or one.failed)
             if one.failed:
                 why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was some steps before"

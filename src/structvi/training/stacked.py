@@ -75,9 +75,10 @@ class Stack:
         to.copy_(tensor.detach())
         tensor.data = to
 
-    def views(self) -> dict[str, Tensor]:
-        """Every parameter of all members, [M, *shape], in the graph of `rows`, and the families' buffers."""
-        return {name: place.view(self.rows[place.kind]) for name, place in self.places.items()} | self.buffers
+    def views(self, rows: Mapping[torch.dtype, Tensor] | None = None) -> dict[str, Tensor]:
+        """Every parameter of all members, [M, *shape], of these rows or of its own, and the families' buffers."""
+        rows = self.rows if rows is None else rows
+        return {name: place.view(rows[place.kind]) for name, place in self.places.items()} | self.buffers
 
     def learns(self, name: str) -> Tensor:
         """Which members' tensor of this name learns now, [M]."""
@@ -93,6 +94,7 @@ class Stack:
         for own, buffers in zip(self._tensors, self._buffers, strict=True):
             for tensor in (*own.values(), *buffers.values()):
                 tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+        self._tensors, self._buffers = [], []
 
 
 class Segment:

@@ -35,7 +35,8 @@ class Feed:
     def __init__(self, batches: Sequence[Batches], generators: Sequence[torch.Generator]):
         self.batches, self.generators = batches, generators
         self.epochs, self.indices = [0] * len(batches), [0] * len(batches)
-        self._table = _joined(batches)
+        #: inputs and targets of all members, and where each one's begin [M, 1]; None where they are no table
+        self.table = _joined(batches)
         self._iterators: list[Iterator[Any] | None] = [None] * len(batches)
         self._last: list[Any] = [None] * len(batches)
 
@@ -50,9 +51,9 @@ class Feed:
         for m, goes_on in enumerate(active):
             if goes_on:
                 self._last[m] = self._next(m)
-        if self._table is None:
+        if self.table is None:
             return _stacked(self._last)
-        columns, offsets = self._table
+        columns, offsets = self.table
         counts = [len(own) for own in self._last]
         most = max(counts)
         if min(counts) == most:
@@ -67,10 +68,10 @@ class Feed:
         while True:
             if self._iterators[m] is None:
                 own, epoch = self.batches[m], self.epochs[m]
-                self._iterators[m] = own.epoch(epoch) if self._table is None else iter(own.indices_of(epoch))
+                self._iterators[m] = own.epoch(epoch) if self.table is None else iter(own.indices_of(epoch))
             iterator = self._iterators[m]
             assert iterator is not None
-            if self._table is None:
+            if self.table is None:
                 with borrowed_stream(self.generators[m]):
                     batch = next(iterator, None)
             else:

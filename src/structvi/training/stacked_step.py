@@ -104,7 +104,7 @@ class StackedStep:
         self.adam = StackedAdam(self.stack, rates)
         #: what noise one draw asks for, and S
         self.calls, self.size = noise_calls(posteriors[0].family(), groups, coupling)
-        self._noise = _PairedNoise if coupling is paired else _AnyNoise
+        self._noise = _PairedNoise if coupling is paired else AnyNoise
         self.draws = self._noise(self.calls, coupling, generators, posteriors[0])
         #: why the step is not captured as a CUDA graph; None where it is, or will be
         self.reason = None if capture and posteriors[0].device.type == "cuda" else "not on a CUDA device, or as asked"
@@ -219,7 +219,7 @@ def noise_calls(density: Density, groups: int, coupling: Coupling) -> tuple[list
     return calls, len(drawn.weight)
 
 
-class _AnyNoise:
+class AnyNoise:
     """Of each member from its own generator, as its own draw would make it: [M, S, P], [M, S, K] for every call."""
 
     def __init__(
@@ -241,7 +241,7 @@ class _AnyNoise:
             yield self.coupling(groups, P, K, generator, self.dtype, self.device)
 
 
-class _PairedNoise(_AnyNoise):
+class _PairedNoise(AnyNoise):
     """Antithetic pairs, mirrored once for all members."""
 
     def __call__(self) -> list[Noise]:
