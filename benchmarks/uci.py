@@ -9,7 +9,7 @@ DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "pub
 and λ, are one call of `vi.fit_many`. Nothing is chosen on test data.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `validated λ`: the same at the λ of 1, 0.3, 0.1 that has the best density of a held-out fifth of the training set.
+- `validated λ`: the same at the λ of 1, 0.3, 0.1, 0.03 that a held-out fifth of the training set has the best density at.
 - `precision 5`: rank 5, λ = 1, five members.
 - `deep ensemble`: five networks; their prior scale, 1 or 4 times 1/√fan_in, on the same held-out fifth.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale likewise.
@@ -38,6 +38,8 @@ from .uci_tables import report
 #: steps of a posterior, of one on validation data; of a point estimate and of MC dropout likewise
 STEPS, TRIAL, POINT, POINT_TRIAL = 3000, 2000, 3000, 1500
 LR, POINT_LR = 0.05, 0.02
+#: λ = 1/s² for the prior scales s of point estimates
+PRIORS = tuple(1 / s**2 for s in SCALES)
 
 
 class Bench:
@@ -75,54 +77,42 @@ class Bench:
         return Method(noise, family, learned, max(10, round(self.length * steps)), lr, groups, draws)
 
     def posteriors(self, noise: str) -> None:
-        trial = self._method(noise, vi.MeanField, True, TRIAL, LR, 1, methods.DRAWS)
-        held = methods.chosen(self.splits, trial, TEMPERATURES, self.device)
-        best = [max(values, key=lambda λ, values=values: values[λ]) for values in held]
+        trial = self._method(noise, lambda _: vi.MeanField(), True, TRIAL, LR, 2, methods.DRAWS)
+        held = methods.tried(self.splits, trial, TEMPERATURES, self.device)
+        best = [job.temperature for job, _ in methods.best_of(held)]
         jobs = [Job(r, λ, m) for r, own in enumerate(best) for λ in sorted({1.0, own}) for m in range(MEMBERS)]
         found = methods.fit(self.splits, jobs, trial._replace(steps=self._steps(STEPS)), self.device)
-        parts = {job: one for job, one in zip(jobs, found, strict=True)}
+        parts = dict(zip(jobs, found, strict=True))
         for name, λs, count in (("mean field", [1.0] * len(best), 1), ("mean field x5", [1.0] * len(best), MEMBERS),
                                 ("validated λ x5", best, MEMBERS)):  # fmt: skip
             rows = [[parts[Job(r, λ, m)] for m in range(count)] for r, λ in enumerate(λs)]
-            self.add(name, noise, rows, [values[λ] for values, λ in zip(held, λs, strict=True)], temperatures=λs)
+            values = [held[r][Job(r, λ)] for r, λ in enumerate(λs)]
+            self.add(name, noise, rows, values, temperatures=λs)
 
     def low_rank(self, noise: str) -> None:
-        method = self._method(noise, lambda: vi.StructuredPrecision(5), True, STEPS, LR, 1, methods.DRAWS)
-        self._members("precision 5 x5", noise, method, [1.0] * len(self.splits), [float("nan")] * len(self.splits))
+        method = self._method(noise, lambda _: vi.StructuredPrecision(5), True, STEPS, LR, 2, methods.DRAWS)
+        self._members("precision 5 x5", noise, method, [(Job(r, 1.0), float("nan")) for r in range(len(self.splits))])
 
     def ensembles(self, noise: str) -> None:
-        trial = self._method(noise, vi.MAP, False, POINT_TRIAL, POINT_LR, 1, 1)
-        λs, held = self._scales(trial)
-        self._members("deep ensemble", noise, trial._replace(steps=self._steps(POINT)), λs, held)
+        trial = self._method(noise, lambda _: vi.MAP(), False, POINT_TRIAL, POINT_LR, 1, 1)
+        best = methods.best_of(methods.tried(self.splits, trial, PRIORS, self.device))
+        self._members("deep ensemble", noise, trial._replace(steps=self._steps(POINT)), best)
 
     def dropout(self, noise: str) -> None:
-        tried = {}
-        for rate in RATES:
-            keep = {"0.weight": 1 - rate, "2.weight": 1 - rate}
-            trial = self._method(noise, lambda keep=keep: vi.MCDropout(keep, per="input"), False, POINT_TRIAL,
-                                 POINT_LR, 4, methods.DRAWS)  # fmt: skip
-            tried[rate] = trial, *self._scales(trial)
-        rates = [max(RATES, key=lambda rate, r=r: tried[rate][2][r]) for r in range(len(self.splits))]
-        rows: list[Any] = [None] * len(self.splits)
-        for rate in sorted(set(rates)):
-            trial, λs, _ = tried[rate]
-            own = [r for r, chosen in enumerate(rates) if chosen == rate]
-            jobs = [Job(r, λs[r]) for r in own]
-            found = methods.fit(self.splits, jobs, trial._replace(steps=self._steps(POINT)), self.device)
-            for job, one in zip(jobs, found, strict=True):
-                rows[job.split] = [one]
-        self.add("MC dropout", noise, rows, [tried[rate][2][r] for r, rate in enumerate(rates)], rates=rates)
+        make = lambda job: methods.Dropout(job.rate)  # noqa: E731
+        trial = self._method(noise, make, False, POINT_TRIAL, POINT_LR, 4, methods.DRAWS)
+        best = methods.best_of(methods.tried(self.splits, trial, PRIORS, self.device, RATES))
+        self._members("MC dropout", noise, trial._replace(steps=self._steps(POINT)), best, 1)
 
-    def _scales(self, trial: Method) -> tuple[list[float], list[float]]:
-        """Of each split λ = 1/s² for the better prior scale s, and its held-out log density."""
-        held = methods.chosen(self.splits, trial, [1 / s**2 for s in SCALES], self.device)
-        best = [max(values, key=lambda λ, values=values: values[λ]) for values in held]
-        return best, [values[λ] for values, λ in zip(held, best, strict=True)]
-
-    def _members(self, name: str, noise: str, method: Method, λs: Sequence[float], held: Sequence[float]) -> None:
-        jobs = [Job(r, λ, m) for r, λ in enumerate(λs) for m in range(MEMBERS)]
+    def _members(
+        self, name: str, noise: str, method: Method, best: Sequence[tuple[Job, float]], count: int | None = None
+    ) -> None:
+        count = MEMBERS if count is None else count
+        jobs = [job._replace(member=m) for job, _ in best for m in range(count)]
         found = iter(methods.fit(self.splits, jobs, method, self.device))
-        self.add(name, noise, [[next(found) for _ in range(MEMBERS)] for _ in λs], held, temperatures=list(λs))
+        rows = [[next(found) for _ in range(count)] for _ in best]
+        chosen = {"temperatures": [job.temperature for job, _ in best], "rates": [job.rate for job, _ in best]}
+        self.add(name, noise, rows, [value for _, value in best], **chosen)
 
     def _steps(self, steps: int) -> int:
         return max(10, round(self.length * steps))

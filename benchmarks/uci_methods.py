@@ -19,7 +19,7 @@ NOISE: dict[str, tuple[Callable[[], Any], int]] = {
     "heteroscedastic": (lambda: vi.likelihoods.Gaussian("head", bound=7.0), 2),
 }
 #: λ of posteriors, drop rates, and prior scales of point estimates in units of 1/√fan_in: chosen on validation data
-TEMPERATURES = (1.0, 0.3, 0.1)
+TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
 RATES = (0.005, 0.01, 0.05, 0.1)
 SCALES = (1.0, 4.0)
 HIDDEN, MEMBERS, DRAWS = 50, 5, 200
@@ -28,11 +28,32 @@ FULL_BATCH, BATCH = 1500, 512
 
 
 class Job(NamedTuple):
-    """One fit: of which split, with which λ, and which member of a mixture."""
+    """One fit: of which split, with which λ, which member of a mixture, and with which drop rate."""
 
     split: int
     temperature: float
     member: int = 0
+    rate: float = 0.0
+
+
+class Dropout(vi.MCDropout):
+    """MC dropout on inputs and hidden units with the drop rate as a buffer: fits at different rates have one form."""
+
+    drop: Tensor
+
+    def __init__(self, rate: float):
+        super().__init__({"0.weight": 1 - rate, "2.weight": 1 - rate}, per="input")
+        self.rate = rate
+
+    def initialise(self, parameters, generator):
+        super().initialise(parameters, generator)
+        self.register_buffer("drop", torch.tensor(self.rate))
+
+    def _keep(self, like: Tensor) -> Tensor:
+        return (1 - self.drop).expand(self.layout.M)
+
+    def extra_repr(self) -> str:
+        return "at a rate of its own"
 
 
 class Predicted(NamedTuple):
@@ -46,7 +67,7 @@ class Method(NamedTuple):
     """How a posterior is made and fitted."""
 
     noise: str
-    family: Callable[[], vi.Family]
+    family: Callable[[Job], vi.Family]
     #: scales of the prior that maximise the ELBO, or fixed ones: point masses have none
     learned_prior: bool
     steps: int
@@ -73,12 +94,12 @@ def fit(splits: Sequence[Split], jobs: Sequence[Job], method: Method, device: st
         seeds.append(100 * job.split + job.member)
         prior = vi.NormalPrior.fan_in(tensors if method.learned_prior else 1.0, learn=method.learned_prior)
         net = network(splits[job.split].x.shape[1], outputs, seeds[-1])
-        posteriors.append(vi.variationalize(net, make(), method.family(), prior))
+        posteriors.append(vi.variationalize(net, make(), method.family(job), prior))
     data = {job.split: _loader(splits[job.split]) for job in jobs}
     results = vi.fit_many(
         posteriors, [data[job.split] for job in jobs], seeds=seeds, each={"temperature": [j.temperature for j in jobs]},
         steps=method.steps, lr=method.lr, groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False,
-        device=device,
+        device=device, at_once=len(jobs) > 1 or None,
     )  # fmt: skip
     found = [predict(one, splits[job.split], method.draws) for one, job in zip(posteriors, jobs, strict=True)]
     return [(one, result.elbo.value) for one, result in zip(found, results, strict=True)]
@@ -109,13 +130,18 @@ def scores(predicted: Predicted, split: Split) -> tuple[float, float]:
     return float(predicted.log_density.mean()) - log(split.unit), float(error) * split.unit
 
 
-def chosen(
-    splits: Sequence[Split], method: Method, temperatures: Sequence[float], device: str
-) -> list[dict[float, float]]:
-    """Of each split the log density of a held-out fifth of its training set, for every λ: one fit each."""
+def tried(
+    splits: Sequence[Split], method: Method, temperatures: Sequence[float], device: str, rates: Sequence[float] = (0.0,)
+) -> list[dict[Job, float]]:
+    """Of each split the log density of a held-out fifth of its training set, for every λ and rate: one fit each."""
     held = [split.validation() for split in splits]
-    jobs = [Job(r, temperature) for r in range(len(splits)) for temperature in temperatures]
-    found: list[dict[float, float]] = [{} for _ in splits]
+    jobs = [Job(r, λ, 0, rate) for r in range(len(splits)) for λ in temperatures for rate in rates]
+    found: list[dict[Job, float]] = [{} for _ in splits]
     for job, (predicted, _) in zip(jobs, fit(held, jobs, method, device), strict=True):
-        found[job.split][job.temperature] = float(predicted.log_density.mean())
+        found[job.split][job] = float(predicted.log_density.mean())
     return found
+
+
+def best_of(tried: Sequence[dict[Job, float]]) -> list[tuple[Job, float]]:
+    """Of each split the job with the highest log density of its held-out fifth, and that."""
+    return [max(own.items(), key=lambda pair: pair[1]) for own in tried]

@@ -45,7 +45,7 @@ def test_a_job_is_a_fit_of_the_library(folder, monkeypatch):
     """What all of them come to at once is what `posterior.fit` and `predict` come to for one."""
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     splits = load(folder, "yacht")
-    method = Method("normal", vi.MeanField, True, steps=8, lr=0.05)
+    method = Method("normal", lambda _: vi.MeanField(), True, steps=8, lr=0.05)
     jobs = [Job(0, 1.0), Job(1, 0.3, 1)]
     found = uci_methods.fit(splits, jobs, method, "cpu")
     split = splits[1]

@@ -92,7 +92,13 @@ def _groups(
     forms: dict[Any, list[int]] = {}
     for m, one in enumerate(posteriors):
         form = form_of(one)
-        unknown = (one.model.likelihood, one.model.prior, one.model.user_forward) if form.unchecked else ()
+        parts = {
+            "the likelihood": one.model.likelihood,
+            "the prior": one.model.prior,
+            "forward=": one.model.user_forward,
+        }
+        # a family of your own is told apart by what it prints; its tensors are each member's own
+        unknown = [part for name, part in parts.items() if any(name in text for text in form.unchecked)]
         shared = [repr(getattr(options[m], name)) for name in SHARED]
         forms.setdefault((*form.parts.values(), *shared, str(one.device), *map(id, unknown)), []).append(m)
     return [(members, None if len(members) > 1 else "no other has its form") for members in forms.values()]
