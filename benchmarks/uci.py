@@ -9,7 +9,7 @@ DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "pub
 and λ, are one call of `vi.fit_many`. Nothing is chosen on test data.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `validated λ`: the same at the λ of 1, 0.3, 0.1, 0.03 that a held-out fifth of the training set has the best density at.
+- `validated λ`: the same at that λ of 1, 0.3, 0.1, 0.03 at which a held-out fifth of the training set is most likely.
 - `precision 5`: rank 5, λ = 1, five members.
 - `deep ensemble`: five networks; their prior scale, 1 or 4 times 1/√fan_in, on the same held-out fifth.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale likewise.

@@ -94,7 +94,7 @@ def fit(splits: Sequence[Split], jobs: Sequence[Job], method: Method, device: st
         seeds.append(100 * job.split + job.member)
         prior = vi.NormalPrior.fan_in(tensors if method.learned_prior else 1.0, learn=method.learned_prior)
         net = network(splits[job.split].x.shape[1], outputs, seeds[-1])
-        posteriors.append(vi.variationalize(net, make(), method.family(job), prior))
+        posteriors.append(vi.variationalize(net, make(), method.family(job), prior, evaluation="vmap"))
     data = {job.split: _loader(splits[job.split]) for job in jobs}
     results = vi.fit_many(
         posteriors, [data[job.split] for job in jobs], seeds=seeds, each={"temperature": [j.temperature for j in jobs]},

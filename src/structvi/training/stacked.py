@@ -161,13 +161,17 @@ class StackedAdam:
             kind, rows = segment.kind, self.stack.rows[segment.kind]
             assert rows.grad is not None
             made = (moves & segment.learning).unsqueeze(-1)
-            clipped = rows.grad[:, segment.at] * coefficient.to(kind).unsqueeze(-1)
+            clip = coefficient.float() if rows.is_cuda else coefficient
+            clipped = rows.grad[:, segment.at] * clip.to(kind).unsqueeze(-1)
             gradient = torch.where(made, clipped, 0.0)
             t = segment.count.add_(made.squeeze(-1)).clamp(min=1.0)
             weight = made.to(kind)
             segment.first.lerp_(gradient, (1 - BETAS[0]) * weight)
             segment.second.lerp_(gradient.square_(), (1 - BETAS[1]) * weight)
-            size = (rate * segment.relative / (1 - BETAS[0] ** t)).to(kind).unsqueeze(-1) * weight
+            lr = rate * segment.relative
+            if rows.is_cuda:  # rounded as a captured step of one fit reads it
+                lr = lr.float().double()
+            size = (lr / (1 - BETAS[0] ** t)).to(kind).unsqueeze(-1) * weight
             root = (1 - BETAS[1] ** t).sqrt().to(kind).unsqueeze(-1)
             below = (segment.second.sqrt() / root).add_(EPSILON)
             rows[:, segment.at].sub_((segment.first / below).mul_(size))

@@ -21,6 +21,8 @@ from .stacked_graph import StackedGraph, key_of
 CLOSE = 3.0
 #: graphs that are kept: one for each shape of batch
 GRAPHS = 8
+#: members whose values are looked at one by one, evenly spread over all
+PROVEN = 8
 
 
 class Plan(NamedTuple):
@@ -166,7 +168,7 @@ class StackedStep:
         return (fit - complexity).detach().double()
 
     def why_not(self, batch: Any, plan: Plan) -> str | None:
-        """Gradients of the first and the last member both ways, at some noise: what speaks against it, or None."""
+        """Some members both ways, of the first and the last the gradients too: what speaks against it, or None."""
         other = [torch.Generator(one.device).manual_seed(m) for m, one in enumerate(self.generators)]
         noise = self._noise(self.calls, self.coupling, other, self.posteriors[0])()
         try:
@@ -174,7 +176,8 @@ class StackedStep:
         except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
             return f"vmap cannot run it: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         views = {name: x.detach() for name, x in self.stack.views().items()}
-        for m in range(len(self.posteriors)):
+        last = len(self.posteriors) - 1
+        for m in sorted({round(i * last / (PROVEN - 1)) for i in range(PROVEN)}):
             own = {name: x[m].clone().requires_grad_(x.is_floating_point()) for name, x in views.items()}
             one, rows = pytree.tree_map(lambda x, m=m: x[m], (tuple(noise), batch))
             with unread(), self.objective.posterior.network_mode():
@@ -182,7 +185,7 @@ class StackedStep:
             fit = fit * plan.ratio[m].to(fit.dtype)
             if not _close(found[m], (fit - complexity).detach().double(), fit.dtype):
                 return "all at once gives other values than one by one"
-            if m in (0, len(self.posteriors) - 1):
+            if m in (0, last):
                 loss = (plan.temperature[m].to(fit.dtype) * complexity - fit).mean() * plan.weight[m].to(fit.dtype)
                 loss.backward()
                 wrong = [name for name in self.stack.places if not self._same_gradient(name, m, own[name].grad)]
