@@ -1,5 +1,6 @@
 """The methods of `benchmarks.uci`: how each is fitted, by `vi.fit_many`, and what it predicts."""
 
+import copy
 from collections.abc import Callable, Sequence
 from math import log
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.training.restarts import elsewhere
 
 from .uci_data import Split
 
@@ -76,10 +78,20 @@ class Method(NamedTuple):
     draws: int = DRAWS
 
 
-def network(inputs: int, outputs: int, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
+def template(inputs: int, method: Method, job: Job) -> vi.Posterior:
+    """The posterior of a job, before it is given a start."""
+    make, outputs = NOISE[method.noise]
+    net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
+    tensors = {"0.weight": 1.0, "0.bias": 1.0, "2.weight": 1.0, "2.bias": 1.0}
+    prior = vi.NormalPrior.fan_in(tensors if method.learned_prior else 1.0, learn=method.learned_prior)
+    return vi.variationalize(net, make(), method.family(job), prior, evaluation="vmap")
+
+
+def started(template: vi.Posterior, seed: int) -> vi.Posterior:
+    """A copy at a fresh draw of the network's initialisation."""
+    one = copy.deepcopy(template)
+    elsewhere(one, {}, seed)
+    return one
 
 
 def fit(splits: Sequence[Split], jobs: Sequence[Job], method: Method, device: str) -> list[tuple[Predicted, float]]:
@@ -87,14 +99,9 @@ def fit(splits: Sequence[Split], jobs: Sequence[Job], method: Method, device: st
 
     A prior scale s of a point estimate is λ = 1/s² at scale one: the same objective, up to a constant.
     """
-    make, outputs = NOISE[method.noise]
-    tensors = {"0.weight": 1.0, "0.bias": 1.0, "2.weight": 1.0, "2.bias": 1.0}
-    posteriors, seeds = [], []
-    for job in jobs:
-        seeds.append(100 * job.split + job.member)
-        prior = vi.NormalPrior.fan_in(tensors if method.learned_prior else 1.0, learn=method.learned_prior)
-        net = network(splits[job.split].x.shape[1], outputs, seeds[-1])
-        posteriors.append(vi.variationalize(net, make(), method.family(job), prior, evaluation="vmap"))
+    inputs, seeds = splits[0].x.shape[1], [100 * job.split + job.member for job in jobs]
+    templates = {rate: template(inputs, method, job) for rate, job in {job.rate: job for job in jobs}.items()}
+    posteriors = [started(templates[job.rate], seed) for job, seed in zip(jobs, seeds, strict=True)]
     data = {job.split: _loader(splits[job.split]) for job in jobs}
     results = vi.fit_many(
         posteriors, [data[job.split] for job in jobs], seeds=seeds, each={"temperature": [j.temperature for j in jobs]},

@@ -49,8 +49,7 @@ def test_a_job_is_a_fit_of_the_library(folder, monkeypatch):
     jobs = [Job(0, 1.0), Job(1, 0.3, 1)]
     found = uci_methods.fit(splits, jobs, method, "cpu")
     split = splits[1]
-    prior = vi.NormalPrior.fan_in({"0.weight": 1.0, "0.bias": 1.0, "2.weight": 1.0, "2.bias": 1.0}, learn=True)
-    one = vi.variationalize(uci_methods.network(2, 1, 101), vi.likelihoods.Gaussian("point"), vi.MeanField(), prior)
+    one = uci_methods.started(uci_methods.template(2, method, jobs[1]), 101)
     data = torch.utils.data.TensorDataset(split.x, split.t)
     loader = torch.utils.data.DataLoader(data, batch_size=36, shuffle=True)
     result = one.fit(loader, steps=8, lr=0.05, temperature=0.3, seed=101, kl_warmup=0.1, stop=False, progress=False)

@@ -236,6 +236,26 @@ def test_members_by_stacking_and_from_a_fraction():
         made(1)[0].fit(data(60), steps=2, members=2, weights="stacked", progress=False)
 
 
+@pytest.mark.parametrize(
+    "family", [vi.MAP(), vi.MCDropout(), vi.FullNormal(), vi.FittedDropout(), vi.Mixture(vi.MeanField(), components=2)]
+)
+def test_members_of_every_family_begin_elsewhere(family):
+    bayes = made(1, family, prior=vi.NormalPrior(1.0))[0]
+    first, second, third = members_of(bayes, 3)
+    means = [one.family().mean for one in (first, second, third)]
+    assert not torch.equal(means[0], means[1])
+    assert not torch.equal(means[1], means[2])
+
+
+def test_members_of_a_family_that_knows_no_other_start():
+    class Still(vi.MAP):
+        def begin_again(self, generator):
+            pass
+
+    with pytest.raises(ValueError, match=r"Still knows of none: .* `begin_again"):
+        members_of(made(1, Still(), prior=vi.NormalPrior(1.0))[0], 2)
+
+
 def test_members_begin_at_different_starts_of_what_has_not_learned():
     bayes = made(1)[0]
     first, second = members_of(bayes, 2, seed=1)

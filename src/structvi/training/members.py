@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from ..basics.checks import check_integer, check_one_of
 from ..posterior import PosteriorBase
 from ..result import Result
@@ -39,6 +41,11 @@ def members_of(posterior: PosteriorBase, count: int, seed: int = 0) -> list[Post
     for c in range(1, count):
         one = copy.deepcopy(posterior)
         elsewhere(one, {}, seed + c)
+        if all(torch.equal(a, b) for a, b in zip(one.family.parameters(), posterior.family.parameters(), strict=True)):
+            raise ValueError(
+                f"members= begin at different starts, and {type(posterior.family).__name__} knows of none: a family of "
+                "your own writes `begin_again(generator)`"
+            )
         made.append(one)
     return made
 
