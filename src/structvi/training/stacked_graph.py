@@ -1,5 +1,6 @@
 """A step of many fits captured as one CUDA graph."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ class StackedGraph:
 
     def __init__(self, body: Callable[..., Tensor], still: tuple[Any, ...]):
         self.given = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, still)
+        gc.collect()  # a graph of gradients that waits in a cycle keeps its nodes on the stream where it was made
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
