@@ -59,6 +59,7 @@ class Batches:
         #: why the order cannot be repeated exactly; None where it can
         self.inexact: str | None = "the loader is no DataLoader: its order is its own"
         self._indices: list[int] = []  # the distinct ones that a DataLoader of map-style data can give
+        self._rows: Tensor | None = None  # the same as a tensor, once asked for
         self._own_order = False
         self._order: _Order | None = None
         if isinstance(loader, DataLoader):
@@ -153,9 +154,13 @@ class Batches:
         return data.tensors if plain and isinstance(data, TensorDataset) else None
 
     def indices_of(self, epoch: int) -> list[Tensor]:
-        """Which rows of the table each batch of an epoch has."""
+        """Which rows of the table each batch of an epoch has; of a batch with all of them the order says nothing."""
         assert self.length is not None
-        order = torch.tensor(self._indices)[self._shuffled(epoch)]
+        if self._rows is None:
+            self._rows = torch.tensor(self._indices)
+        if self.length == 1 and self._range(0)[2] == len(self._rows):
+            return [self._rows]
+        order = self._rows[self._shuffled(epoch)]
         return [order[start:stop] for start, stop, _ in map(self._range, range(self.length))]
 
     def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:

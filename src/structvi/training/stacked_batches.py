@@ -39,6 +39,8 @@ class Feed:
         self.table = _joined(batches)
         self._iterators: list[Iterator[Any] | None] = [None] * len(batches)
         self._last: list[Any] = [None] * len(batches)
+        self._which: list[int] = []
+        self._read: Read | None = None
 
     @property
     def uneven(self) -> bool:
@@ -53,7 +55,14 @@ class Feed:
                 self._last[m] = self._next(m)
         if self.table is None:
             return _stacked(self._last)
-        columns, offsets = self.table
+        which = [id(own) for own in self._last]
+        if which != self._which:  # else all have their whole data again
+            self._which, self._read = which, self._rows_of_table(self.table)
+        assert self._read is not None
+        return self._read
+
+    def _rows_of_table(self, table: tuple[list[Tensor], Tensor]) -> Read:
+        columns, offsets = table
         counts = [len(own) for own in self._last]
         most = max(counts)
         if min(counts) == most:
