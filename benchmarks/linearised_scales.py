@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.training import fit as training
+from structvi.training import begin as training
 
 N, PRIOR = 1200, 0.3
 

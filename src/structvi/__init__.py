@@ -35,7 +35,7 @@ from .models.priors import (
     SumPrior,
 )
 from .models.tempered import Tempered, annealed
-from .network_mixture import NetworkMixture, load_mixture
+from .network_mixture import MixtureResult, NetworkMixture, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
 from .predicting import metrics
@@ -43,6 +43,7 @@ from .predicting.metrics import Metrics
 from .predicting.predictive import Predictive
 from .result import Result, Status
 from .storing.file import CheckpointError
+from .training.fit_many import fit_many
 from .training.result import FitResult, History
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ __all__ = [
     "MeanField",
     "Metrics",
     "Mixture",
+    "MixtureResult",
     "NetworkMixture",
     "Noise",
     "NonFiniteError",
@@ -116,6 +118,7 @@ __all__ = [
     "elbo",
     "elbo_groups",
     "fit",
+    "fit_many",
     "full_elbo",
     "imaging",
     "interval",

@@ -13,7 +13,7 @@ import structvi as vi
 from structvi.objective import full_elbo
 from structvi.training.adam import FACTOR_RATE, make_optimizer
 from structvi.training.batches import Batches
-from structvi.training.fit import KL_WARMUP
+from structvi.training.options import KL_WARMUP
 from structvi.training.progress import Progress
 from structvi.training.schedule import Schedule
 from structvi.training.verdict import trend

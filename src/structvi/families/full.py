@@ -92,6 +92,11 @@ class FullNormal(Family):
         self.lower = nn.Parameter(self.mean.new_zeros(P * (P - 1) // 2))
         self.register_buffer("unit", self.initial_scale * parameters.scale)
 
+    def begin_again(self, generator: torch.Generator) -> None:
+        if self.space is not None:
+            self.initial_mean = "fresh"
+            self.initialise(self.space, generator)
+
     def forward(self) -> FullNormalDensity:
         P = self.mean.shape[0]
         rows, columns = torch.tril_indices(P, P, offset=-1, device=self.mean.device)

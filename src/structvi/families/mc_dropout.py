@@ -324,6 +324,11 @@ class MCDropout(Family):
         keep = self._keep(self.point.detach())
         return DroppedPoint(PointMass(self.point), self.layout, keep.log(), torch.log1p(-keep))
 
+    def begin_again(self, generator: torch.Generator) -> None:
+        if self.space is not None:
+            self.initial_mean = "fresh"
+            self.initialise(self.space, generator)
+
 
 def check_per(per: str) -> None:
     if per not in ("weight", "input", "output"):

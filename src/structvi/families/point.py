@@ -79,3 +79,8 @@ class MAP(Family):
 
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         self.point.copy_(mean)
+
+    def begin_again(self, generator: torch.Generator) -> None:
+        if self.space is not None:
+            self.initial_mean = "fresh"
+            self.initialise(self.space, generator)

@@ -91,6 +91,7 @@ class Run:
         self.choice = Choice()
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
+        self.known: dict[str, Estimate] = {}  # candidates that were compared with those of other runs, at once
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
@@ -148,7 +149,7 @@ class Run:
             iterator = self.batches.epoch(self.state.epoch, self.state.index)
             while self.state.step < self.state.end:
                 if self.state.stage == 1 and self.state.step >= round(FIRST_STAGE * self.settings.total):
-                    self.state = self._second_stage(self.state)
+                    self.state = self.second_stage(self.state)
                 self.state = replace(self.state, stream=self.generator.get_state())
                 started = time.monotonic()
                 # data sets and networks that draw random numbers do so from the global stream
@@ -161,7 +162,7 @@ class Run:
                         self.state = self._advanced(self.state, taken, started)
                 self.ranks.stop_together()
                 bar.update(*self._window(), self.choice.last)
-                if self._settled(self.state):
+                if self.settled(self.state):
                     step = self.state.step
                     self.state = replace(self.state, cooling=step, end=step + self.last_part)
                     bar.shorten(self.state.end)
@@ -181,9 +182,7 @@ class Run:
     def _advanced(self, state: FitState, taken: Taken, started: float) -> FitState:
         """The state after one step of the optimizer, or after none where something is not finite."""
         settings = self.settings
-        lam = settings.temperature
-        if (rise := settings.kl_warmup * settings.total) > state.step and not state.begun:
-            lam *= (state.step + 1) / (rise + 1)
+        lam = settings.temperature if state.begun else settings.temperature_at(state.step)
         row = {"step": state.step, "epoch": state.epoch, "temperature": lam, "stage": state.stage}
         begun, cooling = state.begun, state.cooling
         rate = self.schedule.before(
@@ -240,7 +239,7 @@ class Run:
             )
         return state
 
-    def _second_stage(self, state: FitState) -> FitState:
+    def second_stage(self, state: FitState) -> FitState:
         """What stage one ended with is kept, to be compared with what the second brings."""
         without_factor = copied(state.learned)
         for family in self.posterior.family.families():
@@ -257,7 +256,7 @@ class Run:
             return (float(values[0]), history.recent("standard_error", 1).item()) if len(values) else (-inf, inf)
         return float(values.mean()), float(values.std()) / sqrt(len(values))
 
-    def _settled(self, state: FitState) -> bool:
+    def settled(self, state: FitState) -> bool:
         """Whether the trend of the ELBO has just been found to be none: the learning rate then falls to its end."""
         part, settings = self.last_part, self.settings
         first = FIRST_STAGE * settings.total if settings.staged and not state.begun else 0
@@ -341,7 +340,7 @@ class Run:
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
             assign(state.learned, values)
-            candidates[name] = self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
+            candidates[name] = self.known.get(name) or self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
             # the average is wanted where it costs nothing; the simpler posterior only where it is better
             gain = candidates[name].value - candidates[kept].value
             if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):

@@ -139,6 +139,11 @@ class Settings:
     num_data: int
     mean: str = "learned"
 
+    def temperature_at(self, step: int) -> float:
+        """λ at this step: it rises to its value."""
+        rise = self.kl_warmup * self.total
+        return self.temperature * ((step + 1) / (rise + 1)) if rise > step else self.temperature
+
 
 def name_of(function: Any) -> str:
     """A function by its name, an object by what it prints: equal for equal settings."""

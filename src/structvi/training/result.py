@@ -1,7 +1,7 @@
 """What a fit hands back: the record of its steps, and what it came to."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -83,6 +83,10 @@ class History:
         if unknown:
             raise ValueError(f"a history holds {COLUMNS}, got {sorted(unknown)}")
         self._rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
+
+    def extend(self, rows: Iterable[Sequence[float]]) -> None:
+        """Many rows at once, each with all of `COLUMNS`."""
+        self._rows += [list(row) for row in rows]
 
     def set_last(self, column: str, value: float) -> None:
         """What is found out about the last step later."""

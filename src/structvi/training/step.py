@@ -25,6 +25,8 @@ from .memory import explain, need_of, there_is
 
 #: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
 _GRAPHS = 4
+#: why a step is not captured where the user does not want it
+AS_ASKED = "as asked"
 
 
 class OverflowingError(NonFiniteError):
@@ -277,7 +279,7 @@ class Step:
 
     def _why_not(self, capture: bool) -> str | None:
         if not capture:
-            return "as asked"
+            return AS_ASKED
         if self.generator.device.type != "cuda":
             return "not on a CUDA device"
         if not isinstance(self.optimizer, Adam):

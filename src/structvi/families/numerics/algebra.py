@@ -73,6 +73,8 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
 class _Gram(torch.autograd.Function):
     """Fᵀ diag(r)² F in float64, from slabs of rows: neither r∘F nor anything else of size PK is kept for backward."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(factor: Tensor, ratio: Tensor) -> Tensor:
         K = factor.shape[-1]
