@@ -250,7 +250,7 @@ class Search:
         has been fitted to."""
         best = [one for _, one in sorted(known, key=lambda one: -one[0])[:2]]
         stopped = self.target.exhausted
-        if not (self.release() and best) or HELD < 2 * self.space.size:
+        if not ((self.release() or not stopped) and best) or HELD < 2 * self.space.size:
             return best[0] if best else normal
         noise = self.draws_of(HELD, seed=-2)
         found = [(local(self.target, one, noise), one) for one in (*best, normal)]
