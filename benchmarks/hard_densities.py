@@ -13,8 +13,8 @@
   Gaussian, a logistic regression and Poisson counts.
 * network: 1-15-1, tanh, 46 weights with prior N(0, 1), 40 points with noise 0.1, two data sets, limits of evaluations
   up to 200,000, and without one. The ELBO, how far it is below the best stage (the highest ELBO that a stage of the fit
-  began with on draws it had not fitted), the log predictive density of 200 held-out rows, a row, less that of HMC, and how
-  wide functions are beside HMC's: the mean over rows of the standard deviation, as a ratio.
+  began with on draws not fitted), the log predictive density of 200 held-out rows, a row, less HMC's, and how wide
+  functions are beside HMC's: the mean over rows of the standard deviation, as a ratio.
 * posteriordb: the twelve posteriors of `benchmarks.posteriordb` in DIR, seeds compared as for the logistic regressions;
   left out without --data.
 """
