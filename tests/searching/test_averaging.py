@@ -3,9 +3,9 @@
 import torch
 
 import structvi as vi
-from structvi.searching.averaging import LEFT, ascend_on_fresh_draws, averaged, more_draws
+from structvi.searching.averaging import LEFT, ascend_on_fresh_draws, more_draws
 from structvi.searching.fixed_draws import FixedDraws
-from structvi.searching.newton import Local, Normal, full
+from structvi.searching.newton import Local, Normal, averaged, full
 
 
 def target(log_density, P):

@@ -14,12 +14,11 @@ from math import inf
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..models.target import Target
 from .coordinates import Limit
-from .newton import Local, Normal, Project, aligned, is_far, local
+from .newton import Local, Normal, averaged, full, is_far, local
 
 #: up to here draws are multiplied by four whatever they gain, and they must gain less
 FEW = 512
@@ -52,16 +51,6 @@ def more_draws(before: int, left: float) -> int:
     return min(MAX_DRAWS, max(2 * FEW, 1 << int(wanted).bit_length()))
 
 
-def averaged(at: Local, project: Project, share: float) -> Normal:
-    """The family's best for precision (1 − ρ)I + ρA, and ρ of the way of the mean; negative eigenvalues down to −1 are
-    believed, those of noise."""
-    values, vectors = torch.linalg.eigh(at.curvature)
-    values = (1 + share * (values - 1)).clamp(min=max(1 - 2 * share, (1 - share) / 2, 1e-8))
-    step = vectors @ ((vectors.mT @ at.slope) * share / values)
-    mean, root = at.normal.mean, at.normal.root
-    return aligned(project(Normal(mean + root @ step, root @ (vectors * values.rsqrt()) @ vectors.mT)), root)
-
-
 class Averaged(NamedTuple):
     """Where it ended, its ELBO on draws it has not been fitted to, and the nats that noise has left."""
 
@@ -85,6 +74,7 @@ def ascend_on_fresh_draws(
     draws that are averaged over, or where no evaluation is left.
 
     Example:
+        >>> import torch
         >>> from structvi import LogDensity, Parameters
         >>> from structvi.searching.fixed_draws import FixedDraws
         >>> space = Parameters({"z": torch.zeros(2, dtype=torch.float64)})
@@ -116,18 +106,14 @@ def ascend_on_fresh_draws(
             steady += 1
             left = fmean(noise[-WINDOW:]) / (len(z) * (1 / share + steady))
             if left < enough or steady * len(z) >= most:
-                normal = averaged(at, _itself, 1 / (1 / share + steady))
+                normal = averaged(at, full, 1 / (1 / share + steady))
                 break
         elif len(seen) % WINDOW == 0:
             now, error = fmean(seen[-WINDOW:]), stdev(seen[-WINDOW:]) / WINDOW**0.5
             steady = int(now < before + max(NATS, RISES * error))
             kept, before = at.normal, now
-        normal = averaged(at, _itself, 1 / (1 / share + steady) if steady else share)
+        normal = averaged(at, full, 1 / (1 / share + steady) if steady else share)
     return Averaged(normal, fmean(seen[-WINDOW:]) if seen else -inf, left)
-
-
-def _itself(normal: Normal) -> Normal:
-    return normal
 
 
 def _failed(elbo: float, seen: list[float]) -> bool:

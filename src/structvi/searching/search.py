@@ -37,7 +37,20 @@ from .coordinates import Counted, Limit, Moved, NormalTarget, standard
 from .fixed_draws import FixedDraws, fixed_elbo, least_draws
 from .lbfgs import Curvature, flat, minimise
 from .most_mass import HANDFUL, most_mass
-from .newton import STEPS, TRIES, Local, Normal, Project, ascend_normals, full, is_far, local, stepped
+from .newton import (
+    STEPS,
+    TRIES,
+    Local,
+    Normal,
+    Project,
+    ascend_normals,
+    averaged,
+    full,
+    is_far,
+    local,
+    part_of_the_way,
+    stepped,
+)
 from .result import ENOUGH, Found, SearchStep
 
 #: draws are multiplied by this from one level to the next
@@ -191,13 +204,13 @@ class Search:
             enough = (settled and abs(left) < (LEFT_FEW if few else LEFT)) or abs(promise) < self.tolerance
             if enough or (settled and not few and not draws and promise < AVERAGED):
                 floor, most = TRIES[first]
-                stages.append(stepped(at, shape, floor, min(most, share if settled else 1.0)))
+                stages.append(part_of_the_way(at, shape, floor, min(most, share if settled else 1.0)))
                 S, before = more_draws(S + before, left), S + before
                 if not enough and before < MOST_AVERAGED:
                     continue
                 settled = True
                 if isinstance(shape, Approximation) and not few:
-                    stages.append(shape.near(stepped(at, full)))
+                    stages.append(shape.near(averaged(at, full, min(most, share))))
                 break
             if isinstance(shape, Whole) and at.noise > NOISY and not draws and S < MAX_DRAWS:
                 stages.append(at.normal)
