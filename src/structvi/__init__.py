@@ -44,6 +44,7 @@ from .predicting.predictive import Predictive
 from .result import Result, Status
 from .storing.file import CheckpointError
 from .training.result import FitResult, History
+from .training.soap import Soap
 
 if TYPE_CHECKING:
     from . import diagnostics, plots
@@ -100,6 +101,7 @@ __all__ = [
     "Predictive",
     "Result",
     "Rotated",
+    "Soap",
     "Status",
     "StructuredNormal",
     "StructuredPrecision",

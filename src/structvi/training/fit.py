@@ -22,7 +22,6 @@ from ..posterior import PosteriorBase
 from ..storing import fit_checkpoint
 from ..storing.fit_checkpoint import Found
 from . import checkpoints
-from .adam import OptimizerLike
 from .around import fit_around
 from .averaging import copied
 from .batches import Batches, Reread
@@ -30,6 +29,7 @@ from .before import check_around, remember_choice, set_num_data, unused_batch_no
 from .fingerprint import fingerprint
 from .held_mean import fit_around_held_mean
 from .loop import Run
+from .optimizers import OptimizerLike
 from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
 from .progress import Progress
 from .restarts import again_if_stuck, folder
@@ -93,7 +93,8 @@ def fit(
         epochs, steps: how long: one of them. A step takes `accumulate` batches. With neither, the network is taken to
             be trained, and the posterior is placed around it without a step: `fit(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
-        optimizer: a torch optimizer, or a function from parameters to one; without weight decay.
+        optimizer: a torch optimizer, or a function from parameters to one; without weight decay. Or `Soap()`, which
+            preconditions the means: for deep networks that are trained from scratch.
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
             by default a linear warm-up and a cosine decay to zero.
         warmup: the fraction of the steps in which the learning rate rises.

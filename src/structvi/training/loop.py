@@ -20,13 +20,13 @@ from ..objective import Estimate, Estimator, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from . import verdict as words
-from .adam import OptimizerLike, make_optimizer
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
+from .optimizers import OptimizerLike, described, make_optimizer
 from .options import Settings
 from .progress import Progress, shown
 from .result import FitResult, History, Skipped
@@ -94,7 +94,7 @@ class Run:
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
         self.snapshots = Snapshots(self.named, every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
@@ -102,7 +102,7 @@ class Run:
             estimator=estimator, clip=settings.clip, capture=capture, ranks=ranks,
         )  # fmt: skip
         self.state = FitState(
-            settings, type(self.optimizer).__name__, tuple(self.schedule.highest), posterior.learned(),
+            settings, described(self.optimizer), tuple(self.schedule.highest), posterior.learned(),
             self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
         )  # fmt: skip
         if settings.staged:
