@@ -1,6 +1,6 @@
 """Posteriors over a deep network from its first step, at the pace of its training: CIFAR-10, ResNet-20, group norm.
 
-    python -m benchmarks.from_scratch --data DIR --device cuda --out folder --runs "method=mean_field,lam=.01;method=map"
+    python -m benchmarks.from_scratch --data DIR --device cuda --out folder --runs "method=map;lr=.01,lam=.1"
     python -m benchmarks.from_scratch --data DIR --device cuda --out folder --plan table --part 0/8
     python -m benchmarks.from_scratch --out folder --table        # the tables of a folder, nothing is run
     python -m benchmarks.from_scratch --quick                     # scikit-learn's digits, small: shows that it runs
@@ -52,6 +52,7 @@ class Setting:
     lr: float = 0.003
     scale_lr: float = 0.02
     refresh: int = 10
+    turn: int = 10  # refreshes between two turns of a rotated family; 0 for none
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
@@ -126,7 +127,7 @@ class Shop:
 
 
 def family(setting: Setting) -> vi.Family:
-    start = {"initial_scale": setting.initial_scale}
+    start: dict[str, Any] = {"initial_scale": setting.initial_scale}
     return {
         "map": lambda: vi.MAP(),
         "mean_field": lambda: vi.MeanField(**start),
@@ -162,7 +163,9 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     optimizer, lr = None, setting.lr
     if setting.optimizer == "soap":
         betas = setting.beta1, setting.beta2
-        optimizer, lr = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, betas, setting.gram), None
+        turn = setting.turn or None
+        optimizer = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram)
+        lr = None
     result = bayes.fit(
         shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup=setting.rise, average=setting.average, stop=False, restarts=0, compare=2.0,

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 import structvi as vi
 from structvi.objective import full_elbo
 from structvi.training.adam import FACTOR_RATE
-from structvi.training.optimizers import make_optimizer
 from structvi.training.batches import Batches
 from structvi.training.fit import KL_WARMUP
+from structvi.training.optimizers import make_optimizer
 from structvi.training.progress import Progress
 from structvi.training.schedule import Schedule
 from structvi.training.verdict import trend

@@ -160,6 +160,16 @@ class Rotated(Family):
         self.part.change_basis(lambda x: step(x, back=True), lambda diagonal: step(diagonal, back=True, squared=True))
         self.basis.set({name: Q.to(old[name]) for name, Q in matrices.items()})
 
+    @torch.no_grad()
+    def turn_by(self, change: Mapping[str, Tensor]) -> None:
+        """`turn` with matrices R in the present coordinates: Q becomes QR, made orthogonal to rounding."""
+        matrices = {}
+        for axis in self.basis.axes():
+            if axis.name in change:
+                Q = self.basis.matrix(axis).double() @ change[axis.name].double()
+                matrices[axis.name] = 1.5 * Q - 0.5 * Q @ (Q.mT @ Q)
+        self.turn(matrices)
+
     # ---- what fits ask
 
     def to_axes(self, x: Tensor) -> Tensor:

@@ -59,6 +59,9 @@ class Adam(torch.optim.Adam):
             for group, rate in zip(self.param_groups, before, strict=True):
                 group["lr"] = rate
 
+    #: whether the coordinates of families stay from now on: their iterates are averaged
+    settled = False
+
     def after_step(self) -> None:
         """After every step that was made, captured or not: what must not be part of a captured one."""
 

@@ -19,6 +19,8 @@ class Axis(NamedTuple):
     name: str
     index: int
     size: int
+    #: of the same axis in each of the tensors
+    members: tuple[str, ...] = ()
 
 
 class Alike(NamedTuple):
@@ -55,7 +57,10 @@ def alike(tensors: Sequence[Tensors]) -> list[Alike]:
             found.setdefault(tensor.shape, []).append(tensor)
     groups = []
     for number, (shape, members) in enumerate(found.items()):
-        axes = tuple(Axis(f"{number}_{axis.index}", axis.index, axis.size) for axis in members[0].axes)
+        axes = tuple(
+            Axis(f"{number}_{axis.index}", axis.index, axis.size, tuple(member.axes[i].name for member in members))
+            for i, axis in enumerate(members[0].axes)
+        )
         groups.append(Alike(tuple(member.start for member in members), shape, axes))
     return groups
 

@@ -32,6 +32,8 @@ class Soap:
         lr: the highest learning rate of the means.
         scale_lr: of all else: log scales, noise, learned priors; factors as with the default optimizer.
         refresh: steps between two refreshes of the coordinates.
+        turn: of `Rotated` families: every so many refreshes the family takes these coordinates for its own, until
+            iterates are averaged; None: it keeps those it has.
         betas: of the averages m and v.
         gram_beta: of the averages of GGᵀ and GᵀG.
 
@@ -47,6 +49,7 @@ class Soap:
     lr: float = 0.003
     scale_lr: float = DEFAULT_LR
     refresh: int = 10
+    turn: int | None = 10
     betas: tuple[float, float] = (0.95, 0.95)
     gram_beta: float = 0.95
 
@@ -54,6 +57,8 @@ class Soap:
         check_positive(self.lr, "lr")
         check_positive(self.scale_lr, "scale_lr")
         check_integer("refresh", self.refresh)
+        if self.turn is not None:
+            check_integer("turn", self.turn)
         for name, beta in (("betas", self.betas[0]), ("betas", self.betas[1]), ("gram_beta", self.gram_beta)):
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} must be inside [0, 1), got {beta!r}")
@@ -87,6 +92,8 @@ class SoapAdam(Adam):
         super().__init__(parameters, recipe.scale_lr, factors)
         self.recipe = recipe
         self.means: dict[Tensor, list[Alike]] = {mean.parameter: alike(mean.tensors) for mean in means}
+        #: families that can take the coordinates of their means
+        self.turns = {mean.parameter: mean.turn for mean in means if mean.turn is not None}
         for group in self.param_groups:
             group["params"] = [p for p in group["params"] if p not in self.means]
         self.param_groups = [group for group in self.param_groups if group["params"]]
@@ -168,13 +175,16 @@ class SoapAdam(Adam):
     @torch.no_grad()
     def after_step(self) -> None:
         """After a step that was made, captured or not: the coordinates are refreshed where it is time, in place."""
+        recipe = self.recipe
         for parameter in self.means:
             if parameter not in self.state:
                 continue
             state = self.state[parameter]
             state["made"] += 1
-            if state["made"] % self.recipe.refresh == 0:
-                self._refresh(parameter, first=state["made"] == self.recipe.refresh)
+            if state["made"] % recipe.refresh == 0:
+                self._refresh(parameter, first=state["made"] == recipe.refresh)
+            if recipe.turn and not self.settled and state["made"] % (recipe.refresh * recipe.turn) == 0:
+                self._turn(parameter)
 
     def _refresh(self, parameter: Tensor, first: bool) -> None:
         """The basis one step nearer to the eigenvectors, the moments in it: m exactly, v by the squares."""
@@ -188,3 +198,18 @@ class SoapAdam(Adam):
         state["exp_avg_sq"].copy_(turned(state["exp_avg_sq"], groups, change, back=True, squared=True))
         for name, Q in new.items():
             basis[name].copy_(Q)
+
+    def _turn(self, parameter: Tensor) -> None:
+        """The family's coordinates become these: its mean, and what is known in them, stay what they are."""
+        turn, state = self.turns.get(parameter), self.state[parameter]
+        if turn is None:
+            return
+        change: dict[str, Tensor] = {}
+        for group in self.means[parameter]:
+            for axis in group.axes:
+                Q, moments = state[f"basis{axis.name}"], state[f"gram{axis.name}"]
+                change |= dict(zip(axis.members, Q, strict=True))
+                moments.copy_(Q.mT @ moments @ Q)
+        turn(change)
+        for Q in self._basis(parameter).values():
+            Q.copy_(torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device).expand_as(Q))
