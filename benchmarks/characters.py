@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import structvi as vi
+from structvi.studies.is_it_bayesian.at_scale.ivon import fit_ivon, schedule
 
-from .from_scratch_peers import fit_ivon, schedule
 from .networks_measures import auroc, calibration_error
 
 #: characters over which entropies are averaged, to tell texts apart
@@ -265,9 +265,10 @@ def fit_ours(text: Text, setting: Setting, device: torch.device) -> tuple[list[D
         net, vi.likelihoods.Categorical(), vi.MeanField(),
         vi.NormalPrior.fan_in(setting.prior), num_data=len(text.train) // setting.length,
     )  # fmt: skip
-    with torch.no_grad():  # as small a part of all weights: embeddings start as narrow as matrices
-        bayes.family.log_scale.fill_(math.log(setting.initial_scale * START))
-    begun = bayes.family.log_scale.detach().clone()
+    log_scale = dict(bayes.family.named_parameters())["log_scale"]
+    with torch.no_grad():  # embeddings start as narrow as matrices
+        log_scale.fill_(math.log(setting.initial_scale * START))
+    begun = log_scale.detach().clone()
     optimizer, lr = None, setting.lr
     if setting.optimizer == "soap":
         optimizer, lr = vi.Soap(setting.lr, setting.scale_lr, setting.refresh), None
@@ -277,7 +278,7 @@ def fit_ours(text: Text, setting: Setting, device: torch.device) -> tuple[list[D
         restarts=0, clip=float(setting.length), compare=0.1, progress=False, seed=setting.seed,
         precision=torch.bfloat16 if device.type == "cuda" else None,
     )  # fmt: skip
-    log_s = bayes.family.log_scale.detach()
+    log_s = log_scale.detach()
     thetas = bayes.family().draw(setting.draws, vi.naive, torch.Generator(device).manual_seed(0)).theta.detach()
     details = {
         "ms": 1000 * float(torch.as_tensor(result.history["seconds"]).double().nanmedian()),

@@ -11,7 +11,8 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 
-class Loader(Sized, Iterable, Protocol): ...
+class Loader(Sized, Iterable, Protocol):
+    """Batches, of a known number."""
 
 
 def fit_ivon(
