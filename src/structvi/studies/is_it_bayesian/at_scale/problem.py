@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import linear
 
 from ....models.bayesian_model import BayesianModel
 from ....models.likelihoods import Bernoulli
@@ -18,27 +17,28 @@ INPUTS = 8
 SHARPNESS = 4.0
 
 
-class Unit(nn.Linear):
-    """x ↦ gain · Wx/√inputs + b: with all weights of N(0, 1) outputs are of the size of the inputs."""
+class Times(nn.Module):
+    """x ↦ factor · x: 1/√n before a layer of n inputs, so that with weights of N(0, 1) outputs keep the inputs' size."""
 
-    def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
-        self.gain = gain
-        super().__init__(inputs, outputs)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
-        nn.init.normal_(self.bias)
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight * (self.gain * self.in_features**-0.5), self.bias)
+        return self.factor * x
 
 
 def build(width: int) -> nn.Module:
-    """8 – width – width – 1, tanh; the same at every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layers = [Unit(INPUTS, width), nn.Tanh(), Unit(width, width), nn.Tanh(), Unit(width, 1, SHARPNESS)]
-        return nn.Sequential(*layers).double()
+    """8 – width – width – 1, tanh; the same at every call, at a draw of N(0, 1)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, gain in ((INPUTS, width, 1.0), (width, width, 1.0), (width, 1, SHARPNESS)):
+        layers += [Times(gain * inputs**-0.5), nn.Linear(inputs, outputs), nn.Tanh()]
+    net = nn.Sequential(*layers[:-1]).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return net
 
 
 @dataclass(frozen=True)
