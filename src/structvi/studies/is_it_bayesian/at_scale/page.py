@@ -3,16 +3,37 @@
 from base64 import b64encode
 from html import escape
 from io import BytesIO
-from typing import Any
+from typing import Any, Protocol
 
 from ...paper.figures import STYLE as MATPLOTLIB
 from ...paper.report import STYLE
-from .report import HEADINGS, LEGEND, ScaleReport
+from .rows import HEADINGS, LEGEND, ScaleRow
 
 COLOUR, GREY = "#2a6f97", "#555555"
 
 
-def page(report: ScaleReport) -> str:
+class Shown(Protocol):
+    """What the page shows of a report."""
+
+    @property
+    def methods(self) -> list[str]: ...
+
+    @property
+    def constant(self) -> float: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def of(self, method: str) -> list[ScaleRow]: ...
+
+    def cells(self, method: str) -> tuple[str, ...]: ...
+
+    def title(self) -> str: ...
+
+    def record(self) -> dict[str, Any]: ...
+
+
+def page(report: Shown) -> str:
     """HTML with the pictures inside; no script, nothing from the network."""
     head = "".join(f"<th scope='col'>{escape(heading)}</th>" for heading in HEADINGS)
     body = "".join(
@@ -37,7 +58,7 @@ def page(report: ScaleReport) -> str:
 """
 
 
-def _image(draw: Any, report: ScaleReport, title: str) -> str:
+def _image(draw: Any, report: Shown, title: str) -> str:
     import matplotlib as mpl
 
     with mpl.rc_context(MATPLOTLIB):
@@ -56,7 +77,7 @@ def _figure(columns: int, lines: int, width: float, height: float) -> tuple[Any,
     return figure, figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten().tolist()
 
 
-def _bands(report: ScaleReport) -> Any:
+def _bands(report: Shown) -> Any:
     """Of the first teacher: test inputs in the order of their true probability, and the 90 % interval of each."""
     count = len(report.methods)
     columns = min(4, count)
@@ -73,7 +94,7 @@ def _bands(report: ScaleReport) -> Any:
     return figure
 
 
-def _bounds(report: ScaleReport) -> Any:
+def _bounds(report: Shown) -> Any:
     """ELBO at λ = 1 above the constant predictor, on a scale that shows small and very large numbers."""
     known = [method for method in report.methods if report.of(method)[0].elbo is not None]
     figure, (ax, *_) = _figure(1, 1, 8.0, 0.4 * max(1, len(known)) + 1.0)

@@ -18,7 +18,7 @@ SHARPNESS = 4.0
 
 
 class Times(nn.Module):
-    """x ↦ factor · x: 1/√n before a layer of n inputs, so that with weights of N(0, 1) outputs keep the inputs' size."""
+    """x ↦ factor · x: with 1/√n before a layer of n inputs, and weights of N(0, 1), outputs have the inputs' size."""
 
     def __init__(self, factor: float):
         super().__init__()

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from ..adapters import Adapter, density_of
-from .methods import methods
+from .methods import WithDensity, methods
 from .problem import Teacher, teacher
-from .report import ScaleReport, ScaleRow, Sketch
+from .report import ScaleReport
+from .rows import ScaleRow, Sketch
 
 #: draws of each method
 DRAWS = 256
@@ -86,7 +87,7 @@ def examine(method: Adapter, truth: Teacher, seed: int) -> ScaleRow:
     kl = true * (true / mean).log() + (1 - true) * ((1 - true) / (1 - mean)).log()
     order = truth.p.argsort()
     sketch = Sketch(*(x[order].tolist() for x in (truth.p, low, mean, high)))
-    moved = getattr(method, "moved", None)
+    moved = method.moved if isinstance(method, WithDensity) else None
     return ScaleRow(
         method.name, seed, elbo, error, moved, float(inside.mean()), float((high - low).mean()), float(nll),
         float(kl.mean()), seconds, sketch,
