@@ -12,7 +12,7 @@ from ..basics.checks import check_integer, check_positive
 from ..families.forms import Factor
 from ..families.means import Mean
 from .adam import DEFAULT_LR, Adam, Thin
-from .kronecker import Alike, alike, along, eigenvectors, iterated, turned
+from .kronecker import Alike, alike, along, by_size, turned
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,7 @@ class SoapAdam(Adam):
     def _refresh(self, parameter: Tensor, first: bool) -> None:
         """The basis one step nearer to the eigenvectors, the moments in it: m exactly, v by the squares."""
         state, groups, basis = self.state[parameter], self.means[parameter], self._basis(parameter)
-        new = {}
-        for name, Q in basis.items():
-            moments = state[f"gram{name}"]
-            new[name] = eigenvectors(moments) if first else iterated(moments, Q)
+        new = by_size({name: state[f"gram{name}"] for name in basis}, basis, first)
         change = {name: basis[name].mT @ Q for name, Q in new.items()}
         state["exp_avg"].copy_(turned(state["exp_avg"], groups, change, back=True))
         state["exp_avg_sq"].copy_(turned(state["exp_avg_sq"], groups, change, back=True, squared=True))
