@@ -60,6 +60,7 @@ class Setting:
     warmup: float = 0.05
     rise: float = 0.25  # part of the steps in which λ rises
     average: bool = True
+    watch: bool = False  # the last step or the average by validation images; else by the ELBO
     rank: int = 4
     epochs: int = 25
     seed: int = 0
@@ -120,6 +121,10 @@ class Shop:
         """The training images as they are."""
         return list(zip(self.x.split(500), self.t.split(500), strict=True))
 
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        parts = (tensor.to(self.device).split(500) for tensor in self.data.validation.tensors)
+        return list(zip(*parts, strict=True))
+
     def constant(self) -> float:
         """Log likelihood of the best constant predictor."""
         share = torch.bincount(self.t).double() / len(self.t)
@@ -169,7 +174,7 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     result = bayes.fit(
         shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup=setting.rise, average=setting.average, stop=False, restarts=0, compare=2.0,
-        progress=False, seed=setting.seed,
+        progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
     )  # fmt: skip
     seconds = result.history["seconds"]
     details: dict[str, Any] = {
@@ -255,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if options.table:
         if options.out is None:
             parser.error("--table prints what --out keeps: give both")
-        print(from_scratch_tables.report(from_scratch_tables.read(options.out)))
+        print(from_scratch_tables.report(from_scratch_tables.read(options.out), asdict(Setting())))
         return []
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -271,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             continue
         row = run(setting, shop)
         rows.append(row)
-        print(json.dumps(from_scratch_tables.short(row)), flush=True)
+        print(json.dumps(from_scratch_tables.short(row, asdict(Setting()))), flush=True)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(row))

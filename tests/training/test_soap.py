@@ -54,13 +54,23 @@ def test_subspace_iteration_finds_eigenvectors():
     torch.testing.assert_close((found.mT @ Q).abs(), torch.eye(6).double().repeat(2, 1, 1), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("rank", [0, 2, 6])
-def test_moments_of_low_rank_leave_a_basis_orthonormal(rank):
-    columns = torch.randn(1, 6, rank, generator=generator())
-    moments, found = columns @ columns.mT, torch.eye(6).unsqueeze(0)
-    for _ in range(5):
-        found = iterated(moments, found)
-    torch.testing.assert_close(found.mT @ found, torch.eye(6).unsqueeze(0))
+@pytest.mark.parametrize(("size", "rank"), [(6, 0), (6, 2), (6, 6), (64, 1), (64, 3), (200, 5)])
+def test_moments_of_low_rank_leave_a_basis_orthonormal(size, rank):
+    """In float32, from the identity and from eigenvectors of other moments, with one large eigenvalue."""
+    eye = torch.eye(size).unsqueeze(0)
+    columns = torch.randn(1, size, rank, generator=generator())
+    if rank:
+        columns[:, :, 0] *= 100
+    moments = columns @ columns.mT
+    for start in (eye, orthogonal(size, 3, torch.float32).unsqueeze(0)):
+        found = start
+        for _ in range(5):
+            found = iterated(moments, found)
+            torch.testing.assert_close(found.mT @ found, eye, rtol=0, atol=1e-5)
+        if rank:
+            assert not torch.equal(found, start)
+            first = (columns[0, :, 0] / columns[0, :, 0].norm()) @ found[0, :, 0]
+            assert first.abs() > 0.99
 
 
 def optimizer(family, **options):

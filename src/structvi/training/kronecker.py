@@ -10,7 +10,9 @@ from ..families.basis import Tensors
 
 #: to second moments before they are turned into a basis, as a part of their mean eigenvalue: directions without any
 #: gradient have one too
-RIDGE = 1e-6
+RIDGE = 1e-4
+#: steps that square the error of orthogonality
+POLISH = 3
 
 
 class Axis(NamedTuple):
@@ -114,17 +116,17 @@ def iterated(moments: Tensor, Q: Tensor) -> Tensor:
     """One step of subspace iteration from Q [n, s, s] towards the eigenvectors of the moments, orthonormal.
 
     The columns of M Q are made orthonormal by the Cholesky factor of their products, in float64: of small matrices on a
-    GPU that is much faster than Householder's QR, and the same but for signs. What rounding leaves of its error is
-    squared away by X(3 − XᵀX)/2.
+    GPU that is much faster than Householder's QR, and the same but for signs. What rounding leaves of an error is
+    squared away by X(3 − XᵀX)/2; where one is left, Q stays.
     """
     X = _ridged(moments) @ Q.double()
     X = X / torch.linalg.vector_norm(X, dim=-2, keepdim=True)
-    L, _ = torch.linalg.cholesky_ex(X.mT @ X + _identity(X) * 1e-13)
+    L, _ = torch.linalg.cholesky_ex(X.mT @ X)
     X = torch.linalg.solve_triangular(L, X.mT, upper=False).mT
-    X = 1.5 * X - 0.5 * X @ (X.mT @ X)
-    found = X.to(Q.dtype)
-    good = torch.isfinite(found).all(-1).all(-1)[:, None, None]
-    return torch.where(good, found, Q)
+    for _ in range(POLISH):
+        X = 1.5 * X - 0.5 * X @ (X.mT @ X)
+    good = (X.mT @ X - _identity(X)).abs().amax((-2, -1), keepdim=True) < 1e-7  # not of NaN
+    return torch.where(good, X, Q.double()).to(Q.dtype)
 
 
 def by_size(moments: Mapping[str, Tensor], basis: Mapping[str, Tensor], first: bool) -> dict[str, Tensor]:
