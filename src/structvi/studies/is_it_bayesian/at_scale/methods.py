@@ -18,8 +18,8 @@ from ..peers import SWAG, DeepEnsemble, DropoutNetwork
 from ..problems import Data, Problem
 from .ivon import fit_ivon
 
-#: epochs of ours and of IVON, and rows of a batch: 100 batches an epoch at most
-EPOCHS, BATCH = 200, 50
+#: epochs of ours and of IVON, and rows of a batch
+EPOCHS, BATCH = 100, 50
 #: columns of Laplace's precision
 RANK = 16
 

@@ -24,7 +24,7 @@ def run(
     names: Sequence[str] | None = None,
     *,
     width: int = 24,
-    size: int = 400,
+    size: int = 1000,
     test: int = 500,
     teachers: int = 1,
     seed: int = 0,
