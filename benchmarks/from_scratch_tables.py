@@ -43,7 +43,19 @@ def table_runs(setting: Callable[..., Any]) -> list[Any]:
     return found
 
 
-PLANS: dict[str, Callable[[Callable[..., Any]], list[Any]]] = {"table": table_runs}
+def rotated_runs(setting: Callable[..., Any]) -> list[Any]:
+    """Do rotated families pay where the mean moves? Bases, rates of refresh and ranks: on the digits, without --data."""
+    found = []
+    for seed, lam in product(SEEDS, (1.0, 0.1)):
+        common = {"lam": lam, "seed": seed, "epochs": 100, "lr": 0.01, "scale_lr": 0.05, "draws": 64}
+        found.append(setting(method="mean_field", **common))
+        found += [setting(method="rotated", refresh=r, turn=t, **common) for r, t in ((10, 1), (10, 10), (50, 1))]
+        found += [setting(method="low_rank", rank=rank, **common) for rank in (4, 8)]
+        found += [setting(method="rotated_low_rank", rank=rank, turn=1, **common) for rank in (4, 8)]
+    return found
+
+
+PLANS: dict[str, Callable[[Callable[..., Any]], list[Any]]] = {"table": table_runs, "rotated": rotated_runs}
 
 
 def plan(name: str, setting: Callable[..., Any]) -> list[Any]:
