@@ -218,17 +218,30 @@ def ivon(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
 
 
 def run(setting: Setting, shop: Shop) -> dict[str, Any]:
-    """Fitted and measured; of networks with a temperature too, chosen on validation images."""
+    """Fitted and measured, with a temperature on top too, chosen on validation images."""
     start = time.perf_counter()
     make = {"sgd": fit_sgd, "ivon": ivon}.get(setting.method, fit)
     predictor, details = make(setting, shop)
+    predictor = remembered(predictor)
     fitted = time.perf_counter() - start
     row = asdict(setting) | details | {"fit_seconds": fitted} | assess(predictor, shop.data, 500, shop.meter)
-    if setting.method in ("sgd", "map"):
-        T = temperature(predictor, shop)
-        tempered = assess(lambda x: (predictor(x) / T).log_softmax(1), shop.data, 500, shop.meter)
-        row |= {"T": T, "tempered": tempered}
+    T = temperature(predictor, shop)
+    tempered = assess(lambda x: (predictor(x) / T).log_softmax(1), shop.data, 500, shop.meter)
+    row |= {"T": T, "tempered": tempered}
     return row | {"seconds": time.perf_counter() - start}
+
+
+def remembered(predictor: Predictor) -> Predictor:
+    """What was predicted once is not predicted again: of the same images, known by their sums."""
+    known: dict[Any, Tensor] = {}
+
+    def predict(x: Tensor) -> Tensor:
+        key = (len(x), float(x.double().sum()), float(x[0].double().sum()))
+        if key not in known:
+            known[key] = predictor(x)
+        return known[key]
+
+    return predict
 
 
 def temperature(predictor: Predictor, shop: Shop) -> float:

@@ -44,7 +44,7 @@ def table_runs(setting: Callable[..., Any]) -> list[Any]:
 
 
 def rotated_runs(setting: Callable[..., Any]) -> list[Any]:
-    """Do rotated families pay where the mean moves? Bases, rates of refresh and ranks: on the digits, without --data."""
+    """Do rotated families pay where the mean moves? Bases, refreshes and ranks: on the digits, without --data."""
     found = []
     for seed, lam in product(SEEDS, (1.0, 0.1)):
         common = {"lam": lam, "seed": seed, "epochs": 100, "lr": 0.01, "scale_lr": 0.05, "draws": 64}
