@@ -208,6 +208,7 @@ def assess(draws: Sequence[Draw], text: Text, setting: Setting) -> dict[str, flo
     values["loss"] = nll(inside, t)
     top, label = inside.max(1)
     confidence, right = top.exp().double().cpu().flatten(), (label == t).double().cpu().flatten()
+    confidence = confidence.nan_to_num(0.0)  # of a fit that has diverged
     values |= {"ece": calibration_error(confidence, right), "accuracy": float(right.mean())}
     x, t = whole(text.other, T)
     outside = log_probabilities(draws, x, batch)
