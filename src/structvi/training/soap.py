@@ -113,10 +113,11 @@ class SoapAdam(Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = [p for p in self.means if p.grad is not None]
-        for parameter in own:
-            self._moments(parameter)
-        for parameter in own:
+        # before anything is moved: where there is no memory for the moments, nothing has changed
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if parameter.grad is not None or parameter in thin:
+                self._moments(parameter)
+        for parameter in [p for p in self.means if p.grad is not None]:
             self._move(parameter, self.param_groups[0], coefficient, make)
             parameter.grad = None  # it has been taken: what is left is Adam's
         super().step(thin=thin, coefficient=coefficient, make=make)
@@ -125,14 +126,16 @@ class SoapAdam(Adam):
     def _moments(self, parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]
         if not state and parameter in self.means:
-            super()._moments(parameter)
-            state["made"] = 0  # as `step`, known to the host
+            own: dict[str, Any] = {"made": 0}  # as `step`, known to the host
             for group in self.means[parameter]:
                 n = len(group.starts)
                 for axis in group.axes:
                     eye = torch.eye(axis.size, dtype=parameter.dtype, device=parameter.device)
-                    state[f"gram{axis.name}"] = torch.zeros_like(eye).repeat(n, 1, 1)
-                    state[f"basis{axis.name}"] = eye.repeat(n, 1, 1)
+                    own[f"gram{axis.name}"] = torch.zeros_like(eye).repeat(n, 1, 1)
+                    own[f"basis{axis.name}"] = eye.repeat(n, 1, 1)
+            super()._moments(parameter)
+            state |= own
+            return state
         return super()._moments(parameter)
 
     def _basis(self, parameter: Tensor) -> dict[str, Tensor]:
