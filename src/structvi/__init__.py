@@ -45,6 +45,7 @@ from .result import Result, Status
 from .storing.file import CheckpointError
 from .training.fit_many import fit_many
 from .training.result import FitResult, History
+from .training.soap import Soap
 
 if TYPE_CHECKING:
     from . import diagnostics, imaging, plots
@@ -103,6 +104,7 @@ __all__ = [
     "Predictive",
     "Result",
     "Rotated",
+    "Soap",
     "Status",
     "StructuredNormal",
     "StructuredPrecision",

@@ -202,11 +202,19 @@ def _add_check(app: Any) -> None:
         timeout: Annotated[
             float, typer.Option(min=0.001, help="Seconds for a method on a problem; then its process is killed.")
         ] = 600.0,
+        at_scale: Annotated[
+            bool, typer.Option("--at-scale", help="Instead, a network of many weights: bound, scales, coverage.")
+        ] = False,
+        width: Annotated[int, typer.Option(min=1, help="Of --at-scale: hidden units of each layer.")] = 24,
+        teachers: Annotated[int, typer.Option(min=1, help="Of --at-scale: networks.")] = 1,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
         from .basics.folder_lock import FolderInUse, folder_lock
         from .studies.is_it_bayesian import suite
 
+        if at_scale:
+            _check_at_scale(out, width, teachers, seed)
+            return
         try:
             names = suite.method_names(methods), suite.problem_names(problems, quick)
         except ValueError as error:
@@ -225,6 +233,25 @@ def _add_check(app: Any) -> None:
         print(f"\n{out / 'check.html'}")
         if all(row.failed for row in report.rows):
             raise typer.Exit(1)
+
+
+def _check_at_scale(out: Path, width: int, teachers: int, seed: int) -> None:
+    import typer
+
+    from .basics.folder_lock import FolderInUse
+    from .studies.is_it_bayesian import at_scale
+
+    _check_out(out)
+    try:
+        report = at_scale.run(width=width, teachers=teachers, seed=seed)
+        report.save(out)
+    except FolderInUse as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(report)
+    print(f"\n{out / 'at_scale.html'}")
 
 
 def _check_out(out: Path) -> None:

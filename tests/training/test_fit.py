@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import structvi as vi
 from structvi.objective import full_elbo
-from structvi.training.adam import FACTOR_RATE, make_optimizer
+from structvi.training.adam import FACTOR_RATE
 from structvi.training.batches import Batches
+from structvi.training.optimizers import make_optimizer
 from structvi.training.options import KL_WARMUP
 from structvi.training.progress import Progress
 from structvi.training.schedule import Schedule
@@ -193,7 +194,7 @@ def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
 def test_a_factor_learns_slower_the_more_weights_there_are():
     for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
         family = vi.StructuredPrecision(2).bind(vi.Parameters({"z": torch.zeros(size)}))
-        optimizer = make_optimizer(list(family.parameters()), None, 0.1, family.factors())
+        optimizer = make_optimizer(list(family.parameters()), None, 0.1, family)
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         assert rates[id(family.factor)] == pytest.approx(0.1 * rate)
         assert rates[id(family.mean)] == rates[id(family.log_scale)] == 0.1

@@ -55,6 +55,8 @@ class Family(nn.Module, ABC):
     rank: int = 0
     #: the tensors with a row for each weight, of which ranks may hold some each; none where it cannot be cut
     row_tensors: tuple[str, ...] = ()
+    #: of the parameter [P] that is a mean of the weights, in their order, or a point
+    mean_name: str | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,6 +65,7 @@ class MAP(Family):
     """
 
     point: Tensor
+    mean_name = "point"
 
     def __init__(self, initial_mean: str = "current"):
         super().__init__()

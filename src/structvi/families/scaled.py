@@ -22,6 +22,7 @@ class Scaled(Family, ABC):
     mean: Tensor
     log_scale: Tensor
     row_tensors = ("mean", "log_scale")
+    mean_name = "mean"
 
     def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
         super().__init__()

@@ -21,8 +21,9 @@ from ..models.batch import rows
 from ..objective import Estimate, Estimator
 from ..posterior import PosteriorBase
 from ..result import Status
-from ..training.adam import DEFAULT_LR, make_optimizer
+from ..training.adam import DEFAULT_LR
 from ..training.batches import Batches
+from ..training.optimizers import make_optimizer
 from ..training.options import KL_WARMUP
 from ..training.result import History
 from ..training.schedule import Schedule
@@ -117,7 +118,7 @@ class BayesianModule(LightningModule):
             model.num_data = _num_data(loader)
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family.factors())
+        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = Schedule(optimizer, None, self.warmup, steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)

@@ -10,8 +10,8 @@ from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
 from ..posterior import PosteriorBase
-from .adam import OptimizerLike
 from .members import fit_members
+from .optimizers import OptimizerLike
 from .options import FitOptions
 from .result import FitResult, History
 from .running import run_fit
@@ -73,7 +73,8 @@ def fit(
         epochs, steps: how long: one of them. A step takes `accumulate` batches. With neither, the network is taken to
             be trained, and the posterior is placed around it without a step: `fit(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
-        optimizer: a torch optimizer, or a function from parameters to one; without weight decay.
+        optimizer: a torch optimizer, or a function from parameters to one; without weight decay. Or `Soap()`, which
+            preconditions the means: for deep networks that are trained from scratch.
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
             by default a linear warm-up and a cosine decay to zero.
         warmup: the fraction of the steps in which the learning rate rises.

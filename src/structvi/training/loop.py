@@ -14,19 +14,19 @@ from ..basics.interrupts import uninterrupted
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
-from ..models.likelihoods import Likelihood
-from ..models.priors.base import PriorModule
 from ..objective import Estimate, Estimator, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from . import verdict as words
-from .adam import OptimizerLike, make_optimizer
+from .adam import Adam
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
 from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of, elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
+from .notes import notes_of
+from .optimizers import OptimizerLike, described, make_optimizer
 from .options import Settings
 from .progress import Progress, shown
 from .result import FitResult, History, Skipped
@@ -95,15 +95,15 @@ class Run:
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
-        self.snapshots = Snapshots(self.named, every=max(1, min(MOST_LOST, total // 20)))
+        self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
             posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,
             estimator=estimator, clip=settings.clip, capture=capture, ranks=ranks,
         )  # fmt: skip
         self.state: FitState = FitState(
-            settings, type(self.optimizer).__name__, tuple(self.schedule.highest), posterior.learned(),
+            settings, described(self.optimizer), tuple(self.schedule.highest), posterior.learned(),
             self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
         )  # fmt: skip
         if settings.staged:
@@ -194,6 +194,8 @@ class Run:
         state = replace(state, rows=state.rows + taken.whole)
         # observations a step, or as far as is known yet
         mean = self.mean_rows or state.rows / (state.step + 1)
+        if isinstance(self.optimizer, Adam) and settings.average and state.step >= state.end - self.last_part:
+            self.optimizer.settled = True
         try:
             values, norm = self.make_step(taken.batches, [rows / mean for rows in taken.rows], lam, taken.whole / mean)
         except OverflowingError as error:
@@ -230,7 +232,7 @@ class Run:
         skipped = (*state.skipped, Skipped(state.epoch, state.index, reason))
         state = self.state = replace(state, skipped=skipped, failures=state.failures + 1)
         if state.failures > 1 and state.snapshot:
-            assign(self.named, state.snapshot)
+            assign({name: state.learned[name] for name in state.snapshot}, state.snapshot)
         if state.failures == FAILURES:
             names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in state.skipped[-FAILURES:])
             raise NonFiniteError(
@@ -320,7 +322,8 @@ class Run:
             history=state.history, steps=state.step, passes=self.passes,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
             temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
-            skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation), constant=self.constant,
+            skipped=list(state.skipped), notes=notes_of(self, bound), evaluation=str(evaluation),
+            constant=self.constant,
             held_out={name: one.mean for name, one in self.choice.held_out.items()},
             network=None if self.choice.network is None else self.choice.network.mean,
             against_network=self.choice.against_network(kept),
@@ -365,34 +368,3 @@ class Run:
         else:
             self.constant = read.log_likelihood if self.ranks.size == 1 else None  # each rank has read its part alone
         return self.ranks.pool(estimate, batches.observations)
-
-    def _notes(self, bound: bool) -> list[str]:
-        notes, model, kind = list(self.notes), self.posterior.model, self.generator.device.type
-        if self.settings.temperature != 1:
-            notes.append(
-                f"λ = {self.settings.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1"
-            )
-        if kind == "cuda" and self.make_step.reason is not None:
-            notes.append(f"the step was not captured as a CUDA graph: {self.make_step.reason}")
-        if self.ranks.size > 1:
-            what = "its part of every batch" if self.ranks.mode == "data" else "its own draws for every batch"
-            notes.append(f"{self.ranks.size} ranks, each with {what}")
-        if not bound:
-            notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
-        if isinstance(model.likelihood, Likelihood) and not model.likelihood.exact:
-            notes.append("the likelihood is weighted: its ELBO is no bound on the evidence")
-        if isinstance(model.prior, PriorModule) and not model.prior.normalised:
-            notes.append("the prior is not normalised: the ELBO is known up to a constant")
-        if not self.batches.exact:
-            notes.append(f"not exact: {self.batches.inexact}; a resumed run differs from one never stopped")
-        elif model.evaluation.times(self.generator.device):
-            notes.append("not exact: a clock decides between vmap and loop; deterministic=True lets a rule do so")
-        elif kind != "cpu":
-            notes.append(f"not exact: kernels on {kind} may add in another order each time")
-        if skipped := self.state.skipped:
-            first = skipped[0]
-            notes.append(
-                f"{len(skipped)} steps undone, not finite; the first at batch {first.index} of epoch "
-                f"{first.epoch}: {first.reason}"
-            )
-        return notes

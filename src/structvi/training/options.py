@@ -11,7 +11,7 @@ from ..basics.checks import check_fraction, check_integer, check_one_of, check_p
 from ..couplings import Coupling
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
-from .adam import OptimizerLike
+from .optimizers import OptimizerLike
 from .result import History
 from .schedule import SchedulerLike
 

@@ -142,6 +142,8 @@ class Step:
             raise self._explained(batches, temperature, not isfinite(sum(values)))
         if graph is None:
             self._move(size, thin)
+        if isinstance(self.optimizer, Adam):
+            self.optimizer.after_step()
         if self.posterior.model.precision == torch.float16:
             self.posterior.model.scale.count()
         return Outcome(torch.tensor(values, dtype=torch.float64), size)

@@ -18,7 +18,7 @@ from ..models.batch import rows
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimate, Estimator
 from ..posterior import PosteriorBase
-from .adam import OptimizerLike, make_optimizer
+from .optimizers import OptimizerLike, make_optimizer
 from .schedule import Schedule, SchedulerLike
 from .step import OverflowingError, Step
 
@@ -163,7 +163,7 @@ def stepper(
     if compile and posterior.model.linearised_at is not None:
         raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
     check_integer("num_data", posterior.model.num_data)  # which says what to do where it is not known
-    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family.factors())
+    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family)
     make_step = Step(
         posterior, made, torch.Generator(posterior.device).manual_seed(seed), groups=groups, coupling=coupling,
         estimator=estimator, clip=clip, capture=capture,
