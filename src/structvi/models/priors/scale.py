@@ -1,7 +1,7 @@
 """Centred priors with a scale, fixed or learned: normal, Laplace and Student-t."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import lgamma, log, pi, prod
 from typing import Any, NamedTuple, Self
@@ -13,7 +13,7 @@ from ...basics.checks import check_positive
 from ...basics.patterns import assign, check_patterns
 from ...families.numerics.algebra import sum_squares, sum_weights
 from ...parameters import Parameters
-from .base import SeparablePrior
+from .base import ByHand, SeparablePrior
 
 Scale = float | Mapping[str, float]
 
@@ -133,7 +133,25 @@ class NormalPrior(ScalePrior):
         super().__init__(scale, learn, by_fan_in)
 
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
-        return -0.5 * sum_squares(x) / scale**2 - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
+        return sum_squares(x) * (-0.5 / scale**2) - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
+
+    def by_hand(self, parameters: Parameters, theta: Tensor) -> ByHand | None:
+        if self.learn or type(self) is not NormalPrior:  # of a class of the user's own log p may be another
+            return None
+        self.check(parameters)
+        runs = self._runs(parameters)
+        sizes = [run.size for run in runs]
+
+        def cut(x: Tensor) -> Sequence[Tensor]:
+            return torch.split(x, sizes, dim=-1) if len(sizes) > 1 else (x,)
+
+        def add(gradient: Tensor, coefficient: Tensor) -> None:
+            for g, x, run in zip(cut(gradient), cut(theta.detach()), runs, strict=True):
+                g.addcmul_(x, coefficient.unsqueeze(-1), value=-1 / run.scale**2)
+
+        with torch.no_grad():
+            terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(cut(theta), runs, strict=True)]
+            return ByHand(terms[0] if len(terms) == 1 else torch.stack(terms).sum(0), add)
 
 
 class LaplacePrior(ScalePrior):
