@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import structvi as vi
@@ -42,7 +41,7 @@ def rows_of(step: Step, device: torch.device) -> tuple[list[Row], list[Row]]:
             torch.cuda.synchronize()
     kernels, operations = [], []
     for event in profiler.key_averages():
-        on_gpu = event.device_type == DeviceType.CUDA
+        on_gpu = event.device_type.name == "CUDA"
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         (kernels if on_gpu else operations).append(Row(event.key, event.count / STEPS, spent / STEPS))
     return sorted(kernels, key=lambda row: -row.microseconds), sorted(operations, key=lambda row: -row.microseconds)

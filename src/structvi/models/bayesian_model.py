@@ -195,7 +195,7 @@ class BayesianModel(nn.Module):
         return value
 
     def prior_by_hand(self, theta: Tensor) -> ByHand | None:
-        """log p(θ) and its gradient without a graph, where the prior has them; None where `log_prior` is to be asked."""
+        """log p(θ) and its gradient without a graph, where the prior has them; None: ask `log_prior`."""
         if self.likelihood_names or not isinstance(self.prior, PriorModule):
             return None
         return self.prior.by_hand(self.net_space, theta)

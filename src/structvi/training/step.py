@@ -92,6 +92,7 @@ class Step:
         # the factor's gradient as two thin sides, where the optimizer can take it and it need not travel
         thin = isinstance(optimizer, Adam) and self.ranks.size == 1 and estimator == "path"
         self._thin: set[Tensor] | None = optimizer.thin if isinstance(optimizer, Adam) and thin else None
+        self._moves_unread = isinstance(optimizer, Adam) and self.ranks.size == 1 and generator.device.type == "cuda"
         check_spaces(posterior.family, posterior.model)
         if generator.device.type == "cpu":
             _keep_freed_memory()
@@ -133,6 +134,11 @@ class Step:
         evaluation.captured = self.reason is None
         try:
             graph, elbo, norm, thin = self._gradients(batches, weights, temperature)
+            # where the host would wait for the device, the optimizer is launched before it does
+            moved = graph is None and self._moves_unread
+            if moved:
+                assert isinstance(self.optimizer, Adam)
+                self.optimizer.step_clipped(elbo, norm, thin, self.clip)
         finally:
             evaluation.captured = False
         whole = sum(weights) if whole is None else whole
@@ -140,7 +146,7 @@ class Step:
         if not all(map(isfinite, [*values, size])):
             self.generator.set_state(stream)
             raise self._explained(batches, temperature, not isfinite(sum(values)))
-        if graph is None:
+        if graph is None and not moved:
             self._move(size, thin)
         if self.posterior.model.precision == torch.float16:
             self.posterior.model.scale.count()

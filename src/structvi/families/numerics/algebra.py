@@ -32,7 +32,7 @@ def _cut(P: int) -> tuple[int, list[int]]:
 def sum_weights(x: Tensor) -> Tensor:
     """Σ_p x[.., p] in float64: [.., P] → [..]."""
     P = x.shape[-1]
-    if x.dtype == torch.float64 or P <= _BLOCK:
+    if x.is_cuda or x.dtype == torch.float64 or P <= _BLOCK:  # a GPU converts as it reads
         return x.sum(-1, dtype=torch.float64)
     block, (size, rest) = _cut(P)
     if not rest:
@@ -49,6 +49,8 @@ class SumSquares(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         P = x.shape[-1]
+        if x.is_cuda:
+            return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
         if x.dtype == torch.float64 or P <= _BLOCK:
             return x.square().sum(-1, dtype=torch.float64)
         block, (size, rest) = _cut(P)
@@ -80,8 +82,7 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
     if x.dtype == torch.float64 or P <= _BLOCK:
         return x.double() @ factor.double()
     block, sizes = _cut(P)
-    if sizes[1]:
-        (x, x_rest), (factor, factor_rest) = torch.split(x, sizes, dim=-1), torch.split(factor, sizes)
+    (x, x_rest), (factor, factor_rest) = torch.split(x, sizes, dim=-1), torch.split(factor, sizes)
     blocks = torch.bmm(x.unflatten(-1, (-1, block)).transpose(0, 1), factor.unflatten(0, (-1, block)))  # [., S, K]
     whole = blocks.sum(0, dtype=torch.float64)
     return whole + (x_rest @ factor_rest).double() if sizes[1] else whole

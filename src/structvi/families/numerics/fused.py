@@ -98,7 +98,7 @@ class Saved(NamedTuple):
     epsilon: Tensor  # [S, P]
     z: Tensor  # [S, K]
     u: Tensor  # [S, K]
-    cholesky: Tensor  # of M
+    inverse: Tensor  # M⁻¹ [K, K], in float64
     precision: bool
     reduce: Reduce | None
 
@@ -107,35 +107,42 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, S
     """θ [S, P] and log q(θ) [S], without a graph, and what `backward` needs."""
     mean, log_scale, factor, unit, precision, reduce = state
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
-    scale = log_scale.exp()
-    compute = _passes(factor)
-    sums = Sums(*[*compute.sums(scale, factor, unit, precision, epsilon), sum_weights(log_scale)]).reduced(reduce)
-    P = len(mean)
+    compute, P = _passes(factor), len(mean)
+    scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
+    sums = Sums(*of_weights).reduced(reduce)
     if reduce is not None:
         P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
+    if reduce is None and compute.solves(factor.shape[-1]):
+        u, log_q, inverse = compute.solve(*sums, z, precision, P)
+    else:
+        u, log_q, inverse = _solve(sums, z, precision, P)
+    theta = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+    return theta, log_q, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
+
+
+def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """u = M⁻¹(z − p), log q and M⁻¹: [S, K], [S], [K, K]."""
     quadratic, determinant = sums.squares, sums.log_scale
-    u = z
-    if K := factor.shape[-1]:
-        M = sums.gram + torch.eye(K, dtype=torch.float64, device=mean.device)
+    if K := z.shape[-1]:
+        M = sums.gram + torch.eye(K, dtype=torch.float64, device=z.device)
         # M ≥ I: only numbers that are not finite can make this fail, and then the bound is not finite either
         L, _ = torch.linalg.cholesky_ex(M)
+        inverse = torch.cholesky_inverse(L)
         p, z64 = sums.projection, z.double()
-        half = torch.linalg.solve_triangular(L, (z64 - p).mT, upper=False)
-        u64 = torch.linalg.solve_triangular(L.mT, half, upper=True).mT
-        quadratic = quadratic + (p * z64).sum(-1) + ((p + z64 @ sums.gram) * u64).sum(-1)
+        u64 = (z64 - p) @ inverse
+        quadratic = quadratic + (p * z64 + (p + z64 @ sums.gram) * u64).sum(-1)
         determinant = determinant + (-1 if precision else 1) * half_log_det(L)
         u = u64.to(z.dtype)
     else:
-        L = sums.gram
-    theta = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
-    log_q = (-0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P).to(mean.dtype)
-    return theta, log_q, Saved(scale, factor, unit, epsilon, z, u, L, precision, reduce)
+        u, inverse = z, sums.gram
+    log_q = (-0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P).to(z.dtype)
+    return u, log_q, inverse
 
 
 @torch.no_grad()
 def backward(saved: Saved, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, LowRankGradient]:
     """Gradients of mean and log scale [P], and of the factor as two thin sides."""
-    scale, factor, unit, epsilon, z, u, L, precision, reduce = saved
+    scale, factor, unit, epsilon, z, u, inverse, precision, reduce = saved
     compute = _passes(factor)
     common = scale, factor, unit
     if not precision:
@@ -144,8 +151,7 @@ def backward(saved: Saved, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, LowR
     g, projection = compute.pull(*common, epsilon, z, g, g_q)
     if reduce is not None:
         projection = reduce(projection)
-    half = torch.linalg.solve_triangular(L, projection.mT, upper=False)
-    v = torch.linalg.solve_triangular(L.mT, half, upper=True).mT.to(z.dtype)
+    v = (projection @ inverse).to(z.dtype)
     mean_gradient, scale_gradient, A, square = compute.back_precision(*common, epsilon, u, v, g)
     return mean_gradient, scale_gradient, LowRankGradient(A, torch.cat([u, v]), square)
 
@@ -163,8 +169,8 @@ class _Drawn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g: Tensor, g_q: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scale, factor, unit, epsilon, z, u, cholesky = ctx.saved_tensors
-        saved = Saved(scale, factor, unit, epsilon, z, u, cholesky, ctx.precision, ctx.reduce)
+        scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
+        saved = Saved(scale, factor, unit, epsilon, z, u, inverse, ctx.precision, ctx.reduce)
         mean_gradient, scale_gradient, gradient = backward(saved, g, g_q)
         factor_gradient = gradient.dense() if ctx.needs_input_grad[2] else None
         return mean_gradient, scale_gradient, factor_gradient, *[None] * 5
@@ -197,8 +203,12 @@ class _Slabs:
     """The passes in torch, a slab of the weights at a time: temporaries stay in the cache. As in `triton_kernels`."""
 
     @staticmethod
-    def sums(scale, factor, unit, precision, epsilon):
-        K = factor.shape[-1]
+    def solves(K):
+        return False
+
+    @staticmethod
+    def sums(log_scale, factor, unit, precision, epsilon):
+        K, scale = factor.shape[-1], log_scale.exp()
         gram = factor.new_zeros(K, K, dtype=torch.float64)
         projection = factor.new_zeros(len(epsilon), K, dtype=torch.float64)
         if K:
@@ -206,7 +216,7 @@ class _Slabs:
                 G = factor[at] * ratio(scale[at], unit[at], precision).unsqueeze(-1)
                 gram += project(G.mT, G)
                 projection += project(epsilon[:, at], G)
-        return gram, projection, SumSquares.forward(epsilon)
+        return scale, gram, projection, SumSquares.forward(epsilon), sum_weights(log_scale)
 
     @staticmethod
     def place(mean, scale, factor, unit, precision, epsilon, a):
@@ -233,7 +243,7 @@ class _Slabs:
                 torch.sum(pulled, 0, out=mean_gradient[at])
                 torch.mul((pulled * e).sum(0), s, out=scale_gradient[at])
             else:
-                torch.addcmul(g[:, at], t, g_q / s, value=-1, out=pulled)
+                torch.addcdiv(g[:, at], t, s, value=-g_q.item(), out=pulled)
                 torch.mul(pulled[0], e[0], out=scale_gradient[at]).mul_(s)
             if K:
                 torch.mul(pulled, s0, out=A[:, at])

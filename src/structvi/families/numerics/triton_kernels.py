@@ -7,8 +7,7 @@ over 1024 of them and added in float64, as everywhere.
 # Triton's decorators hide what is called with what:
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
-
-from math import log
+# pyright: reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -19,28 +18,47 @@ _ROWS = 1024  # weights whose products are added in float32
 _DOT = 128  # rows of one matrix product
 _SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
+_SOLVED = 32  # the largest K×K matrix that one program inverts
 _DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
 
 
-def sums(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
-    """GᵀG [K, K], Gᵀε [S, K] and ε·ε [S], in float64."""
+def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
+    """s = exp(log s) [P]; and GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s in float64."""
     if len(epsilon) > _DRAWS:
-        grams, *others = zip(
-            *(sums(scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)), strict=True
-        )
-        return grams[0], *map(torch.cat, others)
+        parts = [sums(log_scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)]
+        scale, gram, _, _, total = parts[0]
+        return scale, gram, torch.cat([one[2] for one in parts]), torch.cat([one[3] for one in parts]), total
     S, (P, K) = len(epsilon), factor.shape
     programs = triton.cdiv(P, _ROWS)
-    gram = factor.new_empty(programs, K, K)
-    projection, squares = factor.new_empty(programs, S, K), factor.new_empty(programs, S)
-    arguments = scale, factor, unit, epsilon.contiguous(), gram, projection, squares, P, *factor.stride()
-    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS}
+    sizes = [K * K, S * K, S, 1]
+    scale, partial = torch.empty_like(log_scale), factor.new_empty(programs, sum(sizes))
+    arguments = log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride()
+    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS, "WIDTH": sum(sizes)}
     k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
     if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
         _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
     else:
         _sums[(programs,)](*arguments, **common, KP=_padded(K), SP=_padded(S), BLOCK=_DOT, num_warps=1, num_stages=1)
-    return tuple(x.sum(0, dtype=torch.float64) for x in (gram, projection, squares))
+    gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
+
+
+def solves(K: int) -> bool:
+    """Whether `solve` takes matrices of this size: one program holds all of it."""
+    return K <= _SOLVED
+
+
+def solve(gram: Tensor, projection: Tensor, squares: Tensor, log_scale: Tensor, z: Tensor, precision: bool, P: int):
+    """u = M⁻¹(z − p) [S, K], log q [S] and M⁻¹ [K, K] in float64, by elimination in one program."""
+    S, K = z.shape
+    u, log_q = torch.empty_like(z), torch.empty(S, dtype=z.dtype, device=z.device)
+    inverse = torch.empty_like(gram)
+    KP = triton.next_power_of_2(max(K, 1))
+    _solve[(1,)](
+        gram, projection, squares, log_scale, z.contiguous(), u, log_q, inverse, P,
+        S=S, K=K, KP=KP, PRECISION=precision, num_warps=1 if KP <= 16 else 4,
+    )  # fmt: skip
+    return u, log_q, inverse
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
@@ -118,29 +136,6 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
     return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
 
 
-def adam(
-    factor: Tensor, first: Tensor, second: Tensor, A: Tensor, Z: Tensor,
-    step: Tensor, lr: Tensor, coefficient: Tensor, make: Tensor, betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
-    """Adam's step with the gradient AᵀZ, which is never written: in place.
-
-    Args:
-        factor, first, second: the parameter and its moments, [P, K].
-        A, Z: the gradient's sides, [R, P], [R, K].
-        step, lr, coefficient, make: t, the learning rate, what the gradient is multiplied by, and 0 to leave
-            everything as it is: scalars on the device.
-        betas, eps: Adam's β₁, β₂ and ε.
-    """
-    P, K = factor.shape
-    assert factor.stride() == first.stride() == second.stride()
-    block = max(16, _TILE // 2 // triton.next_power_of_2(K))
-    _adam[(triton.cdiv(P, block),)](
-        factor, first, second, A.contiguous(), Z.contiguous(), step, lr, coefficient, make, P, *factor.stride(),
-        R=len(A), K=K, KP=triton.next_power_of_2(K), BLOCK=block,
-        BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), EPS=eps,
-    )  # fmt: skip
-
-
 def _padded(n: int) -> int:
     return max(16, triton.next_power_of_2(max(n, 1)))
 
@@ -165,20 +160,24 @@ def _ratio(s, s0, PRECISION: tl.constexpr):
 
 @triton.jit
 def _sums(
-    scale, factor, unit, epsilon, gram_out, projection_out, squares_out, P, along, across,
+    log_scale, scale, factor, unit, epsilon, out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     k, draws = tl.arange(0, KP), tl.arange(0, SP)
     gram = tl.zeros((KP, KP), tl.float32)
     projection = tl.zeros((SP, KP), tl.float32)
     squares = tl.zeros((SP,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
+        logarithm = tl.load(log_scale + p, mask=inside, other=0.0)
+        s = tl.exp(logarithm)
+        tl.store(scale + p, s, mask=inside)
+        total += logarithm
         if K > 0:
-            s = tl.load(scale + p, mask=inside, other=1.0)
             s0 = tl.load(unit + p, mask=inside, other=1.0)
             G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
         at = draws[:, None].to(tl.int64) * P + p[None, :]
@@ -187,43 +186,89 @@ def _sums(
         if K > 0:
             projection += tl.dot(e, G, input_precision="ieee")
             gram += tl.dot(tl.trans(G), G, input_precision="ieee")
+    out += program.to(tl.int64) * WIDTH
     if K > 0:
-        at = program.to(tl.int64) * K * K + k[:, None] * K + k[None, :]
-        tl.store(gram_out + at, gram, mask=(k < K)[:, None] & (k < K)[None, :])
-        at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
-        tl.store(projection_out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
-    tl.store(squares_out + program * S + draws, squares, mask=draws < S)
+        both = (k < K)[:, None] & (k < K)[None, :]
+        tl.store(out + k[:, None] * K + k[None, :], gram, mask=both)
+        at = K * K + draws[:, None] * K + k[None, :]
+        tl.store(out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
+    tl.store(out + K * K + S * K + draws, squares, mask=draws < S)
+    tl.store(out + WIDTH - 1, tl.sum(total, 0))
 
 
 @triton.jit
 def _sums_small(
-    scale, factor, unit, epsilon, gram_out, projection_out, squares_out, P, along, across,
+    log_scale, scale, factor, unit, epsilon, out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     k, draws = tl.arange(0, KP), tl.arange(0, SP)
     gram = tl.zeros((BLOCK, KP, KP), tl.float32)
     projection = tl.zeros((BLOCK, SP, KP), tl.float32)
     squares = tl.zeros((BLOCK, SP), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
+        logarithm = tl.load(log_scale + p, mask=inside, other=0.0)
+        s = tl.exp(logarithm)
+        tl.store(scale + p, s, mask=inside)
+        total += logarithm
         at = draws[None, :].to(tl.int64) * P + p[:, None]
         e = tl.load(epsilon + at, mask=inside[:, None] & (draws < S)[None, :], other=0.0)
         squares += e * e
         if K > 0:
-            s = tl.load(scale + p, mask=inside, other=1.0)
             s0 = tl.load(unit + p, mask=inside, other=1.0)
             G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
             gram += G[:, :, None] * G[:, None, :]
             projection += e[:, :, None] * G[:, None, :]
-    tl.store(squares_out + program * S + draws, tl.sum(squares, 0), mask=draws < S)
+    out += program.to(tl.int64) * WIDTH
     if K > 0:
-        at = program.to(tl.int64) * K * K + k[:, None] * K + k[None, :]
-        tl.store(gram_out + at, tl.sum(gram, 0), mask=(k < K)[:, None] & (k < K)[None, :])
-        at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
-        tl.store(projection_out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
+        both = (k < K)[:, None] & (k < K)[None, :]
+        tl.store(out + k[:, None] * K + k[None, :], tl.sum(gram, 0), mask=both)
+        at = K * K + draws[:, None] * K + k[None, :]
+        tl.store(out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
+    tl.store(out + K * K + S * K + draws, tl.sum(squares, 0), mask=draws < S)
+    tl.store(out + WIDTH - 1, tl.sum(total, 0))
+
+
+@triton.jit
+def _solve(
+    gram_in, projection, squares, log_scale, z, u_out, log_q_out, inverse_out, P,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M = I + GᵀG is at least I: elimination without pivots, whose pivots' product is det M."""
+    k = tl.arange(0, KP)
+    row, column = k[:, None], k[None, :]
+    both = (row < K) & (column < K)
+    total = tl.load(log_scale)
+    half_log_det = 0.0 * total
+    if K > 0:
+        gram = tl.load(gram_in + row * K + column, mask=both, other=0.0)
+        M = gram + tl.where(row == column, 1.0, 0.0).to(tl.float64)
+        for i in tl.range(0, K):
+            across = tl.sum(tl.where(row == i, M, 0.0), 0)  # M[i, :]
+            down = tl.sum(tl.where(column == i, M, 0.0), 1)  # M[:, i]
+            pivot = tl.sum(tl.where(k == i, across, 0.0), 0)
+            half_log_det += 0.5 * tl.log(pivot)
+            across, scaled = across / pivot, down / pivot
+            rest = M - down[:, None] * across[None, :]
+            rest = tl.where(row == i, across[None, :], rest)
+            rest = tl.where(column == i, -scaled[:, None], rest)
+            M = tl.where((row == i) & (column == i), 1.0 / pivot, rest)
+        tl.store(inverse_out + row * K + column, M, mask=both)
+    constant = total + 0.9189385332046727 * P.to(tl.float64)  # log √(2π)
+    sign = -1.0 if PRECISION else 1.0
+    for draw in tl.range(0, S):
+        quadratic = tl.load(squares + draw)
+        if K > 0:
+            p = tl.load(projection + draw * K + k, mask=k < K, other=0.0)
+            own = tl.load(z + draw * K + k, mask=k < K, other=0.0).to(tl.float64)
+            u = tl.sum((own - p)[:, None] * M, 0)
+            tl.store(u_out + draw * K + k, u, mask=k < K)
+            quadratic += tl.sum(p * own + (p + tl.sum(own[:, None] * gram, 0)) * u, 0)
+        tl.store(log_q_out + draw, -0.5 * quadratic - constant - sign * half_log_det)
 
 
 @triton.jit
@@ -341,35 +386,3 @@ def _back_precision(
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, s * scale_gradient, mask=inside)
     tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
-
-
-@triton.jit
-def _adam(
-    factor, first, second, A, Z, step, lr, coefficient, make, P, along, across,
-    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = p < P
-    k = tl.arange(0, KP)
-    if tl.load(make) > 0:
-        t = tl.load(step).to(tl.float64)
-        size = (tl.load(lr) / (1 - tl.exp(t * LOG1))).to(tl.float32)
-        root = tl.sqrt(1 - tl.exp(t * LOG2)).to(tl.float32)
-        at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-        mask = inside[:, None] & (k < K)[None, :]
-        m = tl.load(first + at, mask=mask, other=0.0)
-        v = tl.load(second + at, mask=mask, other=0.0)
-        value = tl.load(factor + at, mask=mask, other=0.0)
-        gradient = tl.zeros((BLOCK, KP), tl.float32)
-        for row in tl.range(0, R, loop_unroll_factor=8):
-            a = tl.load(A + row * P.to(tl.int64) + p, mask=inside, other=0.0)
-            z = tl.load(Z + row * K + k, mask=k < K, other=0.0)
-            gradient += a[:, None] * z[None, :]
-        gradient *= tl.load(coefficient)
-        m = BETA1 * m + (1 - BETA1) * gradient
-        v = BETA2 * v + (1 - BETA2) * gradient * gradient
-        value -= size * m / (tl.sqrt(v) / root + EPS)
-        tl.store(first + at, m, mask=mask)
-        tl.store(second + at, v, mask=mask)
-        tl.store(factor + at, value, mask=mask)

@@ -35,7 +35,7 @@ class PriorModule(nn.Module, ABC):
         return self(parameters, _join(parameters, theta, fixed))
 
     def by_hand(self, parameters: Parameters, theta: Tensor) -> ByHand | None:
-        """log p and its gradient at draws [S, P], for a step that builds no graph; None: by automatic differentiation."""
+        """log p and its gradient at draws [S, P], for a step without a graph; None: by automatic differentiation."""
         return None
 
     def __add__(self, other: Prior) -> "SumPrior":

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import lgamma, log, pi, prod
 from typing import Any, NamedTuple, Self
@@ -24,6 +25,22 @@ class _Run(NamedTuple):
     size: int
     scale: Tensor | float
     log_scale: Tensor | float
+
+
+def _with_divisors(owners: Sequence[int], shapes: Sequence[torch.Size], by_fan_in: bool) -> list[tuple[int, float]]:
+    divisors = [prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0 for shape in shapes]
+    return list(zip(owners, divisors, strict=True))
+
+
+@lru_cache(maxsize=64)  # a prior asks at every step
+def _stretches(
+    owners: tuple[int, ...], shapes: tuple[torch.Size, ...], by_fan_in: bool, grouped: bool
+) -> list[tuple[tuple[int, float], int]]:
+    """Neighbouring weights of one pattern and one divisor, and how many; where `grouped`, of one tensor."""
+    pairs = list(zip(_with_divisors(owners, shapes, by_fan_in), (shape.numel() for shape in shapes), strict=True))
+    if grouped:
+        return pairs
+    return [(key, sum(size for _, size in run)) for key, run in groupby(pairs, key=lambda pair: pair[0])]
 
 
 class ScalePrior(SeparablePrior):
@@ -86,17 +103,12 @@ class ScalePrior(SeparablePrior):
     def _keys(self, parameters: Parameters) -> list[tuple[int, float]]:
         """For each tensor its pattern and the divisor of its scale."""
         owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
-        return [
-            (owner, prod(shape[1:]) ** 0.5 if self.by_fan_in and len(shape) > 1 else 1.0)
-            for owner, shape in zip(owners, parameters.shapes, strict=True)
-        ]
+        return _with_divisors(owners, parameters.shapes, self.by_fan_in)
 
     def _runs(self, parameters: Parameters) -> list[_Run]:
-        pairs = list(zip(self._keys(parameters), parameters.numels, strict=True))
-        if self.grouped:
-            return [self._run(key, size) for key, size in pairs]
-        merged = groupby(pairs, key=lambda pair: pair[0])
-        return [self._run(key, sum(size for _, size in run)) for key, run in merged]
+        owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
+        stretches = _stretches(owners, parameters.shapes, self.by_fan_in, self.grouped)
+        return [self._run(key, size) for key, size in stretches]
 
     def _run(self, key: tuple[int, float], size: int) -> _Run:
         owner, divisor = key
@@ -147,7 +159,7 @@ class NormalPrior(ScalePrior):
 
         def add(gradient: Tensor, coefficient: Tensor) -> None:
             for g, x, run in zip(cut(gradient), cut(theta.detach()), runs, strict=True):
-                g.addcmul_(x, coefficient.unsqueeze(-1), value=-1 / run.scale**2)
+                g.addcmul_(x, coefficient.unsqueeze(-1), value=-1 / float(run.scale) ** 2)
 
         with torch.no_grad():
             terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(cut(theta), runs, strict=True)]
