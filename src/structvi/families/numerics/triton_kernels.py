@@ -14,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import triton_tiles
+from .triton_tiles import padded
+
 _ROWS = 1024  # weights whose products are added in float32
-_DOT = 128  # rows of one matrix product
+_DOT, _DOT_WARPS, _DOT_PRECISION = 128, 1, "ieee"  # rows of one matrix product, and how it is made
 _SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
 _SOLVED = 32  # the largest K×K matrix that one program inverts
@@ -38,7 +41,16 @@ def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsil
     if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
         _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
     else:
-        _sums[(programs,)](*arguments, **common, KP=_padded(K), SP=_padded(S), BLOCK=_DOT, num_warps=1, num_stages=1)
+        _sums[(programs,)](
+            *arguments,
+            **common,
+            KP=padded(K),
+            SP=padded(S),
+            BLOCK=_DOT,
+            DOT=_DOT_PRECISION,
+            num_warps=_DOT_WARPS,
+            num_stages=1,
+        )
     gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
     return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
 
@@ -67,6 +79,8 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
         some = zip(epsilon.split(_DRAWS), a.split(_DRAWS), strict=True)
         return torch.cat([place(mean, scale, factor, unit, precision, *one) for one in some])
     S, (P, K) = len(epsilon), factor.shape
+    if triton_tiles.serve(S, K):
+        return triton_tiles.place(mean, scale, factor, unit, precision, epsilon, a)
     theta = torch.empty_like(epsilon)
     block = _block(K)
     _place[(triton.cdiv(P, block),)](
@@ -85,6 +99,8 @@ def back_covariance(
         means, scales, rows, _ = zip(*(back_covariance(scale, factor, unit, *one) for one in some), strict=True)
         return sum(means), sum(scales), torch.cat(rows) if factor.shape[-1] else g, None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_tiles.serve(S, K):
+        return triton_tiles.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = torch.empty_like(epsilon) if K else g
     block = _block(K)
@@ -109,7 +125,7 @@ def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor
     projection = factor.new_empty(programs, S, K)
     _pull[(programs,)](
         scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), pulled, projection,
-        P, *factor.stride(), S=S, K=K, KP=_padded(K), SP=_padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
+        P, *factor.stride(), S=S, K=K, KP=padded(K), SP=padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
     )  # fmt: skip
     return pulled, projection.sum(0, dtype=torch.float64)
 
@@ -123,6 +139,8 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         sides = zip(*(A.chunk(2) for A in rows), strict=True)
         return sum(means), sum(scales), torch.cat([one for side in sides for one in side]), None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_tiles.serve(S, K):
+        return triton_tiles.back_precision(scale, factor, unit, epsilon, u, v, g)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = epsilon.new_empty(2 * S, P)
     block = _block(K)
@@ -134,10 +152,6 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
-
-
-def _padded(n: int) -> int:
-    return max(16, triton.next_power_of_2(max(n, 1)))
 
 
 def _block(K: int) -> int:
@@ -162,7 +176,7 @@ def _ratio(s, s0, PRECISION: tl.constexpr):
 def _sums(
     log_scale, scale, factor, unit, epsilon, out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     k, draws = tl.arange(0, KP), tl.arange(0, SP)
@@ -184,8 +198,8 @@ def _sums(
         e = tl.load(epsilon + at, mask=(draws < S)[:, None] & inside[None, :], other=0.0)
         squares += tl.sum(e * e, 1)
         if K > 0:
-            projection += tl.dot(e, G, input_precision="ieee")
-            gram += tl.dot(tl.trans(G), G, input_precision="ieee")
+            projection += tl.dot(e, G, input_precision=DOT)
+            gram += tl.dot(tl.trans(G), G, input_precision=DOT)
     out += program.to(tl.int64) * WIDTH
     if K > 0:
         both = (k < K)[:, None] & (k < K)[None, :]
