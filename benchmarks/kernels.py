@@ -98,12 +98,12 @@ def adam(data: Data) -> Iterator[Choice]:
     from structvi.families.numerics import triton_adam
     from structvi.families.numerics import triton_tiles as tiles
 
-    moments = [torch.zeros_like(data.factor) for _ in range(2)]
-    scalars = [torch.tensor(x, device=data.mean.device) for x in (1.0, 1e-3, 1.0, 1.0)]
+    first, second = torch.zeros_like(data.factor), torch.zeros_like(data.factor)
+    step, lr, one = (torch.tensor(x, device=data.mean.device) for x in (1.0, 1e-3, 1.0))
 
     def run(tile: int, as_tiles: bool) -> Any:
         triton_adam._TILE, tiles.SERVES = tile, 1 if as_tiles else 10**6
-        triton_adam.adam(data.factor, *moments, data.g, data.z, *scalars, (0.9, 0.999), 1e-8)
+        triton_adam.adam(data.factor, first, second, data.g, data.z, step, lr, one, one, (0.9, 0.999), 1e-8)
 
     for tile, as_tiles in product((512, 1024, 2048, 4096), (False, True)):
         name = f"{tile} numbers, {'tiles' if as_tiles else 'one row after the other'}"
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
                     error = "" if expected is None else f"{off(choice.run(), expected):.1e}"
                     timing.warm(choice.run)
                     spent = min(timing.seconds(choice.run, STEPS, device) for _ in range(3))
-                except Exception as failed:  # noqa: BLE001: what a compiler raises is of many kinds
+                except Exception as failed:  # what a compiler raises is of many kinds
                     rows.append([name, str(P), str(K), str(S), choice.name, type(failed).__name__, "", ""])
                     continue
                 figures = [f"{1e6 * spent:.1f}", f"{1e6 * least:.1f}", error]

@@ -15,13 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_tiles
+from .triton_solve import solve, solves
 from .triton_tiles import padded
+
+__all__ = ["back_covariance", "back_precision", "place", "pull", "solve", "solves", "sums"]
 
 _ROWS = 1024  # weights whose products are added in float32
 _DOT, _DOT_WARPS, _DOT_PRECISION = 128, 1, "ieee"  # rows of one matrix product, and how it is made
 _SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
-_SOLVED = 32  # the largest K×K matrix that one program inverts
 _DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
 
 
@@ -53,24 +55,6 @@ def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsil
         )
     gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
     return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
-
-
-def solves(K: int) -> bool:
-    """Whether `solve` takes matrices of this size: one program holds all of it."""
-    return K <= _SOLVED
-
-
-def solve(gram: Tensor, projection: Tensor, squares: Tensor, log_scale: Tensor, z: Tensor, precision: bool, P: int):
-    """u = M⁻¹(z − p) [S, K], log q [S] and M⁻¹ [K, K] in float64, by elimination in one program."""
-    S, K = z.shape
-    u, log_q = torch.empty_like(z), torch.empty(S, dtype=z.dtype, device=z.device)
-    inverse = torch.empty_like(gram)
-    KP = triton.next_power_of_2(max(K, 1))
-    _solve[(1,)](
-        gram, projection, squares, log_scale, z.contiguous(), u, log_q, inverse, P,
-        S=S, K=K, KP=KP, PRECISION=precision, num_warps=1 if KP <= 16 else 4,
-    )  # fmt: skip
-    return u, log_q, inverse
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
@@ -245,44 +229,6 @@ def _sums_small(
         tl.store(out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
     tl.store(out + K * K + S * K + draws, tl.sum(squares, 0), mask=draws < S)
     tl.store(out + WIDTH - 1, tl.sum(total, 0))
-
-
-@triton.jit
-def _solve(
-    gram_in, projection, squares, log_scale, z, u_out, log_q_out, inverse_out, P,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """M = I + GᵀG is at least I: elimination without pivots, whose pivots' product is det M."""
-    k = tl.arange(0, KP)
-    row, column = k[:, None], k[None, :]
-    both = (row < K) & (column < K)
-    total = tl.load(log_scale)
-    half_log_det = 0.0 * total
-    if K > 0:
-        gram = tl.load(gram_in + row * K + column, mask=both, other=0.0)
-        M = gram + tl.where(row == column, 1.0, 0.0).to(tl.float64)
-        for i in tl.range(0, K):
-            across = tl.sum(tl.where(row == i, M, 0.0), 0)  # M[i, :]
-            down = tl.sum(tl.where(column == i, M, 0.0), 1)  # M[:, i]
-            pivot = tl.sum(tl.where(k == i, across, 0.0), 0)
-            half_log_det += 0.5 * tl.log(pivot)
-            across, scaled = across / pivot, down / pivot
-            rest = M - down[:, None] * across[None, :]
-            rest = tl.where(row == i, across[None, :], rest)
-            rest = tl.where(column == i, -scaled[:, None], rest)
-            M = tl.where((row == i) & (column == i), 1.0 / pivot, rest)
-        tl.store(inverse_out + row * K + column, M, mask=both)
-    constant = total + 0.9189385332046727 * P.to(tl.float64)  # log √(2π)
-    sign = -1.0 if PRECISION else 1.0
-    for draw in tl.range(0, S):
-        quadratic = tl.load(squares + draw)
-        if K > 0:
-            p = tl.load(projection + draw * K + k, mask=k < K, other=0.0)
-            own = tl.load(z + draw * K + k, mask=k < K, other=0.0).to(tl.float64)
-            u = tl.sum((own - p)[:, None] * M, 0)
-            tl.store(u_out + draw * K + k, u, mask=k < K)
-            quadratic += tl.sum(p * own + (p + tl.sum(own[:, None] * gram, 0)) * u, 0)
-        tl.store(log_q_out + draw, -0.5 * quadratic - constant - sign * half_log_det)
 
 
 @triton.jit
