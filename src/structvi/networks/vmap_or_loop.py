@@ -18,6 +18,7 @@ from ..basics.checks import check_integer
 from ..basics.garbage import uncollected
 from ..basics.random_streams import alone, borrowed_stream
 from ..basics.sizes import in_words
+from .batched_linear import BatchedLinear
 
 Mode = Literal["auto", "vmap", "loop"]
 
@@ -217,7 +218,13 @@ def _check_tensor(row: Any) -> None:
 
 
 def _vmap(function: Callable[[Tensor], Any], theta: Tensor, chunk: int | None) -> Any:
-    return vmap(function, randomness="different", chunk_size=chunk)(theta)
+    with BatchedLinear() if pays_batched(theta) else nullcontext():
+        return vmap(function, randomness="different", chunk_size=chunk)(theta)
+
+
+def pays_batched(theta: Tensor) -> bool:
+    """Whether copies of weight gradients are worth avoiding."""
+    return theta.is_cuda
 
 
 def _prove(function: Callable[[Tensor], Any], theta: Tensor) -> str:

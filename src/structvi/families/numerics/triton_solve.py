@@ -1,4 +1,4 @@
-"""The K×K algebra of a draw in one program: u = M⁻¹(z − p), log q and M⁻¹, which torch would make in thirty launches."""
+"""The K×K algebra of a draw in one program: u = M⁻¹(z − p), log q and M⁻¹, thirty launches of torch otherwise."""
 
 # Triton's decorators hide what is called with what:
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
