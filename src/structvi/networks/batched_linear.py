@@ -33,7 +33,7 @@ class BatchedLinear(TorchFunctionMode):
 
 
 def _of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.ndim != 2 or input.ndim < 2 or not weight.dtype == input.dtype:
+    if weight.ndim != 2 or input.ndim < 2 or weight.dtype != input.dtype:
         return linear(input, weight, bias)
     return _Linear.apply(input, weight, bias)  # pyright: ignore[reportReturnType]
 
@@ -69,10 +69,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, x, weight, bias):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias = (
-            one if one is None or at is None else one.movedim(at, 0)
-            for one, at in zip((x, weight, bias), in_dims, strict=True)
-        )
+        given: Any = zip((x, weight, bias), in_dims, strict=True)
+        x, weight, bias = (one if at is None else one.movedim(at, 0) for one, at in given)
         if in_dims[1] is None:  # a layer that all draws share
             out = linear(x, weight)
         elif in_dims[0] is None:

@@ -2,17 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterable
-from typing import Any
 
 from tqdm import tqdm
-
-
-def shown(items: Iterable[Any], total: int | None, label: str, show: bool) -> Iterable[Any]:
-    """The same items; in a terminal with a bar that goes when they are read."""
-    if not show or not sys.stderr.isatty():
-        return items
-    return tqdm(items, total=total, desc=label, leave=False, unit="batch", dynamic_ncols=True)
 
 
 class Progress:
