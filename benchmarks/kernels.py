@@ -81,11 +81,12 @@ def tiled(data: Data, constant: str, call: Callable[[Any], Any]) -> Iterator[Cho
 
 def place(data: Data) -> Iterator[Choice]:
     arguments = data.mean, data.log_scale.exp(), data.factor, data.unit, False, data.epsilon, data.z
-    return tiled(data, "PLACE", lambda kernels: kernels.place(*arguments))
+    return tiled(data, "PLACE", lambda kernels: kernels.place(*arguments)[0])
 
 
 def back(data: Data) -> Iterator[Choice]:
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g, data.g_q
+    arguments += data.epsilon, torch.zeros_like(data.g_q)
     return tiled(data, "COVARIANCE", lambda kernels: kernels.back_covariance(*arguments))
 
 
@@ -114,7 +115,7 @@ def adam(data: Data) -> Iterator[Choice]:
 PASSES: dict[str, tuple[Callable[[Data], Iterator[Choice]], tuple[tuple[str, int], ...]]] = {
     "sums": (sums, (("factor", 1), ("epsilon", 1), ("mean", 3))),
     "place": (place, (("factor", 1), ("epsilon", 2), ("mean", 3))),
-    "back": (back, (("factor", 1), ("epsilon", 3), ("mean", 4))),
+    "back": (back, (("factor", 1), ("epsilon", 4), ("mean", 4))),
     "precision": (precision, (("factor", 1), ("epsilon", 4), ("mean", 4))),
     "adam": (adam, (("factor", 6), ("epsilon", 1))),
 }
@@ -127,10 +128,10 @@ def reference(name: str, data: Data) -> Any:
     if name == "sums":
         return plain.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
     if name == "place":
-        return plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)
+        return plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)[0]
     common = s, data.factor, data.unit, data.epsilon, data.z, data.z, data.g
     if name == "back":
-        return plain.back_covariance(*common, data.g_q)[:3]
+        return plain.back_covariance(*common, data.g_q, data.g, data.g_q)[:3]
     return plain.back_precision(*common)[:3] if name == "precision" else None
 
 

@@ -194,11 +194,11 @@ class BayesianModel(nn.Module):
             value = value + _per_draw(own, theta, "likelihood's log_prior")
         return value
 
-    def prior_by_hand(self, theta: Tensor) -> ByHand | None:
+    def prior_by_hand(self, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
         """log p(θ) and its gradient without a graph, where the prior has them; None: ask `log_prior`."""
         if self.likelihood_names or not isinstance(self.prior, PriorModule):
             return None
-        return self.prior.by_hand(self.net_space, theta)
+        return self.prior.by_hand(self.net_space, theta, squares)
 
     def likelihood_values(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """The likelihood's random tensors at the draws θ [S, P], by its own names: [S, *shape] each."""

@@ -271,12 +271,19 @@ def _in_order(x: Tensor, parameter: Tensor) -> Tensor:
 
 def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({})) -> Tensor:
     """The norm of all gradients, the thin ones too, as a tensor."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])  # pyright: ignore[reportPrivateImportUsage]
-    square = torch.stack(norms).double().square().sum() if norms else None
+    squares, counted = [], set()
     for gradient in thin.values():
-        square = gradient.squared_norm() if square is None else square + gradient.squared_norm()
-    assert square is not None
-    return square.sqrt()
+        whole, vectors = gradient.with_vectors, gradient.vectors
+        if whole is not None and vectors and all(x.is_leaf and x.requires_grad for x in vectors):
+            squares.append(whole)
+            counted.update(vectors)
+        else:
+            squares.append(gradient.squared_norm())
+    others = [p.grad for p in parameters if p.grad is not None and p not in counted]
+    if others:
+        norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
+        squares.append(torch.stack(norms).double().square().sum())
+    return sum(squares[1:], squares[0]).sqrt()
 
 
 def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class AtDraws(NamedTuple):
     elbo: Tensor  # [groups], float64, at λ = 1
     theta: Tensor  # the gradient at the draws, [S, P]
     log_q: Tensor  # that at log q, [S]
+    slope: Tensor | None  # [S]: times the draws it is still to be added to the first; None for nothing
 
 
 def gradient_at(
@@ -37,12 +38,12 @@ def gradient_at(
         factor: −weight/N; of a captured step a tensor.
         temperature: λ, likewise.
     """
-    draws, log_q, _ = detached
+    draws, log_q = detached.draws, detached.log_q
     theta, fixed = draws.theta, draws.fixed
     check_prior(density, model)
     check_draws(density, draws, groups)
     log_likelihood, B = model.batch_log_likelihood(theta, batch, fixed)
-    prior = None if fixed else model.prior_by_hand(theta)
+    prior = None if fixed else model.prior_by_hand(theta, detached.squares)
     log_prior = model.log_prior(theta, fixed) if prior is None else prior.value
     upscaled = model.num_data / B
     with torch.no_grad():
@@ -55,10 +56,13 @@ def gradient_at(
         torch.autograd.backward(values, gradients)
     with torch.no_grad():
         g = torch.zeros_like(theta) if theta.grad is None else theta.grad
-        if prior is not None:
+        slope = None
+        if prior is not None and prior.slope is not None:
+            slope = to_prior * prior.slope
+        elif prior is not None:
             prior.add(g, to_prior)
         values = log_likelihood.detach().double() * upscaled + log_prior.detach() - log_q
-        return AtDraws(per_group(values, density, draws, groups), g, -to_prior)
+        return AtDraws(per_group(values, density, draws, groups), g, -to_prior, slope)
 
 
 def rounded(number: Any, like: Tensor) -> Any:

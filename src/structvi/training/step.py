@@ -247,7 +247,7 @@ class Step:
 
     def _pull(self, detached: Detached, at: AtDraws, thin: dict[Tensor, list[LowRankGradient]]) -> None:
         """From the gradients at the draws to those of the parameters."""
-        for source, gradient in detached.pull(at.theta, at.log_q):
+        for source, gradient in detached.pull(at.theta, at.log_q, at.slope):
             if not source.requires_grad:
                 continue
             if isinstance(gradient, LowRankGradient):

@@ -66,6 +66,28 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
     for name, p in q.named_parameters():
         torch.testing.assert_close(p.detach(), plain[name].detach(), rtol=1e-5, atol=1e-6)
         assert ours.state[p]["step"].item() == 3
+# slope·θ is added to the gradient at the draws, θ·θ comes with them, and the norm of all three gradients
+from structvi.training.adam import gradient_norm
+for form in (vi.StructuredNormal, vi.StructuredPrecision):
+    for groups in (1, 3):  # one draw after the other, and tiles
+        q = family(form(3), torch.float32)
+        detached = q().draw_detached(groups, vi.paired, torch.Generator().manual_seed(5))
+        theta, S = detached.draws.theta.detach(), 2 * groups
+        close(detached.squares, theta.double().square().sum(-1), 1e-6)
+        g, g_q, slope = torch.randn(theta.shape), torch.randn(S), torch.randn(S)
+        got = detached.pull(g, g_q, slope)
+        expected = detached.pull(g + slope.unsqueeze(-1) * theta, g_q)
+        for (_, one), (_, other) in zip(got[:2], expected[:2], strict=True):
+            close(one, other, 1e-5)
+        close(got[2][1].dense(), expected[2][1].dense(), 1e-5)
+        for source, gradient in got[:2]:
+            source.grad = gradient
+        whole = torch.cat([q.mean.grad, q.log_scale.grad, got[2][1].dense().flatten()])
+        close(gradient_norm(q.parameters(), {q.factor: got[2][1]}).float(), whole.norm(), 1e-5)
+        q.mean.requires_grad_(False)  # held
+        q.mean.grad = None
+        without = whole[len(q.mean) :]
+        close(gradient_norm(q.parameters(), {q.factor: got[2][1]}).float(), without.norm(), 1e-5)
 # a factor whose gradient is whole, as that of a mixture's part: torch's own Adam
 q = vi.Mixture(vi.StructuredNormal(3), 2).bind(vi.Parameters({"z": torch.randn(37)}), torch.Generator().manual_seed(0))
 plain = [torch.nn.Parameter(p.detach().clone()) for p in q.parameters()]

@@ -32,7 +32,7 @@ def _cut(P: int) -> tuple[int, list[int]]:
 def sum_weights(x: Tensor) -> Tensor:
     """Σ_p x[.., p] in float64: [.., P] → [..]."""
     P = x.shape[-1]
-    if x.is_cuda or x.dtype == torch.float64 or P <= _BLOCK:  # a GPU converts as it reads
+    if x.dtype == torch.float64 or P <= _BLOCK:
         return x.sum(-1, dtype=torch.float64)
     block, (size, rest) = _cut(P)
     if not rest:
@@ -49,8 +49,6 @@ class SumSquares(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         P = x.shape[-1]
-        if x.is_cuda:
-            return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
         if x.dtype == torch.float64 or P <= _BLOCK:
             return x.square().sum(-1, dtype=torch.float64)
         block, (size, rest) = _cut(P)

@@ -38,6 +38,10 @@ class LowRankGradient(NamedTuple):
     Z: Tensor  # [R, K]
     #: |AᵀZ|² in float64, where the pass that made A has summed it up
     square: Tensor | None = None
+    #: that and the squares of the gradients of mean and log scale together, likewise
+    with_vectors: Tensor | None = None
+    #: the mean and log scale that it is about
+    vectors: tuple[Tensor, ...] = ()
 
     @classmethod
     def joined(cls, parts: "Sequence[LowRankGradient]") -> "LowRankGradient":
@@ -103,8 +107,8 @@ class Saved(NamedTuple):
     reduce: Reduce | None
 
 
-def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    """θ [S, P] and log q(θ) [S], without a graph, and what `backward` needs."""
+def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Saved]:
+    """θ [S, P] and log q(θ) [S] without a graph, θ·θ [S] where it comes with them, and what `backward` needs."""
     mean, log_scale, factor, unit, precision, reduce = state
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
     compute, P = _passes(factor), len(mean)
@@ -116,8 +120,9 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, S
         u, log_q, inverse = compute.solve(*sums, z, precision, P)
     else:
         u, log_q, inverse = _solve(sums, z, precision, P)
-    theta = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
-    return theta, log_q, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
+    theta, squares = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+    squares = squares if reduce is None else None
+    return theta, log_q, squares, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
 
 
 def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,20 +145,34 @@ def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def backward(saved: Saved, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, LowRankGradient]:
-    """Gradients of mean and log scale [P], and of the factor as two thin sides."""
+def backward(
+    saved: Saved, g: Tensor, g_q: Tensor, theta: Tensor | None = None, slope: Tensor | None = None
+) -> tuple[Tensor, Tensor, LowRankGradient]:
+    """Gradients of mean and log scale [P], and of the factor as two thin sides.
+
+    Args:
+        saved: of `forward`.
+        g, g_q: the gradients at the draws [S, P] and at log q [S].
+        theta, slope: to the first, slope [S] times θ [S, P] is added.
+    """
     scale, factor, unit, epsilon, z, u, inverse, precision, reduce = saved
     compute = _passes(factor)
     common = scale, factor, unit
+    if theta is None or slope is None:
+        theta, slope = g, torch.zeros_like(g_q)
     if not precision:
-        mean_gradient, scale_gradient, A, square = compute.back_covariance(*common, epsilon, u, z, g, g_q)
-        return mean_gradient, scale_gradient, LowRankGradient(A, z, square)
-    g, projection = compute.pull(*common, epsilon, z, g, g_q)
+        *gradients, A, squares = compute.back_covariance(*common, epsilon, u, z, g, g_q, theta, slope)
+        return *gradients, _with_squares(A, z, squares)
+    g, projection = compute.pull(*common, epsilon, z, g, g_q, theta, slope)
     if reduce is not None:
         projection = reduce(projection)
     v = (projection @ inverse).to(z.dtype)
-    mean_gradient, scale_gradient, A, square = compute.back_precision(*common, epsilon, u, v, g)
-    return mean_gradient, scale_gradient, LowRankGradient(A, torch.cat([u, v]), square)
+    *gradients, A, squares = compute.back_precision(*common, epsilon, u, v, g)
+    return *gradients, _with_squares(A, torch.cat([u, v]), squares)
+
+
+def _with_squares(A: Tensor, Z: Tensor, squares: Tensor | None) -> LowRankGradient:
+    return LowRankGradient(A, Z) if squares is None else LowRankGradient(A, Z, squares[2], squares.sum())
 
 
 class _Drawn(torch.autograd.Function):
@@ -161,7 +180,7 @@ class _Drawn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, mean, log_scale, factor, unit, precision, reduce, epsilon, z):
-        theta, log_q, saved = forward(State(mean, log_scale, factor, unit, precision, reduce), epsilon, z)
+        theta, log_q, _, saved = forward(State(mean, log_scale, factor, unit, precision, reduce), epsilon, z)
         *tensors, ctx.precision, ctx.reduce = saved
         ctx.save_for_backward(*tensors)
         return theta, log_q
@@ -225,11 +244,12 @@ class _Slabs:
             for at in _slabs(scale):
                 weight = scale[at].square() / unit[at] if precision else unit[at]
                 theta[:, at].addcmul_(a @ factor[at].mT, weight)
-        return theta
+        return theta, None
 
     @staticmethod
-    def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q):
-        """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score; |AᵀZ|² is left to who wants it."""
+    def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope):
+        """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score; squares are left to who wants them."""
+        g = _sloped(g, theta, slope)
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
         A = torch.empty_like(g) if K else g
@@ -250,8 +270,9 @@ class _Slabs:
         return mean_gradient, scale_gradient, A, None
 
     @staticmethod
-    def pull(scale, factor, unit, epsilon, z, g, g_q):
-        """g' = g + g_q·score in the precision form, and Gᵀ(s∘g')."""
+    def pull(scale, factor, unit, epsilon, z, g, g_q, theta, slope):
+        """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g')."""
+        g = _sloped(g, theta, slope)
         pulled, projection = torch.empty_like(g), torch.zeros_like(z, dtype=torch.float64)
         for at in _slabs(scale):
             F, s, s0 = factor[at], scale[at], unit[at]
@@ -277,6 +298,10 @@ class _Slabs:
             torch.mul(w, r, out=A[:S, at])
             torch.mul(y, -r, out=A[S:, at])
         return mean_gradient, scale_gradient, A, None
+
+
+def _sloped(g: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
+    return g if theta is g else g.addcmul_(theta, slope.unsqueeze(-1))
 
 
 def _slabs(weights: Tensor) -> list[slice]:

@@ -36,7 +36,7 @@ def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsil
     S, (P, K) = len(epsilon), factor.shape
     programs = triton.cdiv(P, _ROWS)
     sizes = [K * K, S * K, S, 1]
-    scale, partial = torch.empty_like(log_scale), factor.new_empty(programs, sum(sizes))
+    scale, partial = log_scale.exp(), factor.new_empty(programs, sum(sizes))
     arguments = log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride()
     common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS, "WIDTH": sum(sizes)}
     k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
@@ -58,65 +58,73 @@ def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsil
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
-    """θ = μ + s∘(ε + G a): [S, P]."""
+    """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
     if len(epsilon) > _DRAWS:
         some = zip(epsilon.split(_DRAWS), a.split(_DRAWS), strict=True)
-        return torch.cat([place(mean, scale, factor, unit, precision, *one) for one in some])
+        parts = [place(mean, scale, factor, unit, precision, *one) for one in some]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
     S, (P, K) = len(epsilon), factor.shape
     if triton_tiles.serve(S, K):
         return triton_tiles.place(mean, scale, factor, unit, precision, epsilon, a)
-    theta = torch.empty_like(epsilon)
     block = _block(K)
-    _place[(triton.cdiv(P, block),)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, P, *factor.stride(),
+    programs = triton.cdiv(P, block)
+    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, S)
+    _place[(programs,)](
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), PRECISION=precision, BLOCK=block,
     )  # fmt: skip
-    return theta
+    return theta, squares.sum(0, dtype=torch.float64)
 
 
 def back_covariance(
-    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
-):
-    """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²; of many draws None in its place."""
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+):  # fmt: skip
+    """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score, and the squares of all three, |AᵀZ|² the
+    last; of many draws None in their place."""
     if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q)), strict=True)
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q, theta, slope)), strict=True)
         means, scales, rows, _ = zip(*(back_covariance(scale, factor, unit, *one) for one in some), strict=True)
         return sum(means), sum(scales), torch.cat(rows) if factor.shape[-1] else g, None
     S, (P, K) = len(epsilon), factor.shape
     if triton_tiles.serve(S, K):
-        return triton_tiles.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q)
+        return triton_tiles.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = torch.empty_like(epsilon) if K else g
     block = _block(K)
     programs = triton.cdiv(P, block)
-    square = scale.new_empty(programs)
+    squares = scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
 
-def pull(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor):
-    """g' = g + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
+def pull(
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+):  # fmt: skip
+    """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
     if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q)), strict=True)
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q, theta, slope)), strict=True)
         return tuple(map(torch.cat, zip(*(pull(scale, factor, unit, *one) for one in some), strict=True)))
     S, (P, K) = len(epsilon), factor.shape
     pulled = torch.empty_like(epsilon)
     programs = triton.cdiv(P, _ROWS)
     projection = factor.new_empty(programs, S, K)
     _pull[(programs,)](
-        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), pulled, projection,
-        P, *factor.stride(), S=S, K=K, KP=padded(K), SP=padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
+        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), theta, slope,
+        pulled, projection, P, *factor.stride(),
+        S=S, K=K, KP=padded(K), SP=padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
     )  # fmt: skip
     return pulled, projection.sum(0, dtype=torch.float64)
 
 
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
-    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²,
-    of many draws None in its place."""
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and the squares
+    of all three; of many draws None in their place."""
     if len(epsilon) > _DRAWS:
         some = zip(*(x.split(_DRAWS) for x in (epsilon, u, v, g)), strict=True)
         means, scales, rows, _ = zip(*(back_precision(scale, factor, unit, *one) for one in some), strict=True)
@@ -129,13 +137,13 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
     A = epsilon.new_empty(2 * S, P)
     block = _block(K)
     programs = triton.cdiv(P, block)
-    square = scale.new_empty(programs)
+    squares = scale.new_empty(programs, 3)
     _back_precision[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), g.contiguous(),
-        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
 
 def _block(K: int) -> int:
@@ -171,11 +179,9 @@ def _sums(
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
-        logarithm = tl.load(log_scale + p, mask=inside, other=0.0)
-        s = tl.exp(logarithm)
-        tl.store(scale + p, s, mask=inside)
-        total += logarithm
+        total += tl.load(log_scale + p, mask=inside, other=0.0)
         if K > 0:
+            s = tl.load(scale + p, mask=inside, other=1.0)
             s0 = tl.load(unit + p, mask=inside, other=1.0)
             G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
         at = draws[:, None].to(tl.int64) * P + p[None, :]
@@ -209,14 +215,12 @@ def _sums_small(
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
-        logarithm = tl.load(log_scale + p, mask=inside, other=0.0)
-        s = tl.exp(logarithm)
-        tl.store(scale + p, s, mask=inside)
-        total += logarithm
+        total += tl.load(log_scale + p, mask=inside, other=0.0)
         at = draws[None, :].to(tl.int64) * P + p[:, None]
         e = tl.load(epsilon + at, mask=inside[:, None] & (draws < S)[None, :], other=0.0)
         squares += e * e
         if K > 0:
+            s = tl.load(scale + p, mask=inside, other=1.0)
             s0 = tl.load(unit + p, mask=inside, other=1.0)
             G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
             gram += G[:, :, None] * G[:, None, :]
@@ -233,7 +237,7 @@ def _sums_small(
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, P, along, across,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -251,11 +255,12 @@ def _place(
             row = tl.load(a + draw * K + k, mask=k < K, other=0.0)
             value += weight * tl.sum(F * row[None, :], 1)
         tl.store(theta + at, value, mask=inside)
+        tl.store(squares + tl.program_id(0) * S + draw, tl.sum(tl.where(inside, value * value, 0.0)))
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, to_mean, to_scale, A, square, P, along, across,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -275,20 +280,25 @@ def _back_covariance(
             row = tl.load(u + draw * K + k, mask=k < K, other=0.0)
             t += s0 / s * tl.sum(F * row[None, :], 1)
         pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
+        pulled += tl.load(slope + draw) * tl.load(theta + at, mask=inside, other=0.0)
         mean_gradient += pulled
         scale_gradient += pulled * e
         if K > 0:
             tl.store(A + at, s0 * pulled, mask=inside)
             row = tl.load(z + draw * K + k, mask=k < K, other=0.0)
             gradient += (s0 * pulled)[:, None] * row[None, :]
+    scale_gradient *= s
     tl.store(to_mean + p, mean_gradient, mask=inside)
-    tl.store(to_scale + p, s * scale_gradient, mask=inside)
-    tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
+    tl.store(to_scale + p, scale_gradient, mask=inside)
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
 
 
 @triton.jit
 def _pull(
-    scale, factor, unit, epsilon, z, g, g_q, pulled_out, projection_out, P, along, across,
+    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, projection_out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -297,6 +307,7 @@ def _pull(
     projection = tl.zeros((SP, KP), tl.float32)
     Z = tl.load(z + draws[:, None] * K + k[None, :], mask=some[:, None] & (k < K)[None, :], other=0.0)
     cotangent = tl.load(g_q + draws, mask=some, other=0.0)
+    towards = tl.load(slope + draws, mask=some, other=0.0)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
@@ -309,6 +320,7 @@ def _pull(
         t = tl.load(epsilon + at, mask=both, other=0.0)
         t += tl.dot(Z, tl.trans(F), input_precision="tf32x3") * r[None, :]
         pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
+        pulled += towards[:, None] * tl.load(theta + at, mask=both, other=0.0)
         tl.store(pulled_out + at, pulled, mask=both)
         projection += tl.dot(pulled * (s * r)[None, :], F, input_precision="tf32x3")
     at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
@@ -317,7 +329,7 @@ def _pull(
 
 @triton.jit
 def _back_precision(
-    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, square, P, along, across,
+    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -343,6 +355,10 @@ def _back_precision(
         tl.store(A + at, r * w, mask=inside)
         tl.store(A + at + S * P.to(tl.int64), -r * y, mask=inside)
         gradient += (r * w)[:, None] * U[None, :] - (r * y)[:, None] * V[None, :]
+    scale_gradient *= s
     tl.store(to_mean + p, mean_gradient, mask=inside)
-    tl.store(to_scale + p, s * scale_gradient, mask=inside)
-    tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
+    tl.store(to_scale + p, scale_gradient, mask=inside)
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))

@@ -35,41 +35,45 @@ def serve(S: int, K: int) -> bool:
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
-    """θ = μ + s∘(ε + G a): [S, P]."""
-    P, theta = len(mean), torch.empty_like(epsilon)
-    _place[(triton.cdiv(P, PLACE.weights),)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, P, *factor.stride(),
+    """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
+    P, programs = len(mean), triton.cdiv(len(mean), PLACE.weights)
+    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, len(epsilon))
+    _place[(programs,)](
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, *factor.stride(),
         **_sizes(epsilon, factor), PRECISION=precision, BLOCK=PLACE.weights, num_warps=PLACE.warps,
     )  # fmt: skip
-    return theta
+    return theta, squares.sum(0, dtype=torch.float64)
 
 
 def back_covariance(
-    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
-):
-    """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²."""
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+):  # fmt: skip
+    """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score, and the squares of all three."""
     P, A = len(scale), torch.empty_like(epsilon)
     programs = triton.cdiv(P, COVARIANCE.weights)
-    mean_gradient, scale_gradient, square = torch.empty_like(scale), torch.empty_like(scale), scale.new_empty(programs)
+    mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+    squares = scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         **_sizes(epsilon, factor), BLOCK=COVARIANCE.weights, num_warps=COVARIANCE.warps,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
 
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
-    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²."""
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and the squares of all."""
     (S, P), programs = epsilon.shape, triton.cdiv(len(scale), PRECISION.weights)
     A = epsilon.new_empty(2 * S, P)
-    mean_gradient, scale_gradient, square = torch.empty_like(scale), torch.empty_like(scale), scale.new_empty(programs)
+    mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+    squares = scale.new_empty(programs, 3)
     _back_precision[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), g.contiguous(),
-        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         **_sizes(epsilon, factor), BLOCK=PRECISION.weights, num_warps=PRECISION.warps,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
 
 def padded(n: int) -> int:
@@ -98,7 +102,7 @@ def _rows(x, draws, k, S: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, P, along, across,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -114,11 +118,13 @@ def _place(
     )
     value += weight[None, :] * tl.dot(_rows(a, draws, k, S, K), F, input_precision="tf32x3")
     tl.store(theta + at, value, mask=both)
+    own = tl.sum(tl.where(both, value * value, 0.0), 1)
+    tl.store(squares + tl.program_id(0) * S + draws, own, mask=draws < S)
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, to_mean, to_scale, A, square, P, along, across,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -132,17 +138,23 @@ def _back_covariance(
     t = e + (s0 / s)[None, :] * tl.dot(_rows(u, draws, k, S, K), F, input_precision="tf32x3")
     cotangent = tl.load(g_q + draws, mask=draws < S, other=0.0)
     pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
-    tl.store(to_mean + p, tl.sum(pulled, 0), mask=inside)
-    tl.store(to_scale + p, s * tl.sum(pulled * e, 0), mask=inside)
+    towards = tl.load(slope + draws, mask=draws < S, other=0.0)
+    pulled += towards[:, None] * tl.load(theta + at, mask=both, other=0.0)
+    mean_gradient, scale_gradient = tl.sum(pulled, 0), s * tl.sum(pulled * e, 0)
+    tl.store(to_mean + p, mean_gradient, mask=inside)
+    tl.store(to_scale + p, scale_gradient, mask=inside)
     own = tl.where(both, s0[None, :] * pulled, 0.0)
     tl.store(A + at, own, mask=both)
     gradient = tl.dot(tl.trans(own), _rows(z, draws, k, S, K), input_precision="tf32x3")
-    tl.store(square + tl.program_id(0), tl.sum(gradient * gradient))
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(gradient * gradient))
 
 
 @triton.jit
 def _back_precision(
-    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, square, P, along, across,
+    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -159,12 +171,16 @@ def _back_precision(
     pulled = tl.load(g + at, mask=both, other=0.0)
     y = tl.load(epsilon + at, mask=both, other=0.0) + r[None, :] * Fu
     w = s[None, :] * pulled - r[None, :] * Fv
-    tl.store(to_mean + p, tl.sum(pulled, 0), mask=inside)
     own = tl.where(both, pulled * y + (w * Fu - y * Fv) / s0[None, :], 0.0)
-    tl.store(to_scale + p, s * tl.sum(own, 0), mask=inside)
+    mean_gradient, scale_gradient = tl.sum(pulled, 0), s * tl.sum(own, 0)
+    tl.store(to_mean + p, mean_gradient, mask=inside)
+    tl.store(to_scale + p, scale_gradient, mask=inside)
     first, second = tl.where(both, r[None, :] * w, 0.0), tl.where(both, -r[None, :] * y, 0.0)
     tl.store(A + at, first, mask=both)
     tl.store(A + at + S * P.to(tl.int64), second, mask=both)
     gradient = tl.dot(tl.trans(first), U, input_precision="tf32x3")
     gradient += tl.dot(tl.trans(second), V, input_precision="tf32x3")
-    tl.store(square + tl.program_id(0), tl.sum(gradient * gradient))
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(gradient * gradient))

@@ -18,6 +18,8 @@ class ByHand(NamedTuple):
     value: Tensor  # [S], in float64
     #: (gradients [S, P], coefficients [S]): adds the coefficients times ∇ log p to the gradients, in place
     add: Callable[[Tensor, Tensor], None]
+    #: where ∇ log p is a number times θ, that number
+    slope: float | None = None
 
 
 class PriorModule(nn.Module, ABC):
@@ -34,8 +36,14 @@ class PriorModule(nn.Module, ABC):
         """log p at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
         return self(parameters, _join(parameters, theta, fixed))
 
-    def by_hand(self, parameters: Parameters, theta: Tensor) -> ByHand | None:
-        """log p and its gradient at draws [S, P], for a step without a graph; None: by automatic differentiation."""
+    def by_hand(self, parameters: Parameters, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
+        """log p and its gradient at draws [S, P], for a step without a graph; None: by automatic differentiation.
+
+        Args:
+            parameters: the space of θ.
+            theta: the draws.
+            squares: θ·θ [S] in float64, where it is known.
+        """
         return None
 
     def __add__(self, other: Prior) -> "SumPrior":

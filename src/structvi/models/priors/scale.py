@@ -147,7 +147,7 @@ class NormalPrior(ScalePrior):
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
         return sum_squares(x) * (-0.5 / scale**2) - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
 
-    def by_hand(self, parameters: Parameters, theta: Tensor) -> ByHand | None:
+    def by_hand(self, parameters: Parameters, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
         if self.learn or type(self) is not NormalPrior:  # of a class of the user's own log p may be another
             return None
         self.check(parameters)
@@ -162,8 +162,12 @@ class NormalPrior(ScalePrior):
                 g.addcmul_(x, coefficient.unsqueeze(-1), value=-1 / float(run.scale) ** 2)
 
         with torch.no_grad():
+            if len(runs) == 1:
+                (size, scale, log_scale), total = runs[0], sum_squares(theta) if squares is None else squares
+                value = total * (-0.5 / scale**2) - size * (log_scale + 0.5 * log(2 * pi))
+                return ByHand(value, add, -1 / float(scale) ** 2)
             terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(cut(theta), runs, strict=True)]
-            return ByHand(terms[0] if len(terms) == 1 else torch.stack(terms).sum(0), add)
+            return ByHand(torch.stack(terms).sum(0), add)
 
 
 class LaplacePrior(ScalePrior):
