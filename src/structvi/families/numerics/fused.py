@@ -13,7 +13,7 @@ and in both (θ − μ)ᵀΛ(θ − μ) = ε·ε + p·z + (p + GᵀG z)·u.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from math import log, pi
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from .algebra import SumSquares, half_log_det, project, sum_weights
 
 _SLAB = 1 << 19  # weights that a pass on the CPU handles at once
+_PRODUCTS = 64  # from S·K of these on products of all draws with the factor are one matrix product
 
 #: An all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out.
 Reduce = Callable[[Tensor], Tensor]
@@ -248,25 +249,33 @@ class _Slabs:
 
     @staticmethod
     def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope):
-        """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score; squares are left to who wants them."""
+        """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score; squares are left to who wants them.
+
+        One draw after the other: a vector stays in the cache from one operation to the next, and none is made anew.
+        """
         g = _sloped(g, theta, slope)
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
         A = torch.empty_like(g) if K else g
-        # of one draw g' is the gradient of the mean itself
-        every = mean_gradient.unsqueeze(0) if S == 1 else torch.empty_like(g)
+        cotangents = g_q.tolist()
         for at in _slabs(scale):
-            s, s0, e, pulled = scale[at], unit[at], epsilon[:, at], every[:, at]
-            t = torch.addcmul(e, u @ factor[at].mT, s0 / s) if K else e
-            if S > 1:
-                torch.addcmul(g[:, at], t / s, g_q.unsqueeze(-1), value=-1, out=pulled)
-                torch.sum(pulled, 0, out=mean_gradient[at])
-                torch.mul((pulled * e).sum(0), s, out=scale_gradient[at])
-            else:
-                torch.addcdiv(g[:, at], t, s, value=-g_q.item(), out=pulled)
-                torch.mul(pulled[0], e[0], out=scale_gradient[at]).mul_(s)
-            if K:
-                torch.mul(pulled, s0, out=A[:, at])
+            s, s0 = scale[at], unit[at]
+            to_mean, to_scale = mean_gradient[at], scale_gradient[at]
+            ratio = s0 / s if K else s
+            pulled = torch.empty_like(s) if S > 1 else to_mean
+            for draw, product in enumerate(_products(u, factor[at])):
+                e = epsilon[draw, at]
+                t = e if product is None else torch.addcmul(e, product, ratio)
+                own = pulled if draw else to_mean  # the first is where the sum begins
+                torch.addcdiv(g[draw, at], t, s, value=-cotangents[draw], out=own)
+                if K:
+                    torch.mul(own, s0, out=A[draw, at])
+                if draw:
+                    to_scale.addcmul_(own, e)
+                    to_mean.add_(own)
+                else:
+                    torch.mul(own, e, out=to_scale)
+            to_scale.mul_(s)
         return mean_gradient, scale_gradient, A, None
 
     @staticmethod
@@ -298,6 +307,14 @@ class _Slabs:
             torch.mul(w, r, out=A[:S, at])
             torch.mul(y, -r, out=A[S:, at])
         return mean_gradient, scale_gradient, A, None
+
+
+def _products(a: Tensor, factor: Tensor) -> Iterable[Tensor | None]:
+    """F a_s of each draw, [P]: for few columns one by one, which is faster and needs no room for all of them."""
+    (S, K), together = a.shape, a.numel() >= _PRODUCTS
+    if K == 0:
+        return [None] * S
+    return a @ factor.mT if together else (torch.mv(factor, row) for row in a)
 
 
 def _sloped(g: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
