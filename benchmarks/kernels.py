@@ -56,7 +56,7 @@ def sums(data: Data) -> Iterator[Choice]:
     from structvi.families.numerics import triton_kernels as kernels
 
     def run(rows: int, warps: int, dot: str) -> Any:
-        kernels._DOT, kernels._DOT_WARPS, kernels._DOT_PRECISION = rows, warps, dot
+        kernels.DOT_ROWS, kernels.DOT_WARPS, kernels.DOT_PRECISION = rows, warps, dot
         return kernels.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
 
     for rows, warps, dot in product((64, 128), (1, 2, 4), ("ieee", "tf32x3")):
@@ -103,7 +103,7 @@ def adam(data: Data) -> Iterator[Choice]:
     step, lr, one = (torch.tensor(x, device=data.mean.device) for x in (1.0, 1e-3, 1.0))
 
     def run(tile: int, as_tiles: bool) -> Any:
-        triton_adam._TILE, tiles.SERVES = tile, 1 if as_tiles else 10**6
+        triton_adam.TILE, tiles.SERVES = tile, 1 if as_tiles else 10**6
         triton_adam.adam(data.factor, first, second, data.g, data.z, step, lr, one, one, (0.9, 0.999), 1e-8)
 
     for tile, as_tiles in product((512, 1024, 2048, 4096), (False, True)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import triton_tiles
 
-_TILE = 1024  # numbers of the factor that one program holds
+TILE = 1024  # numbers of the factor that one program holds
 
 
 def adam(
@@ -33,7 +33,7 @@ def adam(
     """
     P, K = factor.shape
     assert factor.stride() == first.stride() == second.stride()
-    block = max(16, _TILE // triton.next_power_of_2(K))
+    block = max(16, TILE // triton.next_power_of_2(K))
     _adam[(triton.cdiv(P, block),)](
         factor, first, second, A.contiguous(), Z.contiguous(), step, lr, coefficient, make, P, *factor.stride(),
         R=len(A), K=K, **_tiles(len(A), K), BLOCK=block,
@@ -59,7 +59,7 @@ def adam_family(
     P, K = factor.value.shape
     assert factor.value.stride() == factor.first.stride() == factor.second.stride()
     (mean, to_mean), (scale, to_scale) = vectors
-    block = max(16, _TILE // triton.next_power_of_2(K))
+    block = max(16, TILE // triton.next_power_of_2(K))
     _adam_family[(triton.cdiv(P, block),)](
         *factor, A.contiguous(), Z.contiguous(), *mean, to_mean.contiguous(), *scale, to_scale.contiguous(),
         coefficient, make, P, *factor.value.stride(),

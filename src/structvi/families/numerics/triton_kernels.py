@@ -21,7 +21,7 @@ from .triton_tiles import padded
 __all__ = ["back_covariance", "back_precision", "place", "pull", "solve", "solves", "sums"]
 
 _ROWS = 1024  # weights whose products are added in float32
-_DOT, _DOT_WARPS, _DOT_PRECISION = 128, 1, "ieee"  # rows of one matrix product, and how it is made
+DOT_ROWS, DOT_WARPS, DOT_PRECISION = 128, 1, "ieee"  # rows of one matrix product, and how it is made
 _SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
 _DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
@@ -48,9 +48,9 @@ def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsil
             **common,
             KP=padded(K),
             SP=padded(S),
-            BLOCK=_DOT,
-            DOT=_DOT_PRECISION,
-            num_warps=_DOT_WARPS,
+            BLOCK=DOT_ROWS,
+            DOT=DOT_PRECISION,
+            num_warps=DOT_WARPS,
             num_stages=1,
         )
     gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
