@@ -7,7 +7,8 @@ Two kinds of step of StructuredNormal(K) with S draws. "parameters": the paramet
 equal width on a batch of 32. An exponent is the slope of least squares in log-log. Times against K are also fitted by
 c + a·PK + b·PK², and memory against K and S by a line, with coefficients that are not negative. What would betray a
 P×P matrix or a copy of the network for each draw is printed too: the height of memory in units of P² numbers, and what
-one more draw adds in units of P numbers.
+one more draw adds in units of P numbers. Beside the height of a training step stands what `fit` would predict for it
+(docs/performance.md, Memory).
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import structvi as vi
+from structvi.training.memory import Need, activation_bytes
 
 from . import timing
 from .nets import Problem, mlp
@@ -62,8 +64,8 @@ CENTRES = {
         8,
         2,
         (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000),
-        (1, 3, 10, 30, 100),
-        (1, 3, 10, 30, 100),
+        (1, 4, 16, 64, 128),
+        (1, 2, 4, 8, 16, 32),
     ),
     "quick": Centre(300, 2, 2, (100, 1000, 10_000), (1, 4, 16), (1, 4, 16)),
 }
@@ -109,6 +111,16 @@ def training_step(point: Point, device: torch.device) -> Step:
     return our_step(Problem("perceptron", net, batch), vi.StructuredNormal(point.K), point.S, captured=False)
 
 
+def predicted(point: Point) -> int:
+    """Bytes at the height of a training step by the formula that `fit` gives where memory does not suffice."""
+    net = perceptron(point.P)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=BATCH)
+    batch = torch.zeros(BATCH, width(point.P)), torch.zeros(BATCH, dtype=torch.long)
+    P = bayes.space.size
+    activation = activation_bytes(bayes, batch)
+    return Need(P * (point.K + 2), P, point.K, point.S, BATCH, point.S, 4, activation).total()
+
+
 def sweep(kind: str, points: Sequence[Point], device: torch.device, repeats: int, budget: float) -> list[dict]:
     build = {"parameters": parameters_step, "training": training_step}[kind]
     made = [timing.prepare(lambda point=point: build(point, device), device) for point in points]
@@ -119,6 +131,7 @@ def sweep(kind: str, points: Sequence[Point], device: torch.device, repeats: int
             "kind": kind,
             **point._asdict(),
             "P": P,
+            "predicted": predicted(point) if kind == "training" else None,
             "seconds": median(times[i]),
             "least": min(times[i]),
             "live": m.live,
@@ -202,11 +215,13 @@ def said(fit: dict) -> str:
 
 
 def table(rows: Sequence[dict], found: Sequence[dict]) -> str:
-    header = ["step", "P", "K", "S", "ms", "peak MB"]
+    header = ["step", "P", "K", "S", "ms", "peak MB", "predicted MB"]
     lines = []
     for row in rows:
         numbers = [str(row[letter]) for letter in "PKS"]
-        lines.append([row["kind"], *numbers, f"{1e3 * row['seconds']:.2f}", f"{row['peak'] / 1e6:.1f}"])
+        figures = [f"{1e3 * row['seconds']:.2f}", f"{row['peak'] / 1e6:.1f}"]
+        foreseen = "" if row["predicted"] is None else f"{row['predicted'] / 1e6:.1f}"
+        lines.append([row["kind"], *numbers, *figures, foreseen])
     return timing.markdown(lines, header) + "\n\n" + "\n".join(said(fit) for fit in found)
 
 

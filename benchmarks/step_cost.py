@@ -4,8 +4,9 @@
         [--ranks 0 4 16] [--draws 1 2 8] [--methods "StructuredNormal*" "Pyro*"] [--peers DIR] [--out results.json]
 
 Times are medians of interleaved repeats; `×` is the median over repeats of the ratio to the deterministic step of the
-same repeat, run the same way: eager, or captured as a CUDA graph. Peers run eagerly. Memory is the height of a step:
-weights, variational parameters, gradients, state of the optimizer and activations.
+same repeat, run the same way: eager, or captured as a CUDA graph. Peers run eagerly. A `stepper` stands among the eager
+rows, for it is called in a loop of the user's own, and is captured on a GPU all the same. Memory is the height of a
+step: weights, variational parameters, gradients, state of the optimizer and activations.
 
 The floor of a step with S draws at rank K is S deterministic passes forward and backward, as measured, and ten passes
 over the P(K + 2) variational parameters in float32 at the bandwidth of a copy: the draw reads them, the score reads
@@ -52,7 +53,7 @@ def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pa
     """The step that `fit` takes, with its own Adam; draws independent, or in the mirrored pairs of its default."""
     device = problem.batch[0].device
     bayes = vi.variationalize(problem.net, vi.likelihoods.Categorical(), recipe, num_data=N).to(device)
-    optimizer = make_optimizer(list(bayes.parameters()), None, LR, bayes.family.factors())
+    optimizer = make_optimizer(list(bayes.parameters()), None, LR, bayes.family)
     generator = torch.Generator(device).manual_seed(0)
     coupling, groups = (vi.paired, draws // 2) if pairs else (vi.naive, draws)
     made = stepping.Step(bayes, optimizer, generator, groups=groups, coupling=coupling, capture=captured)
@@ -61,6 +62,13 @@ def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pa
         raise RuntimeError(made.reason)
     # as the deterministic step is: neither copies a batch in, nor looks at what comes out
     return made.replay if captured else lambda: made([problem.batch])
+
+
+def stepper(problem: Problem, recipe: vi.Family, draws: int) -> Step:
+    """`step = bayes.stepper()`, `loss = step(batch)`: captured where it can be, the batch copied in, the loss read."""
+    bayes = vi.variationalize(problem.net, vi.likelihoods.Categorical(), recipe, num_data=N).to(problem.batch[0].device)
+    step = bayes.stepper(lr=LR, groups=draws, coupling=vi.naive)
+    return lambda: step(problem.batch)
 
 
 def deterministic_step(problem: Problem, captured: bool) -> Step:
@@ -101,6 +109,12 @@ def cases(ranks: Sequence[int], draws: Sequence[int], captured: bool, size: int)
                     return our_step(p, recipe, S, captured)
 
                 yield Case(name, ours, rank, S, captured, weights=size)
+                if not captured:
+
+                    def by_stepper(p: Problem, recipe: vi.Family = recipe, S: int = S) -> Step:
+                        return stepper(p, recipe, S)
+
+                    yield Case(f"{name}, stepper", by_stepper, rank, S)
                 if S == 2 and name == "StructuredNormal":
 
                     def in_pairs(p: Problem, recipe: vi.Family = recipe, S: int = S) -> Step:

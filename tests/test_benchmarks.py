@@ -21,8 +21,10 @@ from benchmarks import (
     nets,
     peers,
     posteriordb,
+    predictor,
     scaling,
     step_cost,
+    step_profile,
     timing,
 )
 from structvi.studies.paper.optima import best_kl
@@ -150,9 +152,28 @@ def test_step_cost(tiny, tmp_path, monkeypatch):
         assert row["floor"] == pytest.approx(expected)
         # Adam's two moments and the parameters themselves are kept from step to step
         assert row["live"] >= 3 * 4 * P * (row["rank"] + 2)
+    assert found["StructuredNormal, stepper", 4, 1]["status"] == "ok"
     assert found["Bayesian head on MAP", 4, 2]["live"] < found["StructuredNormal", 4, 2]["live"]
     assert "not installed" in results["table"]
     assert "broken: failed: NotImplementedError: no such layer." in results["table"]
+
+
+def test_step_profile(tiny, capsys):
+    results = step_profile.main(["--quick", "--net", "mlp", "--rank", "2", "--threads", "1", "--top", "3"])
+    counts = {row["name"]: row["count"] for row in results["operations"]}
+    assert counts["aten::randn"] == 1  # one call of the generator a step
+    assert f"{len(results['operations']) - 3} more" in capsys.readouterr().out
+
+
+def test_predictor(tiny):
+    results = predictor.main(["--quick", "--net", "mlp", "--threads", "1"])
+    found = {row["way"]: row for row in results["rows"]}
+    assert found["plain passes"]["of_plain"] == 1
+    assert found["predictor, mean"]["throughput"] == pytest.approx(16 / found["predictor, mean"]["seconds"])
+    P = 784 * 4 + 4 + 50
+    for way in ("deep ensemble", "predictor, outputs"):  # four networks are held
+        assert found[way]["live"] >= 4 * 4 * P
+    assert "of captured" not in results["table"]
 
 
 def test_a_graph_needs_a_gpu():

@@ -38,8 +38,8 @@ def naive(
         >>> naive(3, P=5, K=2).diagonal.shape
         torch.Size([3, 5])
     """
-    diagonal = torch.randn(groups, P, generator=generator, dtype=dtype, device=device)
-    return Noise(diagonal, torch.randn(groups, K, generator=generator, dtype=dtype, device=device))
+    every = torch.randn(groups * (P + K), generator=generator, dtype=dtype, device=device)  # one call for both
+    return Noise(every[: groups * P].view(groups, P), every[groups * P :].view(groups, K))
 
 
 def paired(
@@ -52,7 +52,15 @@ def paired(
 ) -> Noise:
     """Antithetic pairs (ε, z), (−ε, −z): two draws to a group, mirror images of each other about the mean."""
     half = naive(groups, P, K, generator, dtype, device)
-    return Noise(*(torch.stack([x, -x], dim=1).flatten(0, 1) for x in half))
+    return Noise(*(_with_mirror_image(x) for x in half))
+
+
+def _with_mirror_image(x: Tensor) -> Tensor:
+    """Each row and its negative below it: [G, n] → [2G, n]."""
+    both = x.new_empty(len(x), 2, x.shape[-1])
+    both[:, 0].copy_(x)
+    torch.neg(x, out=both[:, 1])
+    return both.flatten(0, 1)
 
 
 class Unscented:

@@ -141,8 +141,8 @@ def terms_at(
         log_q: [S], with the gradient through the draws alone, where it is known; else the density is asked.
         target, batch, groups, estimator: as in `elbo`.
     """
-    _check_prior(density, target)
-    _check_draws(density, draws, groups)
+    check_prior(density, target)
+    check_draws(density, draws, groups)
     log_likelihood, log_prior = log_joint(target, draws, batch)
     cost = -log_prior
     if density.has_density and estimator != "entropy":
@@ -219,7 +219,7 @@ def _shaped(value: Tensor, shape: tuple[int, ...], expected: str) -> Tensor:
     return value
 
 
-def _check_draws(density: Density, draws: Draws, groups: int) -> None:
+def check_draws(density: Density, draws: Draws, groups: int) -> None:
     name = type(density).__name__
     if not isinstance(draws, Draws):
         raise TypeError(f"{name}.draw must return Draws(theta [S, P], weight [S]), got {type(draws).__name__}")
@@ -246,7 +246,7 @@ def check_spaces(family: Family, target: Target) -> None:
         )
 
 
-def _check_prior(density: Density, target: Target) -> None:
+def check_prior(density: Density, target: Target) -> None:
     if not density.bound and isinstance(target, BayesianModel) and learns(target.prior):
         raise ValueError(
             f"the {type(target.prior).__name__} learns its scale, and {type(density).__name__} has point masses: the "

@@ -99,7 +99,7 @@ def test_without_a_factor_too(S, P, device):
 @pytest.mark.parametrize("K", RANKS)
 def test_adam_with_a_thin_gradient_is_torchs(K, R, gpu):
     """Three steps with clipping, and a fourth that is to leave everything as it is."""
-    from structvi.families.numerics import triton_kernels
+    from structvi.families.numerics import triton_adam
 
     P, generator = 1001, torch.Generator().manual_seed(0)
     factor, A, Z = (torch.randn(*n, generator=generator).to(gpu) for n in ((P, K), (R, P), (R, K)))
@@ -111,8 +111,8 @@ def test_adam_with_a_thin_gradient_is_torchs(K, R, gpu):
         dense.grad = 0.5 * step * A.double().mT @ Z.double()
         adam.step()
         count = torch.tensor(step, device=gpu)
-        triton_kernels.adam(factor, first, second, step * A, Z, count, lr, clip, make, (0.9, 0.999), 1e-8)
+        triton_adam.adam(factor, first, second, step * A, Z, count, lr, clip, make, (0.9, 0.999), 1e-8)
     torch.testing.assert_close(factor.double(), dense.detach(), rtol=1e-4, atol=1e-5)
     before = factor.clone(), first.clone(), second.clone()
-    triton_kernels.adam(factor, first, second, A, Z, count, lr, clip, 0 * make, (0.9, 0.999), 1e-8)
+    triton_adam.adam(factor, first, second, A, Z, count, lr, clip, 0 * make, (0.9, 0.999), 1e-8)
     assert all(map(torch.equal, before, (factor, first, second)))

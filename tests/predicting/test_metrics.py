@@ -287,3 +287,41 @@ def test_ood_auroc_of_predictives_is_that_of_loaders():
         ood_auroc(bayes, bayes.predict(near), [far])
     with pytest.raises(TypeError, match="None and two predictives"):
         ood_auroc(None, [near], [far])
+
+
+class Counting(nn.Module):
+    """Counts the observations that pass it, of all draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(3, 1), []
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("passes", "draws", "batches"), [(None, 32, 10), (100.0, 32, 10), (20.0, 20, 10), (8.0, 16, 5), (1e-3, 16, 1)]
+)
+def test_a_budget_of_passes_takes_fewer_draws_and_then_fewer_batches(passes, draws, batches):
+    net = Counting()
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(0.5), vi.MeanField(), num_data=40, evaluation="loop")
+    loader = [(torch.full((4, 3), float(index)), torch.zeros(4, 1)) for index in range(10)]
+    metrics = bayes.evaluate(loader, 32, passes=passes, generator=torch.Generator().manual_seed(0))
+    assert (metrics.draws, metrics.count) == (draws, 4 * batches)
+    assert sum(net.seen) == 4 * draws * batches
+
+
+def test_batches_of_a_budget_lie_apart():
+    """A loader may be sorted: not the first half of it."""
+    bayes = vi.variationalize(nn.Linear(1, 1), vi.likelihoods.Gaussian(0.5), vi.MAP(), num_data=40)
+    with torch.no_grad():
+        for parameter in bayes.parameters():
+            parameter.fill_(1.0)  # y = x + 1
+    loader = [(torch.full((1, 1), float(index)), torch.ones(1, 1)) for index in range(4)]
+    read = bayes.evaluate(loader, 1, passes=0.5)  # of 0, 1, 2, 3 the first and the third: errors 0 and 2
+    assert read.count == 2
+    assert read.rmse == pytest.approx(2**0.5)
+    with pytest.raises(ValueError, match="passes must be a positive number"):
+        bayes.evaluate(loader, 1, passes=0.0)

@@ -3,9 +3,9 @@
 from math import inf
 from typing import NamedTuple
 
+from ..basics.budget import STEP, batches_within, default_passes
 from ..basics.checks import check_positive
 from ..result import Result
-from ..training.budget import STEP, batches_within, default_passes
 from ..training.result import FitResult
 from ..training.stuck import DRAWS as EXPLAINED_DRAWS
 from .gradients import couplings_of

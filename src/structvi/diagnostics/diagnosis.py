@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..basics.checks import check_seed
+from ..basics.shown import Stages
 from ..families.family import Family
 from ..models.target import Target
 from ..objective import NonFiniteError
@@ -44,6 +45,7 @@ def diagnose(
     draws: int | None = None,
     gradients: bool = True,
     passes: float | None = None,
+    progress: bool = True,
     seed: int = 0,
 ) -> Report:
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
@@ -65,6 +67,7 @@ def diagnose(
         passes: of a network, how many passes over the data, of one draw each, all of it may take. By default a tenth
             of the passes of its last fit (a step counts three for each of its draws), or as many as 10⁷ products of
             weights and observations; without a fit as many as it likes. The report says what was left out.
+        progress: show what is being looked at, in a terminal.
         seed: of all draws.
 
     Example:
@@ -83,10 +86,42 @@ def diagnose(
     if result is None and problem.posterior is not None:
         result = problem.posterior.last_fit
     allowed = Allowance.of(problem, result, passes, draws)
-    draws = allowed.draws
     findings: list[Finding] = []
     parts: dict[str, Any] = {}
-    _elbo(problem, allowed, seed, findings, parts)
+    with Stages(4, "diagnose", progress) as stages:
+        stages.begin("ELBO")
+        _elbo(problem, allowed, seed, findings, parts)
+        stages.begin(f"importance weights of {allowed.draws} draws")
+        _weights(q, data, problem, allowed, seed, findings, parts)
+        stages.begin("what was learned")
+        if result is not None:
+            findings += _fit(result)
+        if problem.posterior is not None and problem.batches is not None:
+            read, most = problem.batches, allowed.batches[1]
+            loader = read.loader if most is None else Reread(read, most)
+            findings += _learned(problem.posterior, loader, seed + 3, parts)
+        if problem.family().low_rank_part() is not None:
+            findings.append(_low_rank(problem.family, parts))
+        stages.begin("gradients")
+        if gradients and any(parameter.requires_grad for parameter in problem.family.parameters()):
+            _gradients(q, data, allowed, seed, findings, parts)
+    sound, verdict = _verdict(findings, result, network)
+    return Report(findings, sound, verdict, parts)
+
+
+def _low_rank(family: Family, parts: dict[str, Any]) -> Finding:
+    parts["spectrum"] = spectrum(family)
+    level = "note" if parts["spectrum"].matter == 0 else "good"
+    largest = parts["spectrum"].eigenvalues[:3].tolist()
+    value = ", ".join(f"{x:.3g}" for x in largest) or "none"
+    return Finding("low-rank part", value, level, parts["spectrum"].verdict)
+
+
+def _weights(
+    q: Any, data: Any, problem: Problem, allowed: Allowance, seed: int, findings: list[Finding], parts: dict[str, Any]
+) -> None:
+    """k̂, and where it allows them the corrected moments."""
+    network, draws = problem.posterior is not None, allowed.draws
     try:
         if draws < 1:
             raise Unavailable(allowed.too_few("draws", FEWEST_DRAWS))
@@ -102,22 +137,6 @@ def diagnose(
         if not network or weighted.k < K_LIMIT:
             parts["moments"] = weighted.moments()
             findings += _moments(weighted, parts["moments"], problem.space)
-    if result is not None:
-        findings += _fit(result)
-    if problem.posterior is not None and problem.batches is not None:
-        read, most = problem.batches, allowed.batches[1]
-        loader = read.loader if most is None else Reread(read, most)
-        findings += _learned(problem.posterior, loader, seed + 3, parts)
-    if problem.family().low_rank_part() is not None:
-        parts["spectrum"] = spectrum(problem.family)
-        level = "note" if parts["spectrum"].matter == 0 else "good"
-        largest = parts["spectrum"].eigenvalues[:3].tolist()
-        value = ", ".join(f"{x:.3g}" for x in largest) or "none"
-        findings.append(Finding("low-rank part", value, level, parts["spectrum"].verdict))
-    if gradients and any(parameter.requires_grad for parameter in problem.family.parameters()):
-        _gradients(q, data, allowed, seed, findings, parts)
-    sound, verdict = _verdict(findings, result, network)
-    return Report(findings, sound, verdict, parts)
 
 
 def _fit(result: Result) -> list[Finding]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..basics.budget import SHARE, default_passes
 from ..basics.checks import check_seed
 from ..objective import Estimate
 from ..posterior import PosteriorBase
 from ..result import Result
 from ..training.batches import Batches
-from ..training.budget import SHARE, default_passes
 from ..training.comparing import elbo_over
 from ..training.fit import fit
 from ..training.grow import grow

@@ -46,8 +46,11 @@ class Detached(NamedTuple):
 
     draws: Draws  # theta is a leaf
     log_q: Tensor  # [S], a leaf
-    #: from the gradients at theta [S, P] and log_q [S] to those of the tensors that the density is made of
-    pull: Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor | LowRankGradient]]]
+    #: from the gradients at theta [S, P] and log_q [S] to those of the tensors that the density is made of; where there
+    #: is a third argument [S], it times theta is added to the first
+    pull: Callable[..., list[tuple[Tensor, Tensor | LowRankGradient]]]
+    #: θ·θ [S] in float64, where it is known
+    squares: Tensor | None = None
 
 
 class Density(ABC):

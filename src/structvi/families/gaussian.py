@@ -94,14 +94,17 @@ class Gaussian(Density):
         if (state := self.state()) is None:
             return None
         with torch.no_grad():
-            theta, log_q, saved = fused.forward(state, *self._noise(groups, coupling, generator))
+            theta, log_q, squares, saved = fused.forward(state, *self._noise(groups, coupling, generator))
         draws = Draws(theta.requires_grad_(), theta.new_full((len(theta),), 1 / len(theta)))
         sources = state.mean, state.log_scale, state.factor
 
-        def pull(g: Tensor, g_q: Tensor) -> list[tuple[Tensor, Tensor | fused.LowRankGradient]]:
-            return list(zip(sources, fused.backward(saved, g, g_q), strict=True))
+        def pull(
+            g: Tensor, g_q: Tensor, slope: Tensor | None = None
+        ) -> list[tuple[Tensor, Tensor | fused.LowRankGradient]]:
+            *vectors, factor = fused.backward(saved, g, g_q, theta.detach(), slope)
+            return list(zip(sources, (*vectors, factor._replace(vectors=sources[:2])), strict=True))
 
-        return Detached(draws, log_q.requires_grad_(), pull)
+        return Detached(draws, log_q.requires_grad_(), pull, squares)
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
         check_draw(groups, coupling, generator, self.mean.device)

@@ -19,7 +19,7 @@ from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
 from .likelihoods import Categorical, Likelihood
-from .priors.base import Prior, SeparablePrior, log_prior
+from .priors.base import ByHand, Prior, PriorModule, SeparablePrior, log_prior
 from .target import NOTHING, check_theta
 
 #: Whether this thread's networks run in full precision, whatever `precision` says.
@@ -202,6 +202,12 @@ class BayesianModel(nn.Module):
             own = self.likelihood.log_prior(self.likelihood_values(theta, fixed))
             value = value + _per_draw(own, theta, "likelihood's log_prior")
         return value
+
+    def prior_by_hand(self, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
+        """log p(θ) and its gradient without a graph, where the prior has them; None: ask `log_prior`."""
+        if self.likelihood_names or not isinstance(self.prior, PriorModule):
+            return None
+        return self.prior.by_hand(self.net_space, theta, squares)
 
     def likelihood_values(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """The likelihood's random tensors at the draws θ [S, P], by its own names: [S, *shape] each."""

@@ -55,8 +55,12 @@ def call_network(
         held = {name: p.detach() for name, p in twin.parameters if name not in tensors}
         buffers = twin.copied_buffers()
         every = {**held, **buffers, **tensors}
+        direct = functional is functional_call and twin.private and not tied and every.keys() <= twin.places.keys()
         with kernels_that_serve(twin, some), _autocast(some.device, precision):
-            output = functional(twin.net, every, tuple(arguments), dict(keywords), tie_weights=tied)
+            if direct:
+                output = twin.called(every, arguments, keywords)
+            else:
+                output = functional(twin.net, every, tuple(arguments), dict(keywords), tie_weights=tied)
         if buffers:
             twin.note_changes(buffers, every)
         return output

@@ -18,6 +18,7 @@ from ..basics.checks import check_integer
 from ..basics.garbage import uncollected
 from ..basics.random_streams import alone, borrowed_stream
 from ..basics.sizes import in_words
+from .batched_linear import BatchedLinear
 
 Mode = Literal["auto", "vmap", "loop"]
 
@@ -195,19 +196,35 @@ class Evaluation:
 
 
 def _loop(function: Callable[[Tensor], Any], theta: Tensor) -> Any:
-    # the backward pass of unbind copies: not where there is one row
-    outputs = [function(row) for row in (theta.unbind(0) if len(theta) > 1 else [theta.squeeze(0)])]
+    if len(theta) == 1:  # the backward passes of unbind and stack copy
+        return pytree.tree_map(_one, out) if not isinstance(out := function(theta.squeeze(0)), Tensor) else _one(out)
+    outputs = [function(row) for row in theta.unbind(0)]
     return pytree.tree_map(_stack, outputs[0], *outputs[1:])
 
 
 def _stack(*rows: Any) -> Tensor:
-    if not isinstance(rows[0], Tensor):
-        raise TypeError(f"expected a tensor, or tensors in tuples, lists and dicts, got {type(rows[0]).__name__}")
+    _check_tensor(rows[0])
     return torch.stack(rows)
 
 
+def _one(row: Any) -> Tensor:
+    _check_tensor(row)
+    return row.unsqueeze(0)
+
+
+def _check_tensor(row: Any) -> None:
+    if not isinstance(row, Tensor):
+        raise TypeError(f"expected a tensor, or tensors in tuples, lists and dicts, got {type(row).__name__}")
+
+
 def _vmap(function: Callable[[Tensor], Any], theta: Tensor, chunk: int | None) -> Any:
-    return vmap(function, randomness="different", chunk_size=chunk)(theta)
+    with BatchedLinear() if pays_batched(theta) else nullcontext():
+        return vmap(function, randomness="different", chunk_size=chunk)(theta)
+
+
+def pays_batched(theta: Tensor) -> bool:
+    """Whether copies of weight gradients are worth avoiding."""
+    return theta.is_cuda
 
 
 def _prove(function: Callable[[Tensor], Any], theta: Tensor) -> str:

@@ -5,17 +5,19 @@ batch, so that all batches see the same weights and neither [S, B, ..] nor [S, P
 batch is the mixture of its chunks' predictives. Over batches only sums and histograms are kept.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from functools import reduce
-from math import nan, sqrt
+from math import floor, nan, sqrt
 from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..basics.checks import check_iterable
+from ..basics.budget import batches_within
+from ..basics.checks import check_iterable, check_positive
+from ..basics.shown import shown
 from ..couplings import Coupling, naive
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
@@ -27,6 +29,8 @@ from .summary import Score, Summary
 
 #: So many means and scales of draws are held at once for the pairs of the CRPS.
 CRPS_NUMBERS = 2**22
+#: A budget of passes leaves so many draws: with fewer the mixture is another one.
+FEWEST_DRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def evaluate(
     generator: torch.Generator | None = None,
     linearise: bool | None = None,
     calibrated: bool = True,
+    passes: float | None = None,
+    progress: bool = True,
 ) -> Metrics:
     """All metrics of a posterior's predictions on a loader, in memory that grows with neither draws nor batches.
 
@@ -106,6 +112,10 @@ def evaluate(
         draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`. Where a temperature or a
             scale is applied, all draws of a batch are held at once.
         levels: the probabilities of the central intervals whose coverage is measured.
+        passes: how many passes over the loader, of one draw each, it may take: all draws by default. With fewer passes
+            than draws so many draws are taken, but not below 16; where 16 are still too many, of a loader with a
+            length, every second, third .. batch is read. `count` and `draws` of the answer say what it is made of.
+        progress: show a bar, in a terminal.
 
     Example:
         >>> from torch import nn
@@ -115,13 +125,26 @@ def evaluate(
         ['aurc', 'count', 'coverage', 'crps', 'draws', 'nlpd', 'nlpd_se', 'rmse']
     """
     check_iterable(loader)
+    if passes is not None:
+        check_positive(passes, "passes")
+        draws = min(draws, max(FEWEST_DRAWS, floor(passes)))
     chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     totals = _Totals(tuple(levels))
-    for batch in loader:
+    length = len(loader) if isinstance(loader, Sized) else None
+    most = None if passes is None else batches_within(passes, chunks.draws, length)
+    for batch in shown(_spread(loader, length, most), most or length, "evaluate", progress):
         batch = on_device(batch, chunks.device)
         inputs, target = chunks.split(batch)
         totals.add(*_summary(chunks, inputs, target), posterior.model.likelihood, target)
     return totals.metrics(chunks.draws)
+
+
+def _spread(loader: Iterable[Any], length: int | None, most: int | None) -> Iterable[Any]:
+    """So many of the batches, at even distances: a loader may be sorted."""
+    if length is None or most is None:
+        return loader
+    chosen = {index * length // most for index in range(most)}
+    return (batch for index, batch in enumerate(loader) if index in chosen)
 
 
 def ood_auroc(

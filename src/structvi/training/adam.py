@@ -22,6 +22,8 @@ DEFAULT_LR = 0.02
 #: at every step, signal or not, and a column, whose length matters when it is one, by √P times that: at the full rate
 #: the noise of twenty columns costs more than they bring (docs/optimisation.md).
 FACTOR_RATE = 2.5
+#: Numbers of a factor's gradient that are made at once on a CPU.
+_COLUMNS = 2**18
 
 
 class Adam(torch.optim.Adam):
@@ -44,6 +46,7 @@ class Adam(torch.optim.Adam):
         #: the factors that can be moved by a thin gradient
         self.thin = {f.parameter for f in factors if kernels_serve(f.parameter) or _by_columns(f.parameter)}
         served = [f for f in factors if kernels_serve(f.parameter)]
+        self._families = [(f.parameter, *f.beside) for f in served if len(f.beside) == 2]
         # moved by the kernels, and what is beside them too
         self._by_kernel = {parameter for f in served for parameter in (f.parameter, *f.beside)}
 
@@ -93,8 +96,9 @@ class Adam(torch.optim.Adam):
         for parameter in [p for group in self.param_groups for p in group["params"]]:
             if parameter.grad is not None or parameter in thin:
                 self._moments(parameter)
+        done = self._step_families(thin, coefficient, make) if make is not None else set()
         for group in self.param_groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None]
+            with_gradient = [p for p in group["params"] if p.grad is not None and p not in done]
             if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
                 torch._foreach_mul_([p.grad for p in with_gradient], coefficient)  # pyright: ignore[reportPrivateImportUsage]
             # a factor with a whole gradient (of a mixture's part, a block) is a parameter like others
@@ -106,12 +110,25 @@ class Adam(torch.optim.Adam):
                     assert parameter.grad is not None
                     ones = parameter.new_ones(1, 1)
                     self._step_low_rank(parameter, parameter.grad.unsqueeze(0), ones, group, dense, make)
-                elif (gradient := thin.get(parameter)) is not None:
+                elif parameter not in done and (gradient := thin.get(parameter)) is not None:
                     if parameter in self._by_kernel:
                         self._step_low_rank(parameter, gradient.A, gradient.Z, group, coefficient, make)
                     else:
                         self._step_columns(parameter, gradient.A, gradient.Z * coefficient, group)
         return loss
+
+    def step_clipped(self, elbo: Tensor, norm: Tensor, thin: Thin, clip: float, make: Tensor | None = None) -> None:
+        """One step of which the host reads nothing: clipped on the device, and left out there where it is not finite.
+
+        Args:
+            elbo, norm: of the step, [groups] and [], in float64.
+            thin: as in `step`.
+            clip: the largest norm of the gradient.
+            make: 0 to leave everything as it is.
+        """
+        finite = torch.isfinite(elbo.sum() + norm).float()
+        coefficient = (clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
+        self.step(thin=thin, coefficient=coefficient, make=finite if make is None else make * finite)
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -143,14 +160,45 @@ class Adam(torch.optim.Adam):
         _fused(values, gradients, first, second, steps, group, **scale)
 
     def _step_columns(self, parameter: Tensor, A: Tensor, Z: Tensor, group: dict) -> None:
-        """A factor [P, K] that lies column by column, with the gradient AᵀZ: made a column at a time."""
+        """A factor [P, K] that lies column by column, with the gradient AᵀZ: made some columns at a time."""
         state = self._moments(parameter)
         state["step"] += 1
-        column = A.new_empty(1, len(parameter))
-        for k, z in enumerate(Z.mT.contiguous().unsqueeze(1)):  # [1, R]
-            torch.mul(A, z, out=column) if len(A) == 1 else torch.mm(z, A, out=column)
-            value, first, second = (x[:, k] for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-            _fused([value], [column[0]], [first], [second], [state["step"]], group)
+        P, K = parameter.shape
+        most = max(1, _COLUMNS // P)
+        columns = A.new_empty(min(most, K), P)
+        for start in range(0, K, most):
+            some = slice(start, min(start + most, K))
+            z, gradient = Z[:, some].mT, columns[: some.stop - start]  # [k, R], [k, P]
+            torch.mul(z, A, out=gradient) if len(A) == 1 else torch.mm(z, A, out=gradient)
+            value, first, second = (x.mT[some] for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            _fused([value], [gradient], [first], [second], [state["step"]], group)
+
+    def _step_families(self, thin: Thin, coefficient: Any, make: Tensor) -> set[Tensor]:
+        """Factors with mean and scale beside them in one launch each, where all three have gradients; and which."""
+        done: set[Tensor] = set()
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for family in self._families:
+            factor, *vectors = family
+            group = groups[factor]
+            alike = all(groups[x]["betas"] == group["betas"] and groups[x]["eps"] == group["eps"] for x in vectors)
+            gradients = [x.grad for x in vectors if x.grad is not None]
+            if factor not in thin or len(gradients) < len(vectors) or not alike:
+                continue
+            from ..families.numerics import triton_adam  # Triton takes long to import
+
+            states = [self._moments(x) for x in family]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, [make] * 3)  # pyright: ignore[reportPrivateImportUsage]
+            parts = [
+                triton_adam.Moved(x, state["exp_avg"], state["exp_avg_sq"], state["step"], groups[x]["lr"])
+                for x, state in zip(family, states, strict=True)
+            ]
+            gradient, pairs = thin[factor], list(zip(parts[1:], gradients, strict=True))
+            triton_adam.adam_family(
+                parts[0], gradient.A, gradient.Z, pairs, coefficient, make, group["betas"], group["eps"]
+            )
+            done.update(family)
+        return done
 
     def _step_low_rank(
         self, parameter: Tensor, A: Tensor, Z: Tensor, group: dict, coefficient: Any, make: Tensor | None
@@ -166,9 +214,9 @@ class Adam(torch.optim.Adam):
         matrices = [x if x.ndim == 2 else x.unsqueeze(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]
         value, first, second = matrices
         lr, clip = scalars
-        from ..families.numerics import triton_kernels  # Triton takes long to import
+        from ..families.numerics import triton_adam  # Triton takes long to import
 
-        triton_kernels.adam(value, first, second, A, Z, state["step"], lr, clip, made, group["betas"], group["eps"])
+        triton_adam.adam(value, first, second, A, Z, state["step"], lr, clip, made, group["betas"], group["eps"])
 
 
 def _fused(values: list, gradients: list, first: list, second: list, steps: list, group: dict, **scale: Any) -> None:
@@ -199,10 +247,19 @@ def _in_order(x: Tensor, parameter: Tensor) -> Tensor:
 
 def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({})) -> Tensor:
     """The norm of all gradients, the thin ones too, as a tensor."""
-    norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])  # pyright: ignore[reportPrivateImportUsage]
-    squares = [norm.double().square() for norm in norms]
-    squares += [gradient.squared_norm() for gradient in thin.values()]
-    return torch.stack(squares).sum().sqrt()
+    squares, counted = [], set()
+    for gradient in thin.values():
+        whole, vectors = gradient.with_vectors, gradient.vectors
+        if whole is not None and vectors and all(x.is_leaf and x.requires_grad for x in vectors):
+            squares.append(whole)
+            counted.update(vectors)
+        else:
+            squares.append(gradient.squared_norm())
+    others = [p.grad for p in parameters if p.grad is not None and p not in counted]
+    if others:
+        norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
+        squares.append(torch.stack(norms).double().square().sum())
+    return sum(squares[1:], squares[0]).sqrt()
 
 
 def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:

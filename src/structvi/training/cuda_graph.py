@@ -69,9 +69,7 @@ class CapturedStep:
     def _body(self, gradient: Gradient) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
         elbo, norm, thin = gradient([self.batch], (self.weight,), self.temperature, self.generator)
-        finite = torch.isfinite(elbo).all() & torch.isfinite(norm)
-        coefficient = (self.clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
-        self.optimizer.step(thin=thin, coefficient=coefficient, make=self.make * finite)
+        self.optimizer.step_clipped(elbo, norm, thin, self.clip, self.make)
         return elbo, norm
 
     def __call__(self, batch: Any, weight: float, temperature: float) -> tuple[Tensor, Tensor]:

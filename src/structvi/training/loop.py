@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
+from ..basics.budget import STEP, batches_within, default_passes
 from ..basics.interrupts import uninterrupted
 from ..basics.random_streams import borrowed_stream
+from ..basics.shown import shown
 from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
 from ..objective import Estimate, Estimator, NonFiniteError, not_finite
@@ -21,14 +23,13 @@ from . import verdict as words
 from .adam import Adam
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
-from .budget import STEP, batches_within, default_passes
 from .checkpoints import save
 from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of, elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .notes import notes_of
 from .optimizers import OptimizerLike, described, make_optimizer
 from .options import Settings
-from .progress import Progress, shown
+from .progress import Progress
 from .result import FitResult, History, Skipped
 from .schedule import Schedule, SchedulerLike
 from .state import FitState

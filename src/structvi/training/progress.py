@@ -2,20 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterable
 from math import isnan
-from typing import Any
 
 from tqdm import tqdm
 
 from ..basics.live import is_live
-
-
-def shown(items: Iterable[Any], total: int | None, label: str, show: bool) -> Iterable[Any]:
-    """The same items; in a terminal or a notebook with a bar that goes when they are read."""
-    if not show or not is_live():
-        return items
-    return tqdm(items, total=total, desc=label, leave=False, unit="batch", dynamic_ncols=True)
 
 
 class Progress:

@@ -1,7 +1,8 @@
 """One training step: draws, network, gradients, clipping and the optimizer; on a GPU captured as one CUDA graph."""
 
 import traceback
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ from torch.utils import _pytree as pytree
 from ..basics.host_reads import unread
 from ..couplings import Coupling, paired
 from ..distributed.ranks import Ranks
-from ..families.density import Detached
+from ..families.density import Density, Detached
 from ..families.numerics.fused import LowRankGradient
 from ..models.batch import rows
 from ..networks.vmap_or_loop import training_key
-from ..objective import Estimator, NonFiniteError, Terms, check_estimator, check_spaces, draw_for, terms_at
+from ..objective import Estimator, NonFiniteError, check_estimator, check_spaces, draw_for, terms_at
 from ..posterior import PosteriorBase
 from .adam import Adam, Thin, gradient_norm
+from .by_hand import AtDraws, gradient_at, rounded
 from .cuda_graph import CapturedStep
 from .memory import explain, need_of, there_is
 
@@ -92,6 +94,7 @@ class Step:
         # the factor's gradient as two thin sides, where the optimizer can take it and it need not travel
         thin = isinstance(optimizer, Adam) and self.ranks.size == 1 and estimator == "path"
         self._thin: set[Tensor] | None = optimizer.thin if isinstance(optimizer, Adam) and thin else None
+        self._moves_unread = isinstance(optimizer, Adam) and self.ranks.size == 1 and generator.device.type == "cuda"
         check_spaces(posterior.family, posterior.model)
         if generator.device.type == "cpu":
             _keep_freed_memory()
@@ -133,6 +136,11 @@ class Step:
         evaluation.captured = self.reason is None
         try:
             graph, elbo, norm, thin = self._gradients(batches, weights, temperature)
+            # where the host would wait for the device, the optimizer is launched before it does
+            moved = graph is None and self._moves_unread
+            if moved:
+                assert isinstance(self.optimizer, Adam)
+                self.optimizer.step_clipped(elbo, norm, thin, self.clip)
         finally:
             evaluation.captured = False
         whole = sum(weights) if whole is None else whole
@@ -140,7 +148,7 @@ class Step:
         if not all(map(isfinite, [*values, size])):
             self.generator.set_state(stream)
             raise self._explained(batches, temperature, not isfinite(sum(values)))
-        if graph is None:
+        if graph is None and not moved:
             self._move(size, thin)
         if isinstance(self.optimizer, Adam):
             self.optimizer.after_step()
@@ -184,48 +192,66 @@ class Step:
         total: Tensor | float = 0.0
         thin: dict[Tensor, list[LowRankGradient]] = {}
         for offset, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            with self.ranks.together():
-                try:
-                    with unread():
-                        terms, detached = self._terms(batch, self.ranks.generator(generator))
-                except (ValueError, TypeError, RuntimeError, IndexError) as error:
-                    error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
-                    raise
-                objective = (terms.fit - _rounded(temperature, terms.complexity) * terms.complexity).mean()
-                if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
-                    raise NonFiniteError("the loss is not finite")
             # a product: of a captured step the weight is a tensor, and CUDA divides one by a number as x·(1/N)
             factor = weight * (-1.0 / self.posterior.model.num_data)
-            (objective * _rounded(factor, objective)).backward()
-            if detached is not None:
-                self._pull(detached, thin)
-            total = total + (terms.fit - terms.complexity).detach().double() * weight
+            density = self.posterior.family()
+            check_estimator(density, self.estimator)
+            detached = None
+            if self._thin is not None and density.has_density:
+                with unread():
+                    detached = density.draw_detached(self.groups, self.coupling, generator)
+            with self._named(offset):
+                if detached is not None:
+                    elbo = self._by_hand(density, detached, batch, factor, temperature, thin)
+                else:
+                    elbo = self._by_graph(density, batch, factor, temperature, generator)
+            total = total + elbo * weight
         assert isinstance(total, Tensor)
         total = self.ranks.reduce(self.named, total)
         joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}
         return total, self.ranks.norm(self.named, lambda own: gradient_norm(own, joined)), joined
 
-    def _terms(self, batch: Any, generator: torch.Generator) -> tuple[Terms, Detached | None]:
-        """The objective at one batch; where its draws are leaves, with the way on from their gradient."""
-        posterior = self.posterior
-        density = posterior.family()
-        check_estimator(density, self.estimator)
-        detached = None
-        if self._thin is not None and density.has_density:
-            detached = density.draw_detached(self.groups, self.coupling, generator)
-        if detached is None:
-            draws, log_q = draw_for(density, self.groups, self.coupling, self.estimator, generator)
-        else:
-            draws, log_q = detached.draws, detached.log_q
-        self.draws = draws.weight.shape[0]
-        with posterior.network_mode():
-            return terms_at(density, draws, log_q, posterior.model, batch, self.groups, self.estimator), detached
+    @contextmanager
+    def _named(self, offset: int) -> Iterator[None]:
+        """Inside, an error knows which of the batches it is about."""
+        try:
+            yield
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
+            raise
 
-    def _pull(self, detached: Detached, thin: dict[Tensor, list[LowRankGradient]]) -> None:
+    def _by_hand(
+        self, density: Density, detached: Detached, batch: Any, factor: Any, temperature: Any,
+        thin: dict[Tensor, list[LowRankGradient]],
+    ) -> Tensor:  # fmt: skip
+        """The ELBO of each group; gradients of the parameters without a graph through the draws."""
+        self.draws = detached.draws.weight.shape[0]
+        model = self.posterior.model
+        with unread(), self.posterior.network_mode():
+            at = gradient_at(density, detached, model, batch, self.groups, factor, temperature)
+        self._pull(detached, at, thin)
+        return at.elbo
+
+    def _by_graph(
+        self, density: Density, batch: Any, factor: Any, temperature: Any, generator: torch.Generator
+    ) -> Tensor:
+        """The ELBO of each group; gradients of the parameters through draws, network and objective."""
+        posterior = self.posterior
+        with self.ranks.together():
+            with unread(), posterior.network_mode():
+                own = self.ranks.generator(generator)
+                draws, log_q = draw_for(density, self.groups, self.coupling, self.estimator, own)
+                self.draws = draws.weight.shape[0]
+                terms = terms_at(density, draws, log_q, posterior.model, batch, self.groups, self.estimator)
+            objective = (terms.fit - rounded(temperature, terms.complexity) * terms.complexity).mean()
+            if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
+                raise NonFiniteError("the loss is not finite")
+        (objective * rounded(factor, objective)).backward()
+        return (terms.fit - terms.complexity).detach().double()
+
+    def _pull(self, detached: Detached, at: AtDraws, thin: dict[Tensor, list[LowRankGradient]]) -> None:
         """From the gradients at the draws to those of the parameters."""
-        theta, log_q = detached.draws.theta, detached.log_q
-        leaves = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (theta, log_q)]
-        for source, gradient in detached.pull(*leaves):
+        for source, gradient in detached.pull(at.theta, at.log_q, at.slope):
             if not source.requires_grad:
                 continue
             if isinstance(gradient, LowRankGradient):
@@ -314,11 +340,6 @@ class Step:
                 torch.cuda.empty_cache()  # what a capture has taken is needed
                 return None
         return self._graphs[key]
-
-
-def _rounded(number: Any, like: Tensor) -> Any:
-    """Of a captured step a tensor, rounded as a number is."""
-    return number.to(like.dtype) if isinstance(number, Tensor) else number
 
 
 def _keep_freed_memory() -> None:

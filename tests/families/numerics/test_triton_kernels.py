@@ -7,12 +7,12 @@ import sys
 # the interpreter has to be asked for before Triton is imported
 CHECK = """
 import torch, structvi as vi
-from structvi.families.numerics import triton_kernels as kernels
+from structvi.families.numerics import triton_adam as kernels
 from structvi.families.numerics.fused import kernels_serve
 from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
 
 for form in (vi.StructuredNormal, vi.StructuredPrecision):
-    for rank, groups in ((1, 1), (3, 3), (17, 1), (3, 20)):  # the last takes its 40 draws in two parts
+    for rank, groups in ((1, 1), (3, 3), (17, 1), (17, 4), (3, 20)):  # the last takes its 40 draws in two parts
         q = family(form(rank), torch.float32)
         assert kernels_serve(q.factor)
         # the test's function has derivatives of about a hundred: that many roundings of float32
@@ -43,8 +43,52 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         factor, first, second, gradient.A, gradient.Z, torch.tensor(4.0), lr, clip, torch.zeros(()), (0.9, 0.999), 1e-8
     )
     assert torch.equal(factor, before)
-# a factor whose gradient is whole, as that of a mixture's part: torch's own Adam
+# a factor with mean and scale beside it, in one launch: as torch's Adam on the clipped gradient; none where make is 0
 from structvi.training.adam import Adam
+for form in (vi.StructuredNormal, vi.StructuredPrecision):
+    q = family(form(3), torch.float32)
+    gradient = thin_gradient(q, vi.paired, 2)
+    ours = Adam(q.parameters(), lr=0.01, factors=q.factors())
+    rates = {id(p): group["lr"] for group in ours.param_groups for p in group["params"]}
+    plain = {name: torch.nn.Parameter(p.detach().clone()) for name, p in q.named_parameters()}
+    theirs = torch.optim.Adam([{"params": [plain[name]], "lr": rates[id(p)]} for name, p in q.named_parameters()])
+    clip, make = torch.tensor(0.5), torch.ones(())
+    for step in (1.0, 2.0, 3.0, 4.0):
+        for name, p in q.named_parameters():
+            dense = gradient.dense() if p is q.factor else torch.sin(step * torch.arange(float(len(p))))
+            plain[name].grad = 0.5 * dense
+            p.grad = None if p is q.factor else dense
+        if step == 4.0:
+            make = torch.zeros(())
+        else:
+            theirs.step()
+        ours.step(thin={q.factor: gradient}, coefficient=clip, make=make)
+    for name, p in q.named_parameters():
+        torch.testing.assert_close(p.detach(), plain[name].detach(), rtol=1e-5, atol=1e-6)
+        assert ours.state[p]["step"].item() == 3
+# slope·θ is added to the gradient at the draws, θ·θ comes with them, and the norm of all three gradients
+from structvi.training.adam import gradient_norm
+for form in (vi.StructuredNormal, vi.StructuredPrecision):
+    for groups in (1, 3):  # one draw after the other, and tiles
+        q = family(form(3), torch.float32)
+        detached = q().draw_detached(groups, vi.paired, torch.Generator().manual_seed(5))
+        theta, S = detached.draws.theta.detach(), 2 * groups
+        close(detached.squares, theta.double().square().sum(-1), 1e-6)
+        g, g_q, slope = torch.randn(theta.shape), torch.randn(S), torch.randn(S)
+        got = detached.pull(g, g_q, slope)
+        expected = detached.pull(g + slope.unsqueeze(-1) * theta, g_q)
+        for (_, one), (_, other) in zip(got[:2], expected[:2], strict=True):
+            close(one, other, 1e-5)
+        close(got[2][1].dense(), expected[2][1].dense(), 1e-5)
+        for source, gradient in got[:2]:
+            source.grad = gradient
+        whole = torch.cat([q.mean.grad, q.log_scale.grad, got[2][1].dense().flatten()])
+        close(gradient_norm(q.parameters(), {q.factor: got[2][1]}).float(), whole.norm(), 1e-5)
+        q.mean.requires_grad_(False)  # held
+        q.mean.grad = None
+        without = whole[len(q.mean) :]
+        close(gradient_norm(q.parameters(), {q.factor: got[2][1]}).float(), without.norm(), 1e-5)
+# a factor whose gradient is whole, as that of a mixture's part: torch's own Adam
 q = vi.Mixture(vi.StructuredNormal(3), 2).bind(vi.Parameters({"z": torch.randn(37)}), torch.Generator().manual_seed(0))
 plain = [torch.nn.Parameter(p.detach().clone()) for p in q.parameters()]
 ours = Adam(q.parameters(), lr=0.01, factors=q.factors())

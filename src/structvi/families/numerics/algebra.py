@@ -4,6 +4,7 @@ Products are taken in blocks of the weights in their own precision and the block
 does not grow with P, and nothing of size P is ever copied to float64.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,13 +13,21 @@ from torch import Tensor
 from ...basics.host_reads import reads
 
 _BLOCK = 4096  # weights whose products are added in their own precision
+_LEAST = 256  # a block that leaves no rest has at least so many
 _SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
 
 
-def _blocks(P: int) -> list[int]:
-    """P as whole blocks and a rest."""
-    rest = P % _BLOCK
-    return [P - rest, rest]
+@lru_cache(maxsize=256)
+def _cut(P: int) -> tuple[int, list[int]]:
+    """The size of a block; and P as whole blocks and a rest, which is none where a divisor of P is a good size.
+
+    Example:
+        >>> _cut(10_000), _cut(10_007)
+        ((2500, [10000, 0]), (4096, [8192, 1815]))
+    """
+    block = next((size for size in range(_BLOCK, _LEAST - 1, -1) if P % size == 0), _BLOCK)
+    rest = P % block
+    return block, [P - rest, rest]
 
 
 def sum_weights(x: Tensor) -> Tensor:
@@ -26,8 +35,11 @@ def sum_weights(x: Tensor) -> Tensor:
     P = x.shape[-1]
     if x.dtype == torch.float64 or P <= _BLOCK:
         return x.sum(-1, dtype=torch.float64)
-    whole, rest = torch.split(x, _blocks(P), dim=-1)
-    return whole.unflatten(-1, (-1, _BLOCK)).sum(-1).sum(-1, dtype=torch.float64) + rest.sum(-1, dtype=torch.float64)
+    block, (size, rest) = _cut(P)
+    if not rest:
+        return x.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64)
+    whole, few = torch.split(x, [size, rest], dim=-1)
+    return whole.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64) + few.sum(-1, dtype=torch.float64)
 
 
 class SumSquares(torch.autograd.Function):
@@ -40,10 +52,11 @@ class SumSquares(torch.autograd.Function):
         P = x.shape[-1]
         if x.dtype == torch.float64 or P <= _BLOCK:
             return x.square().sum(-1, dtype=torch.float64)
-        whole, rest = torch.split(x, _blocks(P), dim=-1)
-        whole = whole.unflatten(-1, (-1, _BLOCK))
-        norms = torch.linalg.vector_norm(whole, dim=-1).double()
-        return norms.square().sum(-1) + rest.square().sum(-1, dtype=torch.float64)
+        block, (size, rest) = _cut(P)
+        whole, few = torch.split(x, [size, rest], dim=-1) if rest else (x, None)
+        norms = torch.linalg.vector_norm(whole.unflatten(-1, (-1, block)), dim=-1).double()
+        squares = norms.square().sum(-1)
+        return squares if few is None else squares + few.square().sum(-1, dtype=torch.float64)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -57,6 +70,8 @@ class SumSquares(torch.autograd.Function):
 
 def sum_squares(x: Tensor) -> Tensor:
     """Σ_p x[.., p]² in float64: [.., P] → [..]."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return SumSquares.forward(x)
     return SumSquares.apply(x)  # pyright: ignore[reportReturnType]
 
 
@@ -65,9 +80,11 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
     P = x.shape[-1]
     if x.dtype == torch.float64 or P <= _BLOCK:
         return x.double() @ factor.double()
-    (x, x_rest), (factor, factor_rest) = torch.split(x, _blocks(P), dim=-1), torch.split(factor, _blocks(P))
-    blocks = torch.bmm(x.unflatten(-1, (-1, _BLOCK)).transpose(0, 1), factor.unflatten(0, (-1, _BLOCK)))  # [., S, K]
-    return blocks.sum(0, dtype=torch.float64) + (x_rest @ factor_rest).double()
+    block, sizes = _cut(P)
+    (x, x_rest), (factor, factor_rest) = torch.split(x, sizes, dim=-1), torch.split(factor, sizes)
+    blocks = torch.bmm(x.unflatten(-1, (-1, block)).transpose(0, 1), factor.unflatten(0, (-1, block)))  # [., S, K]
+    whole = blocks.sum(0, dtype=torch.float64)
+    return whole + (x_rest @ factor_rest).double() if sizes[1] else whole
 
 
 class _Gram(torch.autograd.Function):

@@ -13,7 +13,7 @@ and in both (θ − μ)ᵀΛ(θ − μ) = ε·ε + p·z + (p + GᵀG z)·u.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from math import log, pi
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from .algebra import SumSquares, half_log_det, project, sum_weights
 
 _SLAB = 1 << 19  # weights that a pass on the CPU handles at once
+_PRODUCTS = 64  # from S·K of these on products of all draws with the factor are one matrix product
 
 #: An all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out.
 Reduce = Callable[[Tensor], Tensor]
@@ -38,6 +39,10 @@ class LowRankGradient(NamedTuple):
     Z: Tensor  # [R, K]
     #: |AᵀZ|² in float64, where the pass that made A has summed it up
     square: Tensor | None = None
+    #: that and the squares of the gradients of mean and log scale together, likewise
+    with_vectors: Tensor | None = None
+    #: the mean and log scale that it is about
+    vectors: tuple[Tensor, ...] = ()
 
     @classmethod
     def joined(cls, parts: "Sequence[LowRankGradient]") -> "LowRankGradient":
@@ -98,56 +103,77 @@ class Saved(NamedTuple):
     epsilon: Tensor  # [S, P]
     z: Tensor  # [S, K]
     u: Tensor  # [S, K]
-    cholesky: Tensor  # of M
+    inverse: Tensor  # M⁻¹ [K, K], in float64
     precision: bool
     reduce: Reduce | None
 
 
-def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    """θ [S, P] and log q(θ) [S], without a graph, and what `backward` needs."""
+def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Saved]:
+    """θ [S, P] and log q(θ) [S] without a graph, θ·θ [S] where it comes with them, and what `backward` needs."""
     mean, log_scale, factor, unit, precision, reduce = state
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
-    scale = log_scale.exp()
-    compute = _passes(factor)
-    sums = Sums(*[*compute.sums(scale, factor, unit, precision, epsilon), sum_weights(log_scale)]).reduced(reduce)
-    P = len(mean)
+    compute, P = _passes(factor), len(mean)
+    scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
+    sums = Sums(*of_weights).reduced(reduce)
     if reduce is not None:
         P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
+    if reduce is None and compute.solves(factor.shape[-1]):
+        u, log_q, inverse = compute.solve(*sums, z, precision, P)
+    else:
+        u, log_q, inverse = _solve(sums, z, precision, P)
+    theta, squares = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+    squares = squares if reduce is None else None
+    return theta, log_q, squares, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
+
+
+def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """u = M⁻¹(z − p), log q and M⁻¹: [S, K], [S], [K, K]."""
     quadratic, determinant = sums.squares, sums.log_scale
-    u = z
-    if K := factor.shape[-1]:
-        M = sums.gram + torch.eye(K, dtype=torch.float64, device=mean.device)
+    if K := z.shape[-1]:
+        M = sums.gram + torch.eye(K, dtype=torch.float64, device=z.device)
         # M ≥ I: only numbers that are not finite can make this fail, and then the bound is not finite either
         L, _ = torch.linalg.cholesky_ex(M)
+        inverse = torch.cholesky_inverse(L)
         p, z64 = sums.projection, z.double()
-        half = torch.linalg.solve_triangular(L, (z64 - p).mT, upper=False)
-        u64 = torch.linalg.solve_triangular(L.mT, half, upper=True).mT
-        quadratic = quadratic + (p * z64).sum(-1) + ((p + z64 @ sums.gram) * u64).sum(-1)
+        u64 = (z64 - p) @ inverse
+        quadratic = quadratic + (p * z64 + (p + z64 @ sums.gram) * u64).sum(-1)
         determinant = determinant + (-1 if precision else 1) * half_log_det(L)
         u = u64.to(z.dtype)
     else:
-        L = sums.gram
-    theta = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
-    log_q = (-0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P).to(mean.dtype)
-    return theta, log_q, Saved(scale, factor, unit, epsilon, z, u, L, precision, reduce)
+        u, inverse = z, sums.gram
+    log_q = (-0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P).to(z.dtype)
+    return u, log_q, inverse
 
 
 @torch.no_grad()
-def backward(saved: Saved, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, LowRankGradient]:
-    """Gradients of mean and log scale [P], and of the factor as two thin sides."""
-    scale, factor, unit, epsilon, z, u, L, precision, reduce = saved
+def backward(
+    saved: Saved, g: Tensor, g_q: Tensor, theta: Tensor | None = None, slope: Tensor | None = None
+) -> tuple[Tensor, Tensor, LowRankGradient]:
+    """Gradients of mean and log scale [P], and of the factor as two thin sides.
+
+    Args:
+        saved: of `forward`.
+        g, g_q: the gradients at the draws [S, P] and at log q [S].
+        theta, slope: to the first, slope [S] times θ [S, P] is added.
+    """
+    scale, factor, unit, epsilon, z, u, inverse, precision, reduce = saved
     compute = _passes(factor)
     common = scale, factor, unit
+    if theta is None or slope is None:
+        theta, slope = g, torch.zeros_like(g_q)
     if not precision:
-        mean_gradient, scale_gradient, A, square = compute.back_covariance(*common, epsilon, u, z, g, g_q)
-        return mean_gradient, scale_gradient, LowRankGradient(A, z, square)
-    g, projection = compute.pull(*common, epsilon, z, g, g_q)
+        *gradients, A, squares = compute.back_covariance(*common, epsilon, u, z, g, g_q, theta, slope)
+        return *gradients, _with_squares(A, z, squares)
+    g, projection = compute.pull(*common, epsilon, z, g, g_q, theta, slope)
     if reduce is not None:
         projection = reduce(projection)
-    half = torch.linalg.solve_triangular(L, projection.mT, upper=False)
-    v = torch.linalg.solve_triangular(L.mT, half, upper=True).mT.to(z.dtype)
-    mean_gradient, scale_gradient, A, square = compute.back_precision(*common, epsilon, u, v, g)
-    return mean_gradient, scale_gradient, LowRankGradient(A, torch.cat([u, v]), square)
+    v = (projection @ inverse).to(z.dtype)
+    *gradients, A, squares = compute.back_precision(*common, epsilon, u, v, g)
+    return *gradients, _with_squares(A, torch.cat([u, v]), squares)
+
+
+def _with_squares(A: Tensor, Z: Tensor, squares: Tensor | None) -> LowRankGradient:
+    return LowRankGradient(A, Z) if squares is None else LowRankGradient(A, Z, squares[2], squares.sum())
 
 
 class _Drawn(torch.autograd.Function):
@@ -155,7 +181,7 @@ class _Drawn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, mean, log_scale, factor, unit, precision, reduce, epsilon, z):
-        theta, log_q, saved = forward(State(mean, log_scale, factor, unit, precision, reduce), epsilon, z)
+        theta, log_q, _, saved = forward(State(mean, log_scale, factor, unit, precision, reduce), epsilon, z)
         *tensors, ctx.precision, ctx.reduce = saved
         ctx.save_for_backward(*tensors)
         return theta, log_q
@@ -163,8 +189,8 @@ class _Drawn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g: Tensor, g_q: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scale, factor, unit, epsilon, z, u, cholesky = ctx.saved_tensors
-        saved = Saved(scale, factor, unit, epsilon, z, u, cholesky, ctx.precision, ctx.reduce)
+        scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
+        saved = Saved(scale, factor, unit, epsilon, z, u, inverse, ctx.precision, ctx.reduce)
         mean_gradient, scale_gradient, gradient = backward(saved, g, g_q)
         factor_gradient = gradient.dense() if ctx.needs_input_grad[2] else None
         return mean_gradient, scale_gradient, factor_gradient, *[None] * 5
@@ -197,8 +223,12 @@ class _Slabs:
     """The passes in torch, a slab of the weights at a time: temporaries stay in the cache. As in `triton_kernels`."""
 
     @staticmethod
-    def sums(scale, factor, unit, precision, epsilon):
-        K = factor.shape[-1]
+    def solves(K):
+        return False
+
+    @staticmethod
+    def sums(log_scale, factor, unit, precision, epsilon):
+        K, scale = factor.shape[-1], log_scale.exp()
         gram = factor.new_zeros(K, K, dtype=torch.float64)
         projection = factor.new_zeros(len(epsilon), K, dtype=torch.float64)
         if K:
@@ -206,7 +236,7 @@ class _Slabs:
                 G = factor[at] * ratio(scale[at], unit[at], precision).unsqueeze(-1)
                 gram += project(G.mT, G)
                 projection += project(epsilon[:, at], G)
-        return gram, projection, SumSquares.forward(epsilon)
+        return scale, gram, projection, SumSquares.forward(epsilon), sum_weights(log_scale)
 
     @staticmethod
     def place(mean, scale, factor, unit, precision, epsilon, a):
@@ -215,33 +245,43 @@ class _Slabs:
             for at in _slabs(scale):
                 weight = scale[at].square() / unit[at] if precision else unit[at]
                 theta[:, at].addcmul_(a @ factor[at].mT, weight)
-        return theta
+        return theta, None
 
     @staticmethod
-    def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q):
-        """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score; |AᵀZ|² is left to who wants it."""
+    def back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope):
+        """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score; squares are left to who wants them.
+
+        One draw after the other: a vector stays in the cache from one operation to the next, and none is made anew.
+        """
+        g = _sloped(g, theta, slope)
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
         A = torch.empty_like(g) if K else g
-        # of one draw g' is the gradient of the mean itself
-        every = mean_gradient.unsqueeze(0) if S == 1 else torch.empty_like(g)
+        cotangents = g_q.tolist()
         for at in _slabs(scale):
-            s, s0, e, pulled = scale[at], unit[at], epsilon[:, at], every[:, at]
-            t = torch.addcmul(e, u @ factor[at].mT, s0 / s) if K else e
-            if S > 1:
-                torch.addcmul(g[:, at], t / s, g_q.unsqueeze(-1), value=-1, out=pulled)
-                torch.sum(pulled, 0, out=mean_gradient[at])
-                torch.mul((pulled * e).sum(0), s, out=scale_gradient[at])
-            else:
-                torch.addcmul(g[:, at], t, g_q / s, value=-1, out=pulled)
-                torch.mul(pulled[0], e[0], out=scale_gradient[at]).mul_(s)
-            if K:
-                torch.mul(pulled, s0, out=A[:, at])
+            s, s0 = scale[at], unit[at]
+            to_mean, to_scale = mean_gradient[at], scale_gradient[at]
+            ratio = s0 / s if K else s
+            pulled = torch.empty_like(s) if S > 1 else to_mean
+            for draw, product in enumerate(_products(u, factor[at])):
+                e = epsilon[draw, at]
+                t = e if product is None else torch.addcmul(e, product, ratio)
+                own = pulled if draw else to_mean  # the first is where the sum begins
+                torch.addcdiv(g[draw, at], t, s, value=-cotangents[draw], out=own)
+                if K:
+                    torch.mul(own, s0, out=A[draw, at])
+                if draw:
+                    to_scale.addcmul_(own, e)
+                    to_mean.add_(own)
+                else:
+                    torch.mul(own, e, out=to_scale)
+            to_scale.mul_(s)
         return mean_gradient, scale_gradient, A, None
 
     @staticmethod
-    def pull(scale, factor, unit, epsilon, z, g, g_q):
-        """g' = g + g_q·score in the precision form, and Gᵀ(s∘g')."""
+    def pull(scale, factor, unit, epsilon, z, g, g_q, theta, slope):
+        """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g')."""
+        g = _sloped(g, theta, slope)
         pulled, projection = torch.empty_like(g), torch.zeros_like(z, dtype=torch.float64)
         for at in _slabs(scale):
             F, s, s0 = factor[at], scale[at], unit[at]
@@ -267,6 +307,18 @@ class _Slabs:
             torch.mul(w, r, out=A[:S, at])
             torch.mul(y, -r, out=A[S:, at])
         return mean_gradient, scale_gradient, A, None
+
+
+def _products(a: Tensor, factor: Tensor) -> Iterable[Tensor | None]:
+    """F a_s of each draw, [P]: for few columns one by one, which is faster and needs no room for all of them."""
+    (S, K), together = a.shape, a.numel() >= _PRODUCTS
+    if K == 0:
+        return [None] * S
+    return a @ factor.mT if together else (torch.mv(factor, row) for row in a)
+
+
+def _sloped(g: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
+    return g if theta is g else g.addcmul_(theta, slope.unsqueeze(-1))
 
 
 def _slabs(weights: Tensor) -> list[slice]:

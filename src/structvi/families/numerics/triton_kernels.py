@@ -7,150 +7,143 @@ over 1024 of them and added in float64, as everywhere.
 # Triton's decorators hide what is called with what:
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
-
-from math import log
+# pyright: reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import triton_tiles
+from .triton_solve import solve, solves
+from .triton_tiles import padded
+
+__all__ = ["back_covariance", "back_precision", "place", "pull", "solve", "solves", "sums"]
+
 _ROWS = 1024  # weights whose products are added in float32
-_DOT = 128  # rows of one matrix product
+DOT_ROWS, DOT_WARPS, DOT_PRECISION = 128, 1, "ieee"  # rows of one matrix product, and how it is made
 _SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
 _DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
 
 
-def sums(
-    scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """GᵀG [K, K], Gᵀε [S, K] and ε·ε [S], in float64."""
+def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
+    """s = exp(log s) [P]; and GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s in float64."""
     if len(epsilon) > _DRAWS:
-        grams, *others = zip(
-            *(sums(scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)), strict=True
-        )
-        return grams[0], *map(torch.cat, others)
+        parts = [sums(log_scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)]
+        scale, gram, _, _, total = parts[0]
+        return scale, gram, torch.cat([one[2] for one in parts]), torch.cat([one[3] for one in parts]), total
     S, (P, K) = len(epsilon), factor.shape
     programs = triton.cdiv(P, _ROWS)
-    gram = factor.new_empty(programs, K, K)
-    projection, squares = factor.new_empty(programs, S, K), factor.new_empty(programs, S)
-    arguments = scale, factor, unit, epsilon.contiguous(), gram, projection, squares, P, *factor.stride()
-    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS}
+    sizes = [K * K, S * K, S, 1]
+    scale, partial = log_scale.exp(), factor.new_empty(programs, sum(sizes))
+    arguments = log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride()
+    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS, "WIDTH": sum(sizes)}
     k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
     if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
         _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
     else:
-        _sums[(programs,)](*arguments, **common, KP=_padded(K), SP=_padded(S), BLOCK=_DOT, num_warps=1, num_stages=1)
-    return tuple(x.sum(0, dtype=torch.float64) for x in (gram, projection, squares))
+        _sums[(programs,)](
+            *arguments,
+            **common,
+            KP=padded(K),
+            SP=padded(S),
+            BLOCK=DOT_ROWS,
+            DOT=DOT_PRECISION,
+            num_warps=DOT_WARPS,
+            num_stages=1,
+        )
+    gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
 
 
-def place(
-    mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor
-) -> Tensor:
-    """θ = μ + s∘(ε + G a): [S, P]."""
+def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
+    """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
     if len(epsilon) > _DRAWS:
         some = zip(epsilon.split(_DRAWS), a.split(_DRAWS), strict=True)
-        return torch.cat([place(mean, scale, factor, unit, precision, *one) for one in some])
+        parts = [place(mean, scale, factor, unit, precision, *one) for one in some]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
     S, (P, K) = len(epsilon), factor.shape
-    theta = torch.empty_like(epsilon)
+    if triton_tiles.serve(S, K):
+        return triton_tiles.place(mean, scale, factor, unit, precision, epsilon, a)
     block = _block(K)
-    _place[(triton.cdiv(P, block),)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, P, *factor.stride(),
+    programs = triton.cdiv(P, block)
+    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, S)
+    _place[(programs,)](
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), PRECISION=precision, BLOCK=block,
     )  # fmt: skip
-    return theta
+    return theta, squares.sum(0, dtype=torch.float64)
 
 
 def back_covariance(
-    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of μ and log s, A = s₀∘g' with g' = g + g_q·score, and |AᵀZ|²; of many draws None in its place."""
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+):  # fmt: skip
+    """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score, and the squares of all three, |AᵀZ|² the
+    last; of many draws None in their place."""
     if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q)), strict=True)
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q, theta, slope)), strict=True)
         means, scales, rows, _ = zip(*(back_covariance(scale, factor, unit, *one) for one in some), strict=True)
         return sum(means), sum(scales), torch.cat(rows) if factor.shape[-1] else g, None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_tiles.serve(S, K):
+        return triton_tiles.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = torch.empty_like(epsilon) if K else g
     block = _block(K)
     programs = triton.cdiv(P, block)
-    square = scale.new_empty(programs)
+    squares = scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
 
 def pull(
-    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """g' = g + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+):  # fmt: skip
+    """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
     if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q)), strict=True)
+        some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q, theta, slope)), strict=True)
         return tuple(map(torch.cat, zip(*(pull(scale, factor, unit, *one) for one in some), strict=True)))
     S, (P, K) = len(epsilon), factor.shape
     pulled = torch.empty_like(epsilon)
     programs = triton.cdiv(P, _ROWS)
     projection = factor.new_empty(programs, S, K)
     _pull[(programs,)](
-        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), pulled, projection,
-        P, *factor.stride(), S=S, K=K, KP=_padded(K), SP=_padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
+        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), theta, slope,
+        pulled, projection, P, *factor.stride(),
+        S=S, K=K, KP=padded(K), SP=padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
     )  # fmt: skip
     return pulled, projection.sum(0, dtype=torch.float64)
 
 
-def back_precision(
-    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and |AᵀZ|²,
-    of many draws None in its place."""
+def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and the squares
+    of all three; of many draws None in their place."""
     if len(epsilon) > _DRAWS:
         some = zip(*(x.split(_DRAWS) for x in (epsilon, u, v, g)), strict=True)
         means, scales, rows, _ = zip(*(back_precision(scale, factor, unit, *one) for one in some), strict=True)
         sides = zip(*(A.chunk(2) for A in rows), strict=True)
         return sum(means), sum(scales), torch.cat([one for side in sides for one in side]), None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_tiles.serve(S, K):
+        return triton_tiles.back_precision(scale, factor, unit, epsilon, u, v, g)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A = epsilon.new_empty(2 * S, P)
     block = _block(K)
     programs = triton.cdiv(P, block)
-    square = scale.new_empty(programs)
+    squares = scale.new_empty(programs, 3)
     _back_precision[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), g.contiguous(),
-        mean_gradient, scale_gradient, A, square, P, *factor.stride(),
+        mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, square.sum(dtype=torch.float64)
-
-
-def adam(
-    factor: Tensor, first: Tensor, second: Tensor, A: Tensor, Z: Tensor,
-    step: Tensor, lr: Tensor, coefficient: Tensor, make: Tensor, betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
-    """Adam's step with the gradient AᵀZ, which is never written: in place.
-
-    Args:
-        factor, first, second: the parameter and its moments, [P, K].
-        A, Z: the gradient's sides, [R, P], [R, K].
-        step, lr, coefficient, make: t, the learning rate, what the gradient is multiplied by, and 0 to leave
-            everything as it is: scalars on the device.
-        betas, eps: Adam's β₁, β₂ and ε.
-    """
-    P, K = factor.shape
-    assert factor.stride() == first.stride() == second.stride()
-    block = max(16, _TILE // 2 // triton.next_power_of_2(K))
-    _adam[(triton.cdiv(P, block),)](
-        factor, first, second, A.contiguous(), Z.contiguous(), step, lr, coefficient, make, P, *factor.stride(),
-        R=len(A), K=K, KP=triton.next_power_of_2(K), BLOCK=block,
-        BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), EPS=eps,
-    )  # fmt: skip
-
-
-def _padded(n: int) -> int:
-    return max(16, triton.next_power_of_2(max(n, 1)))
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
 
 def _block(K: int) -> int:
@@ -173,18 +166,20 @@ def _ratio(s, s0, PRECISION: tl.constexpr):
 
 @triton.jit
 def _sums(
-    scale, factor, unit, epsilon, gram_out, projection_out, squares_out, P, along, across,
+    log_scale, scale, factor, unit, epsilon, out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     k, draws = tl.arange(0, KP), tl.arange(0, SP)
     gram = tl.zeros((KP, KP), tl.float32)
     projection = tl.zeros((SP, KP), tl.float32)
     squares = tl.zeros((SP,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
+        total += tl.load(log_scale + p, mask=inside, other=0.0)
         if K > 0:
             s = tl.load(scale + p, mask=inside, other=1.0)
             s0 = tl.load(unit + p, mask=inside, other=1.0)
@@ -193,30 +188,34 @@ def _sums(
         e = tl.load(epsilon + at, mask=(draws < S)[:, None] & inside[None, :], other=0.0)
         squares += tl.sum(e * e, 1)
         if K > 0:
-            projection += tl.dot(e, G, input_precision="ieee")
-            gram += tl.dot(tl.trans(G), G, input_precision="ieee")
+            projection += tl.dot(e, G, input_precision=DOT)
+            gram += tl.dot(tl.trans(G), G, input_precision=DOT)
+    out += program.to(tl.int64) * WIDTH
     if K > 0:
-        at = program.to(tl.int64) * K * K + k[:, None] * K + k[None, :]
-        tl.store(gram_out + at, gram, mask=(k < K)[:, None] & (k < K)[None, :])
-        at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
-        tl.store(projection_out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
-    tl.store(squares_out + program * S + draws, squares, mask=draws < S)
+        both = (k < K)[:, None] & (k < K)[None, :]
+        tl.store(out + k[:, None] * K + k[None, :], gram, mask=both)
+        at = K * K + draws[:, None] * K + k[None, :]
+        tl.store(out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
+    tl.store(out + K * K + S * K + draws, squares, mask=draws < S)
+    tl.store(out + WIDTH - 1, tl.sum(total, 0))
 
 
 @triton.jit
 def _sums_small(
-    scale, factor, unit, epsilon, gram_out, projection_out, squares_out, P, along, across,
+    log_scale, scale, factor, unit, epsilon, out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     k, draws = tl.arange(0, KP), tl.arange(0, SP)
     gram = tl.zeros((BLOCK, KP, KP), tl.float32)
     projection = tl.zeros((BLOCK, SP, KP), tl.float32)
     squares = tl.zeros((BLOCK, SP), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
+        total += tl.load(log_scale + p, mask=inside, other=0.0)
         at = draws[None, :].to(tl.int64) * P + p[:, None]
         e = tl.load(epsilon + at, mask=inside[:, None] & (draws < S)[None, :], other=0.0)
         squares += e * e
@@ -226,17 +225,19 @@ def _sums_small(
             G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
             gram += G[:, :, None] * G[:, None, :]
             projection += e[:, :, None] * G[:, None, :]
-    tl.store(squares_out + program * S + draws, tl.sum(squares, 0), mask=draws < S)
+    out += program.to(tl.int64) * WIDTH
     if K > 0:
-        at = program.to(tl.int64) * K * K + k[:, None] * K + k[None, :]
-        tl.store(gram_out + at, tl.sum(gram, 0), mask=(k < K)[:, None] & (k < K)[None, :])
-        at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
-        tl.store(projection_out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
+        both = (k < K)[:, None] & (k < K)[None, :]
+        tl.store(out + k[:, None] * K + k[None, :], tl.sum(gram, 0), mask=both)
+        at = K * K + draws[:, None] * K + k[None, :]
+        tl.store(out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
+    tl.store(out + K * K + S * K + draws, tl.sum(squares, 0), mask=draws < S)
+    tl.store(out + WIDTH - 1, tl.sum(total, 0))
 
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, P, along, across,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -254,11 +255,12 @@ def _place(
             row = tl.load(a + draw * K + k, mask=k < K, other=0.0)
             value += weight * tl.sum(F * row[None, :], 1)
         tl.store(theta + at, value, mask=inside)
+        tl.store(squares + tl.program_id(0) * S + draw, tl.sum(tl.where(inside, value * value, 0.0)))
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, to_mean, to_scale, A, square, P, along, across,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -278,20 +280,25 @@ def _back_covariance(
             row = tl.load(u + draw * K + k, mask=k < K, other=0.0)
             t += s0 / s * tl.sum(F * row[None, :], 1)
         pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
+        pulled += tl.load(slope + draw) * tl.load(theta + at, mask=inside, other=0.0)
         mean_gradient += pulled
         scale_gradient += pulled * e
         if K > 0:
             tl.store(A + at, s0 * pulled, mask=inside)
             row = tl.load(z + draw * K + k, mask=k < K, other=0.0)
             gradient += (s0 * pulled)[:, None] * row[None, :]
+    scale_gradient *= s
     tl.store(to_mean + p, mean_gradient, mask=inside)
-    tl.store(to_scale + p, s * scale_gradient, mask=inside)
-    tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
+    tl.store(to_scale + p, scale_gradient, mask=inside)
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
 
 
 @triton.jit
 def _pull(
-    scale, factor, unit, epsilon, z, g, g_q, pulled_out, projection_out, P, along, across,
+    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, projection_out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -300,6 +307,7 @@ def _pull(
     projection = tl.zeros((SP, KP), tl.float32)
     Z = tl.load(z + draws[:, None] * K + k[None, :], mask=some[:, None] & (k < K)[None, :], other=0.0)
     cotangent = tl.load(g_q + draws, mask=some, other=0.0)
+    towards = tl.load(slope + draws, mask=some, other=0.0)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
@@ -312,6 +320,7 @@ def _pull(
         t = tl.load(epsilon + at, mask=both, other=0.0)
         t += tl.dot(Z, tl.trans(F), input_precision="tf32x3") * r[None, :]
         pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
+        pulled += towards[:, None] * tl.load(theta + at, mask=both, other=0.0)
         tl.store(pulled_out + at, pulled, mask=both)
         projection += tl.dot(pulled * (s * r)[None, :], F, input_precision="tf32x3")
     at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
@@ -320,7 +329,7 @@ def _pull(
 
 @triton.jit
 def _back_precision(
-    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, square, P, along, across,
+    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -346,38 +355,10 @@ def _back_precision(
         tl.store(A + at, r * w, mask=inside)
         tl.store(A + at + S * P.to(tl.int64), -r * y, mask=inside)
         gradient += (r * w)[:, None] * U[None, :] - (r * y)[:, None] * V[None, :]
+    scale_gradient *= s
     tl.store(to_mean + p, mean_gradient, mask=inside)
-    tl.store(to_scale + p, s * scale_gradient, mask=inside)
-    tl.store(square + tl.program_id(0), tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))
-
-
-@triton.jit
-def _adam(
-    factor, first, second, A, Z, step, lr, coefficient, make, P, along, across,
-    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = p < P
-    k = tl.arange(0, KP)
-    if tl.load(make) > 0:
-        t = tl.load(step).to(tl.float64)
-        size = (tl.load(lr) / (1 - tl.exp(t * LOG1))).to(tl.float32)
-        root = tl.sqrt(1 - tl.exp(t * LOG2)).to(tl.float32)
-        at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-        mask = inside[:, None] & (k < K)[None, :]
-        m = tl.load(first + at, mask=mask, other=0.0)
-        v = tl.load(second + at, mask=mask, other=0.0)
-        value = tl.load(factor + at, mask=mask, other=0.0)
-        gradient = tl.zeros((BLOCK, KP), tl.float32)
-        for row in tl.range(0, R, loop_unroll_factor=8):
-            a = tl.load(A + row * P.to(tl.int64) + p, mask=inside, other=0.0)
-            z = tl.load(Z + row * K + k, mask=k < K, other=0.0)
-            gradient += a[:, None] * z[None, :]
-        gradient *= tl.load(coefficient)
-        m = BETA1 * m + (1 - BETA1) * gradient
-        v = BETA2 * v + (1 - BETA2) * gradient * gradient
-        value -= size * m / (tl.sqrt(v) / root + EPS)
-        tl.store(first + at, m, mask=mask)
-        tl.store(second + at, v, mask=mask)
-        tl.store(factor + at, value, mask=mask)
+    tl.store(to_scale + p, scale_gradient, mask=inside)
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(tl.where(inside[:, None], gradient * gradient, 0.0)))

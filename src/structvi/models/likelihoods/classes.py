@@ -39,7 +39,7 @@ class _Classes(Likelihood):
         ignored = None if self.ignore_index is None else target == self.ignore_index
         labels = target if ignored is None else target.masked_fill(ignored, 0)
         wrong = None
-        if reads():
+        if reads() or labels.device.type == "cpu":  # where to look costs no waiting
             self._check_labels(labels, classes)
         else:
             wrong = (labels < 0) | (labels >= classes)
@@ -71,7 +71,7 @@ class _Classes(Likelihood):
     def _check_labels(self, labels: Tensor, classes: int) -> None:
         if labels.dtype.is_floating_point and bool((labels != labels.floor()).any()):
             raise ValueError(f"{type(self).__name__}: labels must be whole numbers, got fractions or NaN")
-        low, high = int(labels.min()), int(labels.max())
+        low, high = (int(end) for end in torch.aminmax(labels))
         if low < 0 or high >= classes:
             raise ValueError(
                 f"{type(self).__name__}: labels run from {low} to {high}, but there are {classes} classes: labels must "

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,16 @@ from torch import Tensor, nn
 from ...parameters import Parameters
 
 Prior = Callable[[Parameters, Tensor], Tensor]
+
+
+class ByHand(NamedTuple):
+    """log p(θ) without a graph, and its gradient in closed form."""
+
+    value: Tensor  # [S], in float64
+    #: (gradients [S, P], coefficients [S]): adds the coefficients times ∇ log p to the gradients, in place
+    add: Callable[[Tensor, Tensor], None]
+    #: where ∇ log p is a number times θ, that number
+    slope: float | None = None
 
 
 class PriorModule(nn.Module, ABC):
@@ -24,6 +35,16 @@ class PriorModule(nn.Module, ABC):
     def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
         """log p at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
         return self(parameters, _join(parameters, theta, fixed))
+
+    def by_hand(self, parameters: Parameters, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
+        """log p and its gradient at draws [S, P], for a step without a graph; None: by automatic differentiation.
+
+        Args:
+            parameters: the space of θ.
+            theta: the draws.
+            squares: θ·θ [S] in float64, where it is known.
+        """
+        return None
 
     def __add__(self, other: Prior) -> "SumPrior":
         return SumPrior([self, other])

@@ -1,7 +1,8 @@
 """Centred priors with a scale, fixed or learned: normal, Laplace and Student-t."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import lgamma, log, pi, prod
 from typing import Any, NamedTuple, Self
@@ -13,7 +14,7 @@ from ...basics.checks import check_positive
 from ...basics.patterns import assign, check_patterns
 from ...families.numerics.algebra import sum_squares, sum_weights
 from ...parameters import Parameters
-from .base import SeparablePrior
+from .base import ByHand, SeparablePrior
 
 Scale = float | Mapping[str, float]
 
@@ -24,6 +25,22 @@ class _Run(NamedTuple):
     size: int
     scale: Tensor | float
     log_scale: Tensor | float
+
+
+def _with_divisors(owners: Sequence[int], shapes: Sequence[torch.Size], by_fan_in: bool) -> list[tuple[int, float]]:
+    divisors = [prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0 for shape in shapes]
+    return list(zip(owners, divisors, strict=True))
+
+
+@lru_cache(maxsize=64)  # a prior asks at every step
+def _stretches(
+    owners: tuple[int, ...], shapes: tuple[torch.Size, ...], by_fan_in: bool, grouped: bool
+) -> list[tuple[tuple[int, float], int]]:
+    """Neighbouring weights of one pattern and one divisor, and how many; where `grouped`, of one tensor."""
+    pairs = list(zip(_with_divisors(owners, shapes, by_fan_in), (shape.numel() for shape in shapes), strict=True))
+    if grouped:
+        return pairs
+    return [(key, sum(size for _, size in run)) for key, run in groupby(pairs, key=lambda pair: pair[0])]
 
 
 class ScalePrior(SeparablePrior):
@@ -86,17 +103,12 @@ class ScalePrior(SeparablePrior):
     def _keys(self, parameters: Parameters) -> list[tuple[int, float]]:
         """For each tensor its pattern and the divisor of its scale."""
         owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
-        return [
-            (owner, prod(shape[1:]) ** 0.5 if self.by_fan_in and len(shape) > 1 else 1.0)
-            for owner, shape in zip(owners, parameters.shapes, strict=True)
-        ]
+        return _with_divisors(owners, parameters.shapes, self.by_fan_in)
 
     def _runs(self, parameters: Parameters) -> list[_Run]:
-        pairs = list(zip(self._keys(parameters), parameters.numels, strict=True))
-        if self.grouped:
-            return [self._run(key, size) for key, size in pairs]
-        merged = groupby(pairs, key=lambda pair: pair[0])
-        return [self._run(key, sum(size for _, size in run)) for key, run in merged]
+        owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
+        stretches = _stretches(owners, parameters.shapes, self.by_fan_in, self.grouped)
+        return [self._run(key, size) for key, size in stretches]
 
     def _run(self, key: tuple[int, float], size: int) -> _Run:
         owner, divisor = key
@@ -133,7 +145,29 @@ class NormalPrior(ScalePrior):
         super().__init__(scale, learn, by_fan_in)
 
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
-        return -0.5 * sum_squares(x) / scale**2 - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
+        return sum_squares(x) * (-0.5 / scale**2) - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
+
+    def by_hand(self, parameters: Parameters, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
+        if self.learn or type(self) is not NormalPrior:  # of a class of the user's own log p may be another
+            return None
+        self.check(parameters)
+        runs = self._runs(parameters)
+        sizes = [run.size for run in runs]
+
+        def cut(x: Tensor) -> Sequence[Tensor]:
+            return torch.split(x, sizes, dim=-1) if len(sizes) > 1 else (x,)
+
+        def add(gradient: Tensor, coefficient: Tensor) -> None:
+            for g, x, run in zip(cut(gradient), cut(theta.detach()), runs, strict=True):
+                g.addcmul_(x, coefficient.unsqueeze(-1), value=-1 / float(run.scale) ** 2)
+
+        with torch.no_grad():
+            if len(runs) == 1:
+                (size, scale, log_scale), total = runs[0], sum_squares(theta) if squares is None else squares
+                value = total * (-0.5 / scale**2) - size * (log_scale + 0.5 * log(2 * pi))
+                return ByHand(value, add, -1 / float(scale) ** 2)
+            terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(cut(theta), runs, strict=True)]
+            return ByHand(torch.stack(terms).sum(0), add)
 
 
 class LaplacePrior(ScalePrior):

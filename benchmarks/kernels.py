@@ -1,0 +1,179 @@
+"""The Triton kernels one by one, in the shapes that can be chosen for them: time and the share of a copy's bandwidth.
+
+    python -m benchmarks.kernels [--sizes 1863690] [--ranks 16] [--draws 8] [--only back place]
+
+Needs a GPU. Each row is one pass over the parameters at one choice of rows, warps and precision of products: what
+`triton_kernels.py` and `triton_tiles.py` have as constants was chosen from these rows. "least" is what reading and
+writing its tensors once takes at the bandwidth of a copy; "off" the largest difference to the same pass in torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from structvi.families.numerics import fused
+
+from . import timing
+
+STEPS = 20
+
+
+class Choice(NamedTuple):
+    name: str
+    run: Callable[[], Any]
+
+
+class Data(NamedTuple):
+    """What the passes read."""
+
+    mean: Tensor
+    log_scale: Tensor
+    factor: Tensor
+    unit: Tensor
+    epsilon: Tensor
+    z: Tensor
+    g: Tensor
+    g_q: Tensor
+
+    @classmethod
+    def of(cls, P: int, K: int, S: int, device: torch.device) -> "Data":
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        vectors = normal(P), 0.1 * normal(P), 0.1 * normal(P, K), (0.1 * normal(P)).exp()
+        return cls(*vectors, normal(S, P), normal(S, K), normal(S, P), normal(S))
+
+    def numbers(self, *counts: tuple[str, int]) -> int:
+        return sum(count * getattr(self, name).numel() for name, count in counts)
+
+
+def sums(data: Data) -> Iterator[Choice]:
+    from structvi.families.numerics import triton_kernels as kernels
+
+    def run(rows: int, warps: int, dot: str) -> Any:
+        kernels.DOT_ROWS, kernels.DOT_WARPS, kernels.DOT_PRECISION = rows, warps, dot
+        return kernels.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
+
+    for rows, warps, dot in product((64, 128), (1, 2, 4), ("ieee", "tf32x3")):
+        yield Choice(f"{rows} rows, {warps} warps, {dot}", lambda r=rows, w=warps, d=dot: run(r, w, d))
+
+
+def tiled(data: Data, constant: str, call: Callable[[Any], Any]) -> Iterator[Choice]:
+    """One draw after the other; and tiles of so many weights in so many warps."""
+    from structvi.families.numerics import triton_kernels as kernels
+    from structvi.families.numerics import triton_tiles as tiles
+
+    def run(shape: tuple[int, int] | None) -> Any:
+        tiles.SERVES = 10**6 if shape is None else 1
+        if shape is not None:
+            setattr(tiles, constant, tiles.Shape(*shape))
+        return call(kernels)
+
+    yield Choice("one draw after the other", lambda: run(None))
+    for shape in product((32, 64, 128), (1, 2, 4)):
+        yield Choice(f"tiles of {shape[0]}, {shape[1]} warps", lambda s=shape: run(s))
+
+
+def place(data: Data) -> Iterator[Choice]:
+    arguments = data.mean, data.log_scale.exp(), data.factor, data.unit, False, data.epsilon, data.z
+    return tiled(data, "PLACE", lambda kernels: kernels.place(*arguments)[0])
+
+
+def back(data: Data) -> Iterator[Choice]:
+    arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g, data.g_q
+    arguments += data.epsilon, torch.zeros_like(data.g_q)
+    return tiled(data, "COVARIANCE", lambda kernels: kernels.back_covariance(*arguments))
+
+
+def precision(data: Data) -> Iterator[Choice]:
+    arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g
+    return tiled(data, "PRECISION", lambda kernels: kernels.back_precision(*arguments))
+
+
+def adam(data: Data) -> Iterator[Choice]:
+    from structvi.families.numerics import triton_adam
+    from structvi.families.numerics import triton_tiles as tiles
+
+    first, second = torch.zeros_like(data.factor), torch.zeros_like(data.factor)
+    step, lr, one = (torch.tensor(x, device=data.mean.device) for x in (1.0, 1e-3, 1.0))
+
+    def run(tile: int, as_tiles: bool) -> Any:
+        triton_adam.TILE, tiles.SERVES = tile, 1 if as_tiles else 10**6
+        triton_adam.adam(data.factor, first, second, data.g, data.z, step, lr, one, one, (0.9, 0.999), 1e-8)
+
+    for tile, as_tiles in product((512, 1024, 2048, 4096), (False, True)):
+        name = f"{tile} numbers, {'tiles' if as_tiles else 'one row after the other'}"
+        yield Choice(name, lambda t=tile, a=as_tiles: run(t, a))
+
+
+#: name → choices, and the tensors that are read or written
+PASSES: dict[str, tuple[Callable[[Data], Iterator[Choice]], tuple[tuple[str, int], ...]]] = {
+    "sums": (sums, (("factor", 1), ("epsilon", 1), ("mean", 3))),
+    "place": (place, (("factor", 1), ("epsilon", 2), ("mean", 3))),
+    "back": (back, (("factor", 1), ("epsilon", 4), ("mean", 4))),
+    "precision": (precision, (("factor", 1), ("epsilon", 4), ("mean", 4))),
+    "adam": (adam, (("factor", 6), ("epsilon", 1))),
+}
+
+
+def reference(name: str, data: Data) -> Any:
+    """The same in torch; None where there is none."""
+    s = data.log_scale.exp()
+    plain: Any = fused._Slabs
+    if name == "sums":
+        return plain.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
+    if name == "place":
+        return plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)[0]
+    common = s, data.factor, data.unit, data.epsilon, data.z, data.z, data.g
+    if name == "back":
+        return plain.back_covariance(*common, data.g_q, data.g, data.g_q)[:3]
+    return plain.back_precision(*common)[:3] if name == "precision" else None
+
+
+def off(got: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest number of its tensor."""
+    if isinstance(expected, Tensor):
+        return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+    return max(off(a, b) for a, b in zip(got, expected, strict=False))
+
+
+def main(arguments: Sequence[str] | None = None) -> dict:
+    parser = timing.parser(__doc__ or "")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_863_690])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16])
+    parser.add_argument("--draws", type=int, nargs="+", default=[8])
+    parser.add_argument("--only", nargs="+", choices=list(PASSES), default=list(PASSES))
+    options = parser.parse_args(arguments)
+    device = timing.start(options)
+    rate = timing.bandwidth(device)
+    rows = []
+    for P, K, S in product(options.sizes, options.ranks, options.draws):
+        for name in options.only:
+            data = Data.of(P, K, S, device)
+            expected = reference(name, data)
+            choices, tensors = PASSES[name]
+            least = 4 * data.numbers(*tensors) / rate
+            for choice in choices(data):
+                try:
+                    error = "" if expected is None else f"{off(choice.run(), expected):.1e}"
+                    timing.warm(choice.run)
+                    spent = min(timing.seconds(choice.run, STEPS, device) for _ in range(3))
+                except Exception as failed:  # what a compiler raises is of many kinds
+                    rows.append([name, str(P), str(K), str(S), choice.name, type(failed).__name__, "", ""])
+                    continue
+                figures = [f"{1e6 * spent:.1f}", f"{1e6 * least:.1f}", error]
+                rows.append([name, str(P), str(K), str(S), choice.name, *figures])
+    header = ["pass", "P", "K", "S", "choice", "µs", "least µs", "off"]
+    results = {"machine": timing.machine(device), "table": timing.markdown(rows, header)}
+    print(results["table"])
+    timing.write(results, options.out)
+    return results
+
+
+if __name__ == "__main__":
+    main()
