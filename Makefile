@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup test test-gpu lint reproduce bench bench-compare docs dist release clean
+.PHONY: setup test test-gpu test-oldest test-newest lint reproduce bench bench-compare docs dist dist-extras release clean
 
 setup: .venv/.installed
 
@@ -29,9 +29,10 @@ setup: .venv/.installed
 	$(PIP_INSTALL) -e ".[docs]"
 	touch $@
 
-# one worker more than cores: some tests wait for processes that they start
+# a worker for each core: what tests wait for are processes that compute; bytecode is kept, whatever the environment
+# says, for the workers and the processes of tests would each compile everything again
 test: setup
-	$(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(nproc) --dist worksteal
 
 # on a machine with a GPU; STRUCTVI_TEST_DEVICE=cpu for a dry run
 test-gpu: setup
@@ -60,15 +61,37 @@ bench-compare: setup
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# wheel and sdist, and the wheel in a bare environment: core alone, README's first example
+# wheel and sdist, checked; the wheel in a bare environment (core alone), README's first example there, in build/bare
 dist: setup
-	rm -rf dist build/bare
-	$(PIP_INSTALL) build
+	rm -rf dist build/bare build/tried
+	$(PIP_INSTALL) build twine
 	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv build/bare
 	build/bare/bin/python -m pip install --quiet -c $(CONSTRAINTS) dist/*.whl
 	build/bare/bin/python -m pip check
-	cd build && bare/bin/python ../tools/try_wheel.py ../README.md
+	mkdir build/tried && cd build/tried && OMP_NUM_THREADS=1 ../bare/bin/python ../../tools/try_wheel.py ../../README.md
+
+# each extra alone, on top of build/bare: installed, checked and tried
+dist-extras: dist
+	$(PYTHON) tools/try_extras.py build/bare --constraints $(CONSTRAINTS)
+
+# the oldest versions that structvi supports and the newest there are, each in an environment of its own; with
+# TESTS="tests/families .." for some of the tests, PYTHON_OLDEST=.. and PYTHON_NEWEST=.. for other interpreters
+PYTHON_OLDEST ?= python3.11
+PYTHON_NEWEST ?= python3.13
+TESTS ?= src tests
+test-oldest:
+	$(PYTHON_OLDEST) -m venv build/oldest
+	build/oldest/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
+	build/oldest/bin/python tools/versions.py
+	build/oldest/bin/python -m pytest -q -p no:cacheprovider -n $$(($$(nproc) + 1)) --dist worksteal $(TESTS)
+
+test-newest:
+	$(PYTHON_NEWEST) -m venv build/newest
+	build/newest/bin/python -m pip install --quiet --upgrade -e ".[dev]"
+	build/newest/bin/python tools/versions.py
+	build/newest/bin/python -m pytest -q -p no:cacheprovider -n $$(($$(nproc) + 1)) --dist worksteal $(TESTS)
 
 # make release VERSION=0.2.0   refuses a dirty tree; writes the changelog's section and the version
 release:

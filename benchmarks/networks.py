@@ -5,9 +5,9 @@
     python -m benchmarks.networks --data DIR --sets cifar10-gn --quick        # ten steps: shows that it runs, no more
 
 Sets: digits (perceptron), mnist (10,000 images, small CNN), breastmnist (CNN with batch norm), nuclei and nuclei-in
-(U-Net with batch and with instance norm), cifar10-gn and cifar10-bn (ResNet-20 with group and with batch norm). The
-digits come with scikit-learn, the others from folders of DIR (`networks_data.py`); networks and their training are in
-`networks_nets.py`, methods in `networks_methods.py`.
+(64×64, U-Net with batch and with instance norm), nuclei256 (256×256, batch norm), cifar10-gn and cifar10-bn (ResNet-20
+with group and with batch norm). The digits come with scikit-learn, the others from folders of DIR
+(`networks_data.py`); networks and their training are in `networks_nets.py`, methods in `networks_methods.py`.
 
 Every method sees the same trained networks. Whatever is chosen is chosen on validation data; the table "choices" shows
 the gain over the network there beside that on test data. Differences are paired, their intervals are of a bootstrap

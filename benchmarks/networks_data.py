@@ -139,13 +139,14 @@ def breastmnist(folder: Path | None) -> Data:
     return replace(build("breastmnist", parts, 2, ("scrambled tiles", scrambled(7))), positive=0)  # malignant
 
 
-def nuclei(folder: Path | None) -> Data:
-    """Microscopy images at 64×64, a label for every pixel: 240, 40, 54 of one shuffle."""
+def nuclei(folder: Path | None, side: int = 64) -> Data:
+    """Microscopy images of 256×256 at side×side, a label for every pixel: 240, 40, 54 of one shuffle."""
     with np.load(needed(folder) / "nuclei/nuclei256.npz") as file:
         images, labels = (torch.from_numpy(file[name]) for name in ("images", "labels"))
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x = avg_pool2d(images[order].unsqueeze(1).float(), 4)
-    t = avg_pool2d((labels[order] > 0).unsqueeze(1).float(), 4).squeeze(1) >= 0.5
+    shrink = images.shape[-1] // side
+    x = avg_pool2d(images[order].unsqueeze(1).float(), shrink)
+    t = avg_pool2d((labels[order] > 0).unsqueeze(1).float(), shrink).squeeze(1) >= 0.5
     cuts = (slice(240), slice(240, 280), slice(280, None))
     found = build("nuclei", [(x[cut], t[cut].long()) for cut in cuts], 2, ("inverted", lambda x: -x), 24)
     return replace(found, positive=1)

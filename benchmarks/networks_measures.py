@@ -117,6 +117,13 @@ def referred(log_p: Tensor, labels: Tensor, positive: int) -> float:
     return 1 - kept / len(order)
 
 
+def dice(log_p: Tensor, labels: Tensor, positive: int) -> float:
+    """2 |A ∩ B| / (|A| + |B|) of predicted and drawn pixels, the mean over the images that have some."""
+    found, drawn = ((one == positive).flatten(1) for one in (log_p.argmax(1), labels))
+    some = (found | drawn).any(1)
+    return float((2 * (found & drawn).sum(1) / (found.sum(1) + drawn.sum(1)))[some].mean())
+
+
 def calibration_error(confidence: Tensor, right: Tensor) -> float:
     """Σ_bins share · |mean confidence − accuracy|, over bins of equal width."""
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
@@ -166,6 +173,7 @@ def assess(predictor: Predictor, data: Data, batch: int, meter: Meter) -> dict:
         "right": rounded((label == labels).double().reshape(count, -1).mean(1)),
         "confidence": rounded(top.exp()) if single else None,
         "referred": None if data.positive is None else referred(test, labels, data.positive),
+        "dice": None if single or data.positive is None else dice(test, labels, data.positive),
     }
 
 

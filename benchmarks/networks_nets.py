@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -135,9 +136,9 @@ def _cifar(name: str, kind: str) -> Task:
     )  # fmt: skip
 
 
-def _nuclei(name: str, kind: str) -> Task:
+def _nuclei(name: str, kind: str, side: int = 64) -> Task:
     return Task(
-        name, networks_data.nuclei, lambda: UNet(kind), 25, 5e-3, 1e-4, batch=16, seeds=3, draws=16,
+        name, partial(networks_data.nuclei, side=side), lambda: UNet(kind), 25, 5e-3, 1e-4, batch=16, seeds=3, draws=16,
         rates=(0.01, 0.02, 0.05, 0.1), trained_rates=(0.05,),
     )  # fmt: skip
 
@@ -150,6 +151,7 @@ TASKS = {
         Task("breastmnist", networks_data.breastmnist, batch_norm_cnn, 40, 3e-3, 1e-2, seeds=10),
         _nuclei("nuclei", "batch"),
         _nuclei("nuclei-in", "instance"),
+        _nuclei("nuclei256", "batch", 256),
         _cifar("cifar10-gn", "group"),
         _cifar("cifar10-bn", "batch"),
     )

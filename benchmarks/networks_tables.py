@@ -71,7 +71,9 @@ def cell(values: list[float], digits: int) -> str:
 def measured(records: list[Record]) -> str:
     """Means and standard deviations over seeds."""
     columns = COLUMNS | {"passes": 1, "fit_seconds": 1, "forwards": 0}
-    is_two = rows_of(records, NETWORK)[0]["referred"] is not None
+    first = rows_of(records, NETWORK)[0]
+    more = {"referred": "referred", "dice": "Dice"}
+    more = {key: title for key, title in more.items() if first.get(key) is not None}
     lines = []
     for name in METHODS:
         rows = rows_of(records, name)
@@ -80,10 +82,9 @@ def measured(records: list[Record]) -> str:
         label = name if len(rows) == len(records) else f"{name} ({len(rows)} of {len(records)} seeds)"
         cells = [cell([row[key] for row in rows], digits) for key, digits in list(columns.items())[:6]]
         cells += [f"{mean(row[key] for row in rows):.1f}" for key in list(columns)[6:]]
-        lines.append([label, *cells, *([cell([row["referred"] for row in rows], 3)] if is_two else [])])
+        lines.append([label, *cells, *(cell([row[key] for row in rows], 3) for key in more)])
     head = ["NLL", "ECE", "accuracy", "AURC", "AUROC", "NLL under shift", "passes to fit", "s to fit", "to predict"]
-    head += ["referred"] if is_two else []
-    return grid("method", head, lines)
+    return grid("method", [*head, *more.values()], lines)
 
 
 def shifts(records: list[Record]) -> str:

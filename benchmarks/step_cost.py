@@ -25,7 +25,7 @@ from torch import Tensor
 
 import structvi as vi
 from structvi.training import step as stepping
-from structvi.training.adam import make_optimizer
+from structvi.training.optimizers import make_optimizer
 
 from . import peers, timing
 from .nets import NAMES, Problem, loss, problem

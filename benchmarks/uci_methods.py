@@ -1,155 +1,154 @@
-"""The methods of `benchmarks.uci`: how each is fitted, and what it predicts. All splits of a set at once."""
+"""The methods of `benchmarks.uci`: how each is fitted, by `vi.fit_many`, and what it predicts."""
 
-from dataclasses import dataclass
-from math import log, pi
+import copy
+from collections.abc import Callable, Sequence
+from math import log
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from . import uci_engine as engine
-from .uci_data import Splits
-from .uci_engine import Jobs, State
+import structvi as vi
+from structvi.training.restarts import elsewhere
 
-#: draws a step, and to predict with
-DRAWS, PREDICT = 8, 1000
-MEMBERS = 5
-#: MC dropout's drop rates, and prior scales in units of 1/√fan_in for all point estimates: chosen on validation data
+from .uci_data import Split
+
+#: noise → likelihood, and outputs of the network; targets have unit scale, and so log σ is held inside ±7
+NOISE: dict[str, tuple[Callable[[], Any], int]] = {
+    "normal": (lambda: vi.likelihoods.Gaussian("point"), 1),
+    "Student-t": (lambda: vi.likelihoods.StudentT(), 1),
+    "heteroscedastic": (lambda: vi.likelihoods.Gaussian("head", bound=7.0), 2),
+}
+#: λ of posteriors, drop rates, and prior scales of point estimates in units of 1/√fan_in: chosen on validation data
+TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
 RATES = (0.005, 0.01, 0.05, 0.1)
 SCALES = (1.0, 4.0)
+HIDDEN, MEMBERS, DRAWS = 50, 5, 200
+#: sets with more data than this take minibatches
+FULL_BATCH, BATCH = 1500, 512
 
 
-@dataclass
-class Budget:
-    """Of a point estimate: steps, learning rate, and data a step (None for all)."""
+class Job(NamedTuple):
+    """One fit: of which split, with which λ, which member of a mixture, and with which drop rate."""
 
+    split: int
+    temperature: float
+    member: int = 0
+    rate: float = 0.0
+
+
+class Dropout(vi.MCDropout):
+    """MC dropout on inputs and hidden units with the drop rate as a buffer: fits at different rates have one form."""
+
+    drop: Tensor
+
+    def __init__(self, rate: float):
+        super().__init__({"0.weight": 1 - rate, "2.weight": 1 - rate}, per="input")
+        self.rate = rate
+
+    def initialise(self, parameters, generator):
+        super().initialise(parameters, generator)
+        self.register_buffer("drop", torch.tensor(self.rate))
+
+    def _keep(self, like: Tensor) -> Tensor:
+        return (1 - self.drop).expand(self.layout.M)
+
+    def extra_repr(self) -> str:
+        return "at a rate of its own"
+
+
+class Predicted(NamedTuple):
+    """On the test rows, in units of the standardised target: log density [n] and mean [n]."""
+
+    log_density: Tensor
+    mean: Tensor
+
+
+class Method(NamedTuple):
+    """How a posterior is made and fitted."""
+
+    noise: str
+    family: Callable[[Job], vi.Family]
+    #: scales of the prior that maximise the ELBO, or fixed ones: point masses have none
+    learned_prior: bool
     steps: int
     lr: float
-    batch: int | None = None
+    groups: int = 1
+    draws: int = DRAWS
 
 
-@dataclass
-class Predicted:
-    """Of a test set, in the data's own units: log-likelihood and root mean square error, [J] each."""
-
-    log_likelihood: Tensor
-    rmse: Tensor
-
-
-def with_rank(q: State, rank: int, seed: int) -> State:
-    """More columns, small ones; the first ones learn relative to the present scales."""
-    unit = q.get("unit", q["log_scale"].exp())
-    old = q.get("factor", unit.unsqueeze(-1)[..., :0])
-    generator = torch.Generator().manual_seed(seed)
-    new = 0.01 * torch.randn(*unit.shape, rank - old.shape[-1], generator=generator).to(unit)
-    return q | {"unit": unit, "factor": torch.cat([old, new], -1)}
+def template(inputs: int, method: Method, job: Job) -> vi.Posterior:
+    """The posterior of a job, before it is given a start."""
+    make, outputs = NOISE[method.noise]
+    net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
+    tensors = {"0.weight": 1.0, "0.bias": 1.0, "2.weight": 1.0, "2.bias": 1.0}
+    prior = vi.NormalPrior.fan_in(tensors if method.learned_prior else 1.0, learn=method.learned_prior)
+    return vi.variationalize(net, make(), method.family(job), prior, evaluation="vmap")
 
 
-@torch.no_grad()
-def draws(jobs: Jobs, q: State, form: str, seed: int = 7) -> Tensor:
-    """Outputs on the test inputs at weights drawn from q: [J, S, B]."""
-    torch.manual_seed(seed)
-    parts = []
-    for _ in range(PREDICT // 100):
-        theta = q["mean"].unsqueeze(1) + engine.deviations(q, form, 50).d
-        parts.append(jobs.outputs(theta, jobs.data.x_test))
-    return torch.cat(parts, 1)
+def started(template: vi.Posterior, seed: int) -> vi.Posterior:
+    """A copy at a fresh draw of the network's initialisation."""
+    one = copy.deepcopy(template)
+    elsewhere(one, {}, seed)
+    return one
 
 
-@torch.no_grad()
-def dropout_draws(jobs: Jobs, q: State, rates: Tensor, seed: int = 7) -> Tensor:
-    torch.manual_seed(seed)
-    parts = []
-    for _ in range(PREDICT // 100):
-        inputs, units = engine.masks(jobs, rates, 100, 1)
-        parts.append(jobs.dropout_outputs(q["mean"], jobs.data.x_test, inputs, units))
-    return torch.cat(parts, 1)
+def fit(splits: Sequence[Split], jobs: Sequence[Job], method: Method, device: str) -> list[tuple[Predicted, float]]:
+    """Every job's prediction and ELBO, all of one computation. Seeds are those of split and member alone.
+
+    A prior scale s of a point estimate is λ = 1/s² at scale one: the same objective, up to a constant.
+    """
+    inputs, seeds = splits[0].x.shape[1], [100 * job.split + job.member for job in jobs]
+    templates = {rate: template(inputs, method, job) for rate, job in {job.rate: job for job in jobs}.items()}
+    posteriors = [started(templates[job.rate], seed) for job, seed in zip(jobs, seeds, strict=True)]
+    data = {job.split: _loader(splits[job.split]) for job in jobs}
+    results = vi.fit_many(
+        posteriors, [data[job.split] for job in jobs], seeds=seeds, each={"temperature": [j.temperature for j in jobs]},
+        steps=method.steps, lr=method.lr, groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False,
+        device=device, at_once=len(jobs) > 1 or None,
+    )  # fmt: skip
+    found = [predict(one, splits[job.split], method.draws) for one, job in zip(posteriors, jobs, strict=True)]
+    return [(one, result.elbo.value) for one, result in zip(found, results, strict=True)]
 
 
-def score(data: Splits, y: Tensor, variance: Tensor) -> Predicted:
-    """An equal mixture of N(y_s, variance_s) against the test targets; y [J, S, B], variance broadcasts to it."""
-    t = data.t_test.unsqueeze(1)
-    log_prob = -0.5 * ((t - y).square() / variance + variance.log() + log(2 * pi))
-    likelihood = (log_prob.logsumexp(1) - log(y.shape[1])).mean(-1) - data.unit.log()
-    return Predicted(likelihood, (y.mean(1) - data.t_test).square().mean(-1).sqrt() * data.unit)
-
-
-def noise(q: State) -> Tensor:
-    return (2 * q["log_noise"]).exp().view(-1, 1, 1)
-
-
-@dataclass
-class Points:
-    """Fitted networks, their drop rates and prior scales: [J] each."""
-
-    jobs: Jobs
-    q: State
-    rates: Tensor
-    scales: Tensor
-
-    def score(self) -> Predicted:
-        if bool((self.rates == 0).all()):
-            y = self.jobs.outputs(self.q["mean"].unsqueeze(1), self.jobs.data.x_test)
-        else:
-            y = dropout_draws(self.jobs, self.q, self.rates)
-        return score(self.jobs.data, y, noise(self.q))
-
-
-def fit_points(data: Splits, seeds: list[int], rates: Tensor, scales: Tensor, budget: Budget, hidden: int) -> Points:
-    """MAP where the rates are 0, MC dropout elsewhere: one fit for each row of the data."""
-    jobs = Jobs(data, hidden, budget.batch)
-    log_prior = jobs.prior() + scales.log().unsqueeze(-1)
-    q = {"mean": jobs.initial(seeds), "log_noise": torch.zeros(jobs.J, device=jobs.device), "log_prior": log_prior}
-    step = engine.point_step(jobs) if bool((rates == 0).all()) else engine.point_step(jobs, rates, DRAWS)
-    return Points(jobs, engine.maximise(jobs, q, step, budget.steps, budget.lr, seeds[0])[0], rates, scales)
-
-
-def tuned_points(
-    data: Splits, seeds: list[int], rates: tuple[float, ...], trial: Budget, budget: Budget, hidden: int
-) -> Points:
-    """Drop rate and prior scale with the highest log-likelihood on a held-out fifth of the training set; then refit."""
-    held, R = data.validation(), len(data.t)
-    grid = torch.tensor([(rate, scale) for rate in rates for scale in SCALES], device=data.t.device)  # [C, 2]
-    rows = torch.arange(R, device=data.t.device).repeat_interleave(len(grid))
-    tried = grid.repeat(R, 1)
-    own = [seed for seed in seeds for _ in range(len(grid))]
-    value = fit_points(held.take(rows), own, tried[:, 0], tried[:, 1], trial, hidden).score().log_likelihood
-    best = grid[value.view(R, -1).argmax(1)]
-    return fit_points(data, seeds, best[:, 0], best[:, 1], budget, hidden)
-
-
-def ensemble(fitted: Points, seeds: list[int], budget: Budget) -> Predicted:
-    """Equal mixture of `MEMBERS` networks with the prior scales of `fitted`."""
-    data = fitted.jobs.data
-    rows = torch.arange(len(data.t), device=data.t.device).repeat_interleave(MEMBERS)
-    own = [seed + 1000 * member for seed in seeds for member in range(MEMBERS)]
-    many = fit_points(data.take(rows), own, fitted.rates[rows], fitted.scales[rows], budget, fitted.jobs.hidden)
-    y = many.jobs.outputs(many.q["mean"].unsqueeze(1), many.jobs.data.x_test)  # [R·M, 1, B]
-    return score(data, y.view(len(data.t), MEMBERS, -1), noise(many.q).view(-1, MEMBERS, 1))
+def _loader(split: Split) -> DataLoader:
+    size = len(split.t) if len(split.t) <= FULL_BATCH else BATCH
+    return DataLoader(TensorDataset(split.x, split.t), batch_size=size, shuffle=True)
 
 
 @torch.no_grad()
-def last_layer_laplace(fitted: Points) -> Predicted:
-    """Laplace in W₂ and b₂ at the MAP, exact there: the prior scale has the highest marginal likelihood of a grid."""
-    jobs, q = fitted.jobs, fitted.q
-    W1, b1, W2, b2 = q["mean"].split(jobs.sizes, -1)
+def predict(posterior: vi.Posterior, split: Split, draws: int) -> Predicted:
+    x, t = (tensor.to(posterior.device) for tensor in (split.x_test, split.t_test))
+    generator = torch.Generator(posterior.device).manual_seed(7)
+    found = posterior.predict(x, draws, chunk=draws, generator=generator)
+    return Predicted(found.log_prob(t).view(-1).double().cpu(), found.mean.view(-1).double().cpu())
 
-    def features(x: Tensor) -> Tensor:
-        active = (W1.view(jobs.J, jobs.hidden, jobs.D) @ x + b1.unsqueeze(-1)).relu()
-        return torch.cat([active, torch.ones_like(active[:, :1])], 1).double()  # [J, H + 1, n]
 
-    phi, weights = features(jobs.data.x), torch.cat([W2, b2], -1).double()
-    variance = noise(q).double()
-    information = phi @ phi.mT / variance
-    eye = torch.eye(jobs.hidden + 1, dtype=torch.float64, device=jobs.device)
-    scales = torch.logspace(-2, 1.5, 36, dtype=torch.float64, device=jobs.device)
-    evidence = torch.stack(
-        [
-            -0.5 * (weights / s).square().sum(-1) - len(eye) * s.log() - 0.5 * torch.logdet(information + eye / s**2)
-            for s in scales
-        ]
-    )
-    best = scales[evidence.argmax(0)].view(-1, 1, 1)
-    new = features(jobs.data.x_test)
-    spread = (new * torch.linalg.solve(information + eye / best**2, new)).sum(1, keepdim=True)  # [J, 1, B]
-    y = jobs.outputs(q["mean"].unsqueeze(1), jobs.data.x_test)
-    return score(jobs.data, y, variance.float() + spread.float())
+def mixed(parts: Sequence[Predicted]) -> Predicted:
+    """The equal mixture."""
+    log_density = torch.stack([part.log_density for part in parts]).logsumexp(0) - log(len(parts))
+    return Predicted(log_density, torch.stack([part.mean for part in parts]).mean(0))
+
+
+def scores(predicted: Predicted, split: Split) -> tuple[float, float]:
+    """Mean test log-likelihood and root mean square error, in the data's own units."""
+    error = (predicted.mean - split.t_test.view(-1).double()).square().mean().sqrt()
+    return float(predicted.log_density.mean()) - log(split.unit), float(error) * split.unit
+
+
+def tried(
+    splits: Sequence[Split], method: Method, temperatures: Sequence[float], device: str, rates: Sequence[float] = (0.0,)
+) -> list[dict[Job, float]]:
+    """Of each split the log density of a held-out fifth of its training set, for every λ and rate: one fit each."""
+    held = [split.validation() for split in splits]
+    jobs = [Job(r, λ, 0, rate) for r in range(len(splits)) for λ in temperatures for rate in rates]
+    found: list[dict[Job, float]] = [{} for _ in splits]
+    for job, (predicted, _) in zip(jobs, fit(held, jobs, method, device), strict=True):
+        found[job.split][job] = float(predicted.log_density.mean())
+    return found
+
+
+def best_of(tried: Sequence[dict[Job, float]]) -> list[tuple[Job, float]]:
+    """Of each split the job with the highest log density of its held-out fifth, and that."""
+    return [max(own.items(), key=lambda pair: pair[1]) for own in tried]

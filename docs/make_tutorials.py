@@ -4,7 +4,8 @@
 
 A tutorial is a Python file that runs by itself. Its docstring is the page's title and introduction, which says how long
 it takes; a comment block at the margin between blank lines is text, in Markdown; `plt.show()` puts the picture on the
-page. A line `STEPS = 500  # quick: 5` has the second value in the tests.
+page. A line `STEPS = 500  # quick: 5` has the second value in the tests. Code that is shown and not run is fenced with
+```py. `make docs` makes executed notebooks of the pages (`docs/make_notebooks.py`).
 """
 
 import contextlib

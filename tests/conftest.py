@@ -1,6 +1,15 @@
 """What every test shares: one thread, and a global stream that starts the same in each."""
 
+# ruff: noqa: E402 (what must be set before torch and numpy are imported)
+
+import fcntl
+import gc
+import os
+import pickle
 import weakref
+
+gc.disable()  # what imports and collection make stays: a third of their time would go into looking through it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for numpy and scikit-learn too, and for processes that tests start
 
 import pytest
 import torch
@@ -10,9 +19,34 @@ from torch.utils._pytree import tree_leaves
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish():
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory, request):
+    """`made_once(name, make)`: what `make()` returns, computed by the first worker that asks and read by the others."""
+    folder = tmp_path_factory.getbasetemp()
+    if "workerinput" in dir(request.config):  # of pytest-xdist: workers have folders of their own in one folder
+        folder = folder.parent
+
+    def get(name, make):
+        with open(folder / f"{name}.pickle", "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # others wait here
+            if file.tell() == 0:
+                pickle.dump(make(), file)
+                file.flush()
+            file.seek(0)
+            return pickle.load(file)
+
+    return get
 
 
 class PeakBytes(TorchDispatchMode):

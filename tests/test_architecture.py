@@ -35,6 +35,7 @@ ROOMS = (
     "correcting",
     "searching",
     "training",
+    "imaging",
     "plots",
     "diagnostics",
     "front_door",
@@ -204,7 +205,7 @@ def test_no_private_name_is_imported_from_another_module(module):
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m not in ("cli",)))
 def test_no_attribute_of_another_rooms_objects_is_guessed(module):
     """No `hasattr`, and `getattr` with a default only on what is not ours: user's objects, torch's and errors."""
-    allowed = {"models.bayesian_model", "parameters", "training.batches", "training.options", "training.loop",
+    allowed = {"models.bayesian_model", "basics.initialisers", "training.batches", "training.options", "training.loop",
                "families.density", "families.low_rank", "storing.describe", "distributed.sharding",
                "training.fingerprint", "training.samplers",
                "studies.is_it_bayesian.adapters", "studies.is_it_bayesian.suite"}  # fmt: skip
@@ -234,7 +235,7 @@ def test_import_loads_neither_studies_nor_triton_nor_extras():
     code = (
         "import sys, structvi; "
         "print([m for m in sys.modules if m.startswith('structvi.studies') or m.split('.')[0] in "
-        "('triton', 'matplotlib', 'arviz', 'pandas', 'sklearn', 'lightning', 'typer', 'torchmetrics')]); "
+        "('triton', 'matplotlib', 'arviz', 'pandas', 'sklearn', 'lightning', 'typer', 'torchmetrics', 'nibabel')]); "
         "print(structvi.check.__name__)"
     )
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

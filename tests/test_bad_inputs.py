@@ -157,10 +157,10 @@ TABLE = {
     "parameters: a list": (lambda: vi.Parameters([torch.zeros(2)]), TypeError, r"mapping of names.*got list"),
     "parameters: a module": (lambda: vi.Parameters(net()), TypeError, r"got Sequential.*Parameters\.of\(net\)"),
     "parameters: empty": (lambda: vi.Parameters({}), ValueError, r"at least one tensor"),
-    "parameters: a number": (
-        lambda: vi.Parameters({"z": 1.0}),
+    "parameters: a word": (
+        lambda: vi.Parameters({"z": "1.0"}),
         TypeError,
-        r"z: expected a tensor, .*, got float",
+        r"z: expected a tensor, .*, got str",
     ),
     "parameters: name no string": (lambda: vi.Parameters({0: torch.zeros(2)}), TypeError, r"names must be strings.*0"),
     "parameters: integers": (
@@ -549,12 +549,12 @@ TABLE = {
     ),
     "fit: a dict with more than the network takes": (
         lambda: vi.variationalize(nn.Linear(2, 1), likelihoods.Gaussian(1.0), num_data=4).fit(
-            [{"image": torch.zeros(4, 2), "label": torch.zeros(4, 1), "path": ["a", "b", "c", "d"]}],
+            [{"image": torch.zeros(4, 2), "label": torch.zeros(4, 1), "age": torch.zeros(4)}],
             steps=1,
             progress=False,
         ),
         ValueError,
-        r"forward\(input\) does not take \['image', 'path'\]: give variationalize a function forward=",
+        r"forward\(input\) does not take \['image', 'age'\]: tell which.*keys=.*or give it a function forward=",
     ),
     "elbo: groups": (lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, groups=0), ValueError, r"integer ≥ 1, got 0"),
     "elbo: coupling": (lambda: vi.elbo(family(), TARGET, coupling="naive"), TypeError, r"callable.*got 'naive'"),
@@ -632,6 +632,13 @@ TABLE = {
         lambda: model(nn.CrossEntropyLoss(reduction="none")),
         TypeError,
         r"CrossEntropyLoss is a loss, to be made small; .*Categorical\(\)",
+    ),
+    "model: a Dice loss as likelihood": (
+        lambda: log_joint(
+            (X, LABELS), model(lambda y, t: 1 - 2 * y.softmax(1)[:, 1].dot(t.to(y)) / (len(t) + t.sum()))
+        ),
+        ValueError,
+        r"each observation, \[.*got \(\); one number for the batch is a loss, and Dice losses.*Categorical\(\)",
     ),
     "model: a loss function as likelihood": (
         lambda: model(nn.functional.cross_entropy),

@@ -284,7 +284,7 @@ BAD = {
     "no triangle": (lambda: vi.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
     "not square": (lambda: vi.cholesky_correlation(torch.ones(2, 3)), "expected square matrices"),
     "a vector": (lambda: vi.cholesky_correlation([1.0]), "expected values with 2 axes or more"),
-    "no tensor": (lambda: vi.Parameters({"a": 1.0}), "a: expected a tensor, or positive"),
+    "no tensor": (lambda: vi.Parameters({"a": "1"}), "a: expected a tensor, a number, or positive"),
 }
 
 
@@ -294,3 +294,24 @@ def test_what_is_refused(case):
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     assert re.search(words, str(caught.value)), caught.value
+
+
+def test_a_number_is_a_scalar_that_begins_there():
+    space = vi.Parameters({"a": 2, "b": 0.5})
+    assert space.dtype == torch.float64
+    assert space.initial.tolist() == [2.0, 0.5]
+    assert space.shapes == ((), ())
+    assert vi.Parameters({"a": 1.0, "w": torch.zeros(2)}).dtype == torch.float32  # as the others
+    assert vi.Parameters({"a": 1.0, "s": vi.positive(1.0)}).dtype == torch.float64
+
+
+@pytest.mark.parametrize("wrong", ["value", "argument"])
+def test_a_scale_that_is_not_given_as_positive_is_told(wrong):
+    def log_density(p):
+        normal = torch.distributions.Normal(0.0, p["s"] if wrong == "argument" else 1.0).log_prob(torch.tensor(1.0))
+        prior = torch.distributions.HalfNormal(1.0).log_prob(p["s"]) if wrong == "value" else -p["s"].square()
+        return normal + prior
+
+    target = vi.LogDensity(log_density, vi.Parameters({"s": 1.0}))
+    with pytest.raises(ValueError, match=r"given as positive\(1\.0\)"):
+        vi.fit(target, vi.FullNormal(), progress=False)

@@ -32,6 +32,31 @@ def test_an_example_runs_and_draws_its_picture(example, methods, tmp_path, monke
         assert [row.split(" | ")[0].strip("| ") for row in rows] == list(methods.METHODS)
 
 
+def test_scans_of_your_own_are_read_and_their_maps_kept(methods, tmp_path, monkeypatch, capsys):
+    import nibabel
+
+    example = runpy.run_path(str(EXAMPLES / "scans.py"))
+    example["simulate"](tmp_path / "data", 6, seed=1)
+    command = ["scans.py", "--smoke", "--data", str(tmp_path / "data"), "--names", "liver,tumour"]
+    folders = ["--folder", str(tmp_path / "maps"), "--out", str(tmp_path / "picture.png")]
+    monkeypatch.setattr("sys.argv", [*command, *folders])
+    runpy.run_path(str(EXAMPLES / "scans.py"), run_name="__main__")
+    assert [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith(("liver", "tumour"))
+    ] == [
+        "liver",
+        "tumour",
+    ]
+    scan = nibabel.load(tmp_path / "data" / "images" / "case05.nii.gz")
+    written = nibabel.load(tmp_path / "maps" / "case05_epistemic.nii.gz")
+    assert written.shape == scan.shape
+    np.testing.assert_array_equal(written.affine, scan.affine)
+    assert (tmp_path / "maps" / "case05.html").exists()
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="at least six scans"):
+        example["read"](tmp_path)
+
+
 def test_any_network_and_any_part_of_it(methods, tmp_path, monkeypatch, capsys):
     (tmp_path / "own.py").write_text(
         "from torch import nn\n"

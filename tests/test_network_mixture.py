@@ -70,7 +70,11 @@ def test_around_trained_networks():
     assert (mixture.predict(X, 6000).mean - average).abs().max() < 0.03
     for net, state in zip(nets, before, strict=True):
         assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
-    assert "3 networks" in str(result)
+    lines = str(result).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("3 networks")
+    assert lines[3].startswith("next: mixture.predict")
+    assert all(f"network {c}: placed" in result.details for c in range(3))
 
 
 def test_the_bound_is_that_of_part_and_weights():
@@ -104,7 +108,7 @@ def test_stacked_weights_gain_on_the_data_that_chose_them():
     result = mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     assert result.held_out > equal
     assert result.weights[2] < 0.1
-    assert "optimistic" in str(result)
+    assert "optimistic" in result.details
     with pytest.raises(ValueError, match="give validation="):
         mixture.fit(loader(), weights="stacked")
 
@@ -116,7 +120,7 @@ def test_one_width_is_chosen_for_the_mixture():
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
     ensemble = torch.stack([net(X[40:60]).softmax(-1) for net in nets]).mean(0).log()
     of_ensemble = -nn.functional.nll_loss(ensemble, T[40:60]).item()
-    assert f"average over the networks {of_ensemble:.4f}" in str(result)
+    assert f"average over the networks {of_ensemble:.4f}" in result.details
     assert result.held_out > of_ensemble - 0.02  # 0.005 and the noise of 32 draws of each member
     assert len({one.kept for one in result.members}) == 1
     assert {one.status for one in result.members} == {vi.Status.PLACED}
@@ -126,7 +130,7 @@ def test_one_width_is_chosen_for_the_mixture():
 def test_priors_that_are_given_stay():
     mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
-    assert "placed for the mixture" not in str(result)
+    assert "placed for the mixture" not in result.details
     assert all(one.model.prior.scale == 0.3 for one in mixture.posteriors)
 
 

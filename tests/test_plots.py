@@ -82,6 +82,42 @@ def test_risk_coverage(make, label):
         plots.risk_coverage(bare.evaluate([(torch.zeros(3, 2), torch.zeros(3, 1))], draws=2))
 
 
+@pytest.mark.parametrize("make", [classifier_metrics, number_metrics])
+def test_referral(make):
+    metrics = make()
+    ax = plots.referral({"a": metrics, "b": metrics})
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b"]
+    share, value = ax.lines[0].get_data()
+    everything = int(np.argmin(share))
+    assert share[everything] == pytest.approx(0.0, abs=1e-6)
+    expected = metrics.rmse if metrics.accuracy is None else metrics.accuracy
+    assert value[everything] == pytest.approx(expected, rel=1e-5)  # nothing referred
+    _, own = plt.subplots()
+    assert plots.referral(metrics, ax=own) is own
+
+
+def test_referral_refuses_what_it_cannot_show():
+    with pytest.raises(ValueError, match="models of one kind"):
+        plots.referral({"a": classifier_metrics(), "b": number_metrics()})
+    with pytest.raises(ValueError, match="at least one"):
+        plots.referral({})
+    with pytest.raises(TypeError, match=r"posterior\.evaluate"):
+        plots.referral(torch.zeros(3))
+
+
+def test_temperature_path_returns_axes():
+    x = torch.randn(60, 2, generator=seeded())
+    t = (x[:, 0] > 0).long()
+    net = nn.Linear(2, 2)
+    bayes = vi.variationalize(net, lk.Categorical(), num_data=40)
+    result = bayes.fit([(x[:40], t[:40])], validation=[(x[40:], t[40:])], temperature="validated", progress=False)
+    _, own = plt.subplots()
+    assert plots.temperature_path(result, ax=own) is own
+    assert list(own.lines[0].get_xdata()) == [point.temperature for point in result.path]
+    with pytest.raises(ValueError, match="no path"):
+        plots.temperature_path(bayes.fit([(x[:40], t[:40])], progress=False))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("likelihood", [lk.Categorical(), lk.Gaussian(1.0)])
 def test_uncertainty_map(channels, likelihood):
@@ -96,6 +132,10 @@ def test_uncertainty_map(channels, likelihood):
     else:
         np.testing.assert_allclose(epistemic, pred.epistemic[1].sqrt().mean(0), rtol=1e-6)
         np.testing.assert_allclose(aleatoric, 1.0, rtol=1e-6)
+    of_maps = plots.uncertainty_map(image[1], vi.imaging.Maps.of(pred, 1))
+    for one, other in zip(axes, of_maps, strict=True):
+        np.testing.assert_allclose(one.images[0].get_array(), other.images[0].get_array(), rtol=1e-6)
+        assert one.get_title() == other.get_title()
     with pytest.raises(ValueError, match="three axes"):
         plots.uncertainty_map(image, pred, ax=axes[:2])
     with pytest.raises(ValueError, match="per pixel"):
@@ -106,3 +146,59 @@ def test_matplotlib_missing_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r"structvi\[plots\]"):
         plots.predictive_band(torch.arange(20.0), regression())
+
+
+def volume_predictive():
+    outputs = torch.randn(8, 2, 3, 6, 7, 5, generator=seeded())
+    return torch.rand(2, 1, 6, 7, 5, generator=seeded()), Predictive(outputs, torch.full((8,), 1 / 8), lk.Categorical())
+
+
+def test_uncertainty_map_of_a_volume_shows_three_planes():
+    image, pred = volume_predictive()
+    axes = plots.uncertainty_map(image, pred, index=1, at=(1, 2, 3))
+    assert len(axes) == 9
+    shown = [np.asarray(ax.images[0].get_array()) for ax in axes]
+    maps = (image[1, 0], pred.mutual_information[1], pred.expected_entropy[1])
+    for column, values in enumerate(maps):
+        for axis, plane in enumerate((values[1], values[:, 2], values[:, :, 3])):
+            np.testing.assert_allclose(shown[3 * axis + column], plane.T.flip(0), rtol=1e-5, atol=1e-7)
+    assert axes[3].get_title() == "input, y = 2"
+    assert axes[1].images[0].get_clim() == axes[4].images[0].get_clim()  # one scale for the three
+    maps = vi.imaging.Maps.of(pred, 1)
+    again = plots.uncertainty_map(image[1], maps, at=(1, 2, 3), ax=axes)
+    assert again is axes
+    where = plots.uncertainty_map(image[1], maps)[0].get_title()
+    assert where.startswith("input, x = ")
+    for wrong, message in (((6, 0, 0), "a voxel of the volume's"), ((0, 0), "a voxel of the volume's")):
+        with pytest.raises(ValueError, match=message):
+            plots.uncertainty_map(image[1], maps, at=wrong)
+    with pytest.raises(ValueError, match="nine axes, got 3"):
+        plots.uncertainty_map(image, pred, ax=axes[:3])
+    with pytest.raises(ValueError, match=r"of \(6, 7, 5\) voxels, got"):
+        plots.uncertainty_map(image[1, :, :5], maps)
+
+
+def test_referral_curve_of_labels_and_of_cases():
+    metrics = classifier_metrics()
+    ax = plots.referral_curve(metrics)
+    assert ax.get_ylabel() == "accuracy on the rest"
+    at_none = ax.lines[0].get_ydata()[np.argmin(ax.lines[0].get_xdata())]
+    assert at_none == pytest.approx(metrics.accuracy)
+    with pytest.raises(ValueError, match="for class labels"):
+        plots.referral_curve(number_metrics())
+    _, pred = volume_predictive()
+    cases = [(vi.imaging.Maps.of(pred, i), pred.mean[i].argmax(0)) for i in range(2)]
+    found = vi.imaging.structures_of(cases, ["liver", "spleen"])
+    _, own = plt.subplots()
+    assert plots.referral_curve(found, own, by="entropy") is own
+    assert own.lines[0].get_ydata().tolist() == [1.0, 1.0]
+    ax = plots.reliability_diagram(found)
+    np.testing.assert_allclose(ax.lines[1].get_xdata(), found.reliability[0].confidence)
+    assert [text.get_text() for text in ax.get_legend().get_texts()][1:] == [
+        f"{name}, ECE {value:.3f}" for name, value in zip(found.names, found.ece, strict=True)
+    ]
+    ax = plots.dice_by_structure(found)
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["liver", "spleen"]
+    assert ax.lines[0].get_ydata().tolist() == [1.0, 1.0]
+    with pytest.raises(TypeError, match=r"imaging\.by_structure"):
+        plots.dice_by_structure(metrics)

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,26 @@ def test_the_version_is_the_same_everywhere():
     for name, pattern in tool.PLACES.items():
         (line,) = (match[0] for match in re.finditer(pattern, (ROOT / name).read_text()))
         assert __version__ in line, name
+
+
+def test_the_oldest_versions_are_those_that_are_asked_for():
+    """`make test-oldest` is a test of what pyproject.toml promises."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["sklearn"]]
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for requirement in asked:
+        name, least = requirement.split(">=")
+        assert tested[name].startswith(least), requirement
+    assert project["requires-python"] == ">=3.11"
+    assert "PYTHON_OLDEST ?= python3.11" in (ROOT / "Makefile").read_text()
+
+
+def test_every_extra_is_tried():
+    """`make dist-extras` has a few lines for each, but for those of work on structvi itself."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = (ROOT / "tools" / "try_extras.py").read_text()
+    assert [name for name in extras if f'"{name}": ' not in text] == ["bench", "docs", "dev"]
 
 
 def test_a_release_is_written(checkout):

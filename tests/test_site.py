@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +26,27 @@ window.addEventListener("load", () => {
   document.title = JSON.stringify({images, text, page: document.body.scrollWidth, width: window.innerWidth});
 });
 </script></head>"""
-PAGES = {"": 1, "concepts/": 2, "comparison/": 0, "reference/": 0, "tutorials/choosing_a_family/": 2}
+#: the same, told to the page around it: a window of its own has at least 500 pixels
+PHONE = """<script>
+window.addEventListener("load", () => setTimeout(() => parent.postMessage({
+  page: document.documentElement.scrollWidth, width: innerWidth,
+  background: getComputedStyle(document.body).backgroundColor,
+  menu: getComputedStyle(document.querySelector("label.md-header__button[for=__drawer]")).display,
+  search: document.querySelectorAll("input.md-search__input").length}, "*"), 300));
+</script></head>"""
+FRAMES = """<!doctype html><html><head><link rel="icon" href="data:,"><script>
+const seen = [];
+window.addEventListener("message", event => { seen.push(event.data); document.title = JSON.stringify(seen); });
+</script></head><body>%s</body></html>"""
+ON_A_PHONE = [
+    "",
+    "gallery/",
+    "glossary/",
+    "comparison/",
+    "networks/",
+    "tasks/classifier/",
+]  # the widest tables, pictures
+PAGES = {"": 1, "concepts/": 2, "comparison/": 0, "reference/": 0, "tutorials/choosing_a_family/": 2, "gallery/": 12}
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +102,14 @@ def test_no_link_and_no_picture_is_missing(site):
     assert pictures >= 14
 
 
-@pytest.fixture(scope="module")
-def address(site, tmp_path_factory):
-    """The site served from a copy whose pages tell what they show."""
-    copy = tmp_path_factory.mktemp("served") / "site"
-    shutil.copytree(site, copy)
-    for page in copy.rglob("index.html"):
-        page.write_text(page.read_text().replace("</head>", PROBE, 1))
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
 
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format, *args):
-            pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(copy)))
+@contextmanager
+def served(folder):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/"
@@ -102,25 +118,78 @@ def address(site, tmp_path_factory):
     thread.join()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize("page", PAGES)
-def test_a_browser_shows_the_page_and_its_console_is_silent(address, tmp_path, page):
+@pytest.fixture(scope="module")
+def address(site, tmp_path_factory):
+    """The site served from a copy whose pages tell what they show."""
+    copy = tmp_path_factory.mktemp("served") / "site"
+    shutil.copytree(site, copy)
+    for page in copy.rglob("index.html"):
+        page.write_text(page.read_text().replace("</head>", PROBE, 1))
+
+    with served(copy) as where:
+        yield where
+
+
+def browse(url, profile, *options):
+    """What chromium has after the page has run, and its log."""
     assert CHROMIUM is not None
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1600", "--enable-logging=stderr",
-        "--virtual-time-budget=20000", "--dump-dom", address + page,
+        f"--user-data-dir={profile}", "--window-size=1280,1600", "--enable-logging=stderr",
+        "--virtual-time-budget=20000", "--dump-dom", *options, url,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    match = re.search(r"<title>(\{.*?\})</title>", done.stdout)
-    assert match, done.stdout[-2000:]
-    seen = json.loads(match[1])
     assert "CONSOLE" not in done.stderr, done.stderr
+    match = re.search(r"<title>([{\[].*?)</title>", done.stdout)
+    assert match, done.stdout[-2000:]
+    return json.loads(match[1])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_browser_shows_the_page_and_its_console_is_silent(address, tmp_path, page):
+    seen = browse(address + page, tmp_path / "profile")
     assert len(seen["images"]) >= PAGES[page]
     assert all(complete and width > 0 for complete, width in seen["images"])
     assert seen["text"] > 1000
     assert seen["page"] <= seen["width"]  # tables scroll in themselves, the page does not
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+def test_pages_fit_a_phone_and_are_dark_where_the_reader_wants_that(site, tmp_path):
+    copy = tmp_path / "site"
+    shutil.copytree(site, copy)
+    for page in ON_A_PHONE:
+        file = copy / page / "index.html"
+        file.write_text(file.read_text().replace("</head>", PHONE, 1))
+    frames = "".join(f'<iframe src="/{page}" width="400" height="800"></iframe>' for page in ON_A_PHONE)
+    (copy / "frames.html").write_text(FRAMES % frames)
+    with served(copy) as phone:
+        seen = browse(phone + "frames.html", tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
+    assert len(seen) == len(ON_A_PHONE)
+    for one in seen:
+        assert one["width"] == 400
+        assert one["page"] <= 400  # tables scroll in themselves
+        assert one["menu"] != "none"
+        assert one["search"] == 1
+        assert max(map(int, re.findall(r"\d+", one["background"])[:3])) < 80
+
+
+def test_every_tutorial_is_also_a_notebook(site):
+    names = {path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md")}
+    assert {path.stem for path in (site / "tutorials").glob("*.ipynb")} == names
+    for name in names:
+        assert f'href="../{name}.ipynb"' in (site / "tutorials" / name / "index.html").read_text()
+        assert json.loads((site / "tutorials" / f"{name}.ipynb").read_text())["nbformat"] == 4
+
+
+def test_search_knows_every_page(site):
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    known = {entry["location"].split("#")[0] for entry in found}
+    pages = {path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")}
+    assert known == {"" if page == "." else f"{page}/" for page in pages}
+    assert any("Antithetic pair" in entry["text"] for entry in found if entry["location"].startswith("glossary/"))
 
 
 def fenced(name, *titles):

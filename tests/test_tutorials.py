@@ -1,11 +1,12 @@
 """Every tutorial runs, with the small numbers of its `# quick:` lines, and its page shows the code that it has now."""
 
+import base64
 import doctest
 import re
 
 import pytest
 
-from docs import make_tutorials
+from docs import make_notebooks, make_tutorials
 from docs.make_tutorials import PAGES, ROOT, SOURCES, cells, quick, run
 
 NAMES = sorted(path.stem for path in SOURCES.glob("*.py"))
@@ -62,3 +63,22 @@ def test_the_converter_keeps_lines_where_they_are():
 
 def test_examples_of_the_converter():
     assert doctest.testmod(make_tutorials).failed == 0
+    assert doctest.testmod(make_notebooks).failed == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_has_the_code_of_the_tutorial_and_what_it_printed(name):
+    page = (PAGES / f"{name}.md").read_text()
+    made = make_notebooks.notebook(page)
+    code = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
+    assert ["".join(cell["source"]) for cell in code] == [
+        one.source for one in cells(source(name)) if one.kind == "code"
+    ]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert sum(output["output_type"] == "stream" for output in outputs) == page.count('title="prints"')
+    shown = [base64.b64decode(o["data"]["image/png"]) for o in outputs if o["output_type"] == "display_data"]
+    assert shown == [(PAGES / "images" / file).read_bytes() for file in re.findall(r"\]\(images/(\S+)\)", page)]
+    text = "".join("".join(cell["source"]) for cell in made["cells"] if cell["cell_type"] == "markdown")
+    assert "```python" not in text
+    assert 'title="prints"' not in text
+    assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])

@@ -94,7 +94,7 @@ print("the same bits:", all(torch.equal(a, b) for a, b in zip(whole.parameters()
 #
 # `fit` works in parallel wherever there is a process group: no line of the above changes.
 #
-# ```python
+# ```py
 # import torch.distributed as dist
 #
 # dist.init_process_group()

@@ -35,7 +35,7 @@ from .models.priors import (
     SumPrior,
 )
 from .models.tempered import Tempered, annealed
-from .network_mixture import NetworkMixture, load_mixture
+from .network_mixture import MixtureResult, NetworkMixture, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
 from .predicting import metrics
@@ -43,10 +43,12 @@ from .predicting.metrics import Metrics
 from .predicting.predictive import Predictive
 from .result import Result, Status
 from .storing.file import CheckpointError
+from .training.fit_many import fit_many
 from .training.result import FitResult, History
+from .training.soap import Soap
 
 if TYPE_CHECKING:
-    from . import diagnostics, plots
+    from . import diagnostics, imaging, plots
     from .models.priors.lipschitz import LipschitzPrior
     from .predicting.tiles import predict_tiles
     from .searching.fit import fit
@@ -63,6 +65,7 @@ __getattr__ = later(
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
         "fit": "searching.fit",
+        "imaging": "imaging.",
         "plots": "plots.",
         "predict_tiles": "predicting.tiles",
     },
@@ -91,6 +94,7 @@ __all__ = [
     "MeanField",
     "Metrics",
     "Mixture",
+    "MixtureResult",
     "NetworkMixture",
     "Noise",
     "NonFiniteError",
@@ -100,6 +104,7 @@ __all__ = [
     "Predictive",
     "Result",
     "Rotated",
+    "Soap",
     "Status",
     "StructuredNormal",
     "StructuredPrecision",
@@ -115,7 +120,9 @@ __all__ = [
     "elbo",
     "elbo_groups",
     "fit",
+    "fit_many",
     "full_elbo",
+    "imaging",
     "interval",
     "kl",
     "likelihoods",

@@ -93,6 +93,7 @@ def _add_fit(app: Any) -> None:
         noise: Annotated[str, typer.Option(help="auto, Gaussian, heteroscedastic, Student-t, ..")] = "auto",
         category: Annotated[list[str] | None, typer.Option(help="A column that is a category; repeat it.")] = None,
         number: Annotated[list[str] | None, typer.Option(help="A column of numbers; repeat it.")] = None,
+        without: Annotated[list[str] | None, typer.Option(help="A column to leave out; repeat it.")] = None,
         level: Annotated[float, typer.Option(help="Of the intervals.")] = 0.9,
         encoding: Annotated[str, typer.Option(help="Of a text file.")] = "utf-8",
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
@@ -109,7 +110,8 @@ def _add_fit(app: Any) -> None:
                 with folder_lock(out, "structvi fit"):
                     fitted = fit_file(
                         data, target, task=task, family=family, noise=noise, category=category or (),
-                        number=number or (), encoding=encoding, level=level, seed=seed, say=print,
+                        number=number or (), without=without or (), encoding=encoding, level=level, seed=seed,
+                        say=print,
                     )  # fmt: skip
                     write_together(out, fitted.write)
             except FolderInUse as error:
@@ -200,11 +202,19 @@ def _add_check(app: Any) -> None:
         timeout: Annotated[
             float, typer.Option(min=0.001, help="Seconds for a method on a problem; then its process is killed.")
         ] = 600.0,
+        at_scale: Annotated[
+            bool, typer.Option("--at-scale", help="Instead, a network of many weights: bound, scales, coverage.")
+        ] = False,
+        width: Annotated[int, typer.Option(min=1, help="Of --at-scale: hidden units of each layer.")] = 24,
+        teachers: Annotated[int, typer.Option(min=1, help="Of --at-scale: networks.")] = 1,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
         from .basics.folder_lock import FolderInUse, folder_lock
         from .studies.is_it_bayesian import suite
 
+        if at_scale:
+            _check_at_scale(out, width, teachers, seed)
+            return
         try:
             names = suite.method_names(methods), suite.problem_names(problems, quick)
         except ValueError as error:
@@ -223,6 +233,25 @@ def _add_check(app: Any) -> None:
         print(f"\n{out / 'check.html'}")
         if all(row.failed for row in report.rows):
             raise typer.Exit(1)
+
+
+def _check_at_scale(out: Path, width: int, teachers: int, seed: int) -> None:
+    import typer
+
+    from .basics.folder_lock import FolderInUse
+    from .studies.is_it_bayesian import at_scale
+
+    _check_out(out)
+    try:
+        report = at_scale.run(width=width, teachers=teachers, seed=seed)
+        report.save(out)
+    except FolderInUse as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(report)
+    print(f"\n{out / 'at_scale.html'}")
 
 
 def _check_out(out: Path) -> None:

@@ -196,8 +196,14 @@ class CholeskyCorrelation(Constraint):
         return (rest + before.tril(-1)).flatten(-2)
 
 
-def free_tensors(tensors: Mapping[str, Tensor | Constrained], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Free numbers in place of constrained values, where the other tensors are, all of one dtype if one is chosen."""
+def free_tensors(tensors: Mapping[str, Tensor | Constrained | float], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Free numbers in place of constrained values, where the other tensors are, all of one dtype if one is chosen.
+
+    A plain number is a scalar tensor: of the others' dtype, or float64.
+    """
+    plain = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
+    like = plain[0] if plain else torch.zeros((), dtype=torch.float64)
+    tensors = {name: like.new_tensor(t) if isinstance(t, int | float) else t for name, t in tensors.items()}
     plain = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
     if dtype is None and len(plain) < len(tensors):
         dtype = torch.float64

@@ -24,7 +24,14 @@ class Noise(NamedTuple):
 Coupling = Callable[..., Noise]
 
 
-def naive(groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+def naive(
+    groups: int,
+    P: int,
+    K: int,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Noise:
     """Independent draws, one to a group.
 
     Example:
@@ -35,7 +42,14 @@ def naive(groups: int, P: int, K: int, generator=None, dtype=None, device=None) 
     return Noise(every[: groups * P].view(groups, P), every[groups * P :].view(groups, K))
 
 
-def paired(groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+def paired(
+    groups: int,
+    P: int,
+    K: int,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Noise:
     """Antithetic pairs (ε, z), (−ε, −z): two draws to a group, mirror images of each other about the mean."""
     half = naive(groups, P, K, generator, dtype, device)
     return Noise(*(_with_mirror_image(x) for x in half))
@@ -96,7 +110,15 @@ class Unscented:
             return 2
         return (4 if self.crossed else 2) * (self.directions or K)
 
-    def __call__(self, groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+    def __call__(
+        self,
+        groups: int,
+        P: int,
+        K: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Noise:
         if K == 0:
             return paired(groups, P, K, generator, dtype, device)
         D = K if self.directions is None else self.directions

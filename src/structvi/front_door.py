@@ -13,6 +13,7 @@ from .couplings import Coupling, paired
 from .families.family import Family
 from .families.full import FullNormal
 from .families.structured import StructuredNormal
+from .models.batch import Keys
 from .models.bayesian_model import BayesianModel
 from .models.likelihoods import Bernoulli, Categorical
 from .models.priors.base import Prior
@@ -144,7 +145,7 @@ class Posterior(PosteriorBase):
         batches = Batches(loader, device=self.device)
         return elbo_over(self, batches.everything(), groups=groups, coupling=coupling, generator=generator)
 
-    def save(self, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
+    def save(self, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
         """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.
 
         In it are the variational parameters, those of likelihood and prior, and a description of all of them; no code
@@ -168,6 +169,7 @@ def variationalize(
     select: Select = "*",
     exclude: Select = (),
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    keys: Keys | None = None,
     evaluation: Mode = "auto",
     chunk: int | None = None,
     deterministic: bool | None = None,
@@ -188,6 +190,8 @@ def variationalize(
         num_data: N; `fit` takes it from the loader's data set where it is not given.
         select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
+        keys: of dict batches with more in them the entries that count, ("image", "label"): as MONAI's. With
+            `Categorical` labels [B, 1, ..] of floats then count as [B, ..] of integers.
         evaluation, chunk, deterministic: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
         checkpoint_activations: keep no activations of the network, for less memory and more time.
         linearise: y = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, θ₀ its present values: a generalised linear
@@ -226,6 +230,7 @@ def variationalize(
         num_data,
         parameters=parameters,
         forward=forward,
+        keys=keys,
         evaluation=evaluation,
         chunk=chunk,
         deterministic=deterministic,
@@ -254,6 +259,7 @@ def variationalize_head(
     layer: str | None = None,
     num_data: int | None = None,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    keys: Keys | None = None,
 ) -> Posterior:
     """A posterior with all covariances over the last layer of a trained network; the rest of it is held.
 
@@ -265,7 +271,7 @@ def variationalize_head(
         likelihood: `likelihoods.Gaussian(noise)`, `Gaussian("point")`, `Bernoulli()` or `Categorical()`.
         prior: of independent normals; where none is given `fit_head` chooses a scale for each tensor, by the ELBO.
         layer: its name in `net.named_modules()`; the last linear layer or convolution by default.
-        num_data, forward: as in `variationalize`.
+        num_data, forward, keys: as in `variationalize`.
 
     Example:
         >>> from structvi import likelihoods
@@ -281,14 +287,15 @@ def variationalize_head(
             f"variationalize(net, likelihood, StructuredPrecision(32), select={list(names)}).fit(loader)"
         )
     posterior = variationalize(
-        net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward
-    )
+        net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,
+        keys=keys,
+    )  # fmt: skip
     posterior.left_open = frozenset({"prior"} if prior is None else ())
     return posterior
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     net: nn.Module,
     *,
     family: Family | None = None,

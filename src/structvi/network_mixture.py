@@ -17,7 +17,7 @@ from .front_door import Posterior, load, variationalize
 from .models.calibration import Calibration
 from .models.priors.base import Prior
 from .objective import Estimate
-from .posterior import NetworkMixtureBase
+from .posterior import NetworkMixtureBase, PosteriorBase
 from .predicting.calibration import calibrate
 from .predicting.metrics import evaluate
 from .predicting.predict import predict
@@ -26,7 +26,9 @@ from .storing.file import CheckpointError, opened, write
 from .storing.posterior_description import refusing
 from .storing.posterior_file import check_calibration
 from .training.around import Together
+from .training.at_once import fit_each
 from .training.batches import Batches
+from .training.fit_many import options_of
 from .training.held_out import member_log_probs
 from .training.result import FitResult
 from .training.together import fit_together
@@ -46,21 +48,32 @@ class MixtureResult(Result):
         members: the result of each.
         weights: of the members.
         held_out: log density of the held-out data, the average over all draws, in nats for each number; None without.
+        mixture: what was fitted: it predicts, evaluates and saves.
     """
 
     members: list[FitResult]
     weights: list[float]
     held_out: float | None = None
+    mixture: "NetworkMixture"
 
-    def __str__(self) -> str:
+    def headlines(self) -> list[str]:
         lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
         lines.append(f"ELBO of part and weights: {self.elbo}")
         if self.held_out is not None:
             lines.append(f"held-out log density: {self.held_out:.4f} nats")
+        return lines
+
+    @property
+    def details(self) -> str:
+        lines = self.headlines()
         lines += [f"network {c}: {one.verdict}, ELBO {one.elbo}" for c, one in enumerate(self.members)]
         return "\n".join([*lines, *self.notes])
 
-    __repr__ = __str__
+    @property
+    def next_step(self) -> str:
+        if self.held_out is None:
+            return "mixture.predict(x), mixture.evaluate(test_loader); print(result.details) has each network's verdict"
+        return "mixture.predict(x), mixture.evaluate(test_loader); mixture.calibrate(other_loader) for calibration"
 
 
 class NetworkMixture(NetworkMixtureBase):
@@ -115,7 +128,7 @@ class NetworkMixture(NetworkMixtureBase):
         weights: Literal["equal", "stacked"] = "equal",
         **options: Any,
     ) -> MixtureResult:
-        """Fit every member, then weigh them.
+        """Fit every member, then weigh them; small networks of one form all at once, see `fit_many`.
 
         Args:
             loader: as `Posterior.fit` takes it.
@@ -140,10 +153,14 @@ class NetworkMixture(NetworkMixtureBase):
         seed = options.pop("seed", 0)
         self.calibration = None  # it was that of another mixture
         together = fit_together(self.posteriors, loader, validation=validation, seed=seed, **options)
-        results = [] if together is None else together.members
-        for c, member in enumerate(self.posteriors if together is None else ()):
-            assert isinstance(member, Posterior)
-            results.append(member.fit(loader, validation=validation, seed=seed + c, **options))
+        if together is None:
+            count = range(len(self.members))
+            if (device := options.pop("device", None)) is not None:
+                self.to(device)
+            own = [options_of(**options, validation=validation, seed=seed + c) for c in count]
+            results = fit_each(self.posteriors, [loader for _ in count], own, label=f"{len(count)} members")
+        else:
+            results = together.members
         held_out = None
         self.chosen_on = self.posteriors[0].chosen_on
         if validation is not None:
@@ -158,7 +175,7 @@ class NetworkMixture(NetworkMixtureBase):
         status = results[0].status if len({one.status for one in results}) == 1 else min(one.status for one in results)
         return MixtureResult(
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results), notes=notes,
-            members=results, weights=self.weights.tolist(), held_out=held_out,
+            members=results, weights=self.weights.tolist(), held_out=held_out, mixture=self,
         )  # fmt: skip
 
     def _elbo(self, results: Sequence[FitResult]) -> Estimate:
@@ -167,7 +184,7 @@ class NetworkMixture(NetworkMixtureBase):
         per_group = sum(float(share) * one.elbo.per_group for share, one in zip(w, results, strict=True)) - divergence
         return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write every member to a file of its own in a folder, the weights and the calibration.
 
         `load_mixture(folder, networks)` reads them.
@@ -184,7 +201,7 @@ class NetworkMixture(NetworkMixtureBase):
         write(folder / "mixture.safetensors", tensors, description | _described(found))
 
 
-def load_mixture(folder: str | os.PathLike, networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
+def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
     """The mixture of a folder that `NetworkMixture.save` wrote, around networks of the same form.
 
     Args:
@@ -257,3 +274,6 @@ def stacking(log_probs: Tensor) -> Tensor:
 def copy_of(part: Any) -> Any:
     """Of a module: each member learns its own noise and scales."""
     return copy.deepcopy(part) if isinstance(part, nn.Module) else part
+
+
+PosteriorBase.mixed_by = NetworkMixture

@@ -1,16 +1,15 @@
 """Which tensors are random, and how they lie in one flat vector θ of P numbers."""
 
-import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from inspect import signature
 from math import ceil, inf
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .basics.initialisers import Initialisers
 from .basics.patterns import few
 from .basics.random_streams import borrowed_stream
 from .constraints import Constrained, Constraint, free_tensors
@@ -34,7 +33,7 @@ class Parameters:
     `shapes` and `unravel` are of free numbers, which families see; `constrain` gives the values themselves.
 
     Args:
-        tensors: name → floating tensor, or `positive(1.0)` and its like; their values are the initial values.
+        tensors: name → floating tensor, number, or `positive(1.0)` and its like; their values are the initial values.
         dtype: of all of them; by default float64 where one is constrained, and else that of the tensors.
 
     Example:
@@ -54,7 +53,7 @@ class Parameters:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor | Constrained],
+        tensors: Mapping[str, Tensor | Constrained | float],
         *,
         dtype: torch.dtype | None = None,
         net: nn.Module | None = None,
@@ -133,7 +132,7 @@ class Parameters:
             )
         return cls(picked, net=net)
 
-    def append(self, tensors: Mapping[str, Tensor | Constrained], scale: float | None = None) -> "Parameters":
+    def append(self, tensors: Mapping[str, Tensor | Constrained | float], scale: float | None = None) -> "Parameters":
         """A larger space: these tensors, then `tensors` at the end of θ (a likelihood's random noise, say).
 
         `scale` is the initialisation scale of the new ones, which no layer knows.
@@ -183,7 +182,7 @@ class Parameters:
         chosen = _matcher(select, what, self.names)
         return tuple(name for name, tensor in self.constrain(self.initial).items() if chosen(name, tensor))
 
-    def __deepcopy__(self, memo: dict) -> "Parameters":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parameters":
         return self  # a value that is never changed; the network it knows is not to be copied
 
     def __len__(self) -> int:
@@ -282,8 +281,9 @@ class Parameters:
             generator = torch.Generator().manual_seed(0)
             square = torch.zeros(len(self), dtype=torch.float64)
             low, high = square + inf, square - inf
+            initialise = Initialisers(self._net) if self._net is not None else dict
             for _ in range(draws):
-                parts = torch.split(self.fresh(generator).double(), list(self.numels))
+                parts = torch.split(self._fresh(initialise, generator).double(), list(self.numels))
                 square += torch.stack([part.square().mean() for part in parts]).cpu() / draws
                 low = torch.stack([part.min() for part in parts]).cpu().minimum(low)
                 high = torch.stack([part.max() for part in parts]).cpu().maximum(high)
@@ -306,8 +306,11 @@ class Parameters:
         """
         if self._net is None:
             return self.initial.clone()
+        return self._fresh(Initialisers(self._net), generator)
+
+    def _fresh(self, initialise: Callable[[], dict[str, Tensor]], generator: torch.Generator | None) -> Tensor:
         with borrowed_stream(generator):
-            tensors = _reinitialised(self._net)
+            tensors = initialise()
         current = self.unravel(self.initial)
         return self.ravel({name: tensors.get(name, current[name]).detach() for name in self.names})
 
@@ -323,7 +326,8 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
         if not isinstance(name, str):
             raise TypeError(f"names must be strings, got {name!r}")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, or positive(..) and its like, got {type(tensor).__name__}")
+            came = type(tensor).__name__
+            raise TypeError(f"{name}: expected a tensor, a number, or positive(..) and its like, got {came}")
     wrong = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.dtype.is_floating_point}
     if wrong:
         raise TypeError(f"random tensors must be floating, but {wrong}; convert them or exclude them")
@@ -357,32 +361,3 @@ def _matcher(select: Select, what: str, names: Sequence[str]) -> Callable[[str, 
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{what}: the pattern {pattern!r} matches none of the trainable tensors {few(names)}")
     return lambda name, tensor: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _reinitialised(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a copy of `net` after its layers' own initialisation, innermost modules first."""
-    try:
-        twin = copy.deepcopy(net)
-    except (RuntimeError, TypeError) as error:  # a tensor with a graph; a lock, a file or a generator
-        warnings.warn(
-            f"the network cannot be copied ({error}): its current values stand in for fresh ones", stacklevel=2
-        )
-        return {}
-    with torch.no_grad():
-        for module in reversed(list(twin.modules())):
-            for method in ("reset_parameters", "_reset_parameters", "_init_weights"):
-                if callable(initialise := getattr(module, method, None)):
-                    _call_initialiser(initialise, module)
-    return dict(twin.named_parameters())
-
-
-def _call_initialiser(initialise: Callable[..., object], module: nn.Module) -> None:
-    """`reset()` of a layer, or `initialise(part)` that a model applies to each of its parts."""
-    required = [
-        p for p in signature(initialise).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
-    if not required:
-        initialise()
-    elif len(required) == 1:
-        for part in reversed(list(module.modules())):
-            initialise(part)

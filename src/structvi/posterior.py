@@ -1,8 +1,8 @@
 """A posterior as plain data: a model, a family, and the modes the network is called in; operations are above it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ class PosteriorBase(nn.Module):
         dropout: "off", or "on": the network's own dropout layers stay active in `fit` and `predict`.
         batch_norm: "frozen", "deterministic" or "reestimated", see `variationalize`.
     """
+
+    #: what posteriors of several networks are mixed by: set by `network_mixture`, whose room is above those that fit
+    mixed_by: ClassVar[Callable[..., Any]]
 
     def __init__(
         self, model: BayesianModel, family: Family, *, dropout: Dropout = "off", batch_norm: BatchNorm = "frozen"
@@ -88,7 +91,9 @@ class PosteriorBase(nn.Module):
         """Where the variational parameters are."""
         return next(self.parameters()).device
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         own = f"{prefix}.model.net." if prefix else "model.net."
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if not name.startswith(own):

@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 @dataclass(repr=False, kw_only=True)
 class Result:
-    """What `posterior.fit` and `vi.fit` have in common.
+    """What `posterior.fit` and `vi.fit` have in common. `print(result)` says in four lines what it came to.
 
     Attributes:
         status: how the fit ended.
@@ -53,6 +53,28 @@ class Result:
     @property
     def converged(self) -> bool:
         return self.status is Status.CONVERGED
+
+    @property
+    def next_step(self) -> str:
+        """What to do now, in a line."""
+        return ""
+
+    def headlines(self) -> list[str]:
+        """The lines of `print(result)` above the next step."""
+        return [self.verdict, f"ELBO: {self.elbo}"]
+
+    @property
+    def details(self) -> str:
+        """All there is to say: `print(result.details)`."""
+        return "\n".join([*self.headlines(), *self.notes])
+
+    def __str__(self) -> str:
+        more = {0: "", 1: " (a note: print(result.details))"}
+        said = more.get(len(self.notes), f" ({len(self.notes)} notes: print(result.details))")
+        return "\n".join([*self.headlines(), f"next: {self.next_step}{said}"])
+
+    def __repr__(self) -> str:  # a notebook shows what print does
+        return str(self)
 
     @property
     def reached(self) -> list[int]:

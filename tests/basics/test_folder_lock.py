@@ -15,10 +15,12 @@ import pytest
 from structvi.basics import folder_lock as module
 from structvi.basics.folder_lock import LOCK_FILE, OWNER_FILE, FolderInUse, folder_lock
 
+#: of other processes: the module without the package, whose import would take nearly all of their time
+BY_ITSELF = f"import sys; sys.path.append({str(Path(module.__file__).parent)!r})\n"
 #: holds the lock, says so, and waits to be told to leave
 HOLDER = """
 import sys
-from structvi.basics.folder_lock import folder_lock
+from folder_lock import folder_lock
 with folder_lock(sys.argv[1], what="a fit of another"):
     print("held", flush=True)
     sys.stdin.readline()
@@ -29,7 +31,10 @@ with folder_lock(sys.argv[1], what="a fit of another"):
 def holder(tmp_path):
     """Another process that has the lock of tmp_path."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", BY_ITSELF + HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "held\n"
     yield process
@@ -103,7 +108,7 @@ def test_an_error_inside_frees_it(tmp_path):
 #: forks inside the block; the child waits for ever, the parent as before
 FORKING = """
 import os, signal, sys
-from structvi.basics.folder_lock import folder_lock
+from folder_lock import folder_lock
 with folder_lock(sys.argv[1]):
     if os.fork() == 0:
         signal.pause()
@@ -115,7 +120,7 @@ with folder_lock(sys.argv[1]):
 def test_a_fork_does_not_keep_the_lock(tmp_path):
     """Workers of a loader outlive a killed fit for a while: the lock is not theirs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", FORKING, str(tmp_path)],
+        [sys.executable, "-c", BY_ITSELF + FORKING, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -133,7 +138,7 @@ def test_a_fork_does_not_keep_the_lock(tmp_path):
 LEAVING = """
 import os, sys
 from pathlib import Path
-from structvi.basics.folder_lock import LOCK_FILE, FolderInUse, folder_lock
+from folder_lock import LOCK_FILE, FolderInUse, folder_lock
 folder = Path(sys.argv[1])
 with folder_lock(folder):
     if child := os.fork():
@@ -150,7 +155,7 @@ with folder_lock(folder):
 
 
 def test_a_fork_that_leaves_the_block_frees_nothing(tmp_path):
-    subprocess.run([sys.executable, "-c", LEAVING, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-c", BY_ITSELF + LEAVING, str(tmp_path)], check=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -117,3 +117,28 @@ def test_a_family_is_ranked_by_values():
         return {"sigma": torch.randn((), generator=generator, dtype=torch.float64).exp()}, None
 
     assert sbc(simulate, lambda _: q, replications=100).passed
+
+
+def test_all_fits_together():
+    """θ ~ N(0, 1), t = θx + noise: mean field over one weight has the exact posterior, fitted as one computation."""
+    x = torch.linspace(-1, 1, 8).unsqueeze(-1)
+
+    def simulated(generator):
+        theta = torch.randn(1, 1, generator=generator)
+        return {"weight": theta}, x @ theta + 0.5 * torch.randn(8, 1, generator=generator)
+
+    def fit_all(every):
+        posteriors = []
+        for _ in every:
+            net = torch.nn.Linear(1, 1, bias=False)
+            likelihood = vi.likelihoods.Gaussian(0.5)
+            posteriors.append(vi.variationalize(net, likelihood, vi.MeanField(), vi.NormalPrior(1.0), num_data=8))
+        data = [[(x, t)] for t in every]
+        vi.fit_many(posteriors, data, steps=150, lr=0.1, progress=False, at_once=True, restarts=0)
+        return posteriors
+
+    result = sbc(simulated, fit_all, replications=40, together=True)
+    assert result.names == ("weight",)
+    assert result.passed
+    with pytest.raises(ValueError, match="a posterior for each of the 40"):
+        sbc(simulated, lambda every: every[:3], replications=40, together=True)

@@ -181,3 +181,32 @@ def test_axes_of_a_file_that_are_not_orthogonal_are_refused(tmp_path):
     bayes.save(tmp_path / "harmed.pt")
     with pytest.raises(vi.CheckpointError, match=r"axes that are not orthogonal: basis\.q0_0"):
         vi.load(tmp_path / "harmed.pt", net)
+
+
+@pytest.mark.parametrize("part", [vi.MeanField(), vi.StructuredPrecision(2), vi.StructuredNormal(2)], ids=repr)
+def test_draws_without_a_graph_have_the_gradients_of_those_with_one(part):
+    """Of any function of draws and log q, which here is f = Σ θ³ a + b log q, with log q through θ alone."""
+    space = vi.Parameters({"w": torch.zeros(4, 3, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)})
+    family = vi.Rotated(part).bind(space, torch.Generator().manual_seed(0))
+    noise = torch.Generator().manual_seed(1)
+    family.take_gradients(torch.randn(20, 14, generator=noise, dtype=torch.float64))
+    a = torch.randn(2, 14, generator=noise, dtype=torch.float64)
+    b = torch.randn(2, generator=noise, dtype=torch.float64)
+
+    density = family()
+    draws = density.draw(2, generator=torch.Generator().manual_seed(2))
+    still = family.requires_grad_(False)()
+    log_q = still.log_prob(draws.theta)
+    family.requires_grad_(True)
+    ((draws.theta**3 * a).sum() + (b * log_q).sum()).backward()
+    wanted = {name: p.grad.clone() for name, p in family.named_parameters()}
+
+    detached = family().draw_detached(2, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(detached.draws.theta, draws.theta)
+    torch.testing.assert_close(detached.log_q, log_q)
+    pulled = detached.pull((3 * detached.draws.theta**2 * a).detach(), b)
+    names = {id(p): name for name, p in family.named_parameters()}
+    found = {names[id(p)]: x if isinstance(x, torch.Tensor) else x.dense() for p, x in pulled if id(p) in names}
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], msg=name)

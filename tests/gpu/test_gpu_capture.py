@@ -46,6 +46,17 @@ def test_clipped_tempered_and_in_stages_too(name, device):
     check_same_bits(own, others)
 
 
+@pytest.mark.parametrize(
+    "name", ["mean field", "covariance", "mixture", "rotated", "rotated precision", "convolutional"]
+)
+def test_preconditioned_too(name, device):
+    """Coordinates are refreshed outside of the captured step, in place."""
+    options = {"optimizer": vi.Soap(refresh=2, turn=2), "steps": 15}
+    (captured, own), (_, others) = both(name, device, **options)
+    assert device.type != "cuda" or was_captured(captured), captured.notes
+    check_same_bits(own, others)
+
+
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["mean field", "covariance", "convolutional"])
 def test_in_half_precision_too(name, precision, device):

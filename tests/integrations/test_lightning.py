@@ -164,6 +164,19 @@ def test_the_callback_logs_and_keeps_the_posterior(tmp_path):
     assert list((tmp_path / "logs").iterdir())
 
 
+def test_the_callback_has_the_held_out_density(tmp_path):
+    """Of every epoch, not of the sanity check before the first; other loggers get it too."""
+    bayes = posterior(vi.MeanField())
+    module, callback = BayesianModule(bayes, draws=8), PosteriorCallback()
+    fitted = trainer(tmp_path, max_epochs=2, callbacks=[callback], num_sanity_val_steps=2)
+    fitted.fit(module, loader(regression()), loader(regression()))
+    held_out = callback.history["held_out"]
+    assert held_out.isfinite().nonzero().flatten().tolist() == [4, 9]  # the last steps of two epochs of five
+    expected = bayes.evaluate(loader(regression()), 8, generator=torch.Generator().manual_seed(0)).nlpd
+    assert held_out[-1].item() == pytest.approx(-expected, rel=1e-5)
+    assert fitted.logged_metrics["held_out"] == pytest.approx(-expected, rel=1e-5)
+
+
 def test_a_checkpoint_of_the_trainer_brings_all_back(tmp_path):
     module = BayesianModule(posterior())
     fitted = trainer(tmp_path)

@@ -57,7 +57,7 @@ def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
         bayes = vi.variationalize(
             net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=linearise, generator=seeded()
         )
-        result = bayes.fit(loader(data()), steps=30, coupling=coupling, progress=False)
+        result = bayes.fit(loader(data()), steps=10, coupling=coupling, progress=False)
         prediction = bayes.predict(data()[0], generator=seeded())
         found.append((result.elbo.value, prediction.mean, torch.cat([p.flatten() for p in bayes.family.parameters()])))
     (elbo, prediction, state), (elbo2, prediction2, state2) = found

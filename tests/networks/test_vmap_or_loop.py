@@ -374,7 +374,7 @@ class TestRecord:
         bayes, options = posterior(), {"steps": 8, "progress": False, "callback": stop}
         result = bayes.fit([(X, T)], **options)
         assert result.evaluation == str(bayes.model.evaluation)
-        assert f"draws: {result.evaluation}" in str(result)
+        assert f"draws: {result.evaluation}" in result.details
         assert result.evaluation.startswith("vmap")
         # not what a probe would find: only the file can say so
         choices, last = bayes.model.evaluation.record

@@ -1,17 +1,21 @@
 """Newton's steps in the space of normals."""
 
+import pytest
 import torch
 
 import structvi as vi
 from structvi.searching.fixed_draws import FixedDraws
 from structvi.searching.newton import (
+    Local,
     Normal,
     aligned,
     ascend_normals,
+    averaged,
     full,
     is_far,
     is_singular,
     local,
+    part_of_the_way,
     stepped,
     triangular,
 )
@@ -104,3 +108,18 @@ def test_units_of_numbers_do_not_make_a_normal_singular_and_lost_directions_do()
     for lost in (flat, 0 * root, torch.full_like(root, torch.inf)):
         assert is_singular(lost)
         assert local(Quadratic(), Normal(numbers(4), lost), noise(8, 4)) is None
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.8, 1.0])
+def test_a_part_of_the_way_leaves_the_optimum_of_a_smaller_family_where_it_is(share):
+    # the best mean field has 1/s² = Λ_ii: in its units the curvature has ones on the diagonal, whatever else it has
+    A = torch.tensor([[1.0, 0.8, 0.3], [0.8, 1.0, 0.5], [0.3, 0.5, 1.0]], dtype=torch.float64)
+
+    def mean_field(normal):
+        return Normal(normal.mean, normal.precision().diagonal().rsqrt().diag(), (normal.mean,))
+
+    mean = torch.zeros(3, dtype=torch.float64)
+    best = Normal(mean, torch.eye(3, dtype=torch.float64), (mean,))
+    at = Local(best, 0.0, 0.0, mean, A, 0.0)
+    for step in (part_of_the_way(at, mean_field, 1e-8, share), averaged(at, mean_field, share)):
+        torch.testing.assert_close(step.root, best.root)

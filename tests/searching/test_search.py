@@ -257,10 +257,11 @@ def test_a_limit_before_all_starts_were_tried_is_said():
 
 def test_a_fit_in_words():
     result = fit(gaussian(2), vi.FullNormal(), starts=2)
-    first, second, third = str(result).splitlines()
+    first, second, third, last = str(result).splitlines()
     assert first == result.verdict
     assert second == f"ELBO: {result.elbo} ({FRESH} fresh draws)"
     assert third.startswith(f"evaluations of the log density: {result.evaluations}, starts: 2, seconds: ")
+    assert last.startswith("next: print(result.summary())")
     assert repr(result) == str(result)
     assert fit(gaussian(2), result.family).starts == 1
 

@@ -99,3 +99,13 @@ def test_what_is_refused(case):
     call, words = BAD[case]
     with pytest.raises(ValueError, match=words):
         call(normal(10))
+
+
+def test_the_table_as_a_frame():
+    pytest.importorskip("pandas")
+    draws = torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    summary = vi.Summary({"a": draws[:, 0], "b": draws})
+    frame = summary.to_dataframe()
+    assert list(frame.index) == ["a", "b[0]", "b[1]"]
+    assert list(frame.columns) == ["mean", "sd", "5%", "50%", "95%", "mcse"]
+    assert frame.loc["b[1]", "mean"] == summary["b[1]"].mean

@@ -8,7 +8,6 @@ import pickle
 import random
 import socket
 import stat
-import subprocess
 import sys
 import zipfile
 
@@ -20,6 +19,7 @@ from safetensors.torch import save as serialise
 from structvi.storing import file as checkpoint
 from structvi.storing.file import CheckpointError, digest, read, write
 from structvi.storing.header import CONTAINERS, HEADER, NESTING
+from tests.children import python
 
 TENSORS = {
     "family.mean": torch.arange(12.0).reshape(3, 4) / 7,
@@ -256,8 +256,9 @@ def test_a_limit_on_the_size_of_files(path):
 
 def run(code, *arguments):
     """What a process of its own prints."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = python(code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # Links stay links, and what is no file is left alone
@@ -367,9 +368,8 @@ def test_what_is_no_file_is_not_read_and_does_not_block(tmp_path):
         if kind != "device" or os.geteuid() == 0:
             special(kind, path)
             paths[kind] = path
-    command = [sys.executable, "-c", READ, *map(str, paths.values())]
     # nothing is waited for: the time limit is there for a pipe that blocks
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python(READ, *paths.values(), timeout=120)
     assert [line.startswith("cannot read") for line in done.stdout.splitlines()] == [True] * len(paths)
     for (kind, path), line in zip(paths.items(), done.stdout.splitlines(), strict=True):
         assert f"{path}: {SPECIAL[kind]}" in line

@@ -7,7 +7,6 @@ process whose memory is limited to 256 MiB more than it has after its first load
 import copy
 import json
 import random
-import subprocess
 import sys
 from collections import Counter
 
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.storing import file, fit_checkpoint
+from tests.children import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
 
@@ -71,8 +71,7 @@ def network():
 
 def outcomes(folder, whole):
     """Of each file in the folder: error, message, families made."""
-    command = [sys.executable, "-c", RUNNER, str(folder), str(whole), str(whole.with_name("again"))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python(RUNNER, folder, whole, whole.with_name("again"), timeout=600)
     found = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
     left = sorted({path.name for path in folder.iterdir()} - found.keys())
     assert not left, f"the process ended at {left[0]} with {done.returncode}: {done.stderr[-2000:]}"

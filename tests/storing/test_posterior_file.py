@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import zlib
 
 import pytest
@@ -21,6 +19,7 @@ from structvi.storing import file as checkpoint
 from structvi.storing.describe import DEPTH, OfYourOwn, check, decode, encode
 from structvi.storing.describe import FAMILIES as MOST_FAMILIES
 from structvi.storing.implied import tensors_of_family
+from tests.children import python
 
 FAMILIES = {
     "MAP": lambda: vi.MAP(),
@@ -817,8 +816,7 @@ def test_what_is_said_of_a_file_that_may_not_be_read(tmp_path):
     path = tmp_path / "q"
     vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), num_data=12).save(path)
     path.chmod(0)
-    command = [sys.executable, "-c", DENIED, str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = python(DENIED, path).stdout
     assert said == f"cannot read {path}: Permission denied\n"
 
 

@@ -13,6 +13,7 @@ from structvi.studies.files import MAKING, READY, write_together
 from structvi.studies.paper import run
 from structvi.studies.paper.jobs import Job
 from structvi.studies.paper.settings import Settings
+from tests.children import python
 
 
 def names(folder):
@@ -56,7 +57,7 @@ files.write_together(folder, make)
 def test_a_killed_run_leaves_the_old_files_or_has_its_own_moved_by_the_next(tmp_path, when):
     for name in "ab":
         (tmp_path / name).write_text("old")
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], check=False)
+    done = python(KILLED, tmp_path, when)
     assert done.returncode == -signal.SIGKILL
     if when == "making":
         assert [(tmp_path / name).read_text() for name in "ab"] == ["old", "old"]

@@ -83,6 +83,24 @@ def test_amounts_from_the_command_line(few_steps, monkeypatch, capsys, tmp_path)
     assert "no column 'x'" in err
 
 
+def test_a_column_is_left_out(few_steps, monkeypatch, capsys, tmp_path):
+    """And is not asked for in new rows."""
+    data = regression().assign(leak=lambda rows: rows["y"] + 1.0)
+    data.to_csv(tmp_path / "a.csv", index=False)
+    options = ("--target", "y", "--out", tmp_path / "out", "--noise", "Gaussian")
+    code, said, err = run(monkeypatch, capsys, "fit", tmp_path / "a.csv", *options, "--without", "leak")
+    assert code == 0, err
+    assert "'leak' was left out, as you said." in said
+    assert "'leak' was left out, as you said." in (tmp_path / "out" / "report.html").read_text().replace("&#x27;", "'")
+    data[["x", "c"]].head(3).to_csv(tmp_path / "new.csv", index=False)
+    code, _, err = run(monkeypatch, capsys, "predict", tmp_path / "out", tmp_path / "new.csv", "--out", tmp_path / "p")
+    assert code == 0, err
+    code, _, err = run(monkeypatch, capsys, "fit", tmp_path / "a.csv", *options, "--without", "y")
+    assert (code, "is the target" in err) == (2, True)
+    code, _, err = run(monkeypatch, capsys, "fit", tmp_path / "a.csv", *options, "--without", "q")
+    assert (code, "no column 'q'" in err) == (2, True)
+
+
 def test_classes_from_the_command_line(few_steps, monkeypatch, capsys, tmp_path):
     data, out = classes(), tmp_path / "out"
     data.to_csv(tmp_path / "a.csv", index=False)
@@ -113,6 +131,17 @@ def test_a_fit_is_repeated_by_its_seed_and_survives_the_folder(few_steps, tmp_pa
     for train, held in one.folds():
         assert set(train).isdisjoint(held)
         assert set(train) | set(held) == set(one.split.fit.tolist())
+
+
+def test_a_fit_in_words(few_steps):
+    fit = fit_table(regression(), "y", noise="Gaussian")
+    lines = str(fit).splitlines()
+    assert repr(fit) == str(fit)
+    assert lines[0] == "'y' predicted as regression from 2 columns: 64 rows fitted, 16 kept for the test"
+    assert fit.tried[0].name in lines[1]
+    assert lines[3].startswith("next: fit.model.predict(new_rows)")
+    assert len(lines) == 4
+    assert repr(fit.model).startswith("TableModel('y' as regression from x, c; ")
 
 
 def test_pooled_scores_agree_with_sampling(few_steps):

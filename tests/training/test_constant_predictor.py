@@ -102,7 +102,7 @@ def test_a_fit_that_is_worse_says_so():
     assert result.elbo.value < result.constant
     assert any(note.startswith("worse than knowing nothing") for note in result.notes)
     assert not any("call fit again to go on" in note for note in result.notes)
-    assert f"{result.constant:.2f} nats" in str(result)
+    assert f"{result.constant:.2f} nats" in result.details
 
 
 def test_a_fit_that_learns_does_not():

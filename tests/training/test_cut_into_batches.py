@@ -89,21 +89,19 @@ X, T = data(1000)
     [
         (300, True, 1),
         (333, False, 2),
-        (999, False, 1),
-        (1000, True, 1),
     ],
 )
 def test_ragged_batches(B, shuffle, accumulate):
+    """Whole fits; other cuts by the gradient of an epoch, below, which is sharper."""
     loader = DataLoader(Rows(X, T), batch_size=B, shuffle=shuffle, collate_fn=as_they_are)
     assert_true(fitted(loader, accumulate=accumulate), X, T)
 
 
-@pytest.mark.parametrize(("sizes", "accumulate"), [([999, 1], 1), ([1, 499, 500], 2)])
-def test_lists_of_batches(sizes, accumulate):
-    batches = list(zip(X.split(sizes), T.split(sizes), strict=True))
+def test_lists_of_batches():
+    batches = list(zip(X.split([999, 1]), T.split([999, 1]), strict=True))
     bayes = posterior()
     bayes.model.num_data = 1000
-    bayes.fit(batches, steps=800, lr=0.05, progress=False, restarts=0, accumulate=accumulate)
+    bayes.fit(batches, steps=800, lr=0.05, progress=False, restarts=0)
     assert_true(bayes, X, T)
 
 
@@ -307,7 +305,7 @@ def test_the_gradient_of_an_epoch_of_ragged_batches(B, shuffle, accumulate):
     assert_same_gradient(epoch_gradient(loader, 1000, -(-len(loader) // accumulate), accumulate), 1000)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [[999, 1], [1, 499, 500], [700, 100, 100, 99, 1]])
 def test_the_gradient_of_an_epoch_of_a_list(sizes, accumulate):
     batches = list(zip(X.split(sizes), T.split(sizes), strict=True))

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import structvi as vi
 from structvi.objective import full_elbo
-from structvi.training.adam import FACTOR_RATE, make_optimizer
+from structvi.training.adam import FACTOR_RATE
 from structvi.training.batches import Batches
-from structvi.training.fit import KL_WARMUP
+from structvi.training.optimizers import make_optimizer
+from structvi.training.options import KL_WARMUP
 from structvi.training.progress import Progress
 from structvi.training.schedule import Schedule
 from structvi.training.verdict import trend
@@ -193,7 +194,7 @@ def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
 def test_a_factor_learns_slower_the_more_weights_there_are():
     for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
         family = vi.StructuredPrecision(2).bind(vi.Parameters({"z": torch.zeros(size)}))
-        optimizer = make_optimizer(list(family.parameters()), None, 0.1, family.factors())
+        optimizer = make_optimizer(list(family.parameters()), None, 0.1, family)
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         assert rates[id(family.factor)] == pytest.approx(0.1 * rate)
         assert rates[id(family.mean)] == rates[id(family.log_scale)] == 0.1
@@ -288,7 +289,7 @@ def test_staged_fit(family):
     assert all(factor == (0.0, False) for factor in factors[:40])
     assert all(size > 0 and learns for size, learns in factors[40:])
     assert result.history["stage"].tolist() == [1] * 40 + [2] * 60
-    assert set(result.candidates) >= {"last step", "without the factor"}
+    assert set(result.candidates) >= {"last step", "rank 0 (mean field)"}
     assert result.elbo.value == max(estimate.value for estimate in result.candidates.values())
     assert posterior.family.factor.requires_grad
     # what was learned is not thrown away by a second fit
@@ -305,8 +306,8 @@ def test_staged_fit_keeps_stage_one_where_the_factor_does_harm():
                 posterior.family.factor.add_(5.0)
 
     result = posterior.fit(loader(), steps=100, progress=False, average=False, callback=spoil)
-    assert result.kept == "without the factor"
-    assert result.candidates["without the factor"].value > result.candidates["last step"].value
+    assert result.kept == "rank 0 (mean field)"
+    assert result.candidates["rank 0 (mean field)"].value > result.candidates["last step"].value
     assert bool((posterior.family.factor == 0).all())
     g = torch.Generator().manual_seed(1)
     assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
@@ -504,8 +505,8 @@ def test_data_that_are_not_finite_have_no_verdict_of_convergence():
     x[50, 0] = torch.nan
     result = linear().fit(DataLoader(TensorDataset(x, t), batch_size=20), epochs=4, progress=False)
     assert result.elbo.value == -torch.inf
-    assert result.verdict == "no finite ELBO: print(result) says which batch and why"
-    assert "4 steps undone, not finite; the first at batch 2 of epoch 0" in str(result)
+    assert result.verdict == "no finite ELBO: print(result.details) says which batch and why"
+    assert "4 steps undone, not finite; the first at batch 2 of epoch 0" in result.details
 
 
 def test_a_batch_with_an_error_is_named():
@@ -729,3 +730,8 @@ def test_a_scheduler_of_another_optimizer():
     other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], 0.1))
     with pytest.raises(ValueError, match="another optimizer"):
         linear().fit(loader(), epochs=1, scheduler=other, progress=False)
+
+
+def test_one_batch_instead_of_a_loader_is_told():
+    with pytest.raises(TypeError, match=r"is one batch: write DataLoader\(TensorDataset"):
+        linear().fit(data().tensors, steps=2)

@@ -329,5 +329,5 @@ def test_few_iterations_are_told(capsys):
     net, (x, t) = network(3), classes(3)
     result = vi.variationalize_head(net, likelihoods.Categorical()).fit_head([(x, t)], iterations=2)
     assert result.status is vi.Status.IMPROVING
-    assert "give more iterations=" in str(result)
+    assert "give more iterations=" in result.details
     assert "step 2/2" in capsys.readouterr().err

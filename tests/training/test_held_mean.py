@@ -56,7 +56,7 @@ def test_scales_of_the_prior_are_those_of_a_free_mean():
         assert prior.log_scale.requires_grad
         if "mean" in options:
             assert torch.equal(bayes.family().mean.detach(), bayes.space.initial)
-            assert "learned in 15 epochs with a free mean, then held" in str(result)
+            assert "learned in 15 epochs with a free mean, then held" in result.details
     assert torch.equal(*scales)
     assert not torch.equal(scales[0], torch.zeros(2))
 

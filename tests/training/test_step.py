@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.training.adam import Adam, make_optimizer
+from structvi.training.adam import Adam
 from structvi.training.step import Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -31,7 +31,7 @@ def flat(bayes: vi.Posterior) -> torch.Tensor:
 def test_equals_a_loop_by_hand(family, knows, clip):
     ours, plain = posterior(family), posterior(family)
     factors = ours.family.factors() if knows else []
-    adam = make_optimizer(list(ours.parameters()), None, 0.01, factors)
+    adam = Adam(list(ours.parameters()), lr=0.01, factors=factors)
     assert len(adam.thin) == len(factors)
     step = Step(ours, adam, torch.Generator().manual_seed(5), groups=3, clip=clip)
     assert step.reason == "not on a CUDA device"
@@ -62,7 +62,7 @@ def test_a_factor_row_by_row_with_a_whole_gradient_too(family):
     """As on a GPU in float64, where no kernel takes the thin sides: the gradient comes column by column."""
     ours, plain = posterior(family), posterior(family)
     ours.family.factor.data = ours.family.factor.data.contiguous()
-    adam = make_optimizer(list(ours.parameters()), None, 0.01, ours.family.factors())
+    adam = Adam(list(ours.parameters()), lr=0.01, factors=ours.family.factors())
     adam.thin.clear()
     step = Step(ours, adam, torch.Generator().manual_seed(5))
     *rest, factor = plain.parameters()

@@ -71,7 +71,7 @@ def test_the_network_is_kept_where_the_fit_is_worse():
     result = bayes.fit(loader(), epochs=2, start="trained", validation=sure, progress=False)
     assert max(result.held_out[name] for name in ("last step", "the start")) < result.network - MARGIN
     assert result.kept == NETWORK
-    assert "prefer the network" in str(result)
+    assert "prefer the network" in result.details
     assert torch.allclose(bayes.predict(x, 16).mean, net(x).softmax(-1), atol=0.02)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,36 @@ def check_integer(name: str, value: object, least: int = 1, optional: bool = Fal
 
 def is_integer(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_seed(seed: object) -> None:
+    """Of what fits and judges: an integer of at least 0.
+
+    Example:
+        >>> check_seed(torch.Generator())
+        Traceback (most recent call last):
+        ValueError: seed must be an integer ≥ 0, got Generator; generator= is an argument of what returns draws
+    """
+    if not is_integer(seed, 0):
+        came = repr(seed) if isinstance(seed, int | float | str) else type(seed).__name__
+        also = "; generator= is an argument of what returns draws" if isinstance(seed, torch.Generator) else ""
+        raise ValueError(f"seed must be an integer ≥ 0, got {came}{also}")
+
+
+def check_generator(generator: object) -> None:
+    """Of what draws: a torch.Generator, or None for torch's global stream.
+
+    Example:
+        >>> check_generator(3)
+        Traceback (most recent call last):
+        TypeError: generator must be a torch.Generator, got int: write torch.Generator().manual_seed(3)
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        number = generator if is_integer(generator, 0) else 0
+        raise TypeError(
+            f"generator must be a torch.Generator, got {type(generator).__name__}: "
+            f"write torch.Generator().manual_seed({number})"
+        )
 
 
 def check_positive(value: object, what: str, otherwise: str = "") -> None:
@@ -52,4 +83,9 @@ def check_iterable(loader: Any) -> None:
         raise TypeError(
             f"expected a DataLoader or another iterable of batches (input, target), got {type(loader).__name__}; "
             "wrap a data set: DataLoader(data, batch_size=128, shuffle=True)"
+        )
+    if isinstance(loader, tuple) and loader and all(isinstance(one, Tensor) for one in loader):
+        raise TypeError(
+            "expected batches (input, target), got a tuple of tensors, which is one batch: write "
+            "DataLoader(TensorDataset(x, t), batch_size=128, shuffle=True)"
         )

@@ -33,7 +33,7 @@ class FolderInUse(RuntimeError):
 
 
 @contextmanager
-def folder_lock(directory: str | os.PathLike, what: str = "a fit") -> Iterator[None]:
+def folder_lock(directory: str | os.PathLike[str], what: str = "a fit") -> Iterator[None]:
     """Inside, nobody else gets the lock of `directory`: no other process, thread or call.
 
     The lock is flock's on a file held open, so that the kernel releases it with the process, also by SIGKILL. Processes

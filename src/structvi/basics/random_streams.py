@@ -5,9 +5,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+
+from .checks import check_generator
 
 _LOCK = threading.RLock()
 
@@ -34,10 +37,27 @@ if sys.platform != "win32":
 
 def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[int]:
     """So many seeds, from the global stream where there is no generator."""
+    check_generator(generator)
     if generator is not None:
         return torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
     with alone():  # not from what another thread has borrowed
         return torch.randint(2**62, (count,)).tolist()
+
+
+def one_seed_on(generator: torch.Generator) -> None:
+    """The generator as `borrowed_stream` leaves it, without the stream: nothing runs on a GPU."""
+    if generator.device.type == "cuda":
+        generator.set_offset(generator.get_offset() + _offset_of_a_seed(generator.device))
+    else:
+        torch.randint(2**62, (), generator=generator)
+
+
+@cache
+def _offset_of_a_seed(device: torch.device) -> int:
+    """By how much a seed moves a generator on a GPU, which counts its numbers."""
+    generator = torch.Generator(device).manual_seed(0)
+    torch.randint(2**62, (), generator=generator, device=device)
+    return generator.get_offset()
 
 
 @contextmanager
@@ -47,8 +67,7 @@ def borrowed_stream(generator: torch.Generator | None = None, rank: int = 0) -> 
     Without a generator the seed comes from the global stream, which advances by that one number. Ranks with a common
     generator get streams of their own: dropout and augmentation differ between them.
     """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    check_generator(generator)
     with alone():
         device = None if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank

@@ -1,26 +1,27 @@
-"""How what takes long tells that it goes on: a bar in a terminal, which goes at the end."""
+"""How what takes long tells that it goes on: a bar in a terminal or a notebook, which goes at the end."""
 
-import sys
 from collections.abc import Iterable
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from .live import is_live
+
 
 def shown(items: Iterable[Any], total: int | None, label: str, show: bool) -> Iterable[Any]:
-    """The same items; in a terminal with a bar that goes when they are read.
+    """The same items; in a terminal or a notebook with a bar that goes when they are read.
 
     Example:
         >>> list(shown([1, 2], 2, "two", show=False))
         [1, 2]
     """
-    if not show or not sys.stderr.isatty():
+    if not show or not is_live():
         return items
     return tqdm(items, total=total, desc=label, leave=False, unit="batch", dynamic_ncols=True)
 
 
 class Stages:
-    """Parts of one work, one after the other: in a terminal a bar with the name of the present one.
+    """Parts of one work, one after the other: in a terminal or a notebook a bar with the name of the present one.
 
     Args:
         number: of parts.
@@ -35,7 +36,7 @@ class Stages:
 
     def __init__(self, number: int, label: str, show: bool):
         self.bar = None
-        if show and sys.stderr.isatty():
+        if show and is_live():
             self.bar = tqdm(total=number, desc=label, leave=False, unit="part", dynamic_ncols=True)
         self.begun = False
 

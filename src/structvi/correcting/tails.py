@@ -32,9 +32,10 @@ class Tails:
     def __init__(self, mean: Tensor, covariance: Tensor, sizes: list[int], generator: torch.Generator):
         self.mean, self.sizes = mean.detach(), sizes
         covariance = covariance.detach().double()
-        self.root, failed = torch.linalg.cholesky_ex(covariance)
+        root, failed = torch.linalg.cholesky_ex(covariance)
         if failed.item():  # lost to rounding: any root makes a proposal
-            self.root = covariance.diagonal().clamp_min(torch.finfo(torch.float64).tiny).sqrt().diag()
+            root = covariance.diagonal().clamp_min(torch.finfo(torch.float64).tiny).sqrt().diag()
+        self.root: Tensor = root
         count = (len(sizes),)
         self.seeds: list[int] = torch.randint(2**62, count, generator=generator, device=generator.device).tolist()
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..basics.checks import check_seed
 from ..basics.random_streams import borrowed_stream
 from ..families.density import Draws
 from ..families.family import Family
@@ -47,6 +48,7 @@ def to_arviz(
         >>> data.posterior["z"].dims, data.posterior["z"].shape
         (('chain', 'draw', 'z_dim_0'), (1, 50, 3))
     """
+    check_seed(seed)
     family = q.family if isinstance(q, PosteriorBase) else q
     if not isinstance(family, Family):
         raise TypeError(f"to_arviz expects a posterior from variationalize or a bound family, got {type(q).__name__}")

@@ -1,6 +1,6 @@
 """Simulation-based calibration: is a method's posterior the posterior, on data simulated from the prior?"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..basics.checks import is_integer
+from ..basics.checks import check_seed, is_integer
 from ..families.density import Density
 from ..families.family import Family
 from ..posterior import PosteriorBase
@@ -98,6 +98,7 @@ def sbc(
     replications: int = 200,
     level: float = 0.01,
     seed: int = 0,
+    together: bool = False,
 ) -> Calibration:
     """Simulation-based calibration: θ ~ prior, data ~ p(data | θ), fit; is θ's rank among posterior draws uniform?
 
@@ -111,6 +112,8 @@ def sbc(
         replications: R, how many times.
         level: of a false alarm.
         seed: of data and draws.
+        together: all data are simulated first, and `fit` is called once with the list of them and gives a list: by
+            `vi.fit_many` the fits of small networks are then one computation.
 
     Example:
         >>> def simulate(generator):  # θ ~ N(0, 1), t | θ ~ N(θ, 1)
@@ -120,16 +123,16 @@ def sbc(
         >>> sbc(simulate, lambda t: t / 2 + 0.5**0.5 * torch.randn(99, 1, generator=exact)).passed
         True
     """
+    check_seed(seed)
     for name, value in (("draws", draws), ("replications", replications)):
         if not is_integer(value, 20):
             raise ValueError(f"{name} must be an integer ≥ 20 for ranks to say anything, got {value!r}")
     generator = torch.Generator().manual_seed(seed)
     names: tuple[str, ...] = ()
     ranks = []
-    for _ in range(replications):
-        theta, data = simulate(generator)
+    for theta, fitted in _replications(simulate, fit, replications, generator, together):
         truth, names = _flat(theta)
-        drawn = _posterior_draws(fit(data), theta, draws, generator)
+        drawn = _posterior_draws(fitted, theta, draws, generator)
         if drawn.shape != (draws, truth.shape[0]):
             raise ValueError(f"expected {draws} draws of {truth.shape[0]} numbers from fit, got {tuple(drawn.shape)}")
         # ties, of discrete draws, fall to either side by chance
@@ -140,6 +143,24 @@ def sbc(
     largest = _largest(replications, draws)
     p_values = [_p_value(all_ranks[:, i], draws, largest) for i in range(all_ranks.shape[1])]
     return Calibration(all_ranks, draws, names, torch.tensor(p_values, dtype=torch.float64), level)
+
+
+def _replications(
+    simulate: Simulate, fit: Fit, count: int, generator: torch.Generator, together: bool
+) -> Iterator[tuple[Any, Any]]:
+    """θ, and what was fitted to data from it."""
+    if not together:
+        for _ in range(count):
+            theta, data = simulate(generator)
+            yield theta, fit(data)
+        return
+    pairs = [simulate(generator) for _ in range(count)]
+    fitted = fit([data for _, data in pairs])
+    if not isinstance(fitted, Sequence) or len(fitted) != count:
+        raise ValueError(
+            f"with together=True fit must return a list with a posterior for each of the {count} data sets"
+        )
+    yield from zip([theta for theta, _ in pairs], fitted, strict=True)
 
 
 def _flat(theta: Any) -> tuple[Tensor, tuple[str, ...]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
+from ..basics.checks import check_seed
 from ..families.gaussian import Gaussian, kl
 from ..objective import Estimate
 from ..posterior import PosteriorBase
@@ -93,6 +94,7 @@ def compare(
         >>> compare(a, b, [batch], batch[0]).verdict
         'the ELBO does not tell them apart (0 ± 0 nats)'
     """
+    check_seed(seed)
     for one in (a, b):
         _check_posterior(one)
     if (a.space.names, a.space.shapes) != (b.space.names, b.space.shapes):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ..basics.checks import check_seed
 from ..basics.shown import Stages
 from ..families.family import Family
 from ..models.target import Target
@@ -79,6 +80,7 @@ def diagnose(
         >>> diagnose(MeanField(initial_scale=0.2).bind(space), target).sound
         False
     """
+    check_seed(seed)
     problem = Problem.of(q, data)
     network = problem.posterior is not None
     if result is None and problem.posterior is not None:
@@ -232,7 +234,7 @@ def _name(space: Parameters, index: int) -> str:
 
 
 def _learned(posterior: PosteriorBase, loader: Iterable[Any], seed: int, parts: dict[str, Any]) -> list[Finding]:
-    own: Learned = learned(posterior, loader, seed)
+    own: Learned = learned(posterior, loader, seed=seed)
     parts["learned"] = own
     said = [] if own.explained is None else [f"{100 * own.explained:.0f} % of variance explained"]
     said += [] if own.noise is None else [f"noise {own.noise:.2f} sd"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..basics.checks import check_integer
+from ..basics.checks import check_integer, check_seed
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
@@ -147,6 +147,7 @@ def gradient_noise(
         >>> noise.groups["paired"]["mean"].snr > 100  # a pair's noise cancels
         True
     """
+    check_seed(seed)
     problem = Problem.of(q, data)
     check_integer("evaluations", evaluations)
     check_integer("repeats", repeats, least=2)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ..basics.checks import check_seed
 from ..correcting.pareto import K_LIMIT, psis
 from ..correcting.weighted_draws import Importance, Moments, Unavailable, weigh
 from ..families.family import Family
@@ -46,6 +47,7 @@ def importance(
         >>> importance(MeanField(initial_scale=1 / 3).bind(space), target).k < 0.7  # scales of one: q is the target
         True
     """
+    check_seed(seed)
     problem = Problem.of(q, data)
     _check_available(problem)
     if tails is None and problem.posterior is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
+from ..basics.checks import check_seed
 from ..basics.random_streams import borrowed_stream
 from ..posterior import PosteriorBase
 from ..predicting.draws import IndependentDraws, predictive_at
@@ -102,6 +103,7 @@ def predictive_check(
         >>> predictive_check(bayes, [batch]).p_values["mean"]  # never as large as the data's
         0.0
     """
+    check_seed(seed)
     batches = Batches(loader, device=posterior.device)
     generator = torch.Generator(posterior.device).manual_seed(seed)
     chosen: Mapping[str, Statistic] = statistics or {}

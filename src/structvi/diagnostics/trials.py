@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..basics.budget import SHARE, default_passes
+from ..basics.checks import check_seed
 from ..objective import Estimate
 from ..posterior import PosteriorBase
 from ..result import Result
@@ -145,6 +146,7 @@ def worth(
         >>> [trial.name for trial in worth(bayes, loader, ranks=[2], groups=[4], epochs=1).trials]
         ['longer', 'rank=2', 'groups=4']
     """
+    check_seed(seed)
     if "staged" in options or "start" in options:
         raise ValueError("worth goes on from a fitted posterior: it takes neither staged= nor start=")
     last = posterior.last_fit

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..basics.checks import check_seed
 from ..basics.patterns import assign
 from ..models.bayesian_model import BayesianModel
 from ..models.priors.distribution import DistributionPrior
@@ -45,7 +46,7 @@ class Learned(Explained):
         return [name for name, nats in self.tensors.items() if nats < PRIOR_LIKE]
 
 
-def learned(posterior: PosteriorBase, loader: Iterable[Any], seed: int = 0) -> Learned:
+def learned(posterior: PosteriorBase, loader: Iterable[Any], *, seed: int = 0) -> Learned:
     """How far the posterior has moved from the prior, tensor by tensor, how many units are off, and what is explained.
 
     Marginals and priors are compared by mean and variance, as normals. The tensor that reads a layer's units is taken
@@ -59,6 +60,7 @@ def learned(posterior: PosteriorBase, loader: Iterable[Any], seed: int = 0) -> L
         >>> own.stuck, round(own.noise, 2)
         ('predictions hardly depend on the input', 0.89)
     """
+    check_seed(seed)
     model, density = posterior.model, posterior.family()
     with torch.no_grad():
         mean, variance = density.mean.double(), density.variance.double()

@@ -140,10 +140,12 @@ class ShardedDensity(Density):
             own = square + (part.factor * part.unit.unsqueeze(-1)).square().sum(-1)
         return whole(own.unsqueeze(0), self.rows).squeeze(0)
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         return self.draw_scored(groups, coupling, generator)[0]
 
-    def draw_scored(self, groups=1, coupling=naive, generator=None) -> tuple[Draws, Tensor | None]:
+    def draw_scored(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> tuple[Draws, Tensor | None]:
         draws, log_q = self.part.draw_scored(groups, self._cut(coupling), generator)
         assert log_q is not None
         return Draws(whole(draws.theta, self.rows), draws.weight), cast(Tensor, _Same.apply(log_q))
@@ -278,7 +280,7 @@ def _put(family: Family, name: str, tensor: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def save_sharded(posterior: PosteriorBase, directory: str | os.PathLike) -> None:
+def save_sharded(posterior: PosteriorBase, directory: str | os.PathLike[str]) -> None:
     """Each rank writes its rows, by `torch.distributed.checkpoint`; call it on all ranks."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -286,7 +288,7 @@ def save_sharded(posterior: PosteriorBase, directory: str | os.PathLike) -> None
     save(_state(posterior), checkpoint_id=directory)
 
 
-def load_sharded(posterior: PosteriorBase, directory: str | os.PathLike) -> None:
+def load_sharded(posterior: PosteriorBase, directory: str | os.PathLike[str]) -> None:
     """Read what `save_sharded` wrote into a posterior of the same shape, on any number of ranks or in one process.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
 from ..basics.patterns import assign, check_patterns
-from ..couplings import naive
+from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from .density import Density, Draws, check_draw
 from .family import Family
@@ -164,7 +164,7 @@ class BlocksDensity(Density):
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.layout.covariance(self.random + self.points, rows, columns)
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """The Gaussian blocks are drawn from the coupling's noise, the others independently, as often."""
         check_draw(groups, coupling, generator)
         draws: list[Draws] = []
@@ -265,7 +265,7 @@ class Blocks(Family):
     def blocks(self) -> dict[str, Family]:
         return dict(zip(self.patterns, self.parts, strict=True))  # pyright: ignore[reportReturnType]
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.owners = tuple(assign(parameters.names, self.patterns, "Blocks"))
         bound = []
         for b, family in enumerate(self.blocks.values()):

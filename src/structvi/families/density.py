@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
-from ..basics.checks import check_integer
+from ..basics.checks import check_generator, check_integer
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
@@ -207,8 +207,7 @@ def check_draw(
     check_integer("groups", groups)
     if not callable(coupling):
         raise TypeError(f"coupling must be a callable such as naive, paired or unscented, got {coupling!r}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    check_generator(generator)
     if generator is not None and device is not None and generator.device.type != device.type:
         raise ValueError(
             f"the generator is on {generator.device}, the weights on {device}; "
@@ -248,7 +247,7 @@ class DistributionDensity(Density):
     def P(self) -> int:
         return self.distribution.event_shape[0]
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         check_draw(groups, coupling, generator)
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             theta = self.distribution.rsample((groups,))

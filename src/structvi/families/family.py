@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from ..basics.checks import check_generator
 from ..basics.configuration import configuration
 from ..parameters import Parameters
 from .density import Density, DistributionDensity
@@ -54,6 +55,8 @@ class Family(nn.Module, ABC):
     rank: int = 0
     #: the tensors with a row for each weight, of which ranks may hold some each; none where it cannot be cut
     row_tensors: tuple[str, ...] = ()
+    #: of the parameter [P] that is a mean of the weights, in their order, or a point
+    mean_name: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +86,7 @@ class Family(nn.Module, ABC):
                 f"bind expects Parameters, got {type(parameters).__name__}; "
                 'write Parameters.of(net), or Parameters({"z": tensor})'
             )
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+        check_generator(generator)
         if self.space is not None:
             raise ValueError(
                 f"this {type(self).__name__} is bound already; bind a recipe, such as {type(self).__name__}(...)"

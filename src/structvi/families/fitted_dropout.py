@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from ..couplings import Noise, naive
+from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters, Select
 from .density import Density, Draws, check_draw
 from .family import Family
@@ -35,7 +35,7 @@ class FittedBernoulli(BernoulliMasked):
         dropped = self.log_drop.exp() * (self.log_drop - log1p(-self.prior_keep))
         return sum_weights(kept + dropped).to(kept.dtype)
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Draws of θ, each with all 2^M masks weighted by q(z) where that makes at most 1024, else with drawn masks.
 
         Drawn masks are independent of each other, whatever the coupling of the θ's, and a group has at least two.
@@ -98,7 +98,7 @@ class FittedLogisticNormal(Masked):
             "products of logistic normals have no closed-form mean: estimate this covariance from draws"
         )
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Reparametrised in θ and in the gates, whose noise is one vector to the coupling where θ is Gaussian."""
         check_draw(groups, coupling, generator, self.gates.mean.device)
         weights, gates = self.weights, self.gates
@@ -188,7 +188,7 @@ class FittedDropout(Family):
         self.weights = MAP() if weights is None else weights
         self.gates = MeanField() if gates is None and q == "logistic_normal" else gates
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.layout = Layout(parameters, self.per, self.exempt)
         self.weights = self.weights.bind(parameters, generator)
         start = parameters.initial.new_full((self.layout.M,), _logit(self.prior_keep))

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
+from ..parameters import Parameters
 from .density import MAX_DENSE
-from .family import Family
+from .family import Coordinates, Family
 from .gaussian import Gaussian, LowRank
 from .numerics.algebra import sum_weights
 from .starts import check_start, initial_mean
@@ -18,7 +19,8 @@ class FullNormalDensity(Gaussian):
     """N(mean, LLᵀ), L lower triangular with a positive diagonal: [P], [P, P]."""
 
     def __init__(self, mean: Tensor, cholesky: Tensor):
-        self.location, self.cholesky = mean, cholesky
+        self.location: Tensor = mean
+        self.cholesky: Tensor = cholesky
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return diagonal @ self.cholesky.mT
@@ -78,7 +80,7 @@ class FullNormal(Family):
         check_start(initial_mean, initial_scale)
         self.initial_mean, self.initial_scale = initial_mean, initial_scale
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         P = parameters.size
         if P > MAX_DENSE:
             raise ValueError(
@@ -89,6 +91,11 @@ class FullNormal(Family):
         self.log_diagonal = nn.Parameter(torch.zeros_like(self.mean))
         self.lower = nn.Parameter(self.mean.new_zeros(P * (P - 1) // 2))
         self.register_buffer("unit", self.initial_scale * parameters.scale)
+
+    def begin_again(self, generator: torch.Generator) -> None:
+        if self.space is not None:
+            self.initial_mean = "fresh"
+            self.initialise(self.space, generator)
 
     def forward(self) -> FullNormalDensity:
         P = self.mean.shape[0]
@@ -118,7 +125,7 @@ class FullNormal(Family):
         self.mean.copy_(theta)
 
     @property
-    def coordinates(self):
+    def coordinates(self) -> Coordinates:
         return "full"
 
     @torch.no_grad()

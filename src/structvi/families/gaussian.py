@@ -76,17 +76,21 @@ class Gaussian(Density):
         """What the fused passes need; None for shapes of covariance that have none."""
         return None
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         theta = self.mean + self.transform(*self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta)))
 
-    def draw_scored(self, groups=1, coupling=naive, generator=None) -> tuple[Draws, Tensor | None]:
+    def draw_scored(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> tuple[Draws, Tensor | None]:
         if (state := self.state()) is None:
             return super().draw_scored(groups, coupling, generator)
         theta, log_q = fused.draw(state, *self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
 
-    def draw_detached(self, groups=1, coupling=naive, generator=None) -> Detached | None:
+    def draw_detached(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> Detached | None:
         if (state := self.state()) is None:
             return None
         with torch.no_grad():

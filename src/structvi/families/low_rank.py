@@ -8,7 +8,9 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
+from ..parameters import Parameters
 from .density import LowRankPart
+from .family import Coordinates
 from .forms import Factor, LowRankForm, Profile, RelativeForm
 from .gaussian import Gaussian
 from .numerics import fused
@@ -100,7 +102,7 @@ class LowRankFamily(Scaled):
         super().__init__(initial_mean, initial_scale)
         self.rank, self.initial_factor = rank, initial_factor
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         check_rank_fits(self.rank, parameters.size)
         super().initialise(parameters, generator)
         scale = self.initial_scale * parameters.scale
@@ -182,7 +184,7 @@ class LowRankFamily(Scaled):
         return LowRankForm(self.mean, self.log_scale, unit, self.factor, type(self))
 
     @property
-    def coordinates(self):
+    def coordinates(self) -> Coordinates:
         return "diagonal"
 
     @torch.no_grad()

@@ -218,7 +218,7 @@ class BernoulliMasked(Masked):
 class DroppedPoint(BernoulliMasked):
     """Σ_z q(z) δ(θ − θ̂∘z): 2^M point masses. `log_prob` is the log probability of a point, −∞ off the support."""
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """θ̂∘z; the masks of a coupling's mirrored noise are antithetic."""
         z = self.masks(groups, coupling, generator)
         S = z.shape[0]
@@ -299,7 +299,7 @@ class MCDropout(Family):
         """
         return cls(dropped_layers(net), per="input", initial_mean="rescaled")
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         if isinstance(self.keep, Mapping):
             matched = parameters.matching(tuple(self.keep), "keep")
             owners = assign(matched, tuple(self.keep), "MCDropout")
@@ -323,6 +323,11 @@ class MCDropout(Family):
     def forward(self) -> DroppedPoint:
         keep = self._keep(self.point.detach())
         return DroppedPoint(PointMass(self.point), self.layout, keep.log(), torch.log1p(-keep))
+
+    def begin_again(self, generator: torch.Generator) -> None:
+        if self.space is not None:
+            self.initial_mean = "fresh"
+            self.initialise(self.space, generator)
 
 
 def check_per(per: str) -> None:

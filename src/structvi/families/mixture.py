@@ -78,7 +78,7 @@ class MixtureDensity(Density):
         within = torch.stack([part.variance for part in self.parts])
         return self.proportions @ (within + (self._means() - self.mean).square())
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """`groups` groups of the draws of all parts, part after part within a group."""
         check_draw(groups, coupling, generator, self.log_proportions.device)
         tape: dict[tuple[int, int, int], Noise] = {}
@@ -226,7 +226,7 @@ class Mixture(Family):
         """π: [C]"""
         return self.logits.softmax(-1)
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         if self.components == AUTO:
             raise ValueError(
                 'components="auto" takes as many parts as there are modes, and only fit(target, family) of a log '

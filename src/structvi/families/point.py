@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..couplings import naive
+from ..couplings import Coupling, naive
+from ..parameters import Parameters
 from .density import Density, Draws, check_draw
 from .family import Family
 from .starts import check_initial_mean, initial_mean
@@ -29,7 +30,7 @@ class PointMass(Density):
     def finite(self) -> bool:
         return True
 
-    def draw(self, groups=1, coupling=naive, generator=None) -> Draws:
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """`groups` draws, all the same and of equal weight."""
         check_draw(groups, coupling, generator, self.point.device)
         return Draws(self.point.expand(groups, -1), self.point.new_full((groups,), 1 / groups))
@@ -64,13 +65,14 @@ class MAP(Family):
     """
 
     point: Tensor
+    mean_name = "point"
 
     def __init__(self, initial_mean: str = "current"):
         super().__init__()
         check_initial_mean(initial_mean)
         self.initial_mean = initial_mean
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.point = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
 
     def forward(self) -> PointMass:
@@ -78,3 +80,8 @@ class MAP(Family):
 
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         self.point.copy_(mean)
+
+    def begin_again(self, generator: torch.Generator) -> None:
+        if self.space is not None:
+            self.initial_mean = "fresh"
+            self.initialise(self.space, generator)

@@ -2,15 +2,20 @@
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
+from ..couplings import naive
+from ..parameters import Parameters
 from .basis import Basis
+from .density import Detached, Draws
 from .family import Family
 from .gaussian import Gaussian, LowRank
+from .numerics.fused import LowRankGradient
 
 #: rows of Q that are made at a time
 CHUNK = 256
@@ -25,7 +30,15 @@ class RotatedDensity(Gaussian):
 
     def __init__(self, inner: Gaussian, basis: Basis):
         self.inner, self.basis, self.rank = inner, basis, inner.rank
-        self.location = basis(inner.mean)
+
+    @cached_property
+    def location(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with torch.enable_grad():  # a value without a graph must not be found by who wants one
+            return self.basis(self.inner.mean)
+
+    @property
+    def P(self) -> int:
+        return self.inner.P
 
     @property
     def noise_size(self) -> int:
@@ -34,6 +47,25 @@ class RotatedDensity(Gaussian):
     @property
     def accurate(self) -> bool:
         return self.inner.accurate
+
+    def draw_scored(self, groups=1, coupling=naive, generator=None) -> tuple[Draws, Tensor | None]:
+        """Draws of ξ, turned: log q at them is that of ξ."""
+        draws, log_q = self.inner.draw_scored(groups, coupling, generator)
+        return Draws(self.basis(draws.theta), draws.weight), log_q
+
+    def draw_detached(self, groups=1, coupling=naive, generator=None) -> Detached | None:
+        inner = self.inner.draw_detached(groups, coupling, generator)
+        if inner is None:
+            return None
+        with torch.no_grad():
+            theta = self.basis(inner.draws.theta).requires_grad_()
+
+        def pull(
+            g: Tensor, g_q: Tensor, slope: Tensor | None = None
+        ) -> list[tuple[Tensor, Tensor | LowRankGradient]]:
+            return inner.pull(self.basis(g, back=True), g_q, slope)  # slope·θ turned back is slope·ξ
+
+        return Detached(Draws(theta, inner.draws.weight), inner.log_q, pull, inner.squares)  # θ·θ = ξ·ξ
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return self.basis(self.inner.transform(diagonal, low_rank))
@@ -120,7 +152,7 @@ class Rotated(Family):
             raise ValueError("Rotated binds its part itself: give a recipe, such as MeanField()")
         self.part = part
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.part = self.part.bind(parameters, generator)
         self.basis = Basis(parameters)
         density = self.part()
@@ -159,6 +191,16 @@ class Rotated(Family):
         step.set({name: old[name].mT @ matrices.get(name, old[name]).to(old[name]) for name in old})
         self.part.change_basis(lambda x: step(x, back=True), lambda diagonal: step(diagonal, back=True, squared=True))
         self.basis.set({name: Q.to(old[name]) for name, Q in matrices.items()})
+
+    @torch.no_grad()
+    def turn_by(self, change: Mapping[str, Tensor]) -> None:
+        """`turn` with matrices R in the present coordinates: Q becomes QR, made orthogonal to rounding."""
+        matrices = {}
+        for axis in self.basis.axes():
+            if axis.name in change:
+                Q = self.basis.matrix(axis).double() @ change[axis.name].double()
+                matrices[axis.name] = 1.5 * Q - 0.5 * Q @ (Q.mT @ Q)
+        self.turn(matrices)
 
     # ---- what fits ask
 

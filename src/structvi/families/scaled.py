@@ -5,6 +5,7 @@ from abc import ABC
 import torch
 from torch import Tensor, nn
 
+from ..parameters import Parameters
 from .family import Family
 from .starts import check_start, initial_mean
 
@@ -21,13 +22,14 @@ class Scaled(Family, ABC):
     mean: Tensor
     log_scale: Tensor
     row_tensors = ("mean", "log_scale")
+    mean_name = "mean"
 
     def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
         super().__init__()
         check_start(initial_mean, initial_scale)
         self.initial_mean, self.initial_scale = initial_mean, initial_scale
 
-    def initialise(self, parameters, generator):
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
         self.log_scale = nn.Parameter((self.initial_scale * parameters.scale).log())
 

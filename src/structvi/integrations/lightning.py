@@ -7,6 +7,7 @@ your Trainer from the same one, for neither knows the other's modules.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,9 @@ from ..models.batch import rows
 from ..objective import Estimate, Estimator
 from ..posterior import PosteriorBase
 from ..result import Status
-from ..training.adam import DEFAULT_LR, make_optimizer
+from ..training.adam import DEFAULT_LR
 from ..training.batches import Batches
+from ..training.optimizers import make_optimizer
 from ..training.options import KL_WARMUP
 from ..training.result import History
 from ..training.schedule import Schedule
@@ -116,7 +118,7 @@ class BayesianModule(LightningModule):
             model.num_data = _num_data(loader)
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family.factors())
+        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = Schedule(optimizer, None, self.warmup, steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
@@ -183,13 +185,14 @@ class BayesianModule(LightningModule):
 
 
 class PosteriorCallback(Callback):
-    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1) and their trend, and keeps the posterior.
+    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1), trend and held-out density, and keeps the file.
 
     Args:
         save: a file to which `posterior.save` writes at the end of every epoch; None for none.
 
     Attributes:
-        history: a `History` of the batches: `history.plot()`, `history.to_tensorboard(directory)`.
+        history: a `History` of the batches: `history.plot()`, `history.to_tensorboard(directory)`. With validation data
+            its column `held_out`, logged under this name too, is their log density at the end of each epoch, −val_nlpd.
 
     Example:
         >>> callback = PosteriorCallback(save="posterior.safetensors")
@@ -197,9 +200,9 @@ class PosteriorCallback(Callback):
         'too few steps to tell whether it has converged'
     """
 
-    def __init__(self, save: str | os.PathLike | None = None):
+    def __init__(self, save: str | os.PathLike[str] | None = None):
         super().__init__()
-        self.save = save
+        self.save: str | os.PathLike[str] | None = save
         self.history = History()
         self._num_data = 1
 
@@ -217,10 +220,18 @@ class PosteriorCallback(Callback):
             standard_error=estimate.standard_error, temperature=outputs["temperature"], lr=outputs["lr"],
         )  # fmt: skip
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        measured = trainer.callback_metrics.get("val_nlpd")
+        if measured is not None and not trainer.sanity_checking:
+            self.history.set_last("held_out", -float(measured))
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, BayesianModule)  # as on_train_start has it
         posterior = pl_module.posterior
         self._num_data = posterior.model.num_data
+        held_out = float(self.history.recent("held_out", 1)[-1])
+        if not isnan(held_out):
+            pl_module.log("held_out", held_out)
         if self._part:
             pl_module.log("elbo_trend", self.trend()[0])
         if self.save is not None and trainer.is_global_zero:

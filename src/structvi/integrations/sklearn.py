@@ -186,7 +186,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
         mean, std = (mean[:, 0], std[:, 0]) if self._flat else (mean, std)
         return (mean, std) if return_std else mean
 
-    def __sklearn_tags__(self):
+    def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags

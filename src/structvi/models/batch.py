@@ -5,21 +5,33 @@ from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..basics.host_reads import reads
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
+#: of an input that a network takes, where its entry has none of the names that forward has
+INPUT_KEYS = ("image", "images", "img", "input", "inputs", "x")
+#: the entry of a dict batch that is the input, or several of them, and that of the target
+Keys = tuple[str | tuple[str, ...], str]
 
 
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """A batch as its inputs and its target."""
+def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
+    """A batch as its inputs and its target; of a dict by the keys that are told or, of None, those that can be told."""
+    if keys is not None and isinstance(batch, Mapping):
+        inputs, target = keys
+        return taken(batch, inputs), taken(batch, target)
     if isinstance(batch, Mapping):
-        keys = [key for key in TARGET_KEYS if key in batch]
-        if len(keys) != 1:
-            raise ValueError(f"a dict batch needs exactly one of the keys {TARGET_KEYS}, got {sorted(map(str, batch))}")
-        rest = {key: value for key, value in batch.items() if key != keys[0]}
+        found = [key for key in TARGET_KEYS if key in batch]
+        if len(found) != 1:
+            raise ValueError(
+                f"a dict batch needs exactly one of the keys {TARGET_KEYS}, got {sorted(map(str, batch))}; or tell "
+                'which they are: variationalize(.., keys=("image", "mask"))'
+            )
+        rest = {key: value for key, value in batch.items() if key != found[0]}
         if not rest:
-            raise ValueError(f"the batch has a target {keys[0]!r} but no input")
-        return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[keys[0]]
+            raise ValueError(f"the batch has a target {found[0]!r} but no input")
+        return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[found[0]]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     came = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
@@ -29,25 +41,95 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def arguments_of(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What a network is called with: positional arguments and keywords."""
-    if isinstance(inputs, Mapping):
-        return (), inputs
-    return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
+def taken(batch: Mapping, keys: str | tuple[str, ...]) -> Any:
+    """The entry of a dict, or a tuple of several."""
+    names = (keys,) if isinstance(keys, str) else keys
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(f"the batch has no {missing}, which keys= names; it has {sorted(map(str, batch))}")
+    return batch[keys] if isinstance(keys, str) else tuple(batch[name] for name in names)
 
 
-def check_keywords(net: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Entries of a dict batch that the network's forward does not take are named before torch does."""
+def check_keys(keys: Any) -> None:
+    """That they are a pair: one key, or a tuple of them, for the inputs, and one for the target."""
+    if isinstance(keys, tuple | list) and len(keys) == 2:
+        inputs, target = keys
+        names = (inputs,) if isinstance(inputs, str) else inputs
+        if isinstance(names, tuple | list) and names and all(isinstance(name, str) for name in (*names, target)):
+            return
+    raise TypeError(f'keys must be (input, target) of a dict batch, such as ("image", "label"), got {keys!r}')
+
+
+def plain(batch: Any) -> Any:
+    """Tensors as torch's own: MONAI's MetaTensor and other subclasses, that carry more than numbers, without the rest.
+
+    Subclasses that are no plain array of numbers inside (`__torch_dispatch__`: nested, distributed) stay as they are.
+
+    Example:
+        >>> import torch
+        >>> class WithName(Tensor): ...
+        >>> type(plain({"image": torch.zeros(2).as_subclass(WithName)})["image"]).__name__
+        'Tensor'
+    """
+    if type(batch) is Tensor or (isinstance(batch, tuple | list) and all(type(one) is Tensor for one in batch)):
+        return batch  # nearly always, and asked for at every draw
+    return tree_map(lambda leaf: leaf.as_subclass(Tensor) if _is_dressed(leaf) else leaf, batch)
+
+
+def _is_dressed(leaf: Any) -> bool:
+    kind = type(leaf)
+    if kind is Tensor or not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+
+
+def as_labels(target: Any) -> Any:
+    """Class labels as MONAI gives them, [B, 1, ..] of any dtype, as [B, ..] of integers; with a mask alike.
+
+    Example:
+        >>> import torch
+        >>> as_labels(torch.ones(4, 1, 8, 8)).shape, as_labels(torch.ones(4, 1, 8, 8)).dtype
+        (torch.Size([4, 8, 8]), torch.int64)
+    """
+    if isinstance(target, tuple | list):
+        return type(target)(as_labels(part) for part in target)
+    if not isinstance(target, Tensor):
+        return target
+    if target.ndim > 1 and target.shape[1] == 1:
+        target = target.squeeze(1)
+    if target.dtype.is_floating_point:
+        if reads() and bool((target != target.floor()).any()):
+            raise ValueError(
+                "labels must be whole numbers, got fractions or NaN: after a Resize or a Spacing with interpolation? "
+                'Give labels mode="nearest"'
+            )
+        target = target.long()
+    return target
+
+
+def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a network is called with: positional arguments and keywords.
+
+    Of a dict the entries that `forward` names; of one with none of these, the image where there is one. What is no
+    tensor beside them, paths and headers, is left out.
+    """
+    if not isinstance(inputs, Mapping):
+        return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
     known = signature(net.forward).parameters
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    strange = [key for key in keywords if key not in known]
-    if strange:
-        raise ValueError(
-            f"the batch is a dict with the inputs {list(keywords)}, which are passed to the network by name, and its "
-            f"forward({', '.join(known)}) does not take {strange}: give variationalize a function forward=, such as "
-            'lambda net, batch: (net(batch["image"]), batch["label"])'
-        )
+        return (), inputs
+    named = {key: value for key, value in inputs.items() if key in known}
+    strange = [key for key in inputs if key not in known]
+    tensors = [key for key in strange if isinstance(inputs[key], Tensor)]
+    if not strange or (named and not tensors):
+        return (), named
+    if not named and len(tensors) == 1 and tensors[0] in INPUT_KEYS:
+        return (inputs[tensors[0]],), {}
+    raise ValueError(
+        f"the batch is a dict with the inputs {list(inputs)}, which are passed to the network by name, and its "
+        f"forward({', '.join(known)}) does not take {strange}: tell which entries count, variationalize(.., "
+        'keys=("image", "label")), or give it a function forward=, such as '
+        'lambda net, batch: (net(batch["image"], batch["age"]), batch["label"])'
+    )
 
 
 def batch_size(target: Any) -> int:

@@ -17,8 +17,8 @@ from ..networks.mixed_precision import GradientScale, check_precision
 from ..networks.twins import Twins
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from .batch import arguments_of, batch_size, check_keywords, split_batch
-from .likelihoods import Likelihood
+from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
+from .likelihoods import Categorical, Likelihood
 from .priors.base import ByHand, Prior, PriorModule, SeparablePrior, log_prior
 from .target import NOTHING, check_theta
 
@@ -43,6 +43,8 @@ class BayesianModel(nn.Module):
         num_data: N, the size of the whole data set; None until it is known (`model.num_data = N`).
         parameters: the random tensors; all trainable ones by default.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
+        keys: of dict batches with more in them the entries that count, ("image", "label"); of several inputs
+            (("image", "age"), "label").
         evaluation: how S weights are evaluated: "vmap", "loop", or "auto": vmap where it is right and pays.
         chunk: how many draws vmap takes at once.
         deterministic: whether a rule or a clock decides what pays, see `Evaluation`.
@@ -53,7 +55,9 @@ class BayesianModel(nn.Module):
 
     Batches are pairs (input, target), where a tuple of inputs is passed as several arguments, or dicts with one of
     the keys "target", "targets", "label", "labels", "y": of the rest a single entry is passed as the argument,
-    several as keywords. A target may be a pair (t, mask), see `likelihoods`; B is the number of rows of t.
+    several as keywords; paths, headers and other entries that are no tensors are left out where the network does not
+    name them. With `keys` and `Categorical` labels [B, 1, ..] of floats, as MONAI has them, count as [B, ..]. A target
+    may be a pair (t, mask), see `likelihoods`; B is the number of rows of t.
 
     Example:
         >>> from structvi import NormalPrior, likelihoods
@@ -72,6 +76,7 @@ class BayesianModel(nn.Module):
         *,
         parameters: Parameters | None = None,
         forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+        keys: Keys | None = None,
         evaluation: Mode = "auto",
         chunk: int | None = None,
         deterministic: bool | None = None,
@@ -79,6 +84,10 @@ class BayesianModel(nn.Module):
         linearise: bool = False,
     ):
         super().__init__()
+        if keys is not None:
+            check_keys(keys)
+            if forward is not None:
+                raise ValueError("give keys= or forward=, not both: forward= takes what it wants of a batch itself")
         _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
         self.net = net
         self.likelihood = likelihood
@@ -89,7 +98,7 @@ class BayesianModel(nn.Module):
         if num_data is not None:
             self.num_data = num_data
         self.net_space = Parameters.of(net) if parameters is None else parameters
-        self.user_forward = forward
+        self.user_forward, self.keys = forward, keys
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
         self.checkpoint_activations = checkpoint_activations
         self._precision: torch.dtype | None = None
@@ -232,7 +241,10 @@ class BayesianModel(nn.Module):
             log_prob = self._log_prob(own, output, target)
             if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
                 came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
-                raise ValueError(f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}")
+                raise ValueError(
+                    f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}; one number "
+                    "for the batch is a loss, and Dice losses are the logarithm of no probability: take Categorical()"
+                )
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
         return self._evaluate(one, theta, fixed), B
@@ -247,7 +259,9 @@ class BayesianModel(nn.Module):
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
-        arguments, keywords = arguments_of(inputs)
+        if self.keys is not None and isinstance(inputs, Mapping):  # a batch as it comes, with or without its target
+            inputs = taken(inputs, self.keys[0])
+        arguments, keywords = arguments_of(self.net, plain(inputs))
         space = self.space.without(fixed)
         check_theta(theta, space)
 
@@ -277,19 +291,24 @@ class BayesianModel(nn.Module):
             for name, _ in module.named_parameters()
         )
 
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs of a batch and its target, where there is no `forward=` that alone knows them."""
+        inputs, target = plain(split_batch(batch, self.keys))
+        if self.keys is not None and isinstance(batch, Mapping) and isinstance(self.likelihood, Categorical):
+            target = as_labels(target)
+        return inputs, target
+
     def call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
         """Output and target of a batch, for the network with these tensors in place of its own."""
         if self.user_forward is not None:
             with_weights = _Bound(self, random)
-            result = self.user_forward(with_weights, batch)
+            result = self.user_forward(with_weights, plain(batch))
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError("forward= must return a pair (output, target)")
             return result
-        inputs, target = split_batch(batch)
+        inputs, target = self.split(batch)
         batch_size(target)  # an empty batch is named before the network meets it
-        arguments, keywords = arguments_of(inputs)
-        if keywords:
-            check_keywords(self.net, keywords)
+        arguments, keywords = arguments_of(self.net, inputs)
         return self._network(random, arguments, keywords), target
 
     def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -349,7 +368,8 @@ def _check_arguments(
         name = getattr(likelihood, "__name__", type(likelihood).__name__)
         raise TypeError(
             f"{name} is a loss, to be made small; the likelihood is log p(t | y) of each observation, to be made "
-            "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss"
+            "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss. Dice and focal "
+            "losses are the logarithm of no probability: train with them, and take Categorical() here"
         )
     if isinstance(likelihood, type) or isinstance(prior, type):
         raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")

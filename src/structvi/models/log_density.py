@@ -9,6 +9,13 @@ from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 from .target import NOTHING, check_theta
 
+#: torch's words for a value or an argument of a distribution that it does not take
+OUTSIDE = ("to be within the support", "to satisfy the constraint")
+INSTEAD = (
+    "a draw of a parameter, or the data, are where this distribution has no density: draws take every value unless the "
+    'parameter is given as positive(1.0), interval(0, 1) or its like: Parameters({"sigma": positive(1.0), ..})'
+)
+
 
 class LogDensity:
     """Any log density, not necessarily normalised.
@@ -47,10 +54,17 @@ class LogDensity:
         if not callable(fn):
             raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
         if not isinstance(parameters, Parameters):
-            raise TypeError(f"LogDensity expects Parameters, got {type(parameters).__name__}")
+            raise TypeError(
+                f"LogDensity expects Parameters, got {type(parameters).__name__}; "
+                'write Parameters({"mu": torch.zeros(()), "sigma": positive(1.0)}), for example'
+            )
         self.fn = fn
         self.space = parameters
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
+        return f"LogDensity({getattr(self.fn, '__name__', type(self.fn).__name__)} of {names}; P = {self.space.size})"
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         check_theta(theta, self.space.without(fixed))
@@ -62,7 +76,23 @@ class LogDensity:
             value = _scalar(self.fn(*arguments), "the log density")
             return value + self.space.log_jacobian(whole) if self.space.constraints else value
 
-        return self.evaluation(one, theta)
+        try:
+            return self.evaluation(one, theta)
+        except ValueError as error:
+            raise _told(error) from error
+        except RuntimeError as error:
+            if ".item()" in str(error):  # under vmap a distribution cannot say which value it does not take
+                for row in theta.detach():
+                    try:
+                        one(row)
+                    except ValueError as own:
+                        raise _told(own) from error
+            raise
+
+
+def _told(error: ValueError) -> ValueError:
+    """With what to do, where a distribution was given what it does not take."""
+    return ValueError(f"{error}\n{INSTEAD}") if any(words in str(error) for words in OUTSIDE) else error
 
 
 def _scalar(value: Any, what: str) -> Tensor:

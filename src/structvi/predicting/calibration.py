@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Normal
 
-from ..basics.checks import check_integer, check_iterable
+from ..basics.checks import check_iterable, check_seed
 from ..couplings import naive
 from ..models.calibration import LOG_BOUND, Adjustment, Calibration, Conformal, Kind
 from ..posterior import NetworkMixtureBase, PosteriorBase
@@ -70,7 +70,7 @@ def calibrate(
         >>> found.conformal.cases, bayes.predict(x).conformal(0.9).shape
         (32, torch.Size([64, 2]))
     """
-    check_integer("seed", seed, least=0)
+    check_seed(seed)
     for loader in (validation, conformal):
         if loader is not None and not isinstance(loader, bool):
             _check_loader(loader)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..models.batch import rows
+from ..models.batch import plain, rows
 
 #: numbers of a tensor that count, evenly spread
 ELEMENTS = 1024
@@ -34,7 +34,7 @@ def case_hashes(batch: Any) -> list[str]:
     """
     B = rows(batch)
     parts = []
-    for leaf in tree_leaves(batch):
+    for leaf in tree_leaves(plain(batch)):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
             leaf = torch.as_tensor(leaf)
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != B or leaf.numel() == 0:

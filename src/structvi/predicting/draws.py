@@ -12,7 +12,6 @@ from ..basics.checks import check_integer
 from ..basics.random_streams import seed_from
 from ..couplings import Coupling, naive
 from ..families.density import Density, Draws, check_draw
-from ..models.batch import split_batch
 from ..models.calibration import Calibration
 from ..networks.quiet import with_stream
 from ..networks.vmap_or_loop import training_key
@@ -159,7 +158,8 @@ class DrawChunks:
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The inputs of a batch, and its target."""
-        return split_batch(batch) if self.posterior.model.user_forward is None else (batch, self.target(batch))
+        model = self.posterior.model
+        return model.split(batch) if model.user_forward is None else (batch, self.target(batch))
 
     def target(self, batch: Any) -> Any:
         """The target that a user's `forward` makes of a batch; it takes a pass of the network."""
@@ -277,7 +277,7 @@ def target_of(posterior: PosteriorBase, batch: Any) -> Any:
     """The target of a batch, which a user's `forward` takes a pass of the network to tell."""
     model = posterior.model
     if model.user_forward is None:
-        return split_batch(batch)[1]
+        return model.split(batch)[1]
     with torch.no_grad(), posterior.network_mode():
         return model.call(model.net_space.unravel(posterior.family().mean[: model.net_space.size]), batch)[1]
 

@@ -35,7 +35,7 @@ class MemberChunks:
         self.posterior = members[0]
         self.linearise, self.reference = linearise, reference
         self.members = [DrawChunks(one, each, coupling, chunk, reference, generator, linearise) for one in members]
-        self.weights = mixture.weights.tolist()
+        self.weights: list[float] = mixture.weights.tolist()
         self.places = [(c, index) for c, one in enumerate(self.members) for index in range(len(one))]
         self.device = self.members[0].device
         self.draws = sum(one.draws for one in self.members)

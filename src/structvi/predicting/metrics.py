@@ -7,6 +7,7 @@ batch is the mixture of its chunks' predictives. Over batches only sums and hist
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from math import floor, nan, sqrt
 from typing import Any, cast, get_args
 
@@ -18,7 +19,6 @@ from ..basics.budget import batches_within
 from ..basics.checks import check_iterable, check_positive
 from ..basics.shown import shown
 from ..couplings import Coupling, naive
-from ..models.batch import split_batch
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .draws import on_device
@@ -347,12 +347,13 @@ def _scores(chunks: Chunks, loader: Iterable[Any], score: Score) -> Iterator[Ten
     """The score of every input, batch by batch."""
     for batch in loader:
         whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
-        inputs = batch if whole else split_batch(batch)[0]
-        summary: Summary | None = None
-        if chunks.calibration is not None and chunks.calibration.applied is not None:
-            summary = Summary.of(chunks.whole(inputs), None, 1.0)
-        for index in range(len(chunks) if summary is None else 0):
-            own = Summary.of(chunks.predictive(index, inputs), None, chunks.share(index))
-            summary = own if summary is None else summary.merge(own)
-        assert summary is not None
-        yield summary.score(score).double().cpu()
+        inputs = batch if whole else chunks.posterior.model.split(batch)[0]
+        yield summary_of(chunks, inputs).score(score).double().cpu()
+
+
+def summary_of(chunks: Chunks, inputs: Any) -> Summary:
+    """Of the predictive over all draws; a chunk of them is held at a time, where no calibration needs all."""
+    if chunks.calibration is not None and chunks.calibration.applied is not None:
+        return Summary.of(chunks.whole(inputs), None, 1.0)
+    parts = (Summary.of(chunks.predictive(index, inputs), None, chunks.share(index)) for index in range(len(chunks)))
+    return reduce(Summary.merge, parts)

@@ -15,7 +15,6 @@ from ..couplings import Coupling, naive
 from ..families.density import Draws
 from ..families.mixture import Mixture
 from ..families.point import MAP
-from ..models.batch import split_batch
 from ..posterior import PosteriorBase
 from ..storing import posterior_file
 from .draws import DrawChunks
@@ -77,7 +76,7 @@ class Predictor:
         return f"Predictor({self.draws} draws of {size} weights, {in_words(self.nbytes)} on {self.device})"
 
     @overload
-    def predict(self, x: DataLoader | Iterator) -> Iterator[Predictive]: ...
+    def predict(self, x: DataLoader[Any] | Iterator[Any]) -> Iterator[Predictive]: ...
 
     @overload
     def predict(self, x: Any) -> Predictive: ...
@@ -107,7 +106,7 @@ class Predictor:
         if isinstance(batch, tuple | list) and len(batch) == 1:  # of a TensorDataset(x)
             return batch[0]
         try:
-            return split_batch(batch)[0]
+            return self.chunks.posterior.model.split(batch)[0]
         except (TypeError, ValueError):  # inputs alone, several or by name
             return batch
 
@@ -117,7 +116,7 @@ class Predictor:
         self.chunks.move(torch.device(device))
         return self
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file of a posterior, that of S points: `structvi.load(path, net).predictor()` reads it."""
         posterior = self.chunks.posterior
         if posterior.dropout == "on":

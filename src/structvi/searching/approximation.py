@@ -136,6 +136,11 @@ class Approximation:
         before = self._search(mean, precision, TOLERANCE)
         return before - self._hop(mean, precision, before)
 
+    def near(self, normal: Normal) -> Normal:
+        """What the family is after `hop`."""
+        self.hop(normal)
+        return self.normal()
+
     def _hop(self, mean: Tensor, precision: Tensor, best: float) -> float:
         """Searches near the best, in which scales of a few numbers begin again between conditional and marginal."""
         if self.starts == 1 or self._log_scale is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..basics.checks import check_integer, is_positive
+from ..basics.checks import check_integer, check_seed, is_positive
 from ..families.density import MAX_DENSE
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
@@ -81,7 +81,7 @@ def fit(
         max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.
         steps, lr: with a loader, how many steps, one batch each, and the highest learning rate, which falls to zero.
-        progress: a bar, in a terminal.
+        progress: one live line, in a terminal or a notebook.
 
     Example:
         >>> from structvi import FullNormal, LogDensity, Parameters
@@ -91,6 +91,7 @@ def fit(
         >>> result.converged, [round(x, 3) for x in result.family().mean.tolist()]
         (True, [3.0, 3.0])
     """
+    check_seed(seed)
     began = time.perf_counter()
     if loader is not None or steps is not None:
         return _in_minibatches(target, family, loader, draws, starts, max_evaluations, steps, lr, seed, progress)

@@ -30,7 +30,15 @@ class FixedDraws:
         self.draws, self.seed = draws, seed
         self._made: dict[tuple[int, int], Noise] = {}
 
-    def __call__(self, groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+    def __call__(
+        self,
+        groups: int,
+        P: int,
+        K: int,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Noise:
         if (P, K) not in self._made:
             rows = _points(self.draws // 2, P + K, self.seed).to(device=device, dtype=dtype)
             self._made[P, K] = Noise(*torch.cat([rows, -rows]).split([P, K], dim=-1))

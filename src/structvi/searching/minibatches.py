@@ -1,6 +1,5 @@
 """A family fitted to a log density that is seen in minibatches: Adam on fresh draws and one batch a step."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from math import cos, pi
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..basics.checks import check_integer, check_iterable, check_positive
+from ..basics.live import is_live
 from ..couplings import paired
 from ..families.family import Family
 from ..models.target import Target
@@ -64,7 +64,7 @@ def fit_minibatches(
     q = family if family.is_bound else family.bind(target.space, torch.Generator().manual_seed(seed))
     run = _Run(q, target, generator, steps, lr)
     batches = _endless(loader)
-    bar = tqdm(range(steps), unit=" steps", disable=not (progress and sys.stderr.isatty()))
+    bar = tqdm(range(steps), unit=" steps", disable=not (progress and is_live()))
     for step in bar:
         run.step(step, next(batches))
     for part in q.families():

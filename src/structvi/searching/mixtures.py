@@ -5,6 +5,7 @@ modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round
               └─────────────────────────────────────────────────┘ any mode's normal leaves, while that gains
 """
 
+from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from .mixing import Mixing, in_theta
 from .modes import POINTS, Mode, Modes
 from .peaks import Peak
 from .result import FRESH, Found
+from .rough_modes import fit_rough
 from .search import Search
 from .units import DENSE, View
 
@@ -33,6 +35,11 @@ GAIN = 0.05
 COVERED = 2.0
 #: share of the mass at modes without a part from which on a fit has not converged
 MISSED = 0.01
+
+ROUGH = (
+    "the curvature at the first mode says nothing of the mass around it: parts are fits from several starts, and no "
+    "further modes were looked for"
+)
 
 
 class Mixed(NamedTuple):
@@ -65,13 +72,15 @@ def fit_mixture(run: Search, recipe: Family, sought: PartsSought, starts: int, d
             raise ValueError(f'components="auto" needs modes, and {what}; give the number of parts: components=2')
         return Mixed(run.any(recipe, starts, draws), [], 0.0, [f"no modes were looked for: {what}"])
     seen = Modes(View(run.target, space.initial, space.scale), run.generator)
-    try:
-        with run.target.half():
-            seen.search(sought.number or 1)
-    except Limit:
-        run.target.exhausted = True
-    if not seen.parts:
-        return Mixed(run.any(alone, starts, draws), [], 0.0, ["no mode was found"])
+    with suppress(Limit), run.target.half():  # the other half is left to the fit
+        seen.search(sought.number or 1)
+    if seen.rough or not seen.parts:
+        coordinates = sought.recipes[0].bind(space, torch.Generator()).coordinates
+        notes = [ROUGH] if seen.rough else ["no mode was found: parts are fits from several starts"]
+        if coordinates is not None and len({repr(one) for one in sought.recipes}) == 1:
+            return Mixed(fit_rough(run, recipe, sought, coordinates, starts, draws), seen.found(), 0.0, notes)
+        if not seen.parts:
+            return Mixed(run.any(alone, starts, draws), [], 0.0, ["no mode was found"])
     notes = []
     if len(seen.parts) < (sought.number or 1):
         notes = [

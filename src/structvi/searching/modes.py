@@ -39,6 +39,8 @@ COUNTS, SHOULDER = 1e-4, 2e-3
 NEW = 5e-3
 #: draws that weigh a shoulder, and shoulders that are kept
 WEIGHED, SHOULDERS = 32, 6
+#: nats, and nats a number, that log p falls below the parabola of its curvature where that says nothing of the mass
+ROUGH = 10.0, 2.0
 #: sweeps in which every normal is fitted to what the others leave
 SWEEPS = 2
 
@@ -76,14 +78,20 @@ class Modes:
         #: the normals of peaks, then of shoulders, each fitted to what the others leave
         self.parts: list[Peak] = []
         self.searches = 0
+        #: whether the curvature at the first mode says nothing of the mass around it
+        self.rough = False
 
     def search(self, wanted: int = 1) -> None:
         """Rounds until some find nothing that counts, more of them with less than is wanted.
 
-        Evaluations may end it (`Limit`); what was found stays.
+        Evaluations may end it (`Limit`); what was found stays. Where normals with the curvature of modes are none of
+        their mass, taking them off tells nothing, and there are no rounds.
         """
         start = torch.zeros_like(self.view.centre)
         self.climb(torch.cat([start.unsqueeze(0), *(size * self.noise(EACH) for size in FIRST)]))
+        if self.rough:
+            self.parts = list(self.peaks)
+            return
         self.refine()
         quiet = 0
         for _ in range(ROUNDS if self.peaks else 0):
@@ -165,6 +173,9 @@ class Modes:
                 self.reached.append(0)
                 new.append(peak)
                 known = len(self.peaks) - 1
+                if known == 0 and self.is_rough(peak):
+                    self.rough = True
+                    break
             self.reached[known] += 1
             left = self.take(known, ends, values, left)
         return new
@@ -221,6 +232,15 @@ class Modes:
         value = function(peak.at + noise @ peak.root.mT)[0]
         ratio = (value - peak.value + noise.square().sum(-1) / 2).logsumexp(0).item() - log(WEIGHED)
         return peak._replace(value=peak.value + min(0.0, ratio))
+
+    def is_rough(self, peak: Peak) -> bool:
+        """Whether log p at draws of the peak's normal is far below its parabola, which falls by P/2."""
+        P = len(peak.at)
+        z = self.noise(max(WEIGHED, P))
+        z = torch.cat([z, -z])
+        value = self.view.values(self.view.theta(peak.at + z @ peak.root.mT))
+        fall = peak.value - value.nan_to_num(nan=-inf).clamp(min=-1e300).mean().item()
+        return fall - P / 2 > ROUGH[0] + ROUGH[1] * P
 
     def refine(self) -> None:
         """Fit the normal of every part to what the others leave: exact for a mixture of normals."""

@@ -133,6 +133,33 @@ def stepped(at: Local, project: Project, floor: float = TRIES[0][0], share: floa
     return aligned(project(new), root)
 
 
+def averaged(at: Local, project: Project, share: float) -> Normal:
+    """The family's best for precision (1 − ρ)I + ρA, and ρ of the way of the mean.
+
+    An optimum of any family stays where it is, for its condition is linear in A, and so do noisy ones on average.
+    Negative eigenvalues down to −1 are believed, those of noise.
+    """
+    values, vectors = torch.linalg.eigh(at.curvature)
+    values = (1 + share * (values - 1)).clamp(min=max(1 - 2 * share, (1 - share) / 2, 1e-8))
+    step = vectors @ ((vectors.mT @ at.slope) * share / values)
+    mean, root = at.normal.mean, at.normal.root
+    return aligned(project(Normal(mean + root @ step, root @ (vectors * values.rsqrt()) @ vectors.mT)), root)
+
+
+def part_of_the_way(at: Local, project: Project, floor: float, share: float) -> Normal:
+    """This share of the way to the family's best for the quadratic: of a smaller family its optimum stays where it is.
+
+    (Its best for this share of the way to the normal that is best for the quadratic would not: powers of A move it.)
+    """
+    if share == 1 or not at.normal.state:
+        return stepped(at, project, floor, share)
+    whole, (mean, root) = stepped(at, project, floor), at.normal[:2]
+    ratio = torch.linalg.solve(root, whole.root)  # symmetric and positive
+    values, vectors = torch.linalg.eigh((ratio + ratio.mT) / 2)
+    root = root @ (vectors * values.clamp(min=SMALLEST) ** share) @ vectors.mT
+    return aligned(project(Normal(mean + share * (whole.mean - mean), root)), at.normal.root)
+
+
 def aligned(normal: Normal, root: Tensor) -> Normal:
     """The same normal with the root L S, S symmetric and positive, for a root L.
 
@@ -172,7 +199,7 @@ def ascend_normals(
         new = stepped(at, project)
         promises.append(at.promise(new))
         if abs(promises[-1]) < tolerance:
-            return Ended(at, stepped(at, project, *TRIES[first]), promises[-1], True, first)
+            return Ended(at, part_of_the_way(at, project, *TRIES[first]), promises[-1], True, first)
         if len(promises) > SLOW and promises[-1] < 1 and promises[-1] > 0.5 * promises[-1 - SLOW]:
             break
         try:

@@ -19,7 +19,7 @@ class Masses:
         self.at = torch.stack([peak.at for peak in peaks])  # [C, P]
         root = torch.stack([peak.root for peak in peaks])
         identity = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        self.inverse = torch.linalg.solve_triangular(root, identity.expand_as(root), upper=False)  # [C, P, P]
+        self.inverse: Tensor = torch.linalg.solve_triangular(root, identity.expand_as(root), upper=False)  # [C, P, P]
         mass = torch.tensor([peak.log_mass for peak in peaks], dtype=root.dtype, device=root.device)
         log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         self.constant = mass - log_det - root.shape[-1] / 2 * log(2 * pi)

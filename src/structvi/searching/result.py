@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..basics.checks import check_seed
 from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.target import Target
@@ -31,6 +32,19 @@ FAR = 1e12
 OTHER = 0.2
 #: more draws must gain less than this many tolerances
 ENOUGH = 10
+
+#: What to do after a fit that ended so.
+NEXT = {
+    Status.CONVERGED: "print(result.summary()): the values, and k̂, which says whether to trust them",
+    Status.OVER_FITTED: "fit again with more draws=",
+    Status.STOPPED: "vi.fit(target, result.family, max_evaluations=..) goes on from here",
+    Status.NO_OPTIMUM: "vi.fit(target, result.family) goes on from here; other parameters may be easier to fit",
+    Status.MISSED_MODES: "fit again with more components=",
+    Status.DIVERGED: "give the parameter that the verdict names a prior or a constraint, and fit again",
+    Status.IMPROVING: "fit again with more steps=: vi.fit(target, result.family, loader, steps=..) goes on from here",
+    Status.UNCLEAR: "fit again with more steps=: vi.fit(target, result.family, loader, steps=..) goes on from here",
+    Status.TOO_SHORT: "fit again with more steps=: vi.fit(target, result.family, loader, steps=..) goes on from here",
+}
 
 
 class SearchStep(NamedTuple):
@@ -93,16 +107,17 @@ class DensityFit(Result):
     def reached(self) -> list[int]:
         return [mode.reached for mode in self.modes]
 
-    def __str__(self) -> str:
-        lines = [
+    def headlines(self) -> list[str]:
+        return [
             self.verdict,
             f"ELBO: {self.elbo} ({FRESH} fresh draws)",
             f"evaluations of the log density: {self.evaluations}, starts: {self.starts}, seconds: {self.seconds:.3g}, "
             f"evaluations of the check: {self.check_evaluations}",
         ]
-        return "\n".join([*lines, *self.notes])
 
-    __repr__ = __str__  # a notebook shows what print does
+    @property
+    def next_step(self) -> str:
+        return NEXT.get(self.status, "vi.fit(target, result.family, ..) goes on from here; look at the verdict first")
 
     def sample(
         self, n: int = 1000, *, corrected: bool = False, generator: torch.Generator | None = None
@@ -158,6 +173,7 @@ class DensityFit(Result):
         self, draws: int = 1000, *, corrected: bool = False, select: Select = "*", seed: int = 0
     ) -> "InferenceData":
         """Draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
+        check_seed(seed)
         space = self.target.space
         names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
         drawn = self.sample(draws, corrected=corrected, generator=generator)

@@ -6,32 +6,55 @@ starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's ste
                       the family by Newton's steps on S, 4S, 16S.. draws, until new draws no longer move it
 """
 
-import sys
 from functools import partial
 from itertools import count
-from math import inf, isfinite, nan
+from math import inf, nan
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..basics.live import is_live
 from ..families.family import Coordinates, Family
 from ..families.mean_field import MeanField
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from .approximation import Approximation, Shape, Whole
-from .climb import Climbed, climb
+from .averaging import (
+    AVERAGED,
+    FEW,
+    LEFT,
+    LEFT_FEW,
+    MAX_DRAWS,
+    MOST_AVERAGED,
+    MOST_FRESH,
+    ascend_on_fresh_draws,
+    more_draws,
+)
+from .climb import climb
 from .coordinates import Counted, Limit, Moved, NormalTarget, standard
 from .fixed_draws import FixedDraws, fixed_elbo, least_draws
 from .lbfgs import Curvature, flat, minimise
-from .newton import STEPS, TRIES, Local, Normal, Project, ascend_normals, full, is_far, local, stepped
+from .most_mass import HANDFUL, most_mass
+from .newton import (
+    STEPS,
+    TRIES,
+    Local,
+    Normal,
+    Project,
+    ascend_normals,
+    averaged,
+    full,
+    is_far,
+    local,
+    part_of_the_way,
+    stepped,
+)
 from .result import ENOUGH, Found, SearchStep
 
 #: draws are multiplied by this from one level to the next
 GROWTH = 4
-#: most draws that the fit takes by itself
-MAX_DRAWS = 1 << 12
 #: of the penalty on (log s − log s₀)² that keeps a low-rank family's scales finite
 RIDGE = 1e-6
 #: tolerance of searches that only choose between starts
@@ -44,14 +67,12 @@ SECOND = 10
 WRECK = 5.0
 #: nats that noise alone promises above which draws are too few for a full normal
 NOISY = 0.5
+#: nats below what it has on the draws fitted that a normal has on new ones where these are too few
+OVER_FITTED = 1.0
+#: seeds of draws that are looked at once, and of those that are new at every step
+CHECKED, NEW = 500, 1000
 #: draws that choose between the end of a search that found no optimum and the two best stages before
 HELD = 512
-#: draws that choose between points of a climb
-HANDFUL = 8
-#: times that a normal around the end of a climb is made ten times narrower, while log p falls by so much a number
-NARROWER, FALL = 12, 20.0
-#: up to here draws are multiplied by four whatever they gain, and they must gain less
-FEW = 512
 
 
 class Search:
@@ -68,7 +89,7 @@ class Search:
         self.stage, self.draws = "start", 0
         #: share of searches near the family's optimum that ended in another one
         self.elsewhere = 0.0
-        self.bar = tqdm(unit=" evaluations", disable=not (progress and sys.stderr.isatty()))
+        self.bar = tqdm(unit=" evaluations", disable=not (progress and is_live()))
 
     def gaussian(self, recipe: Family, coordinates: Coordinates, starts: int, draws: int | None) -> Found:
         """The best full normal on few draws, then the family's approximation of it, on more and more."""
@@ -123,7 +144,8 @@ class Search:
         self.stage, best, stages, settled = "start", -inf, [], False
         noise = self.draws_of(2 * self.space.size)
         for points in ends:
-            start = self.most_mass(points)
+            half = torch.stack([self.noise().double() for _ in range(HANDFUL // 2)])
+            start = most_mass(self.target, points, half)
             at = self.around(start, noise, full)
             if at is None:
                 stages = stages or [start]
@@ -133,35 +155,6 @@ class Search:
             if ended.at.elbo > best:
                 best, settled, stages = ended.at.elbo, ended.settled, [at.normal, ended.normal]
         return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1], settled
-
-    def most_mass(self, points: list[Climbed]) -> Normal:
-        """Of normals around a climb's end and points before it the one with the highest ELBO, on a handful of draws.
-
-        Around the end it is made narrower where log p falls much more than that of a normal, by P/2.
-        """
-        z = torch.stack([self.noise().double() for _ in range(HANDFUL // 2)])
-        z = torch.cat([z, -z]) * (len(z[0]) ** 0.5 / z.norm(dim=-1)).repeat(2).unsqueeze(-1)
-
-        def value(normal: Normal) -> float:
-            with torch.no_grad():
-                at = self.target.log_joint((normal.mean + z @ normal.root.mT).to(self.space.initial))
-            return torch.nan_to_num(at.double(), nan=-inf).mean().item()
-
-        end = points[0]
-        best, highest = Normal(end.theta, end.root), -inf
-        try:
-            for _ in range(NARROWER):
-                if (found := value(best)) > end.value - FALL * len(end.theta):
-                    highest = found + best.entropy()
-                    break
-                best = best._replace(root=0.1 * best.root)
-            for point in points[1:]:
-                normal = Normal(point.theta, point.root)
-                if (elbo := value(normal) + normal.entropy()) > highest and isfinite(elbo):
-                    best, highest = normal, elbo
-        except Limit:
-            pass
-        return best
 
     def around(self, normal: Normal, noise: Tensor, project: Project) -> Local | None:
         """What draws of the normal tell or, where log p is not finite at some, of the widest that is narrower."""
@@ -205,17 +198,24 @@ class Search:
                 if few:
                     shape.hop(stepped(at, full))
             elbo, promise = at.elbo, at.promise(stepped(at, shape))
-            # noise costs c/S: from a fit on S′ draws c/S′ + c/S are promised, of which c/S is left after the step
-            left = promise / (1 + S / before) / (ENOUGH * self.tolerance)
-            if (settled and abs(left) < (0.2 if few else 0.5)) or abs(promise) < self.tolerance:
-                stages.append(stepped(at, shape, *TRIES[first]))
+            # noise costs c/S: from a fit on S′ draws c/S′ + c/S are promised; S/(S + S′) of the way c/(S + S′) is left
+            share = S / (S + before)
+            left = promise * (1 - share) * (1.0 if few else share) / (ENOUGH * self.tolerance)
+            enough = (settled and abs(left) < (LEFT_FEW if few else LEFT)) or abs(promise) < self.tolerance
+            if enough or (settled and not few and not draws and promise < AVERAGED):
+                floor, most = TRIES[first]
+                stages.append(part_of_the_way(at, shape, floor, min(most, share if settled else 1.0)))
+                S, before = more_draws(S + before, left), S + before
+                if not enough and before < MOST_AVERAGED:
+                    continue
                 settled = True
                 if isinstance(shape, Approximation) and not few:
-                    shape.hop(stepped(at, full))
-                    stages.append(shape.normal())
+                    stages.append(shape.near(averaged(at, full, min(most, share))))
                 break
             if isinstance(shape, Whole) and at.noise > NOISY and not draws and S < MAX_DRAWS:
                 stages.append(at.normal)
+                if level > 1 and S > FEW:
+                    return self.on_fresh_draws(shape, stages, known)
                 S, before = min(MAX_DRAWS, S * GROWTH), S
                 continue
             tolerance = max(0.25 * ENOUGH * self.tolerance, 0.1 * promise if settled and S < MAX_DRAWS else 0.0)
@@ -225,8 +225,9 @@ class Search:
                 stages.append(ended.normal)
                 elbo, promise = ended.at.elbo, ended.promise
             if not (settled or far or self.target.exhausted):
-                maximise = partial(self.maximise, draws=S, tolerance=self.tolerance, iterations=100)
-                normal, found = shape.searched(stages[-1], maximise)
+                if isinstance(shape, Whole) and not draws and self.over_fitted(stages[-1], elbo, S, level):
+                    return self.on_fresh_draws(shape, [at.normal, stages[-1]], known)
+                normal, found = shape.searched(stages[-1], partial(self.maximise, draws=S, iterations=100))
                 if far := is_far(normal, self.space):
                     settled = False
                 else:
@@ -240,12 +241,29 @@ class Search:
         normal = stages[-1] if settled else self.on_held_draws(stages[-1], known)
         return Found(shape.family(normal), elbo, promise, settled)
 
+    def over_fitted(self, normal: Normal, elbo: float, S: int, level: int) -> bool:
+        """Whether a normal has a much lower ELBO on new draws than on those that it was fitted to."""
+        at = self.around(normal, self.draws_of(S, CHECKED + level), full)
+        return at is None or at.elbo < elbo - OVER_FITTED
+
+    def on_fresh_draws(self, shape: Shape, stages: list[Normal], known: list[tuple[float, Normal]]) -> Found:
+        """A full normal that fits any fixed draws too well, on draws that are new at every step."""
+        S, enough = 2 * least_draws(self.space.size), LEFT * ENOUGH * self.tolerance
+        best = self.best_stage(stages, inf, self.draws_of(S, CHECKED), full)
+        ended = ascend_on_fresh_draws(
+            self.target, stages[-1] if best is None else best.normal,
+            lambda step: self.draws_of(S, NEW + step), self.record_local, enough=enough, most=MOST_FRESH,
+        )  # fmt: skip
+        settled = ended.left < enough
+        normal = ended.normal if settled else self.on_held_draws(ended.normal, known)
+        return Found(shape.family(normal), ended.elbo, ended.left, settled)
+
     def on_held_draws(self, normal: Normal, known: list[tuple[float, Normal]]) -> Normal:
         """Of the last normal of a search without end and the two best that began a level the best, on draws that none
         has been fitted to."""
         best = [one for _, one in sorted(known, key=lambda one: -one[0])[:2]]
         stopped = self.target.exhausted
-        if not (self.release() and best) or HELD < 2 * self.space.size:
+        if not ((self.release() or not stopped) and best) or HELD < 2 * self.space.size:
             return best[0] if best else normal
         noise = self.draws_of(HELD, seed=-2)
         found = [(local(self.target, one, noise), one) for one in (*best, normal)]
@@ -319,12 +337,12 @@ class Search:
         family: Family,
         target: Target,
         draws: int,
-        tolerance: float,
+        tolerance: float | None = None,
         curvature: Curvature | None = None,
         iterations: int = 1000,
     ) -> Found:
         """Leave the family at the best point found on so many fixed draws, also where the evaluations end."""
-        coupling = FixedDraws(draws, self.seed)
+        coupling, tolerance = FixedDraws(draws, self.seed), tolerance or self.tolerance
         self.draws = draws
         parameters = [p for p in family.parameters() if p.requires_grad]
         start = flat(parameters).detach()

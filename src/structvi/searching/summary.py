@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor, inf, log10
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_integer
+from ..basics.checks import check_integer, check_seed
 from ..correcting.pareto import K_LIMIT
 from ..correcting.weighted_draws import Unavailable
 from ..families.family import Family
@@ -17,6 +17,9 @@ from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Select
 from .drawing import draws_of_q, weighted_draws
+
+if TYPE_CHECKING:
+    import pandas
 
 #: of a longer table the first and the last rows are printed
 LONGEST = 60
@@ -27,6 +30,7 @@ def summarise(
     family: Family, target: Target, *, corrected: bool | None, select: Select, draws: int, seed: int
 ) -> "Summary":
     """The table of a fit: see `DensityFit.summary`."""
+    check_seed(seed)
     check_integer("draws", draws, 100)
     space, generator = target.space, torch.Generator(target.space.device).manual_seed(seed)
     names = space.matching(select)
@@ -149,6 +153,16 @@ class Summary:
                 _labels(name, draws.shape[1:]), *(c[name].flatten().tolist() for c in columns), strict=True
             )
         )
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """The table, one row a number, with its name as the index. Needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("a dataframe needs pandas: pip install pandas") from None
+        frame = pandas.DataFrame(self.rows)
+        columns = {f"q{round(100 * p)}": f"{round(100 * p)}%" for p in QUANTILES}
+        return frame.set_index("name").rename(columns=columns)
 
     def __getitem__(self, label: str) -> Row:
         for row in self.rows:

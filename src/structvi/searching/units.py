@@ -25,7 +25,7 @@ class View:
 
     def __init__(self, target: Target, centre: Tensor, root: Tensor):
         self.target, self.centre, self.root = target, centre, root
-        self.scale = root.abs() if root.ndim == 1 else root.norm(dim=-1)  # of each number, [P]
+        self.scale: Tensor = root.abs() if root.ndim == 1 else root.norm(dim=-1)  # of each number, [P]
         #: of more numbers so many are led away
         self.most = MOST
 

@@ -28,7 +28,7 @@ FORMAT = 1
 _ENTRY = "structvi"
 
 
-def write(path: str | os.PathLike, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
     """Write one file atomically: afterwards `path` holds all of it, or what it held before.
 
     A temporary file in the same directory is written, flushed to the disk and renamed. Where one of these steps fails,
@@ -82,7 +82,7 @@ def write(path: str | os.PathLike, tensors: Mapping[str, Tensor], description: M
     _fsync_directory(target.parent)
 
 
-def read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, on the CPU, and the description of a file that `write` wrote.
 
     Raises:
@@ -144,7 +144,7 @@ class Stored:
 
 
 @contextmanager
-def opened(path: str | os.PathLike) -> Iterator[Stored]:
+def opened(path: str | os.PathLike[str]) -> Iterator[Stored]:
     """A file with its header read and checked, for who wants to see it before memory is taken for the tensors.
 
     Raises:
@@ -251,7 +251,7 @@ def _target(path: Path) -> Path:
     return target
 
 
-def _unwritten(path: str | os.PathLike, error: OSError, left: str = "") -> OSError:
+def _unwritten(path: str | os.PathLike[str], error: OSError, left: str = "") -> OSError:
     text = f"cannot write {path}: {error.strerror or error}{left}"
     return OSError(text) if error.errno is None else OSError(error.errno, text)
 

@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 def write(
-    directory: str | os.PathLike, step: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
+    directory: str | os.PathLike[str], step: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
 ) -> None:
     """`directory`/fit-<step>.safetensors, atomically; then all but the last two are removed."""
     directory = Path(directory)
@@ -38,7 +38,7 @@ def write(
         old.unlink()
 
 
-def latest(directory: str | os.PathLike) -> Found | None:
+def latest(directory: str | os.PathLike[str]) -> Found | None:
     """The newest checkpoint in a directory that is whole, or the one that is given itself; None where there is none."""
     damaged: list[str] = []
     there = [Path(directory)] if Path(directory).is_file() else files(directory)
@@ -61,6 +61,6 @@ def latest(directory: str | os.PathLike) -> Found | None:
     return None
 
 
-def files(directory: str | os.PathLike) -> list[Path]:
+def files(directory: str | os.PathLike[str]) -> list[Path]:
     """The newest first."""
     return sorted(Path(directory).glob("fit-*.safetensors"), reverse=True)

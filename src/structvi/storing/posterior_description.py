@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Self
 
 from ..basics.checks import is_integer
+from ..models.batch import Keys, check_keys
 from ..models.calibration import Calibration
 from ..networks.vmap_or_loop import Evaluation
 from ..posterior import BATCH_NORM, DROPOUT
@@ -17,10 +18,10 @@ KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 _FIELDS = {
     "kind", *PARTS, "forward", "random", "held", "hashes", "num_data", "dropout", "batch_norm",
-    "checkpoint_activations", "evaluation", "linearised", "calibration", "chosen_on",
+    "checkpoint_activations", "evaluation", "linearised", "calibration", "chosen_on", "keys",
 }  # fmt: skip
 #: what a file written before there was such a thing says of it
-_BEFORE = {"linearised": False, "calibration": None, "chosen_on": None}
+_BEFORE = {"linearised": False, "calibration": None, "chosen_on": None, "keys": None}
 #: of the cases of held-out data, see `predicting/cases.py`
 _FINGERPRINT = re.compile(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?")
 
@@ -44,6 +45,7 @@ class Saved(NamedTuple):
     linearised: bool
     calibration: dict[str, Any] | None
     chosen_on: str | None
+    keys: Keys | None
 
     @classmethod
     def of(cls, description: Mapping[str, Any], path: Any) -> Self:
@@ -102,7 +104,17 @@ class Saved(NamedTuple):
             description["linearised"],
             _calibration(description["calibration"]),
             _chosen_on(description["chosen_on"]),
+            _keys(description["keys"]),
         )
+
+
+def _keys(value: Any) -> Keys | None:
+    """As `save` wrote them: a tuple is a list in a file."""
+    if value is None:
+        return None
+    check_keys(value)
+    inputs, target = value
+    return (inputs if isinstance(inputs, str) else tuple(inputs)), target
 
 
 @contextmanager

@@ -35,7 +35,7 @@ LINEARISED = "linearised"
 SCORES = "calibration"
 
 
-def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["store", "hash"] = "store") -> None:
+def save(posterior: PosteriorBase, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
     if network not in ("store", "hash"):
@@ -80,6 +80,8 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
         description["linearised"] = True
     if calibration is not None:
         description["calibration"] = calibration.described()
+    if model.keys is not None:
+        description["keys"] = model.keys
     if posterior.chosen_on is not None:
         description["chosen_on"] = posterior.chosen_on
     for part in PARTS:
@@ -92,7 +94,7 @@ def save(posterior: PosteriorBase, path: str | os.PathLike, network: Literal["st
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     net: nn.Module,
     *,
     family: Family | None = None,
@@ -120,7 +122,7 @@ def load(
                 _check_prior(parts["prior"], space)
         model = BayesianModel(
             net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward,
-            linearise=saved.linearised,
+            keys=None if forward is not None else saved.keys, linearise=saved.linearised,
         )  # fmt: skip
         model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
         if family is not None:

@@ -277,7 +277,8 @@ class Columns:
             known = ", ".join(map(str, list(table.columns)[:8]))
             raise TableError(
                 f"the table has no column {', '.join(map(repr, gone[:5]))}, which the model was fitted with; it has "
-                f"{known}. Add {'it' if len(gone) == 1 else 'them'}, with empty fields where nothing is known"
+                f"{known}. Add {'it' if len(gone) == 1 else 'them'}, with empty fields where nothing is known; or fit "
+                f"again without: structvi fit .. --without {gone[0]}"
             )
         plain, bins, notes = [], [], []
         for column in self.columns:

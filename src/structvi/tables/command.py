@@ -24,6 +24,7 @@ def fit_file(
     noise: str = "auto",
     category: Sequence[str] = (),
     number: Sequence[str] = (),
+    without: Sequence[str] = (),
     encoding: str = "utf-8",
     level: float = 0.9,
     seed: int = 0,
@@ -37,8 +38,9 @@ def fit_file(
         say(note)
     kinds = dict.fromkeys(category, "category") | dict.fromkeys(number, "number")
     fit = fit_table(
-        table, target, task=task, family=family, noise=noise, categories=kinds, level=level, seed=seed, say=say
-    )
+        table, target, task=task, family=family, noise=noise, categories=kinds, without=without, level=level, seed=seed,
+        say=say,
+    )  # fmt: skip
     fit.notes[:0] = notes
     say("comparing with scikit-learn's models on the test rows")
     found = assess(fit, baselines(fit, seed))

@@ -1,13 +1,13 @@
 """From a table to a fitted model: split, encode, try, choose."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_integer
+from ..basics.checks import check_seed
 from ..families.family import Family
 from .choosing import Tried, chosen
 from .columns import FAR, Columns, values_of
@@ -27,7 +27,7 @@ def silent(_: str) -> None:
     """Says nothing."""
 
 
-@dataclass
+@dataclass(repr=False)
 class TableFit:
     """A fitted table.
 
@@ -44,6 +44,19 @@ class TableFit:
     split: Split
     tried: list[Tried]
     notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        goal, best = self.model.target, self.tried[0]
+        mixed = ", ".join(f"{one.weight:.2f} {one.name}" for one in self.tried if one.weight > 0)
+        return "\n".join([
+            f"{goal.name!r} predicted as {goal.task} from {len(self.model.columns.columns)} columns: "
+            f"{len(self.split.fit)} rows fitted, {len(self.split.test)} kept for the test",
+            f"the best of {len(self.tried)} models, on folds: {best.name}, {best.density:.3f} nats a row",
+            f"mixed: {mixed}",
+            f"next: fit.model.predict(new_rows), fit.model.save(folder) ({len(self.notes)} notes: fit.notes)",
+        ])  # fmt: skip
+
+    __repr__ = __str__  # a notebook shows what print does
 
     @property
     def test(self) -> Table:
@@ -66,6 +79,7 @@ def fit_table(
     family: str | Family | None = None,
     noise: str = "auto",
     categories: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
     level: float = 0.9,
     seed: int = 0,
     say: Callable[[str], None] = silent,
@@ -79,6 +93,7 @@ def fit_table(
         family: of a posterior over all weights; None for a full normal over the last layer of each network.
         noise: "auto", or one of `NOISES`.
         categories: column → "category" or "number", where the values do not say it.
+        without: columns to leave out: what is not known when a prediction is wanted, or tells the target.
         level: of the intervals.
         seed: of split, starts and draws.
         say: is told what goes on.
@@ -86,7 +101,7 @@ def fit_table(
     Raises:
         TableError: nothing can be made of the table; the message says what to do.
     """
-    check_integer("seed", seed, 0)
+    check_seed(seed)
     if not 0 < level < 1:
         raise ValueError(f"level must lie inside (0, 1), got {level}")
     if noise != "auto" and noise not in NOISES:
@@ -97,7 +112,7 @@ def fit_table(
     unknown = [name for name in given if name not in table.columns]
     if unknown:
         raise TableError(f"there is no column {unknown[0]!r}, which was to be a {given[unknown[0]]}")
-    table = with_target(table, target, notes)
+    table = _leaving_out(with_target(table, target, notes), target, without, notes)
     goal = target_of(table, target, task, notes)
     labels = goal.encode(table) if goal.classes else None
     parts = split(labels, len(table), seed, MOST_ROWS)
@@ -117,6 +132,17 @@ def fit_table(
     problem = Problem(inputs, t, folds, len(goal.classes), seed, recipe)
     model.parts, tried = chosen(problem, say, noise)
     return TableFit(model, table, parts, tried, notes)
+
+
+def _leaving_out(table: Table, target: str, without: Sequence[str], notes: list[str]) -> Table:
+    for name in without:
+        if name not in table.columns:
+            shown = ", ".join(map(repr, list(table.columns)[:12]))
+            raise TableError(f"there is no column {name!r} to be left out (--without): the table has {shown}")
+        if name == target:
+            raise TableError(f"{name!r} is the target: it cannot be left out (--without)")
+        notes.append(f"{name!r} was left out, as you said.")
+    return table.drop(columns=list(without))
 
 
 def _encoded_target(goal: Target, table: Table, rows: np.ndarray, notes: list[str]) -> Tensor:

@@ -25,7 +25,7 @@ ROWS = 2048
 MOST_BYTES = 50_000_000
 
 
-@dataclass
+@dataclass(repr=False)
 class TableModel:
     """What `structvi fit` makes of a table; `TableModel.load(folder).predict(table)` for new rows.
 
@@ -43,6 +43,10 @@ class TableModel:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     level: float = 0.9
     seed: int = 0
+
+    def __repr__(self) -> str:
+        names = ", ".join(column.name for column in self.columns.columns)
+        return f"TableModel({self.target.name!r} as {self.target.task} from {names}; {len(self.parts)} models mixed)"
 
     def pooled(self, inputs: dict[str, Tensor]) -> Pooled:
         """The mixture for rows [B, F] by encoding, of the scaled target."""
@@ -115,7 +119,7 @@ class TableModel:
                 names[row].append(column.name)
         return [" ".join(found) for found in names]
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """model.json and one posterior-PART-MEMBER.safetensors for each; no code and no row of the table."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +145,7 @@ class TableModel:
         (folder / FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | os.PathLike) -> "TableModel":
+    def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
         """From a folder that `save` wrote; nothing in it is run.
 
         Raises:

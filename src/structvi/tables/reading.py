@@ -33,7 +33,7 @@ class TableError(ValueError):
     """A file, or a table, of which nothing can be made; the message says what to do."""
 
 
-def read_table(path: str | os.PathLike, encoding: str = "utf-8", notes: list[str] | None = None) -> Table:
+def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: list[str] | None = None) -> Table:
     """A CSV or Parquet file as a pandas table.
 
     Args:

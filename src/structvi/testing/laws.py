@@ -37,7 +37,14 @@ from .truth import (
 Make = Callable[[Parameters], Family]
 
 
-def every_sign(groups: int, P: int, K: int, generator=None, dtype=None, device=None) -> Noise:
+def every_sign(
+    groups: int,
+    P: int,
+    K: int,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Noise:
     """All 2^(K+1) sign combinations of K low-rank numbers and one diagonal vector: a coupling of a user's own."""
     base = naive(groups, P, K, generator, dtype, device)
     signs = torch.tensor(list(product([1.0, -1.0], repeat=K + 1)), dtype=dtype, device=device)  # [2^(K+1), K + 1]

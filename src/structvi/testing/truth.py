@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import pi
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class FunctionTarget:
         assert family.space is not None
         self.space, self.fn = family.space, fn
 
-    def log_joint(self, theta: Tensor, batch=None, fixed=None) -> Tensor:
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Any = None) -> Tensor:
         return self.fn(self.space.join(theta, fixed or {}))
 
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ..families.forms import Factor
 from ..families.numerics.fused import LowRankGradient, kernels_serve
 
-OptimizerLike = Optimizer | Callable[[list[Tensor]], Optimizer]
 #: The gradients of factors [P, K] as their two sides, of those whose `.grad` is not written.
 Thin = Mapping[Tensor, LowRankGradient]
 
@@ -25,35 +24,6 @@ DEFAULT_LR = 0.02
 FACTOR_RATE = 2.5
 #: Numbers of a factor's gradient that are made at once on a CPU.
 _COLUMNS = 2**18
-
-
-def make_optimizer(
-    parameters: list[Tensor],
-    optimizer: OptimizerLike | None,
-    lr: float | None,
-    factors: Sequence[Factor] = (),
-) -> Optimizer:
-    """Adam, or the user's own, which must hold these parameters and leave the posterior what it is."""
-    if optimizer is None:
-        return Adam(parameters, lr=DEFAULT_LR if lr is None else lr, factors=factors)
-    if lr is not None:
-        raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
-    made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimizer or a function of parameters to one, got {made!r}")
-    if isinstance(made, torch.optim.LBFGS):
-        raise TypeError("LBFGS searches along a line of a fixed function, and the ELBO is estimated anew at each call")
-    for group in made.param_groups:
-        if group.get("weight_decay", 0) != 0:
-            raise ValueError(
-                f"the optimizer has weight_decay={group['weight_decay']}: it would pull variational parameters (log "
-                "scales too) to zero, and what is found would no longer be the posterior; the prior is what holds "
-                "weights back. Set weight_decay=0"
-            )
-    known = {id(parameter) for parameter in parameters}
-    if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
-        raise ValueError("the optimizer holds tensors that are not posterior.parameters(); make it from those alone")
-    return made
 
 
 class Adam(torch.optim.Adam):
@@ -92,15 +62,21 @@ class Adam(torch.optim.Adam):
             for group, rate in zip(self.param_groups, before, strict=True):
                 group["lr"] = rate
 
+    #: whether the coordinates of families stay from now on: their iterates are averaged
+    settled = False
+
+    def after_step(self) -> None:
+        """After every step that was made, captured or not: what must not be part of a captured one."""
+
     @torch.no_grad()
     def step(
         self,
-        closure=None,
+        closure: Callable[[], Any] | None = None,
         *,
         thin: Thin = MappingProxyType({}),
         coefficient: Tensor | float = 1.0,
         make: Tensor | None = None,
-    ):
+    ) -> Any:
         """One step with the gradient times `coefficient`.
 
         Args:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ..basics.checks import check_iterable
 from ..basics.random_streams import borrowed_stream
@@ -59,6 +59,7 @@ class Batches:
         #: why the order cannot be repeated exactly; None where it can
         self.inexact: str | None = "the loader is no DataLoader: its order is its own"
         self._indices: list[int] = []  # the distinct ones that a DataLoader of map-style data can give
+        self._rows: Tensor | None = None  # the same as a tensor, once asked for
         self._own_order = False
         self._order: _Order | None = None
         if isinstance(loader, DataLoader):
@@ -124,11 +125,7 @@ class Batches:
                 if index >= skip:
                     yield self._moved(batch)
             return
-        order = torch.arange(len(self._indices))
-        if self._order.shuffled:
-            # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            order = torch.randperm(len(order), generator=generator)
+        order = self._shuffled(epoch)
         self._order.generator.manual_seed((self.seed * 1_000_003 + epoch + 999_983 * self.part[0]) % 2**63)
         assert self.length is not None
         ranges = [self._range(index)[:2] for index in range(skip, self.length)]
@@ -138,6 +135,33 @@ class Batches:
         ]
         for batch in self._order.loader:
             yield self._moved(batch)
+
+    def _shuffled(self, epoch: int) -> Tensor:
+        assert self._order is not None
+        if not self._order.shuffled:
+            return torch.arange(len(self._indices))
+        # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(len(self._indices), generator=generator)
+
+    def table(self) -> tuple[Tensor, ...] | None:
+        """The tensors of a `TensorDataset` that is read as it is, batch by batch of `indices_of`; None of all else."""
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or not self._own_order or loader.num_workers:
+            return None
+        data = loader.dataset
+        plain = type(data) is TensorDataset and loader.collate_fn is default_collate
+        return data.tensors if plain and isinstance(data, TensorDataset) else None
+
+    def indices_of(self, epoch: int) -> list[Tensor]:
+        """Which rows of the table each batch of an epoch has; of a batch with all of them the order says nothing."""
+        assert self.length is not None
+        if self._rows is None:
+            self._rows = torch.tensor(self._indices)
+        if self.length == 1 and self._range(0)[2] == len(self._rows):
+            return [self._rows]
+        order = self._rows[self._shuffled(epoch)]
+        return [order[start:stop] for start, stop, _ in map(self._range, range(self.length))]
 
     def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
         """Every observation once in a fixed order, where the loader allows it, else one pass over the loader.
@@ -152,14 +176,18 @@ class Batches:
                     return
                 yield self._moved(batch)
             return
-        size = self._order.size
-        r, w = part
-        count = max(w, -(-len(self._indices) // size))
-        # strided, not consecutive: data sorted by class give every batch a bit of each
-        lists = [self._indices[start::count] for start in range(count)]
-        self._order.lists = lists[: None if most is None else max(most, w)][r::w]
+        self._order.lists = self.spread(most, part)
         for batch in self._order.loader:
             yield self._moved(batch)
+
+    def spread(self, most: int | None, part: Part = (0, 1)) -> list[list[int]]:
+        """The indices of the batches of `everything`, of map-style data."""
+        assert self._order is not None
+        r, w = part
+        count = max(w, -(-len(self._indices) // self._order.size))
+        # strided, not consecutive: data sorted by class give every batch a bit of each
+        lists = [self._indices[start::count] for start in range(count)]
+        return lists[: None if most is None else max(most, w)][r::w]
 
     def in_order(self, multiple: int, most: int | None = None) -> Iterator[Any]:
         """Every observation once in the data's own order, in batches of whole multiples of some number of rows.

@@ -1,6 +1,6 @@
 """What has to be known before a fit: N, batch norm that has seen no data, on which data choices are made."""
 
-from ..models.batch import batch_size, split_batch
+from ..models.batch import batch_size
 from ..posterior import BATCH_NORMS, PosteriorBase
 from ..predicting.cases import fingerprint
 from ..result import Status
@@ -59,12 +59,15 @@ def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
         return None
     batch, items = probe
     try:
-        found = batch_size(split_batch(batch)[1])
+        found = batch_size(posterior.model.split(batch)[1])
     except (TypeError, ValueError):  # what is wrong with it the first step says, with the batch's number
         return None
     if found == items:
         return None
-    return f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
+    words = f"a batch of {items} items of the data set has {found} rows, crops or slices of one item, perhaps"
+    if batches.num_data is not None and found % items == 0:
+        words += f", {found // items * batches.num_data} in all if each item has as many"
+    return words
 
 
 def unused_batch_norm(posterior: PosteriorBase) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..families.gaussian import Gaussian
-from ..models.batch import rows, split_batch
+from ..models.batch import rows
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianLikelihood
 from ..models.likelihoods import StudentT
@@ -263,7 +263,7 @@ class Measuring:
     def exactly(self, candidates: list[Candidate]) -> None:
         normals = [[partial(around.normal, one) for one in candidates] for around in self.arounds]
         networks = [one.network for one in self.arounds]
-        outputs = outputs_of(*networks[0], split_batch(self.first())[0])
+        outputs = outputs_of(*networks[0], networks[0][0].model.split(self.first())[0])
         found = of_mixed_normals(
             networks, normals, self.few(EXACT_PASSES, 1 + 2 * outputs, FEWEST_EXACT), self.options.seed
         )
@@ -303,7 +303,7 @@ class Measuring:
             return False
         if posterior.batch_norm == "reestimated" or posterior.dropout == "on":
             return False
-        inputs = split_batch(self.first())[0]
+        inputs = posterior.model.split(self.first())[0]
         return outputs_of(posterior, self.arounds[0].laplace.theta, inputs) <= FEW_OUTPUTS
 
 

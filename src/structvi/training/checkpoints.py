@@ -34,7 +34,7 @@ class Running(Protocol):
     ranks: Ranks
 
 
-def save(run: Running, directory: str | os.PathLike) -> None:
+def save(run: Running, directory: str | os.PathLike[str]) -> None:
     """Write the state to a folder; of several ranks the first one: all are in the same, or give it their rows."""
     model = run.posterior.model
     moments = optimizer_state(run.optimizer, run.named)
@@ -54,7 +54,7 @@ def save(run: Running, directory: str | os.PathLike) -> None:
         fit_checkpoint.write(directory, state.step, tensors, description)
 
 
-def save_alone(run: Running, directory: str | os.PathLike) -> str:
+def save_alone(run: Running, directory: str | os.PathLike[str]) -> str:
     """After another rank was lost: the state before the step in which it was, unless that rank had rows of it; what
     there is to say."""
     if not run.ranks.sharded:

@@ -11,6 +11,14 @@ from ..couplings import Coupling, paired
 from ..objective import Estimate, full_elbo
 from ..posterior import PosteriorBase
 
+#: names of candidates
+LAST_STEP, WITHOUT_FACTOR = "last step", "rank 0 (mean field)"
+
+
+def average_of(count: int) -> str:
+    """The name of the average over so many iterates."""
+    return f"average of the last {count}"
+
 
 def elbo_over(
     posterior: PosteriorBase,

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..models.batch import split_batch
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood, split_mask
 
@@ -27,7 +26,7 @@ class Watched:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
             if self._constant is not None:
-                target, mask = split_mask(split_batch(batch)[1])
+                target, mask = split_mask(self.model.split(batch)[1])
                 self._constant.add(target, mask)
                 self.rows += len(target)
             yield batch

@@ -10,6 +10,7 @@ many rows each. Of large data half the rows, in as many parts, tell the same for
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..couplings import naive
+from ..families.density import Density
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood
 
@@ -32,13 +35,35 @@ ROWS = 4000
 Turn = Callable[[Tensor], Tensor]
 
 
+#: where the curvature is taken: at one θ [P], or for each gradient at a θ of its own, the same ones at every call
+Where = Tensor | Callable[[], Iterator[Tensor]]
+
+
 def same(x: Tensor) -> Tensor:
     return x
 
 
+def draws_of(density: Density, seed: int, at_once: int = 16) -> Callable[[], Iterator[Tensor]]:
+    """Draws θ [P] of q without end, from the same seed whenever they are asked for: the matrix is then E_q[JᵀHJ].
+
+    Example:
+        >>> from structvi import MeanField, Parameters
+        >>> where = draws_of(MeanField().bind(Parameters({"z": torch.zeros(2)}))(), seed=0)
+        >>> bool((next(where()) == next(where())).all())
+        True
+    """
+
+    def draws() -> Iterator[Tensor]:
+        generator = torch.Generator(density.mean.device).manual_seed(seed)
+        while True:
+            yield from density.draw(at_once, naive, generator).theta.detach()
+
+    return draws
+
+
 def diagonal_curvature(
     model: BayesianModel,
-    theta: Tensor,
+    theta: Where,
     batches: Iterable[Any],
     seed: int = 0,
     size: int | None = None,
@@ -48,7 +73,7 @@ def diagonal_curvature(
 
     Args:
         model: N must be known.
-        theta: of the whole space.
+        theta: of the whole space; or draws of it (`draws_of`).
         batches: on the device of θ.
         seed: of the labels.
         size: how many rows a gradient is of; by default there are `PARTS` of them in N rows.
@@ -62,16 +87,16 @@ def diagonal_curvature(
         >>> [round(x) for x in found.tolist()]
         [5, 2]
     """
-    total, seen = torch.zeros_like(theta, dtype=torch.float64), 0
+    total, seen = torch.zeros((), dtype=torch.float64), 0
     for gradient, rows in curvature_roots(model, theta, batches, seed, size):
-        total += along(gradient).double().square()
+        total = total.to(gradient.device) + along(gradient).double().square()
         seen += rows
     return total * (model.num_data / max(1, seen))
 
 
 def leading_columns(
     model: BayesianModel,
-    theta: Tensor,
+    theta: Where,
     batches: Iterable[Any],
     precision: Tensor,
     rank: int,
@@ -85,12 +110,12 @@ def leading_columns(
     of `diagonal_curvature` with the same seed, batches and size, so that G − WWᵀ has no negative diagonal. They are
     taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
-    if theta.numel() <= DENSE:
+    if len(precision) <= DENSE:
         return _leading_dense(model, theta, batches, precision, rank, seed, size, along)
     few = FEW
-    kept = theta.new_empty(theta.numel(), 0)
+    scale, seen = precision.rsqrt().to(model.space.dtype), 0
+    kept = scale.new_empty(len(scale), 0)
     block: list[Tensor] = []
-    scale, seen = precision.rsqrt().to(theta), 0
     for gradient, rows in curvature_roots(model, theta, batches, seed, size):
         block.append(along(gradient) * scale)
         seen += rows
@@ -104,7 +129,7 @@ def leading_columns(
 
 def _leading_dense(
     model: BayesianModel,
-    theta: Tensor,
+    theta: Where,
     batches: Iterable[Any],
     precision: Tensor,
     rank: int,
@@ -114,7 +139,7 @@ def _leading_dense(
 ) -> Tensor:
     """The same from the whole matrix, where that is small: nothing is left out on the way."""
     scale, seen = precision.double().rsqrt(), 0
-    total = torch.zeros(len(theta), len(theta), dtype=torch.float64, device=theta.device)
+    total = torch.zeros(len(scale), len(scale), dtype=torch.float64, device=scale.device)
     for gradient, rows in curvature_roots(model, theta, batches, seed, size):
         scaled = along(gradient).double() * scale
         total.addr_(scaled, scaled)
@@ -132,7 +157,7 @@ def _leading(columns: Tensor, rank: int) -> Tensor:
 
 
 def curvature_roots(
-    model: BayesianModel, theta: Tensor, batches: Iterable[Any], seed: int = 0, size: int | None = None
+    model: BayesianModel, theta: Where, batches: Iterable[Any], seed: int = 0, size: int | None = None
 ) -> Iterator[tuple[Tensor, int]]:
     """Gradients g [P] whose outer products add up to the matrix, in the mean, and of how many rows each is."""
     likelihood = model.likelihood
@@ -143,9 +168,10 @@ def curvature_roots(
         )
     generator = torch.Generator().manual_seed(seed)
     size = rows_of_part(model.num_data) if size is None else size
+    points = repeat(theta) if isinstance(theta, Tensor) else theta()
     for batch in batches:
         for part, rows in _cut(batch, size):
-            row = theta.detach().requires_grad_()
+            row = next(points).detach().requires_grad_()
             with torch.enable_grad():
                 value, own = _simulated(model, likelihood, row, part, generator)
                 (gradient,) = torch.autograd.grad(value, row)

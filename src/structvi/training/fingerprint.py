@@ -40,9 +40,17 @@ class Fingerprint(NamedTuple):
 
 def fingerprint(posterior: PosteriorBase, batches: Batches, data_id: str | None) -> Fingerprint:
     """Of a fit of this posterior to these data, before it begins or goes on."""
+    own = form_of(posterior)
+    with borrowed_stream(torch.Generator().manual_seed(0)):
+        data, questions = _data(batches, data_id)
+    number = {"the number of observations": str(posterior.model.num_data)}
+    return Fingerprint({**number, **own.parts, **data}, own.unchecked + questions)
+
+
+def form_of(posterior: PosteriorBase) -> Fingerprint:
+    """All but the data: what fits that are made at once must share."""
     model, net = posterior.model, posterior.net
     parts = {
-        "the number of observations": str(model.num_data),
         "the weights' dtype": str(posterior.space.dtype),
         "the random tensors": _digest([model.space.names, [list(shape) for shape in model.space.shapes]]),
         "dropout and batch_norm": f"{posterior.dropout}, {posterior.batch_norm}",
@@ -52,6 +60,8 @@ def fingerprint(posterior: PosteriorBase, batches: Batches, data_id: str | None)
     }
     if model.linearised_at is not None:
         parts["where the network is linearised"] = _digest([model.linearised_at])
+    if model.keys is not None:
+        parts["keys="] = str(model.keys)
     unchecked: list[str] = []
     for name, value in (
         ("the likelihood", model.likelihood),
@@ -61,9 +71,7 @@ def fingerprint(posterior: PosteriorBase, batches: Batches, data_id: str | None)
     ):
         parts[name], known = _described(value)
         unchecked += [] if known else [f"what {name} calls or holds ({parts[name].split(' ')[0]})"]
-    with borrowed_stream(torch.Generator().manual_seed(0)):
-        data, questions = _data(batches, data_id)
-    return Fingerprint({**parts, **data}, unchecked + questions)
+    return Fingerprint(parts, unchecked)
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -1,43 +1,21 @@
-"""`fit`: from its options to a run, and from the run to a result."""
+"""`fit`: what it takes, and what it says of it."""
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.func import functional_call
-from torch.optim.lr_scheduler import LRScheduler
 
-from ..basics.folder_lock import folder_lock
 from ..couplings import Coupling, paired
-from ..distributed.collectives import LostRankError
-from ..distributed.ranks import Parallel, Ranks
-from ..models.priors.base import learns
-from ..networks.mixed_precision import check_precision
+from ..distributed.ranks import Parallel
 from ..objective import Estimator
 from ..posterior import PosteriorBase
-from ..storing import fit_checkpoint
-from ..storing.fit_checkpoint import Found
-from . import checkpoints
-from .adam import OptimizerLike
-from .around import fit_around
-from .averaging import copied
-from .batches import Batches, Reread
-from .before import check_around, remember_choice, set_num_data, unused_batch_norm
-from .fingerprint import fingerprint
-from .held_mean import fit_around_held_mean
-from .loop import Run
-from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
-from .progress import Progress
-from .restarts import again_if_stuck, folder
+from .members import fit_members
+from .optimizers import OptimizerLike
+from .options import FitOptions
 from .result import FitResult, History
+from .running import run_fit
 from .schedule import SchedulerLike
-from .temperature_path import fit_path
-from .validation import Watch, elements_of, split_off
-from .warm_start import start_trained, takes_directions, trained_values
 
 
 def fit(
@@ -72,14 +50,16 @@ def fit(
     validation_groups: Sequence[Hashable] | None = None,
     keep: Literal["widest", "best"] = "widest",
     compare: float | None = None,
-    checkpoint: str | os.PathLike | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
-    resume: str | os.PathLike | None = None,
+    resume: str | os.PathLike[str] | None = None,
     resume_anyway: bool = False,
     data_id: str | None = None,
     progress: bool = True,
     seed: int = 0,
     callback: Callable[[History], None] | None = None,
+    members: int = 1,
+    weights: Literal["equal", "stacked"] = "equal",
 ) -> FitResult:
     """Maximise E log lik − λ KL[q‖prior] over minibatches: `posterior.fit(loader, epochs=20)`.
 
@@ -93,7 +73,8 @@ def fit(
         epochs, steps: how long: one of them. A step takes `accumulate` batches. With neither, the network is taken to
             be trained, and the posterior is placed around it without a step: `fit(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
-        optimizer: a torch optimizer, or a function from parameters to one; without weight decay.
+        optimizer: a torch optimizer, or a function from parameters to one; without weight decay. Or `Soap()`, which
+            preconditions the means: for deep networks that are trained from scratch.
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
             by default a linear warm-up and a cosine decay to zero.
         warmup: the fraction of the steps in which the learning rate rises.
@@ -144,9 +125,14 @@ def fit(
             for than it made, with a new cycle of the learning rate.
         resume_anyway: go on where the problem differs.
         data_id: what you call the data: a stream cannot be known by anything else.
-        progress: show a bar, or lines where there is no terminal.
+        progress: show one live line, in a terminal or a notebook; elsewhere ten plain ones.
         seed: of all randomness: draws, the order of the data, dropout.
         callback: called with the history after every step; it may raise KeyboardInterrupt to end the fit.
+        members: so many independent fits, the first from here and the others from fresh draws of the network's
+            initialisation, with seeds seed, seed + 1, ..; small networks all at once, see `fit_many`. What comes back
+            is a `MixtureResult`, whose `mixture` predicts, evaluates and saves: a `NetworkMixture` with these as its
+            parts. This posterior is its first part. Not with checkpoint=, resume= and callback=.
+        weights: of the members: "equal", or "stacked" on the held-out data of validation=.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -157,207 +143,10 @@ def fit(
         >>> result.steps, result.verdict
         (8, 'too few steps to tell whether it has converged')
     """
-    given = {name: value for name, value in locals().items() if name not in ("posterior", "loader", "device")}
-    options = FitOptions(**given)
+    apart = ("posterior", "loader", "device", "members", "weights")
+    options = FitOptions(**{name: value for name, value in locals().items() if name not in (*apart, "apart")})
     if device is not None:
         posterior.to(device)
+    if members != 1 or weights != "equal":
+        return fit_members(posterior, loader, options, members, weights)  # pyright: ignore[reportReturnType]
     return run_fit(posterior, loader, options)
-
-
-def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions, label: str = "") -> FitResult:
-    """A fit, and where it ends stuck others; `label` says in the progress bar what it is for."""
-    if not torch.is_grad_enabled():
-        raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
-    if options.is_around:
-        check_around(posterior, options)
-    if options.compile and posterior.model.linearised_at is not None:
-        raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
-    # before anything has changed
-    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
-    if isinstance(options.validation, int | float):
-        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
-        options = replace(options, validation=held_out, validation_groups=None)
-    remember_choice(posterior, options)
-    if options.temperature == "validated" and not options.is_around:
-        assert options.validation is not None
-        assert not isinstance(options.validation, int | float)
-        elements = elements_of(posterior, options.validation)
-        return fit_path(posterior, options, elements, lambda own, name: run_fit(posterior, loader, own, name))
-    if options.mean == "held" and learns(posterior.model.prior) and not options.is_around:
-        return fit_around_held_mean(posterior, options, lambda own, name: run_fit(posterior, loader, own, name))
-    ranks = Ranks(options.parallel, posterior.family)
-    try:
-        with _own_folder(options) if ranks.rank == 0 else nullcontext():
-            batches = Batches(loader, options.seed, posterior.device, ranks.part)
-            if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
-                batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
-            found = None if options.resume is None else fit_checkpoint.latest(options.resume)
-            notes = set_num_data(posterior, batches) + unused_batch_norm(posterior)
-            if options.is_around:
-                posterior.last_fit = fit_around(posterior, batches, options, notes)
-                return posterior.last_fit
-            may_restart = ranks.size == 1 and _may_restart(posterior, options, found)
-            begun = copied(posterior.outside_family())
-            run = _begin(posterior, batches, options, ranks, found)
-            run.notes = notes + run.notes
-            stopped = _loop(run, options, label)
-            if options.checkpoint is not None:
-                checkpoints.save(run, options.checkpoint)
-            result = run.finish(stopped)
-    finally:
-        ranks.close()
-    posterior.last_fit = result
-    if may_restart and not stopped:
-        settings = run.settings
-
-        def fit_again(seed: int, name: str, label: str) -> FitResult:
-            where = {key: folder(getattr(options, key), name) for key in ("checkpoint", "resume")}
-            again = replace(
-                options, epochs=None, steps=settings.total, kl_warmup=settings.kl_warmup, staged=settings.staged,
-                restarts=0, seed=seed, **where,
-            )  # fmt: skip
-            return run_fit(posterior, loader, again, label)
-
-        seen = Reread(batches, run.compared)
-        posterior.last_fit = again_if_stuck(posterior, result, begun, seen, options.restarts, options.seed, fit_again)
-    return posterior.last_fit
-
-
-@contextmanager
-def _own_folder(options: FitOptions) -> Iterator[None]:
-    """Inside, the folder of checkpoints is this fit's alone."""
-    if options.checkpoint is None:
-        yield
-        return
-    with folder_lock(options.checkpoint, "a fit"):
-        there = fit_checkpoint.files(options.checkpoint)
-        if there and (options.resume is None or not _same_folder(options.checkpoint, options.resume)):
-            raise ValueError(
-                f"the folder {options.checkpoint} holds checkpoints of another fit, up to {there[0].name}: a folder "
-                "belongs to one fit. Give another folder, go on with that fit (resume=), or remove its files"
-            )
-        yield
-
-
-def _same_folder(folder: Any, resumed: Any) -> bool:
-    """Whether what is resumed is in the folder, or the folder itself."""
-    resumed = Path(resumed).resolve()
-    return Path(folder).resolve() in (resumed, resumed.parent if resumed.is_file() else resumed)
-
-
-def _begin(posterior: PosteriorBase, batches: Batches, options: FitOptions, ranks: Ranks, found: Found | None) -> Run:
-    """A run at its first step, or at the one that a checkpoint has."""
-    settings = _settings(posterior, batches, options, found)
-    known = None
-    if options.checkpoint is not None or found is not None:
-        known = fingerprint(posterior, batches, options.data_id)
-    if options.start == "trained" and found is None:
-        start_trained(posterior, batches, options.number(), options.seed)
-    watch = None
-    if options.validation is not None:
-        assert not isinstance(options.validation, int | float)  # it has been split off
-        watch = Watch(options.validation, options.seed, posterior.device)
-    run = Run(
-        posterior, batches, settings, options.coupling, options.estimator, ranks, options.optimizer,
-        options.scheduler, options.lr, options.capture, watch, options.keep, options.compare,
-    )  # fmt: skip
-    run.show = options.progress and ranks.rank == 0
-    if watch is not None and (options.start == "trained" or posterior.model.linearised_at is not None):
-        run.trained = trained_values(posterior)
-        run.begun = copied(run.state.learned) if found is None else {}
-    if known is not None:
-        run.state = replace(run.state, problem=known.parts)
-    if found is not None:
-        run.notes += checkpoints.restore(run, found, options.resume_anyway)
-        if known is not None and known.unchecked:
-            run.notes.append(f"resumed without a look at {'; '.join(known.unchecked)}")
-    elif options.resume is not None:
-        run.notes.append(f"nothing to resume in {options.resume}: started from the beginning")
-    if options.mean == "held":
-        for family in posterior.family.families():
-            family.hold_mean()
-    return run
-
-
-def _loop(run: Run, options: FitOptions, label: str) -> bool:
-    """All steps; whether the user ended them before their end. Whatever happens, the posterior can be used again."""
-    posterior, ranks = run.posterior, run.ranks
-    every = options.every or run.steps_an_epoch or 500
-    told = {
-        **asdict(run.settings),
-        "optimizer": run.state.optimizer,
-        "learning rates": run.schedule.highest,
-        "step resumed from": run.state.step,
-        "family": repr(posterior.family),
-        "steps between checkpoints": every if ranks.sharded and options.checkpoint is not None else None,
-    }
-    ranks.start(told, run.state.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
-    bar = Progress(run.state.end, run.state.step, options.progress and ranks.rank == 0, label)
-    model = posterior.model
-    if options.compile:
-        model.compiled = torch.compile(functional_call)
-    before, model.precision = model.precision, options.precision or model.precision
-    try:
-        with ranks.interruptible():
-            run.loop(bar, options.checkpoint, every, options.callback)
-        return False
-    except KeyboardInterrupt:
-        run.back_to_step()
-        return True
-    except torch.OutOfMemoryError as error:
-        run.back_to_step()
-        step = f"the posterior is as it was after step {run.state.step}"
-        if options.checkpoint is not None and ranks.size == 1:
-            checkpoints.save(run, options.checkpoint)
-            step += f", and so is the checkpoint in {options.checkpoint}"
-        error.add_note(step)
-        raise
-    except LostRankError as error:
-        run.back_to_step()
-        if options.checkpoint is not None:
-            error.add_note(checkpoints.save_alone(run, options.checkpoint))
-        raise
-    finally:
-        bar.close()
-        model.precision = before
-        model.compiled = None
-        run.schedule.reset()
-        for family in posterior.family.families():
-            family.learn_all()
-        for parameter in posterior.family.parameters():
-            parameter.requires_grad_(True)
-
-
-def _settings(posterior: PosteriorBase, batches: Batches, options: FitOptions, found: Found | None) -> Settings:
-    """What was left to be found out: how many steps, and what a posterior that has learned nothing needs."""
-    steps = options.steps
-    if options.epochs is not None:
-        if batches.length is None:
-            raise ValueError("the loader does not know how many batches it has: give steps= instead of epochs=")
-        steps = options.epochs * -(-batches.length // options.accumulate)
-    assert steps
-    then = {} if found is None else found.description["settings"]
-    families = [family for family in posterior.family.families() if family.has_stages]
-    staged, kl_warmup = options.staged, options.kl_warmup
-    if staged == "auto":
-        untouched = bool(families) and all(family.is_untouched() for family in families)
-        placed = options.start == "trained" and takes_directions(posterior) > 0  # its factor too
-        staged = then["staged"] if then else untouched and not placed
-    if kl_warmup == "auto":
-        fresh = then["kl_warmup"] if then else KL_WARMUP if options.start is None and _fresh(posterior) else 0.0
-        kl_warmup = float(fresh)
-    staged = bool(staged and families and steps >= FEWEST_STAGED)
-    return options.settings(steps, kl_warmup, staged, posterior.model.num_data)
-
-
-def _may_restart(posterior: PosteriorBase, options: FitOptions, found: Found | None) -> bool:
-    if not options.restarts or options.start is not None or (found is None and not _fresh(posterior)):
-        return False
-    # an optimizer that is made already remembers the first fit
-    return not isinstance(options.optimizer, torch.optim.Optimizer) and not isinstance(options.scheduler, LRScheduler)
-
-
-def _fresh(posterior: PosteriorBase) -> bool:
-    """Whether all scales are still those that the family starts with; False where it has none."""
-    said = [fresh for family in posterior.family.families() if (fresh := family.is_fresh()) is not None]
-    return bool(said) and all(said)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..basics.checks import check_seed
 from ..families.growth import with_components, with_rank
 from ..posterior import PosteriorBase
 from .averaging import assign, copied
@@ -53,6 +54,7 @@ def grow(
         >>> result.candidates[result.kept].value >= result.candidates["before"].value
         True
     """
+    check_seed(seed)
     if (rank is None) == (components is None):
         raise ValueError(f"give one of rank= and components=, got rank={rank!r} and components={components!r}")
     if "staged" in options or "start" in options:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_integer, check_positive
+from ..basics.checks import check_integer, check_positive, check_seed
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian
 from ..models.priors.base import PriorModule, learns
@@ -89,6 +89,7 @@ def fit_head(
         >>> bayes.fit_head(loader, progress=False).converged
         True
     """
+    check_seed(seed)
     check_positive(temperature, "temperature")
     check_integer("iterations", iterations)
     check_positive(tolerance, "tolerance", "in nats")

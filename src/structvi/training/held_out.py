@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from ..couplings import naive
 from ..families.gaussian import Gaussian
 from ..families.point import MAP
-from ..models.batch import split_batch
 from ..posterior import PosteriorBase
 from ..predicting.draws import DrawChunks
 from ..predicting.function_space import outputs_of_normals
@@ -146,7 +145,7 @@ def of_mixed_normals(
     found: list[list[HeldOut]] = [[] for _ in normals[0]]
     with torch.no_grad():
         for batch in batches:
-            inputs, target = split_batch(batch)
+            inputs, target = networks[0][0].model.split(batch)
             if noise is None:
                 noise = _spread(outputs_of(*networks[0], inputs), seed).to(networks[0][1].device)
             log_probs: list[list[Tensor]] = [[] for _ in found]

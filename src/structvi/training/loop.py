@@ -16,18 +16,18 @@ from ..basics.random_streams import borrowed_stream
 from ..basics.shown import shown
 from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
-from ..models.likelihoods import Likelihood
-from ..models.priors.base import PriorModule
 from ..objective import Estimate, Estimator, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from . import verdict as words
-from .adam import OptimizerLike, make_optimizer
+from .adam import Adam
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .checkpoints import save
-from .comparing import elbo_on_seed
+from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of, elbo_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
+from .notes import notes_of
+from .optimizers import OptimizerLike, described, make_optimizer
 from .options import Settings
 from .progress import Progress
 from .result import FitResult, History, Skipped
@@ -92,18 +92,19 @@ class Run:
         self.choice = Choice()
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
+        self.known: dict[str, Estimate] = {}  # candidates that were compared with those of other runs, at once
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family.factors())
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
-        self.snapshots = Snapshots(self.named, every=max(1, min(MOST_LOST, total // 20)))
+        self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
             posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,
             estimator=estimator, clip=settings.clip, capture=capture, ranks=ranks,
         )  # fmt: skip
-        self.state = FitState(
-            settings, type(self.optimizer).__name__, tuple(self.schedule.highest), posterior.learned(),
+        self.state: FitState = FitState(
+            settings, described(self.optimizer), tuple(self.schedule.highest), posterior.learned(),
             self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
         )  # fmt: skip
         if settings.staged:
@@ -141,7 +142,7 @@ class Run:
     def loop(
         self,
         bar: Progress,
-        checkpoint: str | os.PathLike | None,
+        checkpoint: str | os.PathLike[str] | None,
         every: int,
         callback: Callable[[History], None] | None,
     ) -> None:
@@ -149,7 +150,7 @@ class Run:
             iterator = self.batches.epoch(self.state.epoch, self.state.index)
             while self.state.step < self.state.end:
                 if self.state.stage == 1 and self.state.step >= round(FIRST_STAGE * self.settings.total):
-                    self.state = self._second_stage(self.state)
+                    self.state = self.second_stage(self.state)
                 self.state = replace(self.state, stream=self.generator.get_state())
                 started = time.monotonic()
                 # data sets and networks that draw random numbers do so from the global stream
@@ -162,7 +163,7 @@ class Run:
                         self.state = self._advanced(self.state, taken, started)
                 self.ranks.stop_together()
                 bar.update(*self._window(), self.choice.last)
-                if self._settled(self.state):
+                if self.settled(self.state):
                     step = self.state.step
                     self.state = replace(self.state, cooling=step, end=step + self.last_part)
                     bar.shorten(self.state.end)
@@ -182,9 +183,7 @@ class Run:
     def _advanced(self, state: FitState, taken: Taken, started: float) -> FitState:
         """The state after one step of the optimizer, or after none where something is not finite."""
         settings = self.settings
-        lam = settings.temperature
-        if (rise := settings.kl_warmup * settings.total) > state.step and not state.begun:
-            lam *= (state.step + 1) / (rise + 1)
+        lam = settings.temperature if state.begun else settings.temperature_at(state.step)
         row = {"step": state.step, "epoch": state.epoch, "temperature": lam, "stage": state.stage}
         begun, cooling = state.begun, state.cooling
         rate = self.schedule.before(
@@ -196,6 +195,8 @@ class Run:
         state = replace(state, rows=state.rows + taken.whole)
         # observations a step, or as far as is known yet
         mean = self.mean_rows or state.rows / (state.step + 1)
+        if isinstance(self.optimizer, Adam) and settings.average and state.step >= state.end - self.last_part:
+            self.optimizer.settled = True
         try:
             values, norm = self.make_step(taken.batches, [rows / mean for rows in taken.rows], lam, taken.whole / mean)
         except OverflowingError as error:
@@ -232,7 +233,7 @@ class Run:
         skipped = (*state.skipped, Skipped(state.epoch, state.index, reason))
         state = self.state = replace(state, skipped=skipped, failures=state.failures + 1)
         if state.failures > 1 and state.snapshot:
-            assign(self.named, state.snapshot)
+            assign({name: state.learned[name] for name in state.snapshot}, state.snapshot)
         if state.failures == FAILURES:
             names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in state.skipped[-FAILURES:])
             raise NonFiniteError(
@@ -241,7 +242,7 @@ class Run:
             )
         return state
 
-    def _second_stage(self, state: FitState) -> FitState:
+    def second_stage(self, state: FitState) -> FitState:
         """What stage one ended with is kept, to be compared with what the second brings."""
         without_factor = copied(state.learned)
         for family in self.posterior.family.families():
@@ -258,7 +259,7 @@ class Run:
             return (float(values[0]), history.recent("standard_error", 1).item()) if len(values) else (-inf, inf)
         return float(values.mean()), float(values.std()) / sqrt(len(values))
 
-    def _settled(self, state: FitState) -> bool:
+    def settled(self, state: FitState) -> bool:
         """Whether the trend of the ELBO has just been found to be none: the learning rate then falls to its end."""
         part, settings = self.last_part, self.settings
         first = FIRST_STAGE * settings.total if settings.staged and not state.begun else 0
@@ -322,7 +323,8 @@ class Run:
             history=state.history, steps=state.step, passes=self.passes,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
             temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
-            skipped=list(state.skipped), notes=self._notes(bound), evaluation=str(evaluation), constant=self.constant,
+            skipped=list(state.skipped), notes=notes_of(self, bound), evaluation=str(evaluation),
+            constant=self.constant,
             held_out={name: one.mean for name, one in self.choice.held_out.items()},
             network=None if self.choice.network is None else self.choice.network.mean,
             against_network=self.choice.against_network(kept),
@@ -330,19 +332,19 @@ class Run:
 
     def _best(self) -> tuple[str, dict[str, Estimate]]:
         """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one."""
-        state, kept = self.state, "last step"
+        state, kept = self.state, LAST_STEP
         states = {kept: copied(state.learned)}
         if state.averaged > 1:
-            states[f"average of the last {state.averaged}"] = {**states[kept], **state.average}
+            states[average_of(state.averaged)] = {**states[kept], **state.average}
         if state.without_factor:
-            states["without the factor"] = {**state.without_factor}
+            states[WITHOUT_FACTOR] = {**state.without_factor}
         if self.begun:
             states["the start"] = self.begun
-        simpler = {"without the factor"}
+        simpler = {WITHOUT_FACTOR}
         candidates: dict[str, Estimate] = {}
         for name, values in states.items():
             assign(state.learned, values)
-            candidates[name] = self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
+            candidates[name] = self.known.get(name) or self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
             # the average is wanted where it costs nothing; the simpler posterior only where it is better
             gain = candidates[name].value - candidates[kept].value
             if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):
@@ -367,34 +369,3 @@ class Run:
         else:
             self.constant = read.log_likelihood if self.ranks.size == 1 else None  # each rank has read its part alone
         return self.ranks.pool(estimate, batches.observations)
-
-    def _notes(self, bound: bool) -> list[str]:
-        notes, model, kind = list(self.notes), self.posterior.model, self.generator.device.type
-        if self.settings.temperature != 1:
-            notes.append(
-                f"λ = {self.settings.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1"
-            )
-        if kind == "cuda" and self.make_step.reason is not None:
-            notes.append(f"the step was not captured as a CUDA graph: {self.make_step.reason}")
-        if self.ranks.size > 1:
-            what = "its part of every batch" if self.ranks.mode == "data" else "its own draws for every batch"
-            notes.append(f"{self.ranks.size} ranks, each with {what}")
-        if not bound:
-            notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
-        if isinstance(model.likelihood, Likelihood) and not model.likelihood.exact:
-            notes.append("the likelihood is weighted: its ELBO is no bound on the evidence")
-        if isinstance(model.prior, PriorModule) and not model.prior.normalised:
-            notes.append("the prior is not normalised: the ELBO is known up to a constant")
-        if not self.batches.exact:
-            notes.append(f"not exact: {self.batches.inexact}; a resumed run differs from one never stopped")
-        elif model.evaluation.times(self.generator.device):
-            notes.append("not exact: a clock decides between vmap and loop; deterministic=True lets a rule do so")
-        elif kind != "cpu":
-            notes.append(f"not exact: kernels on {kind} may add in another order each time")
-        if skipped := self.state.skipped:
-            first = skipped[0]
-            notes.append(
-                f"{len(skipped)} steps undone, not finite; the first at batch {first.index} of epoch "
-                f"{first.epoch}: {first.reason}"
-            )
-        return notes

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..basics.checks import check_fraction, check_integer, check_one_of, check_positive
+from ..basics.checks import check_fraction, check_integer, check_one_of, check_positive, check_seed
 from ..couplings import Coupling
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
-from .adam import OptimizerLike
+from .optimizers import OptimizerLike
 from .result import History
 from .schedule import SchedulerLike
 
@@ -52,9 +52,9 @@ class FitOptions:
     validation_groups: Sequence[Hashable] | None
     keep: Literal["widest", "best"]
     compare: float | None
-    checkpoint: str | os.PathLike | None
+    checkpoint: str | os.PathLike[str] | None
     every: int | None
-    resume: str | os.PathLike | None
+    resume: str | os.PathLike[str] | None
     resume_anyway: bool
     data_id: str | None
     progress: bool
@@ -81,6 +81,7 @@ class FitOptions:
         check_one_of("mean", self.mean, ("learned", "held"))
         check_one_of("keep", self.keep, ("widest", "best"))
         check_integer("restarts", self.restarts, least=0)
+        check_seed(self.seed)
         check_fraction("warmup", self.warmup)
         check_fraction("kl_warmup", 0.0 if self.kl_warmup == "auto" else self.kl_warmup)
         if self.temperature == "validated":
@@ -137,6 +138,11 @@ class Settings:
     seed: int
     num_data: int
     mean: str = "learned"
+
+    def temperature_at(self, step: int) -> float:
+        """λ at this step: it rises to its value."""
+        rise = self.kl_warmup * self.total
+        return self.temperature * ((step + 1) / (rise + 1)) if rise > step else self.temperature
 
 
 def name_of(function: Any) -> str:

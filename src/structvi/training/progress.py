@@ -1,9 +1,12 @@
-"""How a fit tells that it goes on: a bar in a terminal, plain lines elsewhere."""
+"""How a fit tells that it goes on: a bar in a terminal or a notebook, plain lines elsewhere."""
 
 import sys
 import time
+from math import isnan
 
 from tqdm import tqdm
+
+from ..basics.live import is_live
 
 
 class Progress:
@@ -22,7 +25,7 @@ class Progress:
     def __init__(self, total: int, done: int = 0, show: bool = True, label: str = ""):
         self.total, self.done, self.first, self.label = total, done, done, label
         self.started = time.monotonic()
-        self.plain = show and not sys.stderr.isatty()
+        self.plain = show and not is_live()
         self.bar = None
         if show and not self.plain:
             self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, desc=label or None)
@@ -32,7 +35,8 @@ class Progress:
     def update(self, elbo: float, standard_error: float, held_out: float | None = None) -> None:
         """One step more."""
         self.done += 1
-        text = f"ELBO {elbo:.5g} ± {standard_error:.2g} nats"
+        error = "" if isnan(standard_error) else f" ± {standard_error:.2g}"
+        text = f"ELBO {elbo:.5g}{error} nats"
         if held_out is not None:
             text += f", held out {held_out:.4f}"
         if self.bar is not None:

@@ -1,7 +1,10 @@
 """What a fit hands back: the record of its steps, and what it came to."""
 
 import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from ..families.family import Family
 from ..objective import Estimate
-from ..result import Result
+from ..result import Result, Status
 
 if TYPE_CHECKING:
     import pandas
@@ -20,6 +23,34 @@ if TYPE_CHECKING:
 COLUMNS = (
     "step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "temperature", "stage", "held_out", "seconds"
 )  # fmt: skip
+
+#: What to do after a fit that ended so.
+NEXT = {
+    Status.CONVERGED: "bayes.diagnose(loader) says how far to trust it; bayes.predict(x), bayes.evaluate(test_loader)",
+    Status.IMPROVING: "fit longer, with more epochs= (steps=, iterations=): bayes.fit goes on from here",
+    Status.UNCLEAR: "call fit again with more groups= (less noise) or more epochs=: it goes on from here",
+    Status.TOO_SHORT: "give more epochs=: a trend needs 64 steps; fit goes on from here",
+    Status.STOPPED: "call fit again: it goes on from here",
+    Status.DIVERGED: "look at the batch that the notes name; a smaller lr= helps where it is not the data",
+    Status.PLACED: "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)",
+}
+
+
+@contextmanager
+def _writer(to: "str | os.PathLike | SummaryWriter") -> "Iterator[SummaryWriter]":
+    """One that is given stays open; one that is made for a folder is closed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ImportError("the export needs tensorboard: pip install tensorboard") from None
+    if isinstance(to, SummaryWriter):
+        yield to
+        return
+    writer = SummaryWriter(os.fspath(to))
+    try:
+        yield writer
+    finally:
+        writer.close()
 
 
 class UnknownColumn(KeyError, ValueError):
@@ -52,6 +83,10 @@ class History:
         if unknown:
             raise ValueError(f"a history holds {COLUMNS}, got {sorted(unknown)}")
         self._rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
+
+    def extend(self, rows: Iterable[Sequence[float]]) -> None:
+        """Many rows at once, each with all of `COLUMNS`."""
+        self._rows += [list(row) for row in rows]
 
     def set_last(self, column: str, value: float) -> None:
         """What is found out about the last step later."""
@@ -91,20 +126,14 @@ class History:
         frame = pandas.DataFrame(self._rows, columns=list(COLUMNS))
         return frame.astype({"step": int, "epoch": int, "stage": int})
 
-    def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
+    def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
         """Write every column as scalars, to a log directory or a `SummaryWriter`. Needs tensorboard."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ImportError("the export needs tensorboard: pip install tensorboard") from None
-        writer = to if isinstance(to, SummaryWriter) else SummaryWriter(os.fspath(to))
-        for row in self._rows:
-            values = dict(zip(COLUMNS, row, strict=True))
-            for column in COLUMNS[2:]:
-                if values[column] == values[column]:  # not nan
-                    writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
-        if writer is not to:
-            writer.close()
+        with _writer(to) as writer:
+            for row in self._rows:
+                values = dict(zip(COLUMNS, row, strict=True))
+                for column in COLUMNS[2:]:
+                    if values[column] == values[column]:  # not nan
+                        writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """The ELBO over steps with its running mean, and where the factor started. Needs matplotlib."""
@@ -153,7 +182,7 @@ class Skipped:
 
 @dataclass(repr=False, kw_only=True)
 class FitResult(Result):
-    """What a fit came to. `print(result)` says all of it.
+    """What a fit came to. `print(result)` says it in four lines, `print(result.details)` says all of it.
 
     Attributes:
         status: how it ended: `Status.CONVERGED`, `IMPROVING`, `UNCLEAR` where the noise could hide a gain of a
@@ -203,25 +232,64 @@ class FitResult(Result):
     path: list[PathPoint] = field(default_factory=list)
     at_one: Family | None = None
 
-    def __str__(self) -> str:
-        name = "ELBO" if self.bound else "E log joint (no bound)"
-        lines = [
-            f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)",
-            f"{name}: {self.elbo} ({self.comparison})",
-        ]
-        if len(self.candidates) > 1:
-            compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
-            lines.append(f"kept: {self.kept}; compared on common draws: {compared}")
+    def headlines(self) -> list[str]:
+        first = f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)"
+        third = self._against() or self._kept() or f"draws: {self.evaluation}"
+        if self.status is Status.PLACED:  # nothing was maximised: the held-out data come first
+            return [self.verdict, third, f"{self._bound()}; not maximised, so compare by held-out density"]
+        second = self._bound()
+        if self.constant is not None:
+            second += f"; of the best output that ignores the input {self.constant:.2f} nats"
+        return [first, second, third]
+
+    @property
+    def details(self) -> str:
+        lines = [self.verdict + f", after {self.steps} steps ({self.epochs:.4g} epochs)", self._bound()]
         if self.constant is not None:
             lines.append(f"for comparison, the best output that ignores the input: {self.constant:.2f} nats")
-        if self.network is not None and self.against_network is not None:
-            gain, error = self.against_network
-            how = "the same" if abs(gain) <= 2 * error else "better" if gain > 0 else "worse"
-            lines.append(
-                f"held-out log density: {self.held_out[self.kept]:.4f} nats, the network's own {self.network:.4f}: "
-                f"{how} ({gain:+.4f} ± {error:.4f})"
-            )
-        lines.append(f"draws: {self.evaluation}")
-        return "\n".join([*lines, *self.notes])
+        lines += [self._kept(), self._against(), f"draws: {self.evaluation}", f"next: {self.next_step}"]
+        return "\n".join([*filter(None, lines), *self.notes])
 
-    __repr__ = __str__  # a notebook shows what print does
+    @property
+    def next_step(self) -> str:
+        if self.status is Status.PLACED and self.network is None:
+            return "give validation=held_out_loader, which chooses the prior's width; then bayes.predict(x)"
+        if self.status is Status.PLACED and self.against_network is not None and self.kept == "the network":
+            return "bayes.predict(x) is as your network: bayes.calibrate(held_out_loader) may still gain"
+        if self.status in (Status.CONVERGED, Status.UNCLEAR, Status.IMPROVING) and self._is_below_constant():
+            return "it is below a constant output: are inputs and targets scaled? print(result.details) has what to try"
+        return NEXT.get(self.status, "print(result.details) says what is missing")
+
+    def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
+        """The history, and what was kept: ELBO, held-out log density, and that of the network. Needs tensorboard."""
+        self.history.to_tensorboard(to, prefix)
+        final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept), "held_out_network": self.network}
+        with _writer(to) as writer:
+            for name, value in final.items():
+                if value is not None and isfinite(value):
+                    writer.add_scalar(f"{prefix}/kept/{name}", value, self.steps)
+
+    def _is_below_constant(self) -> bool:
+        return (
+            self.bound and self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant
+        )
+
+    def _bound(self) -> str:
+        name = "ELBO" if self.bound else "E log joint (no bound)"
+        return f"{name}: {self.elbo} ({self.comparison})"
+
+    def _kept(self) -> str:
+        if len(self.candidates) < 2:
+            return ""
+        compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
+        return f"kept: {self.kept}; compared on common draws: {compared}"
+
+    def _against(self) -> str:
+        if self.network is None or self.against_network is None:
+            return ""
+        gain, error = self.against_network
+        how = "the same" if abs(gain) <= 2 * error else "better" if gain > 0 else "worse"
+        return (
+            f"held-out log density: {self.held_out[self.kept]:.4f} nats, the network's own {self.network:.4f}: "
+            f"{how} ({gain:+.4f} ± {error:.4f})"
+        )

@@ -38,7 +38,7 @@ class Reachable(NamedTuple):
     size: int | None = None
 
 
-def reachable(loader: DataLoader) -> Reachable:
+def reachable(loader: DataLoader[Any]) -> Reachable:
     """What the loader of a map-style data set can give; nothing is read from the data set but its length.
 
     Example:
@@ -69,7 +69,7 @@ def reachable(loader: DataLoader) -> Reachable:
     return _counted(_passes(sampler, len(loader.dataset)), f"{kind.__name__}")  # pyright: ignore[reportArgumentType]
 
 
-def warn_of_weights(loader: DataLoader) -> None:
+def warn_of_weights(loader: DataLoader[Any]) -> None:
     for sampler in (loader.sampler, loader.batch_sampler):
         # a weighted sampler of the user's own has no class to know it by
         weights = getattr(sampler, "weights", None)

@@ -27,6 +27,8 @@ from .memory import explain, need_of, there_is
 
 #: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
 _GRAPHS = 4
+#: why a step is not captured where the user does not want it
+AS_ASKED = "as asked"
 
 
 class OverflowingError(NonFiniteError):
@@ -148,6 +150,8 @@ class Step:
             raise self._explained(batches, temperature, not isfinite(sum(values)))
         if graph is None and not moved:
             self._move(size, thin)
+        if isinstance(self.optimizer, Adam):
+            self.optimizer.after_step()
         if self.posterior.model.precision == torch.float16:
             self.posterior.model.scale.count()
         return Outcome(torch.tensor(values, dtype=torch.float64), size)
@@ -303,7 +307,7 @@ class Step:
 
     def _why_not(self, capture: bool) -> str | None:
         if not capture:
-            return "as asked"
+            return AS_ASKED
         if self.generator.device.type != "cuda":
             return "not on a CUDA device"
         if not isinstance(self.optimizer, Adam):

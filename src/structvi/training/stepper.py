@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ..basics.checks import check_integer, check_positive
+from ..basics.checks import check_integer, check_positive, check_seed
 from ..basics.interrupts import uninterrupted
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, paired
@@ -18,7 +18,7 @@ from ..models.batch import rows
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimate, Estimator
 from ..posterior import PosteriorBase
-from .adam import OptimizerLike, make_optimizer
+from .optimizers import OptimizerLike, make_optimizer
 from .schedule import Schedule, SchedulerLike
 from .step import OverflowingError, Step
 
@@ -154,6 +154,7 @@ def stepper(
         >>> step
         Stepper(Adam, 100 steps, not captured: not on a CUDA device)
     """
+    check_seed(seed)
     check_precision(precision, posterior.net, posterior.space.dtype, posterior.device)
     if observations is not None:
         check_positive(observations, "observations")
@@ -162,7 +163,7 @@ def stepper(
     if compile and posterior.model.linearised_at is not None:
         raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
     check_integer("num_data", posterior.model.num_data)  # which says what to do where it is not known
-    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family.factors())
+    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family)
     make_step = Step(
         posterior, made, torch.Generator(posterior.device).manual_seed(seed), groups=groups, coupling=coupling,
         estimator=estimator, clip=clip, capture=capture,

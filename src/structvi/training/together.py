@@ -1,15 +1,13 @@
 """Posteriors around several networks, fitted for the mixture of them."""
 
 from collections.abc import Iterable, Sequence
-from inspect import signature
 from typing import Any
 
 from ..posterior import PosteriorBase
 from .around import Together, fit_around_together
 from .batches import Batches
 from .before import check_around, remember_choice, set_num_data, unused_batch_norm
-from .fit import fit
-from .options import FitOptions
+from .fit_many import options_of
 
 
 def fit_together(posteriors: Sequence[PosteriorBase], loader: Iterable[Any], **given: Any) -> Together | None:
@@ -20,9 +18,8 @@ def fit_together(posteriors: Sequence[PosteriorBase], loader: Iterable[Any], **g
         loader: as of `fit`.
         **given: the other arguments of `fit`.
     """
-    defaults = {name: one.default for name, one in signature(fit).parameters.items() if one.kind is one.KEYWORD_ONLY}
     device = given.pop("device", None)
-    options = FitOptions(**{name: value for name, value in (defaults | given).items() if name != "device"})
+    options = options_of(**given)
     is_open = all("prior" in one.left_open for one in posteriors)
     if not options.is_around or options.validation is None or options.temperature == "validated" or not is_open:
         return None

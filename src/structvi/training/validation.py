@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from ..basics.checks import check_iterable
-from ..models.batch import split_batch
 from ..models.likelihoods import split_mask
 from ..posterior import PosteriorBase
 from .averaging import assign
@@ -121,13 +120,13 @@ def elements_of(posterior: PosteriorBase, data: Iterable[Any]) -> float:
     """Observed numbers in a row of the target: the pixels of an image."""
     if posterior.model.user_forward is not None:
         return 1.0
-    target, mask = split_mask(split_batch(next(iter(data)))[1])
+    target, mask = split_mask(posterior.model.split(next(iter(data)))[1])
     return float((torch.ones_like(target, dtype=torch.bool) if mask is None else mask).sum()) / len(target)
 
 
 def split_off(
     loader: Iterable[Any], fraction: float, groups: Sequence[Hashable] | None, seed: int
-) -> tuple[DataLoader, DataLoader]:
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """A loader of the rest and one of a random part of its data set; rows of one group stay on one side.
 
     Args:

@@ -18,7 +18,7 @@ SHORTEST_PART = 16
 
 TOO_SHORT = "too few steps to tell whether it has converged"
 STOPPED = "stopped by you"
-NOT_FINITE = "no finite ELBO: print(result) says which batch and why"
+NOT_FINITE = "no finite ELBO: print(result.details) says which batch and why"
 
 
 @dataclass(frozen=True)

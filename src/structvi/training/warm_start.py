@@ -15,8 +15,18 @@ from ..models.likelihoods import Gaussian, Likelihood, StudentT, split_mask
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
+from .averaging import copied
 from .batches import Batches
-from .curvature import curvature_roots, diagonal_curvature, leading_columns, rows_of, rows_of_part, rows_used
+from .curvature import (
+    Where,
+    curvature_roots,
+    diagonal_curvature,
+    draws_of,
+    leading_columns,
+    rows_of,
+    rows_of_part,
+    rows_used,
+)
 
 #: Per-sample gradients are made for as many samples at once as fit into so many numbers.
 GRADIENT_NUMBERS = 2**26
@@ -24,9 +34,13 @@ GRADIENT_NUMBERS = 2**26
 FACTORS = tuple(2.0**-k for k in range(8))
 #: on which these are compared
 FEW_BATCHES = 4
+#: of a linearised fit: how often its scales go towards their fixed point before the first step
+ROUNDS = 2
 
 
-def start_trained(posterior: PosteriorBase, batches: Batches, temperature: float = 1.0, seed: int = 0) -> None:
+def start_trained(
+    posterior: PosteriorBase, batches: Batches, temperature: float = 1.0, seed: int = 0, rounds: int = 0
+) -> None:
     """Start at the network's present values with the curvature's scales: a Laplace approximation.
 
         Λ = G/λ + diag(π), with G the generalised Gauss–Newton matrix and π the prior's precision −∂² log p(θ)/∂θ_i²
@@ -41,6 +55,13 @@ def start_trained(posterior: PosteriorBase, batches: Batches, temperature: float
     alone, its factor in the second stage of the fit. Then all scales are made smaller by one factor, the best of
     `FACTORS` by the objective on a few batches. (Quickstart example, nats: with directions and no limit −145, with the
     limit −127, as now −94; digits, mean field, 60 epochs: −1919 without the limit, −1770 with it.)
+
+    Args:
+        posterior: of a network.
+        batches: its data.
+        temperature: λ.
+        seed: of labels and draws.
+        rounds: of a linearised network, how often the scales then go towards their fixed point under q (`settle`).
     """
     model = posterior.model
     theta = trained_values(posterior)
@@ -56,7 +77,10 @@ def start_trained(posterior: PosteriorBase, batches: Batches, temperature: float
         values.append(_objective(posterior, batches, temperature, seed))
         if values[-1] < max(values):
             break
-    laplace.place(posterior.family, temperature, prior, FACTORS[values.index(max(values))])
+    factor = FACTORS[values.index(max(values))]
+    laplace.place(posterior.family, temperature, prior, factor)
+    if model.linearised_at is not None and rounds:
+        settle(posterior, batches, temperature, seed, rounds, prior, laplace, factor)
 
 
 def takes_directions(posterior: PosteriorBase) -> int:
@@ -86,16 +110,57 @@ class Laplace(NamedTuple):
     diagonal: Tensor  # of G along the family's axes, [P], float64
     columns: Tensor  # the leading part of G as WWᵀ, along them too, [P, K]
 
-    def place(self, family: Family, temperature: float, prior: Tensor, factor: float = 1.0) -> None:
-        """Start a family at N(θ, c²Λ⁻¹), with this prior precision [P] and c = factor."""
+    def place(self, family: Family, temperature: float, prior: Tensor, factor: float | Tensor = 1.0) -> None:
+        """Start a family at N(θ, CΛ⁻¹C), with this prior precision [P], C = factor, or diag(factor) along its axes."""
         rest = (self.diagonal - self.columns.double().square().sum(1)).clamp(min=0.0)
         scale = factor * (rest / temperature + family.diagonal_to_axes(prior)).rsqrt().to(self.theta)
-        columns = self.columns / (factor * temperature**0.5)
+        by_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) else factor
+        columns = self.columns / (by_row * temperature**0.5)
         named = {
             name: columns[self.space.slice(name)].reshape(*shape, columns.shape[1])
             for name, shape in zip(self.space.names, self.space.shapes, strict=True)
         }
         family.place(self.space.unravel(self.theta), self.space.unravel(scale), named)
+
+
+def settle(
+    posterior: PosteriorBase,
+    batches: Batches,
+    temperature: float,
+    seed: int,
+    rounds: int,
+    prior: Tensor,
+    laplace: Laplace,
+    factor: float,
+) -> None:
+    """Scales of a linearised network towards the fixed point that is their optimum around a given mean,
+
+        diag Λ = diag E_q[G]/λ + π, with G at draws of q; the precision form takes the leading directions of E_q[G] too.
+
+    At weights that fit their data G is far smaller than under q: the start is too wide, and the first rounds do most.
+    Each goes half the way, in the logarithm: the whole way jumps to and fro between too wide and too narrow. A pass
+    over the data for each, and one for the directions. The best of all rounds by the objective is kept.
+
+    Digits, mean field around a held mean, objective in nats at λ = 1, .1, .01: start −5189, −2293, −1247; one round
+    −3442, −483, −66; two −3321, −470, −68; Adam from the start, 20 epochs −3393, −509, −70, 60 epochs −3360, −481, −66.
+    """
+    family, model = posterior.family, posterior.model
+    if not isinstance(model.likelihood, Likelihood) or not family().has_density:
+        return
+    pi = family.diagonal_to_axes(prior)
+    diagonal = (laplace.diagonal / temperature + pi) / factor**2  # of Λ
+    best, kept = _objective(posterior, batches, temperature, seed), copied(family.state_dict())
+    for k in range(1, rounds + 1):
+        with posterior.network_mode():
+            where = draws_of(family(), seed + k)
+            found = curvature_of(posterior, laplace.theta, batches, seed + k, takes_directions(posterior), where)
+        new = found.diagonal / temperature + pi
+        diagonal = (diagonal * new).sqrt()
+        found.place(family, temperature, prior, (new / diagonal).sqrt().to(laplace.theta))
+        value = _objective(posterior, batches, temperature, seed)
+        if value > best:
+            best, kept = value, copied(family.state_dict())
+    family.load_state_dict(kept)
 
 
 def trained_values(posterior: PosteriorBase) -> Tensor:
@@ -109,23 +174,26 @@ def trained_values(posterior: PosteriorBase) -> Tensor:
     return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})
 
 
-def curvature_of(posterior: PosteriorBase, theta: Tensor, batches: Batches, seed: int, rank: int) -> Laplace:
-    """In the network's mode: G's diagonal and so many of its leading directions."""
+def curvature_of(
+    posterior: PosteriorBase, theta: Tensor, batches: Batches, seed: int, rank: int, where: Where | None = None
+) -> Laplace:
+    """In the network's mode: G's diagonal and so many of its leading directions, at θ or where it is said."""
+    at = theta if where is None else where
     model = posterior.model
     if not isinstance(model.likelihood, Likelihood):  # no labels can be drawn: the observed ones
         diagonal = diagonal_fisher(model, theta, batches.everything())
         return Laplace(model.space, theta, diagonal, theta.new_empty(theta.numel(), 0))
     used, family = rows_used(model.num_data), posterior.family
     size = rows_of_part(used)
-    if family.wants_gradients:
+    if family.wants_gradients and where is None:
         family.take_gradients(g for g, _ in curvature_roots(model, theta, batches.in_order(size, used), seed, size))
-    diagonal = diagonal_curvature(model, theta, batches.in_order(size, used), seed, size, family.to_axes)
+    diagonal = diagonal_curvature(model, at, batches.in_order(size, used), seed, size, family.to_axes)
     columns = theta.new_empty(theta.numel(), 0)
     if rank:
         metric = diagonal + family.diagonal_to_axes(prior_precision(model, theta))
         metric = metric.clamp(min=torch.finfo(torch.float64).eps * float(metric.max()))
         read = batches.in_order(size, used)
-        columns = leading_columns(model, theta, read, metric, rank, seed, size, family.to_axes)
+        columns = leading_columns(model, at, read, metric, rank, seed, size, family.to_axes)
     return Laplace(model.space, theta, diagonal, columns.to(theta))
 
 

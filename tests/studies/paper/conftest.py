@@ -1,7 +1,10 @@
 """A report from few steps and targets, made once: for what does not depend on the quality of the fits."""
 
+from functools import partial
+
 import pytest
 
+from structvi.studies.paper import table1
 from structvi.studies.paper.run import PARTS, compute, record, write
 from structvi.studies.paper.settings import Settings
 
@@ -24,10 +27,16 @@ def settings():
 
 
 @pytest.fixture(scope="session")
-def tiny(settings):
+def tiny(settings, made_once):
     """What was computed, and the content of results.json."""
-    found = compute(list(PARTS), settings, workers=1)
-    return found, record(found, settings)
+
+    def make():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(table1, "best_kl", partial(table1.best_kl, steps=50))
+            found = compute(list(PARTS), settings, workers=1)
+        return found, record(found, settings)
+
+    return made_once("paper-tiny", make)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ does not grow with P, and nothing of size P is ever copied to float64.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,11 +59,11 @@ class SumSquares(torch.autograd.Function):
         return squares if few is None else squares + few.square().sum(-1, dtype=torch.float64)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
         return (2 * gradient).to(x.dtype).unsqueeze(-1) * x
 
@@ -89,6 +90,8 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
 class _Gram(torch.autograd.Function):
     """Fᵀ diag(r)² F in float64, from slabs of rows: neither r∘F nor anything else of size PK is kept for backward."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(factor: Tensor, ratio: Tensor) -> Tensor:
         K = factor.shape[-1]
@@ -99,11 +102,11 @@ class _Gram(torch.autograd.Function):
         return gram
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         factor, ratio = ctx.saved_tensors
         product = factor @ (gradient + gradient.mT).to(factor.dtype)  # [P, K]
         ratio_gradient = ratio * torch.linalg.vecdot(product, factor)

@@ -54,7 +54,9 @@ class _Classes(Likelihood):
             log_prob = weights[labels.long()] * log_prob
         return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
 
-    def simulated(self, output, target, values, generator=None) -> Tensor:
+    def simulated(
+        self, output: Any, target: Any, values: Mapping[str, Tensor], generator: torch.Generator | None = None
+    ) -> Tensor:
         # the weight is that of the label that was observed, and a gradient's square has it once
         t, mask = split_mask(target)
         unseen = torch.zeros_like(t, dtype=torch.bool) if mask is None else ~mask
@@ -111,9 +113,13 @@ class Categorical(_Classes):
             raise ValueError(
                 "Categorical expects logits [B, C, ..] and labels [B, ..], "
                 f"got {tuple(output.shape)} and {tuple(target.shape)}; one-hot labels: .argmax(1), [B, 1]: .squeeze(1)"
+                '; in MONAI\'s dict batches: variationalize(.., keys=("image", "label")) makes them so'
             )
         if target.dtype.is_floating_point or target.dtype == torch.bool:
-            raise TypeError(f"Categorical: labels must be integers, got {target.dtype}; convert them with .long()")
+            raise TypeError(
+                f"Categorical: labels must be integers, got {target.dtype}; convert them with .long(), in MONAI's "
+                'dict batches by variationalize(.., keys=("image", "label"))'
+            )
         return output.shape[1]
 
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:

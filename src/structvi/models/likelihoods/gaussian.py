@@ -12,6 +12,11 @@ from ...basics.checks import is_positive
 from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 from .constant import Constant, GaussianConstant
 
+#: of a head the largest |log σ|: e^±20 squared is far from the ends of float32, and no noise of a measurement
+BOUND = 20.0
+#: the part of it inside which nothing is changed
+LINEAR = 0.75
+
 
 class Gaussian(Likelihood):
     """t ~ N(y, σ²), independently for every element of the output.
@@ -24,12 +29,15 @@ class Gaussian(Likelihood):
             "random"   one random number with a prior: log σ is appended to θ as "likelihood.log_noise";
             "head"     one per element, from the network: y is (mean, log σ), each of the target's shape, as a pair,
                        as a dict with the keys "mean" and "log_scale", or as the two halves along dim 1 of an
-                       output [B, 2C, ..], the mean first, for a target [B, C, ..].
+                       output [B, 2C, ..], the mean first, for a target [B, C, ..]. log σ is held inside ±`bound`.
 
         initial: where σ starts for "point" and "random".
         noise_prior: for "random" a distribution of one positive number, the *variance* σ². θ holds log σ, whose
             density is p(log σ) = p_{σ²}(σ²)·2σ². By default σ² ~ LogNormal(2 log initial, 2²), which is
             log σ ~ N(log initial, 1); InverseGamma(a, b) is the conjugate choice, informative for σ² ≪ b.
+        bound: for "head" the largest |log σ|, approached smoothly, see `bounded`: one weight that is drawn far off
+            else makes a likelihood of e^100 of it. For targets of unit scale 7 is sharp enough for noise of a
+            thousandth, and fits stay calm at high learning rates.
 
     Example:
         >>> Gaussian(noise=0.25)(torch.zeros(5, 1), torch.zeros(5, 1)).shape
@@ -42,7 +50,13 @@ class Gaussian(Likelihood):
 
     log_noise: Tensor
 
-    def __init__(self, noise: float | str, initial: float = 1.0, noise_prior: Distribution | None = None):
+    def __init__(
+        self,
+        noise: float | str,
+        initial: float = 1.0,
+        noise_prior: Distribution | None = None,
+        bound: float = BOUND,
+    ):
         super().__init__()
         if isinstance(noise, str):
             if noise not in ("point", "random", "head"):
@@ -60,11 +74,14 @@ class Gaussian(Likelihood):
                 raise ValueError(f'noise_prior needs noise="random"; with noise={noise!r} nothing has a prior')
             _check_noise_prior(noise_prior)
         self.noise: float | str = noise if isinstance(noise, str) else float(noise)
-        self.initial, self.noise_prior = float(initial), noise_prior
+        self.initial, self.noise_prior, self.bound = float(initial), noise_prior, check_bound(bound, noise)
         if noise == "point":
             self.log_noise = nn.Parameter(torch.tensor(log(initial)))
         elif noise == "random":
             self.register_buffer("log_noise", torch.tensor(log(initial)), persistent=False)
+
+    def config(self) -> dict[str, Any]:
+        return without_usual_bound(super().config())
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
         mean, log_noise = self._mean_and_log_noise(output, 1)
@@ -99,15 +116,42 @@ class Gaussian(Likelihood):
     def _mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
         """A mean, and the log σ that goes with it as far as it does not depend on the draw."""
         if self.noise == "head":
-            return heads("Gaussian", output, channel)
+            return heads("Gaussian", output, channel, self.bound)
         check_output("Gaussian", output)
         if isinstance(self.noise, float):
             return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
         return output, self.log_noise
 
 
-def heads(name: str, output: Any, channel: int) -> tuple[Tensor, Tensor]:
-    """(mean, log σ) from the output of a network with two heads, or with twice the channels."""
+def bounded(x: Tensor, bound: float) -> Tensor:
+    """x inside ±¾ bound, and beyond a curve that goes on with the same slope and curvature and never reaches ±bound:
+
+        sign(x) (a + (b − a) tanh((|x| − a)/(b − a))) for |x| > a = ¾ b.
+
+    Example:
+        >>> bounded(torch.tensor([-1.0, 3.0, 5.0, 100.0]), 4.0)
+        tensor([-1.0000,  3.0000,  3.9640,  4.0000])
+    """
+    inside = LINEAR * bound
+    held = x.clamp(-inside, inside)
+    return held + (bound - inside) * torch.tanh((x - held) / (bound - inside))
+
+
+def check_bound(bound: float, noise: float | str) -> float:
+    if not is_positive(bound):
+        raise ValueError(f"bound must be a positive number, the largest |log σ| of a head, got {bound!r}")
+    if bound != BOUND and noise != "head":
+        raise ValueError(f'bound is for noise="head", whose log σ the network gives; drop it with noise={noise!r}')
+    return float(bound)
+
+
+def without_usual_bound(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As before there was one: files and checkpoints stay what they are."""
+    return {name: value for name, value in arguments.items() if (name, value) != ("bound", BOUND)}
+
+
+def heads(name: str, output: Any, channel: int, bound: float) -> tuple[Tensor, Tensor]:
+    """(mean, log σ) from the output of a network with two heads, or with twice the channels; log σ inside ±bound."""
     if isinstance(output, Tensor):
         if output.ndim <= channel or output.shape[channel] % 2:
             raise ValueError(
@@ -128,7 +172,7 @@ def heads(name: str, output: Any, channel: int) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f'{name}("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
         )
-    return mean, log_noise
+    return mean, bounded(log_noise, bound)
 
 
 def _check_noise_prior(prior: Distribution) -> None:

@@ -11,7 +11,7 @@ from torch.distributions import StudentT as TorchStudentT
 
 from ...basics.checks import is_positive
 from .base import NO_VALUES, Likelihood, check_output, check_same_shape
-from .gaussian import heads
+from .gaussian import BOUND, check_bound, heads, without_usual_bound
 
 #: learned degrees of freedom lie between these: below there is no variance, above nothing to tell from a normal
 FEWEST, MOST = 2.0, 1000.0
@@ -49,6 +49,7 @@ class StudentT(Likelihood):
         df: ν: a number > 0, or "point" for one that is learned, between 2 and 1000.
         initial: where σ starts for "point".
         initial_df: where ν starts for "point", above 2.
+        bound: for "head" the largest |log σ|, approached smoothly, as of `Gaussian`.
 
     Example:
         >>> StudentT(noise=1.0, df=3.0)(torch.zeros(2, 1), torch.tensor([[0.0], [30.0]])).squeeze(-1)
@@ -66,6 +67,7 @@ class StudentT(Likelihood):
         df: float | str = "point",
         initial: float = 1.0,
         initial_df: float = 4.0,
+        bound: float = BOUND,
     ):
         super().__init__()
         for name, value, words in (("noise", noise, ("point", "head")), ("df", df, ("point",))):
@@ -78,7 +80,7 @@ class StudentT(Likelihood):
             raise ValueError(f"initial_df must lie between {FEWEST:g} and {MOST:g}, got {initial_df!r}")
         self.noise: float | str = noise if isinstance(noise, str) else float(noise)
         self.df: float | str = df if isinstance(df, str) else float(df)
-        self.initial, self.initial_df = float(initial), float(initial_df)
+        self.initial, self.initial_df, self.bound = float(initial), float(initial_df), check_bound(bound, noise)
         if noise == "point":
             self.log_noise = nn.Parameter(torch.tensor(log(initial)))
         if df == "point":
@@ -89,6 +91,9 @@ class StudentT(Likelihood):
         if isinstance(self.df, float):
             return torch.tensor(self.df, dtype=torch.float64)
         return FEWEST + self.log_excess.clamp(max=log(MOST - FEWEST)).exp()
+
+    def config(self) -> dict[str, Any]:
+        return without_usual_bound(super().config())
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
         y, log_noise = self._location_and_log_noise(output, 1)
@@ -105,7 +110,7 @@ class StudentT(Likelihood):
 
     def _location_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
         if self.noise == "head":
-            return heads("StudentT", output, channel)
+            return heads("StudentT", output, channel, self.bound)
         check_output("StudentT", output)
         if isinstance(self.noise, float):
             return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number

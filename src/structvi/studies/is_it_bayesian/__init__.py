@@ -1,5 +1,6 @@
 """Is it Bayesian? Methods put to problems whose posterior is known: `structvi check`, `structvi.check.run(method)`."""
 
+from . import at_scale
 from .adapters import Adapter, NotApplicable, Ours
 from .measures import Measures, measure
 from .peers import PEERS
@@ -20,6 +21,7 @@ __all__ = [
     "Problem",
     "Report",
     "Row",
+    "at_scale",
     "findings",
     "measure",
     "problem",

@@ -68,7 +68,7 @@ class Report:
         head = {"version": __version__, "seed": self.seed, "thresholds": THRESHOLDS, "summary": self.summary()}
         return head | {"problems": problems, "rows": rows}
 
-    def save(self, folder: str | os.PathLike) -> list[Path]:
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write check.txt, check.json and check.html, together; the page needs matplotlib.
 
         Raises:

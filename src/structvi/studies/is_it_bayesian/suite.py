@@ -1,6 +1,5 @@
 """`run`: methods on problems, a row for each pair."""
 
-import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from math import isnan
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ...basics.checks import check_seed
+from ...basics.live import is_live
 from ..paper.jobs import Job
 from ..paper.jobs import run as run_jobs
 from ..paper.settings import Settings
@@ -62,6 +63,7 @@ def run(
         >>> report.rows[0].bayesian, report.rows[0].verdict[:13]
         (True, 'Bayesian here')
     """
+    check_seed(seed)
 
     check_timeout(timeout)
     methods = method if isinstance(method, list | tuple) else [method]
@@ -76,7 +78,7 @@ def run(
     given = [one if isinstance(one, str) else adapter for one, adapter in zip(methods, adapters, strict=True)]
     pairs = [(one, name, on) for on in chosen for one, name in zip(given, names, strict=True)]
     rows = []
-    with tqdm(total=len(pairs), disable=not (progress and sys.stderr.isatty())) as bar:
+    with tqdm(total=len(pairs), disable=not (progress and is_live())) as bar:
         for one, name, on in pairs:
             bar.set_postfix_str(f"{name}: {on.name}")
             rows.append(examine(one, on, seed, timeout))

@@ -21,7 +21,7 @@ JOINT_ERROR = 0.05
 #: share of inputs at which the prediction must be the posterior's own
 AGREEMENT = 0.9
 
-THRESHOLDS = {
+THRESHOLDS: dict[str, float | list[float]] = {
     "mean_error": MEAN_ERROR,
     "coverage": list(COVERAGE),
     "log_variance_error": LOG_VARIANCE_ERROR,

@@ -1,5 +1,7 @@
 """The paper's section 4, measured: what coupled draws and the form of the objective do to the gradient's noise."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def _steps(family: Family, target: Batched, settings: Settings, coupling: str, e
         yield
 
 
-def variances(settings: Settings, index: int) -> list[dict]:
+def variances(settings: Settings, index: int) -> list[dict[str, Any]]:
     """Σ over coordinates of the gradient's variance, at the same q for all: early and late in one fit."""
     _, target = _problem(settings, index)
     generator = settings.generator("couplings", "variance", index)
@@ -105,7 +107,7 @@ def curve(settings: Settings, coupling: str, estimator: Estimator, index: int) -
     return values
 
 
-def assemble(settings: Settings, results: list) -> dict:
+def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     found = [results.pop(0) for _ in range(settings.coupling_targets)]
     rows = []
     for same in zip(*found, strict=True):  # one row of every target

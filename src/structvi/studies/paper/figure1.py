@@ -1,5 +1,7 @@
 """Figure 1: a truth with four parameters and a model with two. The posterior contracts, the bias stays."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def posterior(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return (covariance @ (design.mT @ t.unsqueeze(-1)) / NOISE**2).squeeze(-1), covariance
 
 
-def decompose(settings: Settings) -> dict:
+def decompose(settings: Settings) -> dict[str, Any]:
     """The expected squared error of a new observation, and its parts, over data sets of each size.
 
     Of t* − E[y*]: aleatoric σ²; discrepancy, the squared distance of the truth from the nearest function that the
@@ -66,5 +68,5 @@ def decompose(settings: Settings) -> dict:
     return {"rows": rows, "nearest": nearest.tolist(), "posteriors": shown}
 
 
-def assemble(settings: Settings, results: list) -> dict:
+def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     return results.pop(0)

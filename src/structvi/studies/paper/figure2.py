@@ -1,5 +1,7 @@
 """Figure 2: a correlated and a bimodal posterior in two dimensions, and what each method makes of them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ def grid() -> Tensor:
     return torch.stack([first, second], dim=-1).reshape(-1, 2)
 
 
-def one_fit(settings: Settings, name: str, method: Method) -> dict:
+def one_fit(settings: Settings, name: str, method: Method) -> dict[str, Any]:
     """Point masses with their probabilities, or log q on the grid."""
     target = Batched(space(z=2), lambda theta: log_density(name, theta))
     generator = settings.generator("figure2", name, method)
@@ -61,5 +63,5 @@ def one_fit(settings: Settings, name: str, method: Method) -> dict:
     return {"log_q": density.log_prob(grid())}
 
 
-def assemble(settings: Settings, results: list) -> dict:
+def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     return {name: {row.name: results.pop(0) for row in METHODS} for name in posteriors()}

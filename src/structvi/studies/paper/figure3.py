@@ -1,5 +1,7 @@
 """Figure 3: the 1024 functions of MC dropout, beside draws of posteriors that have a density."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def jobs(settings: Settings) -> list[Job]:
     return [Job(f"figure 3: {method.label}", functions, (settings, method), 0.5) for method in METHODS]
 
 
-def functions(settings: Settings, method: Method) -> dict:
+def functions(settings: Settings, method: Method) -> dict[str, Any]:
     """The method's functions on the grid, with probabilities, on the first data set: all of them, or draws."""
     data, generator = data_set(settings, 0), settings.generator("figure3", method)
     density = fit_known(settings, method, 0)
@@ -39,7 +41,7 @@ def functions(settings: Settings, method: Method) -> dict:
     return {"curves": theta @ features(inputs()).mT, "probability": probability, "nearest": distance}
 
 
-def exact(settings: Settings) -> dict:
+def exact(settings: Settings) -> dict[str, Any]:
     """Draws of the exact posterior, and what they are drawn for: the truth and the data."""
     data = data_set(settings, 0)
     theta = data.posterior().draw(DRAWS, generator=settings.generator("figure3", "exact")).theta
@@ -48,7 +50,7 @@ def exact(settings: Settings) -> dict:
     return {"curves": theta @ basis.mT, "truth": basis @ data.theta, "x": data.x, "t": data.t, "nearest": distance}
 
 
-def assemble(settings: Settings, results: list) -> dict:
+def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     panels = {method.name: results.pop(0) for method in METHODS}
     dropout = panels["MC dropout"]
     return {

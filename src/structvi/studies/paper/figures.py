@@ -34,7 +34,7 @@ STYLE: Any = {
 }
 
 
-def draw(name: str, data: dict) -> Any:
+def draw(name: str, data: dict[str, Any]) -> Any:
     """The matplotlib figure called `name`; nothing of the user's matplotlib state is touched."""
     import matplotlib as mpl
 
@@ -52,7 +52,7 @@ def _new(columns: int, width: float, height: float, **options: Any) -> tuple[Any
     return figure, figure.subplots(1, columns, **options)
 
 
-def _figure1(data: dict) -> Any:
+def _figure1(data: dict[str, Any]) -> Any:
     figure, (left, right) = _new(2, 10, 4.2, width_ratios=(1, 1.35))
     angle = torch.linspace(0, 2 * torch.pi, 200, dtype=torch.float64)
     circle = torch.stack([angle.cos(), angle.sin()])
@@ -100,7 +100,7 @@ def _figure1(data: dict) -> Any:
     return figure
 
 
-def _figure2(data: dict) -> Any:
+def _figure2(data: dict[str, Any]) -> Any:
     figure, axes = _new(2, 10, 5.7, sharey=True)
     titles = {"unimodal": "A correlated posterior", "bimodal": "A posterior with two modes"}
     n = figure2.GRID
@@ -147,7 +147,7 @@ def _figure2(data: dict) -> Any:
     return figure
 
 
-def _figure3(data: dict) -> Any:
+def _figure3(data: dict[str, Any]) -> Any:
     from matplotlib.collections import LineCollection
 
     figure, axes = _new(4, 13, 3.9, sharey=True, sharex=True)
@@ -184,7 +184,7 @@ def _figure3(data: dict) -> Any:
     return figure
 
 
-def _couplings(data: dict) -> Any:
+def _couplings(data: dict[str, Any]) -> Any:
     from matplotlib.lines import Line2D
 
     figure, axes = _new(4, 14, 4, width_ratios=(1, 1, 1, 1.2))

@@ -19,11 +19,11 @@ class Job:
 
     label: str
     function: Callable[..., Any]
-    arguments: tuple
+    arguments: tuple[Any, ...]
     weight: float = 1.0
 
 
-def run(jobs: list[Job], workers: int) -> list:
+def run(jobs: list[Job], workers: int) -> list[Any]:
     """The results in the order of the jobs; they do not depend on the number of workers.
 
     An interrupt, or an error of a job, ends the workers at once and is passed on.

@@ -1,6 +1,7 @@
 """The paper's RBF regression: data sets, and the exact posteriors with the noise known and unknown."""
 
 from math import lgamma, log, pi
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ OBSERVATIONS, NOISE = 270, 0.25
 #: of the variant with unknown noise: σ² ~ InverseGamma(shape, rate), θ | σ² ~ N(0, ratio·σ² I)
 SHAPE, RATE, RATIO = 2.0, 2.0 * NOISE**2, 1 / NOISE**2
 
-DESCRIPTION = {
+DESCRIPTION: dict[str, Any] = {
     "centres": CENTRES,
     "range": list(RANGE),
     "kernel_width": WIDTH * (RANGE[1] - RANGE[0]) / (CENTRES - 1),
@@ -66,9 +67,9 @@ class NormalInverseGamma:
     def __init__(self, data: Data):
         design, t = data.design, data.t
         self.precision = design.mT @ design + torch.eye(CENTRES, dtype=torch.float64) / RATIO  # Λ, without 1/σ²
-        self.mean = torch.linalg.solve(self.precision, design.mT @ t)
+        self.mean: Tensor = torch.linalg.solve(self.precision, design.mT @ t)
         self.a = SHAPE + 0.5 * len(t)
-        self.b = RATE + 0.5 * (t @ t - self.mean @ self.precision @ self.mean).item()
+        self.b: float = RATE + 0.5 * (t @ t - self.mean @ self.precision @ self.mean).item()
 
     def log_prob(self, point: Tensor) -> Tensor:
         """[S, 11] → [S]; the last number is log σ, whose density has the factor dσ²/d log σ = 2σ²."""

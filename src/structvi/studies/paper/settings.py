@@ -1,6 +1,7 @@
 """What a run of `structvi reproduce` fixes: one place for every number that is chosen rather than computed."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -41,7 +42,7 @@ class Settings:
         """A stream of its own for every labelled piece of work, whatever the order in which they run."""
         return torch.Generator().manual_seed(crc32(repr((self.seed, *labels)).encode()))
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, Any]:
         return asdict(self) | {"betas": list(self.betas)}
 
 

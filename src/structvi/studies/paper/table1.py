@@ -2,6 +2,7 @@
 
 from math import inf
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,14 @@ P = 8
 #: standard deviations start at one: the targets' are exp N(0, 1) along their axes
 SCALE = 1.0
 #: KL[p‖q] of the paper's table 1
-PAPER = {"MAP": "inf", "MF-VI": 175.8051, "sN-VI 1": 37.9890, "sN-VI 2": 25.9107, "sN-VI 4": 0.8774, "sN-VI 8": 0.0979}
+PAPER: dict[str, float | str] = {
+    "MAP": "inf",
+    "MF-VI": 175.8051,
+    "sN-VI 1": 37.9890,
+    "sN-VI 2": 25.9107,
+    "sN-VI 4": 0.8774,
+    "sN-VI 8": 0.0979,
+}
 
 
 def targets(settings: Settings) -> tuple[Tensor, Tensor]:
@@ -35,7 +43,7 @@ def jobs(settings: Settings) -> list[Job]:
     return optima + [Job(f"table 1: {row.label}", one_fit, (settings, row, i)) for row in rows for i in indices]
 
 
-def one_fit(settings: Settings, method: Method, index: int) -> dict:
+def one_fit(settings: Settings, method: Method, index: int) -> dict[str, Any]:
     """KL in both directions and the time of one method on one target, and KL[q‖p] of a stochastic fit."""
     means, covariances = targets(settings)
     exact = FullNormalDensity(means[index], torch.linalg.cholesky(covariances[index]))
@@ -84,7 +92,7 @@ def _form(method: Method) -> str:
     )
 
 
-def assemble(settings: Settings, results: list) -> dict:
+def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     """`results` in the order of `jobs`."""
     rows = methods(P, ("MC dropout",))
     optima = {row: results.pop(0) for row in rows if _form(row)}

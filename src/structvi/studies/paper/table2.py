@@ -1,6 +1,7 @@
 """Table 2: RBF regression against the exact posterior, with the noise known and, beyond the paper, unknown."""
 
 from math import log
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ DROPOUTS = ("MC dropout", "fitted dropout")
 #: standard deviations start at a tenth of the prior's
 SCALE = 0.1
 #: log q(θ*) and KL[p*‖q] of the paper's table 2
-PAPER = {
+PAPER: dict[str, tuple[float | str, float | str]] = {
     "MAP": ("-inf", "inf"),
     "MC dropout": ("-inf", "inf"),
     "MF-VI": (15.5161, 3.1853),
@@ -57,7 +58,7 @@ def fit_regression(method: Method, target: Target, settings: Settings, generator
     return fit(recipe, target, settings, generator, steps=steps, rate=rate, anneal=method.anneal)
 
 
-def known_noise(settings: Settings, method: Method, index: int) -> dict:
+def known_noise(settings: Settings, method: Method, index: int) -> dict[str, Any]:
     data = data_set(settings, index)
     exact = data.posterior()
     density = fit_known(settings, method, index)
@@ -73,7 +74,7 @@ def known_noise(settings: Settings, method: Method, index: int) -> dict:
     return result
 
 
-def unknown_noise(settings: Settings, method: Method, index: int) -> dict:
+def unknown_noise(settings: Settings, method: Method, index: int) -> dict[str, Any]:
     data = data_set(settings, index)
     exact = NormalInverseGamma(data)
     generator = settings.generator("unknown noise", method, index)
@@ -97,7 +98,7 @@ def _mean_noise(density: Density) -> float:
     return (mean + 0.5 * variance).exp().item()
 
 
-def assemble(settings: Settings, results: list) -> dict:
+def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     """`results` in the order of `jobs`: the table and its variant."""
     known = {row: [results.pop(0) for _ in range(settings.targets)] for row in KNOWN}
     unknown = {row: [results.pop(0) for _ in range(settings.targets)] for row in UNKNOWN}
@@ -121,7 +122,7 @@ def assemble(settings: Settings, results: list) -> dict:
     }
 
 
-def _line(method: Method, found: list[dict]) -> dict:
+def _line(method: Method, found: list[dict[str, Any]]) -> dict[str, Any]:
     line = {"method": method.name, "rank": method.rank}
     for name in ("log_q_true", "kl_p_q"):
         values = [one[name] for one in found]
@@ -129,5 +130,5 @@ def _line(method: Method, found: list[dict]) -> dict:
     return line
 
 
-def _median(found: list[dict], name: str) -> float:
+def _median(found: list[dict[str, Any]], name: str) -> float:
     return median([one[name] for one in found])

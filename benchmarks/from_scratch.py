@@ -1,0 +1,300 @@
+"""Posteriors over a deep network from its first step, at the pace of its training: CIFAR-10, ResNet-20, group norm.
+
+    python -m benchmarks.from_scratch --data DIR --device cuda --out folder --runs "method=map;lr=.01,lam=.1"
+    python -m benchmarks.from_scratch --data DIR --device cuda --out folder --plan table --part 0/8
+    python -m benchmarks.from_scratch --out folder --table        # the tables of a folder, nothing is run
+    python -m benchmarks.from_scratch --quick                     # scikit-learn's digits, small: shows that it runs
+
+13,000 images to train, 2,000 for validation, 5,000 to test; 25 epochs of batches of 100, images mirrored and shifted,
+one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
+without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
+`ivon` (written after its paper); optimizers `soap` (`vi.Soap`) and `adam`. Each run is one line of JSON, and a file of
+`--out`. Every choice (λ, temperature of the networks) is made on the validation images: tables say which.
+
+ELBO: at λ = 1 on the training images as they are, in nats; gain: how far above the best constant predictor's.
+moved: the mean of |log s − log s₀| over the weights, s₀ the scales at the start.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import structvi as vi
+from structvi.studies.is_it_bayesian.at_scale.ivon import fit_ivon
+
+from . import from_scratch_tables, networks_data
+from .networks_data import Data
+from .networks_measures import Meter, Predictor, assess, cases, log_probabilities
+from .networks_methods import of_network, of_posterior
+from .networks_nets import TASKS, Task, train
+
+BATCH = 100
+#: groups of antithetic draws for the ELBO
+GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run; defaults are those that were chosen on validation images."""
+
+    method: str = "mean_field"
+    optimizer: str = "soap"
+    lam: float = 1.0
+    prior: float = 1.0  # scale of NormalPrior.fan_in
+    lr: float = 0.003
+    scale_lr: float = 0.02
+    refresh: int = 10
+    turn: int = 10  # refreshes between two turns of a rotated family; 0 for none
+    beta1: float = 0.95
+    beta2: float = 0.95
+    gram: float = 0.95
+    initial_scale: float = 0.1
+    warmup: float = 0.05
+    rise: float = 0.25  # part of the steps in which λ rises
+    average: bool = True
+    watch: bool = False  # the last step or the average by validation images; else by the ELBO
+    rank: int = 4
+    epochs: int = 25
+    seed: int = 0
+    draws: int = 32  # to predict
+    ess: float = 1.0  # of IVON, in N
+    h0: float = 0.1
+    decay: float = 5e-4
+
+    @classmethod
+    def read(cls, text: str) -> "Setting":
+        """From "method=map,lr=.003"."""
+        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for pair in filter(None, text.strip().split(",")):
+            name, value = pair.split("=")
+            if name not in kinds:
+                raise ValueError(f"no setting {name!r}: there are {', '.join(kinds)}")
+            values[name] = bool(int(value)) if kinds[name] is bool else kinds[name](value)
+        return cls(**values)
+
+    @property
+    def name(self) -> str:
+        """Of its file: what is not as by default."""
+        own, plain = asdict(self), asdict(Setting())
+        return "-".join(f"{key}={own[key]}" for key in own if own[key] != plain[key] or key in ("method", "seed"))
+
+
+class Augmented:
+    """Batches in a new order each epoch, on the device, from torch's global stream."""
+
+    def __init__(self, x: Tensor, t: Tensor, batch: int, augment: Any):
+        self.x, self.t, self.batch, self.augment = x, t, batch, augment
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.x) / self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.randperm(len(self.x)).to(self.x.device).split(self.batch):
+            x = self.x[rows]
+            yield (x if self.augment is None else self.augment(x)), self.t[rows]
+
+
+class Shop:
+    """The data on the device, and what all runs share."""
+
+    def __init__(self, task: Task, data: Data, device: torch.device):
+        self.task, self.data, self.device, self.meter = task, data, device, Meter(device)
+        self.x, self.t = (tensor.to(device) for tensor in data.train.tensors)
+
+    def loader(self) -> Augmented:
+        return Augmented(self.x, self.t, BATCH, self.task.augment)
+
+    def net(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.task.net().to(self.device).eval()
+
+    def plain(self) -> list[tuple[Tensor, Tensor]]:
+        """The training images as they are."""
+        return list(zip(self.x.split(500), self.t.split(500), strict=True))
+
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        parts = (tensor.to(self.device).split(500) for tensor in self.data.validation.tensors)
+        return list(zip(*parts, strict=True))
+
+    def constant(self) -> float:
+        """Log likelihood of the best constant predictor."""
+        share = torch.bincount(self.t).double() / len(self.t)
+        return float((share * share.clamp_min(1e-300).log()).sum() * len(self.t))
+
+
+def family(setting: Setting) -> vi.Family:
+    start: dict[str, Any] = {"initial_scale": setting.initial_scale}
+    return {
+        "map": lambda: vi.MAP(),
+        "mean_field": lambda: vi.MeanField(**start),
+        "rotated": lambda: vi.Rotated(vi.MeanField(**start)),
+        "low_rank": lambda: vi.StructuredPrecision(setting.rank, **start),
+        "rotated_low_rank": lambda: vi.Rotated(vi.StructuredPrecision(setting.rank, **start)),
+    }[setting.method]()
+
+
+def log_scales(bayes: vi.Posterior) -> Tensor:
+    return torch.cat([p.detach().flatten() for name, p in bayes.named_parameters() if name.endswith("log_scale")])
+
+
+def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> vi.Posterior:
+    prior = vi.NormalPrior.fan_in(setting.prior)
+    return vi.variationalize(
+        net, vi.likelihoods.Categorical(), own, prior, num_data=len(shop.x),
+        generator=torch.Generator().manual_seed(setting.seed),
+    )  # fmt: skip
+
+
+def bound(bayes: vi.Posterior, shop: Shop) -> dict[str, float]:
+    generator = torch.Generator(shop.device).manual_seed(0)
+    with torch.no_grad():
+        found = vi.full_elbo(bayes.family, bayes.model, shop.plain(), groups=GROUPS, generator=generator)
+    return {"elbo": found.value, "elbo_error": found.standard_error, "gain": found.value - shop.constant()}
+
+
+def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
+    """One run of ours, and what it says of itself."""
+    bayes = posterior(shop.net(setting.seed), setting, shop, family(setting))
+    begun = None if setting.method == "map" else log_scales(bayes)
+    optimizer, lr = None, setting.lr
+    if setting.optimizer == "soap":
+        betas = setting.beta1, setting.beta2
+        turn = setting.turn or None
+        optimizer = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram)
+        lr = None
+    result = bayes.fit(
+        shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
+        warmup=setting.warmup, kl_warmup=setting.rise, average=setting.average, stop=False, restarts=0, compare=2.0,
+        progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
+    )  # fmt: skip
+    seconds = result.history["seconds"]
+    details: dict[str, Any] = {
+        "kept": result.kept,
+        "ms": 1000 * float(torch.as_tensor(seconds).double().nanmedian()),
+        "notes": [note for note in result.notes if "captured" in note or "undone" in note],
+    }
+    if begun is not None:
+        log_s = log_scales(bayes)
+        details |= bound(bayes, shop) | {
+            "moved": float((log_s - begun).abs().mean()),
+            "scale": float(log_s.exp().mean()),
+        }
+    draws = 1 if setting.method == "map" else setting.draws
+    return of_posterior(bayes, draws, setting.seed), details
+
+
+def fit_sgd(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
+    task = replace(shop.task, epochs=setting.epochs, weight_decay=setting.decay)
+    start = time.perf_counter()
+    net = train(task, shop.data.train, setting.seed, shop.device)
+    steps = setting.epochs * len(shop.loader())
+    return of_network(net), {"ms": 1000 * (time.perf_counter() - start) / steps}
+
+
+def ivon(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
+    """As a posterior of ours with its mean and scales, so that it is measured alike."""
+    net = shop.net(setting.seed)
+    mean, scale, details = fit_ivon(
+        net, shop.loader(), setting.epochs, lr=setting.lr, ess=setting.ess * len(shop.x), h0=setting.h0,
+        decay=setting.decay, beta1=setting.beta1, beta2=setting.beta2, warmup=setting.warmup, seed=setting.seed,
+    )  # fmt: skip
+    # its prior: N(0, 1/(N decay))
+    model = replace(setting, prior=1.0)
+    bayes = posterior(net, model, shop, vi.MeanField())
+    bayes.model.prior = vi.NormalPrior((setting.ess * len(shop.x) * setting.decay) ** -0.5)
+    space = bayes.space
+    bayes.family.place(space.unravel(mean), space.unravel(scale))
+    details |= bound(bayes, shop) | {"scale": float(scale.mean())}
+    return of_posterior(bayes, setting.draws, setting.seed), details
+
+
+def run(setting: Setting, shop: Shop) -> dict[str, Any]:
+    """Fitted and measured, with a temperature on top too, chosen on validation images."""
+    start = time.perf_counter()
+    make = {"sgd": fit_sgd, "ivon": ivon}.get(setting.method, fit)
+    predictor, details = make(setting, shop)
+    predictor = remembered(predictor)
+    fitted = time.perf_counter() - start
+    row = asdict(setting) | details | {"fit_seconds": fitted} | assess(predictor, shop.data, 500, shop.meter)
+    T = temperature(predictor, shop)
+    tempered = assess(lambda x: (predictor(x) / T).log_softmax(1), shop.data, 500, shop.meter)
+    row |= {"T": T, "tempered": tempered}
+    return row | {"seconds": time.perf_counter() - start}
+
+
+def remembered(predictor: Predictor) -> Predictor:
+    """What was predicted once is not predicted again: of the same images, known by their sums."""
+    known: dict[Any, Tensor] = {}
+
+    def predict(x: Tensor) -> Tensor:
+        key = (len(x), float(x.double().sum()), float(x[0].double().sum()))
+        if key not in known:
+            known[key] = predictor(x)
+        return known[key]
+
+    return predict
+
+
+def temperature(predictor: Predictor, shop: Shop) -> float:
+    x, labels = shop.data.validation.tensors
+    log_p = log_probabilities(predictor, x, 500, shop.device)
+    grid = torch.logspace(-1, 1, 401, dtype=torch.float64).tolist()
+    return min(grid, key=lambda T: float(cases((log_p / T).log_softmax(1), labels).mean()))
+
+
+def read_runs(options: argparse.Namespace) -> list[Setting]:
+    settings = [Setting.read(text) for text in filter(None, options.runs.split(";"))]
+    if options.plan:
+        settings += from_scratch_tables.plan(options.plan, Setting)
+    index, count = (int(part) for part in options.part.split("/"))
+    return settings[index::count]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a folder with cifar10/; without it scikit-learn's digits")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="a folder: a file for each run; what is there is not run again")
+    parser.add_argument("--runs", default="", help='settings such as "method=map,lr=.003", semicolons between them')
+    parser.add_argument("--plan", default="", help=f"a list of runs: {', '.join(from_scratch_tables.PLANS)}")
+    parser.add_argument("--part", default="0/1", help="i/n: the i-th of n parts of the runs")
+    parser.add_argument("--table", action="store_true", help="print the tables of --out, run nothing")
+    parser.add_argument("--quick", action="store_true", help="two epochs of the digits")
+    options = parser.parse_args(arguments)
+    if options.table:
+        if options.out is None:
+            parser.error("--table prints what --out keeps: give both")
+        print(from_scratch_tables.report(from_scratch_tables.read(options.out), asdict(Setting())))
+        return []
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    task = TASKS["cifar10-gn" if options.data is not None else "digits"]
+    data = task.data(options.data) if options.data is not None else networks_data.digits(None)
+    shop = Shop(task, data, torch.device(options.device))
+    rows = []
+    for setting in read_runs(options):
+        if options.quick:
+            setting = replace(setting, epochs=2, draws=4)
+        path = None if options.out is None else options.out / f"{setting.name}.json"
+        if path is not None and path.exists():
+            continue
+        row = run(setting, shop)
+        rows.append(row)
+        print(json.dumps(from_scratch_tables.short(row, asdict(Setting()))), flush=True)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(row))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

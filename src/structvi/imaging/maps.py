@@ -1,0 +1,121 @@
+"""What a posterior says of every pixel or voxel of one image: mean, and both kinds of uncertainty."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical
+
+from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..predicting.predictive import Predictive
+from ..predicting.tiles import predict_tiles
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Of one image or volume, on the CPU, in float32.
+
+    Args:
+        mean: class probabilities [C, ..]; with `Bernoulli` the probability of 1, of numbers the mean, [channels, ..].
+        epistemic: [..]; of labels the mutual information in nats, of numbers a standard deviation.
+        aleatoric: [..]; of labels the expected entropy in nats, of numbers a standard deviation.
+        kind: "classes", "binary" or "numbers": what `mean` is.
+
+    Example:
+        >>> from structvi import likelihoods
+        >>> pred = Predictive(torch.randn(8, 1, 3, 6, 6, 6), torch.full((8,), 1 / 8), likelihoods.Categorical())
+        >>> maps = Maps.of(pred)
+        >>> maps.label.shape, maps.mean.shape, maps.unit
+        (torch.Size([6, 6, 6]), torch.Size([3, 6, 6, 6]), 'nats')
+    """
+
+    mean: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor
+    kind: str
+
+    @classmethod
+    def of(cls, predictive: Predictive, index: int = 0) -> "Maps":
+        """Of one row of a predictive whose outputs are [S, B, channels, ..]; over channels uncertainty is averaged."""
+        d = predictive.components
+        kind = "classes" if isinstance(d, Categorical) else "binary" if isinstance(d, Bernoulli) else "numbers"
+        if kind == "numbers":
+            parts = predictive.epistemic.sqrt(), predictive.aleatoric.sqrt()
+        else:
+            parts = predictive.mutual_information, predictive.expected_entropy
+        mean, epistemic, aleatoric = (part[index].detach().cpu().float() for part in (predictive.mean, *parts))
+        if mean.ndim < 2:
+            raise ValueError(
+                f"maps are of images, a prediction for every pixel: got a mean of shape {tuple(mean.shape)}"
+            )
+        if kind != "classes":  # [channels, ..], as the mean
+            epistemic, aleatoric = epistemic.mean(0), aleatoric.mean(0)
+        return cls(mean, epistemic, aleatoric, kind)
+
+    @property
+    def label(self) -> Tensor:
+        """The most probable label of every voxel, [..]; of several binary channels [channels, ..]."""
+        if self.kind == "numbers":
+            raise TypeError("the predictions are of numbers, which have no label: look at `mean`")
+        if self.kind == "classes":
+            return self.mean.argmax(0)
+        label = (self.mean > 0.5).long()
+        return label[0] if len(label) == 1 else label
+
+    @property
+    def unit(self) -> str:
+        """Of both uncertainties."""
+        return "std" if self.kind == "numbers" else "nats"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The spatial shape."""
+        return tuple(self.epistemic.shape)
+
+    def named(self) -> dict[str, Tensor]:
+        """Every map that can be looked at or written, by name."""
+        found = {"epistemic": self.epistemic, "aleatoric": self.aleatoric}
+        if self.kind == "numbers":
+            return {"mean": self.mean, **found}
+        return {"label": self.label, "probability": self.mean, **found}
+
+
+def predict_maps(
+    posterior: PosteriorBase | NetworkMixtureBase,
+    volume: Tensor | np.ndarray,
+    tile: Sequence[int] | None = None,
+    margin: int | Sequence[int] = 0,
+    draws: int = 16,
+    *,
+    pad: bool = True,
+    **options: Any,
+) -> Maps:
+    """The maps of one volume, tile by tile: only they have its size, the draws are those of a tile.
+
+    Args:
+        posterior: of a network from [B, channels, ..] to outputs [B, .., ..] of the same spatial shape.
+        volume: [channels, ..].
+        tile, margin, pad: as in `predict_tiles`; without a tile the whole volume at once.
+        draws, **options: as in `predict_tiles`: coupling, chunk, generator and the others.
+
+    Example:
+        >>> from torch import nn
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(nn.Conv3d(1, 2, 3, padding=1), likelihoods.Categorical(), num_data=10)
+        >>> maps = predict_maps(bayes, torch.randn(1, 20, 8, 8), tile=(8, 8, 8), margin=1, draws=4)
+        >>> maps.epistemic.shape
+        torch.Size([20, 8, 8])
+    """
+    spatial = tuple(volume.shape[1:])
+    whole: Maps | None = None
+    for where, predictive in predict_tiles(posterior, volume, tile or spatial, margin, draws, pad=pad, **options):
+        part = Maps.of(predictive)
+        if whole is None:
+            whole = Maps(torch.zeros(len(part.mean), *spatial), torch.zeros(spatial), torch.zeros(spatial), part.kind)
+        whole.mean[(slice(None), *where)] = part.mean
+        whole.epistemic[where], whole.aleatoric[where] = part.epistemic, part.aleatoric
+    assert whole is not None
+    return whole

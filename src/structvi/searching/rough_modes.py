@@ -1,0 +1,105 @@
+"""A mixture where the curvature at a mode says nothing of the mass around it, as with a network's weights.
+
+Normals with such a curvature are no start and no model of what is known: taking them off p tells nothing. So each part
+is the part family's own fit, from other starts each time, and the mixture is made of those that gain.
+"""
+
+import copy
+from math import inf, log
+
+import torch
+from torch import Tensor
+
+from ..families.family import Coordinates, Family
+from ..families.forms import PartsSought
+from .approximation import normal_of
+from .choosing import Kept
+from .coordinates import Limit
+from .fixed_draws import least_draws
+from .mixing import Chosen, Mixing
+from .peaks import Peak
+from .result import Found
+from .search import GROWTH, Search
+
+#: parts of "auto", at most
+MOST = 3
+#: nats that a further part must gain
+GAIN = 0.05
+
+
+def fit_rough(
+    run: Search, recipe: Family, sought: PartsSought, coordinates: Coordinates, starts: int, draws: int | None
+) -> Found:
+    """The best mixture of fits of the part family, in θ: never less than the best of them by itself.
+
+    The first fit has all evaluations; another is made where as many are left as it took.
+
+    Args:
+        run: the target and its count.
+        recipe: of the mixture.
+        sought: its parts, all alike, and how many; None for as many as gain, up to three.
+        coordinates: of the parts.
+        starts: of each fit.
+        draws: a fixed number of them, or None.
+    """
+    fits, took = [], 0
+    for _ in range(min(MOST, sought.number or MOST)):
+        before = run.target.evaluations
+        if fits and run.target.limit - before < took:
+            break
+        fits.append(run.gaussian(sought.recipes[0], coordinates, starts, draws))
+        took = max(took, run.target.evaluations - before)
+        if run.target.exhausted:
+            break
+    families, log_weights, elbo = _mixed(run, fits)
+    found = fits[0]._replace(elbo=elbo, converged=all(fit.converged for fit in fits))
+    if found.converged and not run.target.exhausted and len(families) > 1:
+        return _polished(run, recipe, sought, families, log_weights, draws)
+    while len(families) < (sought.number or 1):  # the same density with more parts
+        heaviest = int(log_weights.argmax())
+        families.append(copy.deepcopy(families[heaviest]))
+        log_weights = torch.cat([log_weights, log_weights[heaviest : heaviest + 1]])
+        log_weights[[heaviest, -1]] -= log(2)
+    return found._replace(family=recipe.of_parts(families, log_weights.to(run.space.initial)))
+
+
+@torch.no_grad()
+def _mixed(run: Search, fits: list[Found]) -> tuple[list[Family], Tensor, float]:
+    """Of the fits those that gain, the best first, and their weights and ELBO."""
+    fits = sorted(fits, key=lambda fit: -fit.elbo)
+    families = [fit.family for fit in fits]
+    alone = families[:1], torch.zeros(1, dtype=torch.float64), fits[0].elbo
+    if len(families) == 1:
+        return alone
+    try:
+        kept = Kept.of(families, run.target, GROWTH * least_draws(families[0]().noise_size), run.seed - 3)
+    except Limit:
+        return alone
+    members: list[int] = []
+    best = -inf
+    for number in range(1, len(families) + 1):
+        new = kept.greedy(number, members)
+        elbo, _ = kept.elbo(new)
+        if members and elbo < best + GAIN:
+            break
+        members, best = new, elbo
+    elbo, log_weights = kept.elbo(members)
+    return [families[member] for member in members], log_weights.double().cpu(), elbo
+
+
+def _polished(
+    run: Search, recipe: Family, sought: PartsSought, families: list[Family], log_weights: Tensor, draws: int | None
+) -> Found:
+    """All parts together, on fixed draws; they stay as they were where that does not gain on fresh ones."""
+    places = []
+    for family in families:
+        normal = normal_of(family)
+        places.append(Peak(normal.mean.to(run.space.initial), 0.0, normal.root.to(run.space.initial)))
+    masses = [place.log_mass for place in places]
+    weights = log_weights.tolist()
+    places = [place._replace(value=w - m) for place, m, w in zip(places, masses, weights, strict=True)]
+    mixing = Mixing(run, recipe, sought, places)
+    chosen = mixing.chosen(places, [], sought.number or len(places))
+    found = mixing.fit(Chosen(*chosen), draws)
+    mixing.to_theta(found.family)
+    return found

@@ -1,0 +1,69 @@
+"""Members of a fit: the same posterior from several starts."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ..basics.checks import check_integer, check_one_of
+from ..posterior import PosteriorBase
+from ..result import Result
+from .options import FitOptions
+from .restarts import elsewhere
+from .validation import split_off
+
+
+def members_of(posterior: PosteriorBase, count: int, seed: int = 0) -> list[PosteriorBase]:
+    """The posterior itself, and copies of it that begin at fresh draws of the network's initialisation.
+
+    Args:
+        posterior: one that has learned nothing yet.
+        count: how many in all.
+        seed: the start of member c comes from seed + c.
+
+    Example:
+        >>> import torch
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(torch.nn.Linear(3, 1), likelihoods.Gaussian(1.0), MeanField())
+        >>> first, second = members_of(bayes, 2)
+        >>> first is bayes, bool((first.family.mean == second.family.mean).any())
+        (True, False)
+    """
+    check_integer("members", count)
+    if posterior.last_fit is not None:
+        raise ValueError(
+            "members= are fits from different starts, and this posterior was fitted before: variationalize the network "
+            "again, or mix posteriors that you have: NetworkMixture([..])"
+        )
+    made = [posterior]
+    for c in range(1, count):
+        one = copy.deepcopy(posterior)
+        elsewhere(one, {}, seed + c)
+        if all(torch.equal(a, b) for a, b in zip(one.family.parameters(), posterior.family.parameters(), strict=True)):
+            raise ValueError(
+                f"members= begin at different starts, and {type(posterior.family).__name__} knows of none: a family of "
+                "your own writes `begin_again(generator)`"
+            )
+        made.append(one)
+    return made
+
+
+def fit_members(
+    posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions, members: int, weights: str
+) -> Result:
+    """`fit(.., members=M)`: the result of the mixture of them, which it has as `mixture`."""
+    check_one_of("weights", weights, ("equal", "stacked"))
+    if options.is_around or options.start is not None:
+        raise ValueError(
+            "members= are fits from different starts: give epochs= or steps=, and no start=. Around networks that are "
+            "trained: NetworkMixture.of(networks, ..)"
+        )
+    given = {one.name: getattr(options, one.name) for one in fields(options)}
+    if isinstance(options.validation, int | float):  # one split for all
+        parts = split_off(loader, options.validation, options.validation_groups, options.seed)
+        loader, given["validation"] = parts
+        given["validation_groups"] = None
+    mixture = posterior.mixed_by(members_of(posterior, members, options.seed))
+    return mixture.fit(loader, weights=weights, **given)

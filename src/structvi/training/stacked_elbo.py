@@ -1,0 +1,100 @@
+"""Posteriors of many fits compared at once: the ELBO of each over its own data, on draws that its seed decides."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from ..basics.host_reads import unread
+from ..couplings import Noise, paired
+from ..families.density import Density
+from ..objective import Estimate, log_q_at, not_finite
+from ..posterior import PosteriorBase
+from .stacked_step import AnyNoise, noise_calls
+
+#: numbers that a call of all networks may make of one hidden unit: rows times draws times members
+AT_ONCE = 2**20
+
+
+class Compared(torch.nn.Module):
+    """Log likelihood, cost and weight of the draws of one posterior at given noise: what vmap is taken of."""
+
+    def __init__(self, posterior: PosteriorBase, groups: int):
+        super().__init__()
+        self.posterior, self.groups = posterior, groups
+
+    def forward(self, noise: Sequence[Noise], batch: object) -> tuple[Tensor, Tensor, Tensor]:
+        posterior, given = self.posterior, iter(noise)
+        density = posterior.family()
+        draws = density.draw(self.groups, lambda *_, **__: Noise(*next(given)))
+        point = draws.theta if draws.latent is None else draws.latent
+        cost = -posterior.model.log_prior(point, draws.fixed).double()
+        if density.has_density:
+            cost = cost + log_q_at(density, point, path=False)
+        total, _ = posterior.model.batch_log_likelihood(draws.theta, batch, draws.fixed)
+        return total.double(), cost, draws.weight.double()
+
+    def at(self, tensors: dict[str, Tensor], noise: Sequence[Noise], batch: object) -> tuple[Tensor, Tensor, Tensor]:
+        return functional_call(self, {f"posterior.{name}": x for name, x in tensors.items()}, (noise, batch))
+
+
+def serves(density: Density) -> bool:
+    """Whether the ELBO of such a density is what is computed here."""
+    plain = not density.enumerates and isinstance(density.latent_kl(), float)
+    return plain and (not density.has_density or density.offers("log_prob"))
+
+
+class StackedElbo:
+    """The ELBO of every member, in nats, as `elbo_on_seed` has it of one.
+
+    Args:
+        posterior: whose forms and modes all have; its N is the largest.
+        table: inputs [rows, ..] and targets [rows, ..] of all members.
+        indices: which rows of it each member's data are.
+        num_data: N of each.
+        seeds: of each.
+        groups: of draws.
+    """
+
+    def __init__(
+        self,
+        posterior: PosteriorBase,
+        table: Sequence[Tensor],
+        indices: Sequence[Tensor],
+        num_data: Sequence[int],
+        seeds: Sequence[int],
+        groups: int,
+    ):
+        self.table, self.groups, self.device = table, groups, posterior.device
+        self.compared = Compared(posterior, groups)
+        self.seen, self.num_data = torch.tensor([len(own) for own in indices]), torch.tensor(num_data)
+        longest = int(self.seen.max())
+        self.at = torch.stack([torch.cat([own, own[:1].expand(longest - len(own))]) for own in indices])
+        self.mask = torch.arange(longest) < self.seen.unsqueeze(-1)
+        generators = [torch.Generator(self.device).manual_seed(seed + 1) for seed in seeds]
+        calls, S = noise_calls(posterior.family(), groups, paired)
+        self.noise = tuple(AnyNoise(calls, paired, generators, posterior)())
+        self.rows = max(1, min(AT_ONCE // (len(indices) * S), posterior.model.num_data))
+
+    @torch.no_grad()
+    def __call__(self, tensors: dict[str, Tensor]) -> list[Estimate]:
+        """Of the posteriors that have these tensors [M, ..]."""
+        x, t = self.table
+        total: Tensor | float = 0.0
+        cost = weight = torch.zeros(())
+        for start in range(0, self.at.shape[1], self.rows):
+            at, mask = (y[:, start : start + self.rows].to(self.device) for y in (self.at, self.mask))
+            target = t[at]
+            if not bool(mask.all()):
+                target = target, mask.view(*mask.shape, *[1] * (target.ndim - 2)).expand_as(target)
+            with unread(), self.compared.posterior.network_mode():
+                values, cost, weight = vmap(self.compared.at)(tensors, self.noise, (x[at], target))
+            total = total + values
+        scale = (self.num_data / self.seen).to(cost.device).unsqueeze(-1)
+        weighted = weight * (total * scale - cost)
+        groups = self.groups * weighted.unflatten(-1, (self.groups, -1)).sum(-1)  # [M, groups]
+        bound = self.compared.posterior.family().bound
+        good = groups.isfinite().all(-1).tolist()
+        pairs = zip(groups.cpu(), good, strict=True)
+        return [Estimate.of(own, bound) if finite else not_finite(self.groups) for own, finite in pairs]

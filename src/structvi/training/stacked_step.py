@@ -1,0 +1,252 @@
+"""One training step of M posteriors at once: vmap over their parameters, noise and batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from ..basics.host_reads import unread
+from ..couplings import Coupling, Noise, naive, paired
+from ..families.density import Density
+from ..objective import Estimator, terms_at
+from ..posterior import PosteriorBase
+from .stacked import Stack, StackedAdam
+from .stacked_graph import StackedGraph, key_of
+
+#: gradients both ways may differ by this many roots of the rounding, relative to the largest
+CLOSE = 3.0
+#: graphs that are kept: one for each shape of batch
+GRAPHS = 8
+#: members whose values are looked at one by one, evenly spread over all
+PROVEN = 8
+
+
+class Plan(NamedTuple):
+    """What a step has to know of each member: [M] each, in float64."""
+
+    #: N/B over that of the model that is called, which takes the padded batch for its own
+    ratio: Tensor
+    #: B/R̄/N: of −elbo, as `Step` weighs it
+    weight: Tensor
+    #: λ
+    temperature: Tensor
+    #: learning rate
+    rate: Tensor
+    #: 1 while the fit goes on
+    active: Tensor
+
+
+class Outcomes(NamedTuple):
+    """What the step has to tell, on the CPU."""
+
+    elbo: list[float]  # in nats for the whole data set at λ = 1
+    error: list[float]  # its standard error over groups; nan for one
+    norm: list[float]  # of the gradient of −elbo/N, before it was clipped
+    finite: list[bool]
+
+
+class Objective(nn.Module):
+    """Fit and complexity of one posterior at given noise: what vmap is taken of.
+
+    Args:
+        posterior: whose forms and modes all have.
+        groups, estimator: as in `elbo`.
+    """
+
+    def __init__(self, posterior: PosteriorBase, groups: int, estimator: Estimator):
+        super().__init__()
+        self.posterior, self.groups = posterior, groups
+        self.estimator: Estimator = estimator
+
+    def forward(self, noise: Sequence[Noise], batch: Any) -> tuple[Tensor, Tensor]:
+        density, given = self.posterior.family(), iter(noise)
+        draws = density.draw(self.groups, lambda *_, **__: Noise(*next(given)))
+        terms = terms_at(density, draws, None, self.posterior.model, batch, self.groups, self.estimator)
+        return terms.fit, terms.complexity
+
+    def at(self, tensors: dict[str, Tensor], noise: Sequence[Noise], batch: Any) -> tuple[Tensor, Tensor]:
+        """With these tensors in place of the posterior's own."""
+        return functional_call(self, {f"posterior.{name}": x for name, x in tensors.items()}, (noise, batch))
+
+
+class StackedStep:
+    """`step(batch, plan)` moves every posterior as `Step` would move it alone, up to rounding.
+
+    Args:
+        posteriors: of one form.
+        rates: learning rates of tensors, relative to the rest, by name.
+        generators: of each one's draws.
+        groups, coupling, estimator: as in `elbo`.
+        clip: the largest norm of a gradient.
+        capture: on a GPU, run the step as one CUDA graph for each shape of batch.
+    """
+
+    def __init__(
+        self,
+        posteriors: Sequence[PosteriorBase],
+        rates: dict[str, float],
+        generators: Sequence[torch.Generator],
+        *,
+        groups: int,
+        coupling: Coupling,
+        estimator: Estimator,
+        clip: float,
+        capture: bool = True,
+    ):
+        self.posteriors, self.generators, self.clip = posteriors, generators, clip
+        self.groups, self.coupling = groups, coupling
+        # its N is the largest: a padded batch is never larger than that
+        self.largest = max(range(len(posteriors)), key=lambda m: posteriors[m].model.num_data)
+        self.objective = Objective(posteriors[self.largest], groups, estimator)
+        self.stack = Stack(posteriors)
+        self.adam = StackedAdam(self.stack, rates)
+        #: what noise one draw asks for, and S
+        self.calls, self.size = noise_calls(posteriors[0].family(), groups, coupling)
+        self._noise = _PairedNoise if coupling is paired else AnyNoise
+        self.draws = self._noise(self.calls, coupling, generators, posteriors[0])
+        #: why the step is not captured as a CUDA graph; None where it is, or will be
+        self.reason = None if capture and posteriors[0].device.type == "cuda" else "not on a CUDA device, or as asked"
+        self._graphs: dict[Any, StackedGraph] = {}
+
+    @property
+    def num_data(self) -> int:
+        """N of the model that is called."""
+        return self.posteriors[self.largest].model.num_data
+
+    def __call__(self, batch: Any, plan: Plan) -> Outcomes:
+        given = tuple(self.draws()), batch, plan
+        told = self._captured(*given)
+        if told is None:
+            told = self._body(*given)
+        elbo, error, norm, finite = told.tolist()  # the one time that the host waits
+        return Outcomes(elbo, error, norm, [value > 0 for value in finite])
+
+    def _body(self, noise: Sequence[Noise], batch: Any, plan: Plan) -> Tensor:
+        """The step; ELBO, its error, the gradient's norm and whether all is finite: [4, M] in float64."""
+        elbo = self._gradients(noise, batch, plan)
+        norm = self.adam.norms()
+        finite = norm.isfinite() & elbo.isfinite().all(-1)
+        coefficient = (self.clip / norm.clamp(min=1e-30)).clamp(max=1.0)
+        self.adam.step(plan.rate, finite & (plan.active > 0), coefficient)
+        error = elbo.std(-1) / self.groups**0.5 if self.groups > 1 else torch.full_like(norm, nan)
+        return torch.stack([elbo.mean(-1), error, norm, finite.double()])
+
+    def _captured(self, *given: Any) -> Tensor | None:
+        """By a graph, on a GPU where the network allows; None where it has to be done otherwise."""
+        if self.reason is not None:
+            return None
+        key = key_of(given)
+        if key not in self._graphs:
+            if len(self._graphs) == GRAPHS:
+                return None
+            noise, batch, plan = given
+            try:
+                self._graphs[key] = StackedGraph(self._body, (noise, batch, plan._replace(active=0 * plan.active)))
+            except (RuntimeError, NotImplementedError) as error:  # what cannot be captured says so in many ways
+                torch.cuda.synchronize()
+                self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
+                self._graphs.clear()
+                return None
+        return self._graphs[key](*given)
+
+    def _gradients(self, noise: Sequence[Noise], batch: Any, plan: Plan) -> Tensor:
+        """Gradients of −elbo/N into `stack.rows`; the ELBO [M, groups] in float64."""
+        for rows in self.stack.rows.values():
+            rows.grad = None
+        with unread(), self.objective.posterior.network_mode():
+            fit, complexity = vmap(self.objective.at, randomness="error")(self.stack.views(), tuple(noise), batch)
+        fit = fit * plan.ratio.to(fit.dtype).unsqueeze(-1)
+        tempered = fit - plan.temperature.to(fit.dtype).unsqueeze(-1) * complexity
+        (-tempered.mean(-1) * plan.weight.to(fit.dtype)).sum().backward()
+        for rows in self.stack.rows.values():
+            if rows.grad is None:
+                rows.grad = torch.zeros_like(rows)
+        return (fit - complexity).detach().double()
+
+    def why_not(self, batch: Any, plan: Plan) -> str | None:
+        """Some members both ways, of the first and the last the gradients too: what speaks against it, or None."""
+        other = [torch.Generator(one.device).manual_seed(m) for m, one in enumerate(self.generators)]
+        noise = self._noise(self.calls, self.coupling, other, self.posteriors[0])()
+        try:
+            found = self._gradients(noise, batch, plan)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+            return f"vmap cannot run it: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
+        views = {name: x.detach() for name, x in self.stack.views().items()}
+        last = len(self.posteriors) - 1
+        for m in sorted({round(i * last / (PROVEN - 1)) for i in range(PROVEN)}):
+            own = {name: x[m].clone().requires_grad_(x.is_floating_point()) for name, x in views.items()}
+            one, rows = pytree.tree_map(lambda x, m=m: x[m], (tuple(noise), batch))
+            with unread(), self.objective.posterior.network_mode():
+                fit, complexity = self.objective.at(own, one, rows)
+            fit = fit * plan.ratio[m].to(fit.dtype)
+            if not _close(found[m], (fit - complexity).detach().double(), fit.dtype):
+                return "all at once gives other values than one by one"
+            if m in (0, last):
+                loss = (plan.temperature[m].to(fit.dtype) * complexity - fit).mean() * plan.weight[m].to(fit.dtype)
+                loss.backward()
+                wrong = [name for name in self.stack.places if not self._same_gradient(name, m, own[name].grad)]
+                if wrong:
+                    return f"all at once gives other gradients than one by one, of {', '.join(wrong)}"
+        return None
+
+    def _same_gradient(self, name: str, m: int, alone: Tensor | None) -> bool:
+        place = self.stack.places[name]
+        at_once = self.stack.rows[place.kind].grad
+        assert at_once is not None
+        return alone is None or _close(place.view(at_once[m]), alone, alone.dtype)
+
+
+def _close(a: Tensor, b: Tensor, kind: torch.dtype) -> bool:
+    tolerance = CLOSE * torch.finfo(kind).eps ** 0.5
+    size = b.where(b.isfinite(), 0.0).abs().max().item() if b.numel() else 0.0
+    return bool(torch.isclose(a.double(), b.double(), rtol=0.0, atol=tolerance * size, equal_nan=True).all())
+
+
+# --------------------------------------------------------------------------------------------------------------- noise
+
+
+def noise_calls(density: Density, groups: int, coupling: Coupling) -> tuple[list[tuple[int, int, int]], int]:
+    """(groups, P, K) of every call of the coupling that `draw` makes, of a mixture one for each part; and S."""
+    calls: list[tuple[int, int, int]] = []
+
+    def recorded(groups: int, P: int, K: int, *rest: Any, **more: Any) -> Noise:
+        calls.append((groups, P, K))
+        return coupling(groups, P, K, *rest, **more)
+
+    with torch.no_grad():
+        drawn = density.draw(groups, recorded, torch.Generator(density.mean.device).manual_seed(0))
+    return calls, len(drawn.weight)
+
+
+class AnyNoise:
+    """Of each member from its own generator, as its own draw would make it: [M, S, P], [M, S, K] for every call."""
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[int, int, int]],
+        coupling: Coupling,
+        generators: Sequence[torch.Generator],
+        like: PosteriorBase,
+    ):
+        self.calls, self.coupling, self.generators = calls, coupling, generators
+        self.dtype, self.device = like.space.dtype, like.device
+
+    def __call__(self) -> list[Noise]:
+        made = [list(self._member(generator)) for generator in self.generators]
+        return [Noise(*(torch.stack(side) for side in zip(*call, strict=True))) for call in zip(*made, strict=True)]
+
+    def _member(self, generator: torch.Generator) -> Iterator[Noise]:
+        for groups, P, K in self.calls:
+            yield self.coupling(groups, P, K, generator, self.dtype, self.device)
+
+
+class _PairedNoise(AnyNoise):
+    """Antithetic pairs, mirrored once for all members."""
+
+    def __call__(self) -> list[Noise]:
+        self.coupling: Callable[..., Noise] = naive
+        return [Noise(*(torch.stack([x, -x], dim=2).flatten(1, 2) for x in half)) for half in super().__call__()]

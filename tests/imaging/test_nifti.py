@@ -1,0 +1,146 @@
+"""NIfTI files: voxels as they are, affine and header kept, and what is refused."""
+
+import sys
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi import imaging
+
+AFFINE = np.array([[-1.5, 0.1, 0, 90], [0, 2.0, 0.2, -126], [0, -0.1, 3.0, -72], [0, 0, 0, 1]])
+
+
+def scan_file(folder, name="scan.nii.gz", shape=(6, 7, 8), kind=nibabel.Nifti1Image, dtype=np.int16):
+    """With all that a scanner writes: codes, units, scaling, an extension."""
+    values = np.random.default_rng(0).integers(0, 1000, shape).astype(dtype)
+    image = kind(values, AFFINE)
+    image.set_sform(AFFINE, code="scanner")
+    image.set_qform(AFFINE, code="scanner")
+    image.header.set_xyzt_units("mm", "sec")
+    image.header["cal_max"] = 900
+    image.header["descrip"] = b"a scanner's words"
+    image.header.extensions.append(nibabel.nifti1.Nifti1Extension("comment", b"kept"))
+    nibabel.save(image, folder / name)
+    return folder / name, values
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
+@pytest.mark.parametrize("name", ["scan.nii", "scan.nii.gz"])
+def test_affine_header_and_extensions_are_kept(tmp_path, kind, name):
+    path, values = scan_file(tmp_path, name, kind=kind)
+    scan = imaging.read_nifti(path)
+    np.testing.assert_array_equal(scan.values[0], values)
+    assert scan.name == "scan"
+    original = nibabel.load(path)
+    np.testing.assert_allclose(scan.spacing, nibabel.affines.voxel_sizes(AFFINE), rtol=1e-6)
+    written = nibabel.load(imaging.write_nifti(tmp_path / "new" / name, torch.rand(6, 7, 8), scan, "words"))
+    np.testing.assert_array_equal(written.affine, original.affine)
+    same = ("pixdim", "sform_code", "qform_code", "srow_x", "srow_y", "srow_z", "quatern_b", "qoffset_x", "xyzt_units")
+    for field in same:
+        np.testing.assert_array_equal(written.header[field], original.header[field], err_msg=field)
+    assert [one.get_content() for one in written.header.extensions] == [
+        one.get_content() for one in original.header.extensions
+    ]
+    assert type(written) is kind
+    assert written.get_data_dtype() == np.float32
+    assert bytes(written.header["descrip"]).rstrip(b"\0") == b"words"
+    assert float(written.header["cal_max"]) == 0  # the scan's window is not that of a map
+
+
+def test_scaling_of_the_header_is_applied(tmp_path):
+    image = nibabel.Nifti1Image(np.linspace(-1.0, 1.0, 24).reshape(2, 3, 4), np.eye(4))
+    image.set_data_dtype(np.int16)  # stored as whole numbers with a slope and an intercept
+    nibabel.save(image, tmp_path / "scan.nii")
+    scan = imaging.read_nifti(tmp_path / "scan.nii")
+    torch.testing.assert_close(scan.values[0], torch.linspace(-1, 1, 24).reshape(2, 3, 4), atol=1e-4, rtol=0)
+    again = imaging.read_nifti(imaging.write_nifti(tmp_path / "again.nii", scan.values[0], scan))
+    torch.testing.assert_close(again.values, scan.values, rtol=0, atol=0)
+
+
+def test_channels_are_the_last_axis_of_a_file(tmp_path):
+    path, values = scan_file(tmp_path, shape=(4, 5, 6, 3))
+    scan = imaging.read_nifti(path)
+    assert scan.values.shape == (3, 4, 5, 6)
+    np.testing.assert_array_equal(scan.values[2], values[..., 2])
+    written = imaging.write_nifti(tmp_path / "p.nii.gz", scan.values, scan)
+    assert nibabel.load(written).shape == (4, 5, 6, 3)
+
+
+@pytest.mark.parametrize(("top", "dtype"), [(3, np.uint8), (300, np.int16), (70000, np.int32)])
+def test_labels_stay_whole(tmp_path, top, dtype):
+    path, _ = scan_file(tmp_path)
+    scan, labels = imaging.read_nifti(path), torch.zeros(6, 7, 8, dtype=torch.long)
+    labels[1, 2, 3] = top
+    written = imaging.write_nifti(tmp_path / "label.nii.gz", labels, scan)
+    assert nibabel.load(written).get_data_dtype() == dtype
+    assert torch.equal(imaging.read_nifti(written).labels, labels)
+    mask = nibabel.load(imaging.write_nifti(tmp_path / "mask.nii.gz", labels > 0, scan))
+    assert mask.get_data_dtype() == np.uint8
+    assert mask.get_fdata().sum() == 1
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    path, _ = scan_file(tmp_path)
+    scan = imaging.read_nifti(path)
+    with pytest.raises(ValueError, match=r"the scan's \(6, 7, 8\) voxels.*got \(6, 7, 9\); was it resampled"):
+        imaging.write_nifti(tmp_path / "a.nii", torch.zeros(6, 7, 9), scan)
+    with pytest.raises(ValueError, match=r"ends in \.nii or \.nii\.gz, got a\.img"):
+        imaging.write_nifti(tmp_path / "a.img", torch.zeros(6, 7, 8), scan)
+    with pytest.raises(ValueError, match="expected one channel of whole numbers"):
+        _ = imaging.read_nifti(imaging.write_nifti(tmp_path / "p.nii", torch.rand(6, 7, 8), scan)).labels
+    with pytest.raises(FileNotFoundError):
+        imaging.read_nifti(tmp_path / "none.nii")
+    (tmp_path / "text.nii").write_text("no volume")
+    with pytest.raises(ValueError, match=r"text\.nii is no file that nibabel can read"):
+        imaging.read_nifti(tmp_path / "text.nii")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 5), np.float32), np.eye(4)), tmp_path / "flat.nii")
+    with pytest.raises(ValueError, match=r"expected numbers \[x, y, z\].*\(4, 5\)"):
+        imaging.read_nifti(tmp_path / "flat.nii")
+    nibabel.save(nibabel.MGHImage(np.zeros((4, 5, 6), np.float32), np.eye(4)), tmp_path / "brain.mgz")
+    with pytest.raises(TypeError, match="MGHImage, not NIfTI: convert it"):
+        imaging.read_nifti(tmp_path / "brain.mgz")
+    monkeypatch.setitem(sys.modules, "nibabel", None)
+    with pytest.raises(ImportError, match=r"structvi\[volumes\]"):
+        imaging.read_nifti(path)
+
+
+def test_from_a_file_to_maps_beside_it(tmp_path):
+    path, values = scan_file(tmp_path, "patient 7.nii.gz", shape=(10, 12, 9))
+    torch.manual_seed(0)
+    bayes = vi.variationalize(nn.Conv3d(1, 3, 3, padding=1), vi.likelihoods.Categorical(), vi.MeanField(), num_data=5)
+
+    def prepare(x):
+        return (x - 500) / 300
+
+    options = dict(tile=(8, 8, 8), margin=1, draws=4)
+    maps, files = imaging.predict_scan(
+        bayes,
+        path,
+        tmp_path / "out",
+        prepare=prepare,
+        names=["no", "liver", "lung"],
+        **options,
+        generator=torch.Generator().manual_seed(1),
+    )
+    volume = prepare(torch.from_numpy(values).float().unsqueeze(0))
+    pred = bayes.predict(volume.unsqueeze(0), 4, generator=torch.Generator().manual_seed(1))
+    assert sorted(files) == ["aleatoric", "epistemic", "label", "page", "probability"]
+    assert "liver" in files["page"].read_text()
+    assert files["label"].name == "patient 7_label.nii.gz"
+    expected = {
+        "label": pred.mean[0].argmax(0).unsqueeze(0).float(),
+        "probability": pred.mean[0],
+        "epistemic": pred.mutual_information,
+        "aleatoric": pred.expected_entropy,
+    }
+    for name, value in expected.items():
+        scan = imaging.read_nifti(files[name])
+        np.testing.assert_array_equal(scan.affine, nibabel.load(path).affine)
+        torch.testing.assert_close(scan.values, value, rtol=1e-5, atol=1e-6)
+    assert torch.equal(maps.label, imaging.read_nifti(files["label"]).labels)
+    with pytest.raises(ValueError, match="prepare must keep the voxels"):
+        imaging.predict_scan(bayes, path, tmp_path, prepare=lambda x: x[:, ::2], **options)

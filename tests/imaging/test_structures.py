@@ -1,0 +1,166 @@
+"""Dice, calibration and referral against counts by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi import imaging
+from structvi import likelihoods as lk
+from structvi.imaging.maps import Maps
+from structvi.imaging.structures import StructureMetrics
+
+
+def probabilities(n=3, C=3, side=5, seed=0):
+    p = 2 * torch.randn(n, C, side, side, side, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    p = p.softmax(1)
+    t = torch.multinomial(p.movedim(1, -1).reshape(-1, C), 1, generator=torch.Generator().manual_seed(seed + 1))
+    return p, t.reshape(n, side, side, side)
+
+
+def found_of(p, t, **options):
+    zeros = torch.zeros(p.shape[2:])
+    return imaging.structures_of(
+        [(Maps(a.float(), zeros, zeros, "classes"), b) for a, b in zip(p, t, strict=True)], **options
+    )
+
+
+def test_dice_expected_dice_and_volume_are_those_of_the_definitions():
+    p, t = probabilities()
+    found, label = found_of(p, t, names=["liver", "spleen"]), p.argmax(1)
+    for n in range(3):
+        for k, c in enumerate((1, 2)):
+            a, b = label[n] == c, t[n] == c
+            assert found.dice[n, k] == pytest.approx(2 * (a & b).sum().item() / (a.sum() + b.sum()).item())
+            expected = 2 * p[n, c][a].sum() / (a.sum() + p[n, c].sum())
+            assert found.expected_dice[n, k] == pytest.approx(expected.item(), rel=1e-6)
+            assert found.volume[n, k] == (a.sum() - b.sum()).item()
+    assert str(found).splitlines()[1].split()[:2] == ["liver", "3"]
+
+
+def test_what_is_expected_is_found_where_the_probabilities_are_true():
+    """Labels drawn from them; a Dice of 576 voxels has a standard deviation of about 0.015, the mean of six 0.006."""
+    found = found_of(*probabilities(side=12))
+    assert found.dice.mean() == pytest.approx(found.expected_dice.mean().item(), abs=0.03)
+
+
+def test_calibration_of_each_structure_is_over_voxels_that_speak_of_it():
+    p, t = probabilities(n=4)
+    found = found_of(p, t)
+    assert found.names == ("class 1", "class 2")
+    for k, c in enumerate((1, 2)):
+        own, hit = p[:, c].float().double().flatten(), (t == c).double().flatten()
+        some = own >= 0.01
+        bins = (own[some] * 15).long().clamp(max=14)
+        gap = torch.zeros(15, dtype=torch.float64).index_add(0, bins, own[some] - hit[some])
+        assert found.ece[k] == pytest.approx((gap.abs().sum() / some.sum()).item(), rel=1e-6)
+        assert found.missed[k] == pytest.approx((hit[~some].sum() / hit.sum()).item(), rel=1e-6)
+        assert found.reliability[k].count.sum() == some.sum()
+
+
+def test_a_structure_that_is_neither_there_nor_found_does_not_count():
+    p = torch.zeros(2, 3, 4, 4, 4)
+    p[:, 0] = 1.0
+    p[0, 0, 0], p[0, 1, 0] = 0.0, 1.0  # the first case has class 1 in one plane
+    t = p.argmax(1)
+    found = found_of(p, t)
+    assert found.dice[0, 0] == 1.0
+    assert found.dice.isnan().tolist() == [[False, True], [True, True]]
+    assert found.expected_dice.isnan().tolist() == [[False, True], [True, True]]
+    assert found.referral().share.tolist() == [0.0]  # of the one case that has any
+    assert found.ece.isnan().tolist() == [False, True]
+    vi.plots.reliability_diagram(found)
+    with pytest.raises(ValueError, match="no case has a structure"):
+        found_of(p[1:], t[1:]).referral()
+
+
+def made(dice, expected):
+    n = len(dice)
+    return StructureMetrics(
+        ("a",), torch.tensor(dice).unsqueeze(1), torch.tensor(expected).unsqueeze(1), torch.zeros(n, 1), torch.zeros(1),
+        torch.zeros(1), (), entropy=torch.tensor([float(n - i) for i in range(n)]), mutual_information=torch.zeros(n),
+    )  # fmt: skip
+
+
+def test_referral_hands_over_the_most_uncertain_first():
+    found = made([0.9, 0.5, 0.7, 0.3], [0.8, 0.6, 0.9, 0.2])
+    curve = found.referral()
+    assert curve.share.tolist() == pytest.approx([0.0, 0.25, 0.5, 0.75])
+    assert curve.dice.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.7])
+    assert curve.ideal.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.9])
+    by_entropy = found.referral("entropy")  # it falls from the first to the last
+    assert by_entropy.dice.tolist() == pytest.approx([0.6, 0.5, 0.5, 0.3])
+    with pytest.raises(ValueError, match="by must be expected_dice"):
+        found.referral("variance")
+
+
+def posterior(likelihood=None, channels=3):
+    torch.manual_seed(0)
+    net = nn.Conv2d(1, channels, 3, padding=1)
+    return vi.variationalize(net, likelihood or lk.Categorical(), vi.MeanField(initial_scale=0.5), num_data=9)
+
+
+def test_of_a_posterior_on_a_loader_is_that_of_its_maps():
+    bayes, x = posterior(), torch.randn(5, 1, 6, 7)
+    t = torch.randint(3, (5, 6, 7))
+    found = imaging.by_structure(
+        bayes, [(x[:2], t[:2]), (x[2:], t[2:])], draws=20, chunk=8, generator=torch.Generator().manual_seed(1)
+    )
+    maps = [
+        imaging.predict_maps(bayes, one, draws=20, chunk=8, generator=torch.Generator().manual_seed(1)) for one in x
+    ]
+    other = imaging.structures_of(zip(maps, t, strict=True))
+    for name in ("dice", "expected_dice", "volume", "ece", "missed", "entropy", "mutual_information"):
+        torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=1e-5, atol=1e-6)
+
+
+def test_voxels_without_a_label_are_left_out():
+    bayes, x = posterior(lk.Categorical(ignore_index=255)), torch.randn(2, 1, 6, 7)
+    t = torch.randint(3, (2, 6, 7))
+    whole = imaging.by_structure(bayes, [(x, t)], generator=torch.Generator().manual_seed(1))
+    masked = t.clone()
+    masked[:, 3:] = 255
+    found = imaging.by_structure(bayes, [(x, masked)], generator=torch.Generator().manual_seed(1))
+    same = imaging.by_structure(bayes, [(x, (t, masked != 255))], generator=torch.Generator().manual_seed(1))
+    assert not torch.equal(whole.dice, found.dice)
+    torch.testing.assert_close(found.dice, same.dice)
+    torch.testing.assert_close(found.entropy, same.entropy)
+
+
+def test_binary_channels_are_structures_of_their_own():
+    bayes, x = posterior(lk.Bernoulli(), 2), torch.randn(3, 1, 6, 7)
+    t = torch.randint(2, (3, 2, 6, 7)).float()
+    found = imaging.by_structure(bayes, [(x, t)], ["lesion", "vessel"], generator=torch.Generator().manual_seed(1))
+    p = bayes.predict(x, 16, generator=torch.Generator().manual_seed(1)).mean
+    a, b = p[0, 1] > 0.5, t[0, 1] == 1
+    assert found.dice[0, 1] == pytest.approx((2 * (a & b).sum() / (a.sum() + b.sum())).item())
+    one = imaging.predict_maps(posterior(lk.Bernoulli(), 1), x[0], draws=2)
+    assert one.label.shape == one.shape == (6, 7)
+    with_channel, without = (imaging.structures_of([(one, label)]) for label in (t[0, :1], t[0, 0]))
+    assert torch.equal(with_channel.dice, without.dice)
+    assert without.names == ("channel 0",)
+
+
+def test_labels_with_a_channel_axis_are_those_without():
+    p, t = probabilities()
+    assert torch.equal(found_of(p, t.unsqueeze(1).float()).dice, found_of(p, t).dice)
+
+
+def test_what_is_refused():
+    bayes = posterior()
+    x, t = torch.randn(2, 1, 6, 7), torch.randint(3, (2, 6, 7))
+    with pytest.raises(ValueError, match=r"3 names for 2 structures.*background \(0\)"):
+        imaging.by_structure(bayes, [(x, t)], ["a", "b", "c"])
+    assert imaging.by_structure(bayes, [(x, t)], ["a", "b", "c"], background=None).dice.shape == (2, 3)
+    with pytest.raises(ValueError, match="no case to evaluate"):
+        imaging.by_structure(bayes, [])
+    with pytest.raises(TypeError, match="labels of pixels"):
+        imaging.by_structure(posterior(lk.Gaussian(1.0)), [(x, torch.zeros(2, 3, 6, 7))])
+    numbers = imaging.predict_maps(posterior(lk.Gaussian(1.0)), x[0], draws=2)
+    assert (numbers.unit, numbers.mean.shape) == ("std", (3, 6, 7))
+    with pytest.raises(TypeError, match="of numbers"):
+        imaging.structures_of([(numbers, t[0])])
+    with pytest.raises(TypeError, match="have no label"):
+        _ = numbers.label
+    with pytest.raises(ValueError, match="differ in shape"):
+        imaging.structures_of([(imaging.predict_maps(bayes, x[0], draws=2), t[0, :3])])

@@ -1,0 +1,77 @@
+"""The log scale of a heteroscedastic head is bounded, smoothly: nothing that a draw does makes a fit fail."""
+
+from math import isfinite
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.models.likelihoods import Gaussian, StudentT
+from structvi.models.likelihoods.gaussian import BOUND, bounded
+from structvi.storing.describe import decode, encode
+
+
+def test_a_bound_is_smooth_odd_and_nothing_inside():
+    x = torch.linspace(-60, 60, 4801, dtype=torch.float64, requires_grad=True)
+    y = bounded(x, 8.0)
+    inside = x.detach().abs() <= 6
+    assert torch.equal(y[inside], x[inside])
+    assert torch.equal(y, -bounded(-x, 8.0))
+    assert float(y.detach().abs().max()) <= 8
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert bool((slope >= 0).all())
+    assert bool((slope <= 1).all())
+    # between neighbours, 0.025 apart, the slope changes by less than 0.025 times the largest curvature, 0.77/2
+    assert float(slope.diff().abs().max()) < 0.025 * 0.77 / 2
+
+
+@pytest.mark.parametrize("make", [Gaussian, StudentT])
+def test_no_output_of_a_network_has_an_infinite_density(make):
+    """Without a bound e^±1000 is zero or infinite."""
+    output = torch.tensor([[0.3, raw] for raw in (-1e3, -50.0, 50.0, 1e3)], requires_grad=True)
+    value = make("head")(output, torch.full((4, 1), 30.0))
+    assert bool(value.isfinite().all())
+    (gradient,) = torch.autograd.grad(value.sum(), output)
+    assert bool(gradient.isfinite().all())
+    drawn = make("head").distribution(output.detach().unsqueeze(0))
+    assert torch.allclose(drawn.log_prob(torch.full((1, 4, 1), 30.0)), value.detach().unsqueeze(0), rtol=1e-4)
+
+
+def test_moderate_scales_are_as_they_were():
+    output = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)) * 4
+    t = torch.zeros(50, 1)
+    expected = torch.distributions.Normal(output[:, :1], output[:, 1:].exp()).log_prob(t)
+    assert torch.allclose(Gaussian("head")(output, t), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_written_down():
+    """The usual bound is not: files and checkpoints from before it was there stay the same."""
+    assert "bound" not in Gaussian("head").config()
+    assert Gaussian("head", bound=7.0).config()["bound"] == 7.0
+    again = decode(encode(StudentT("head", bound=7.0)))
+    assert again.bound == 7.0
+    assert decode(encode(Gaussian("head"))).bound == BOUND
+    with pytest.raises(ValueError, match="bound must be a positive number"):
+        Gaussian("head", bound=-1.0)
+    with pytest.raises(ValueError, match='bound is for noise="head"'):
+        Gaussian("point", bound=3.0)
+
+
+@pytest.mark.parametrize("make", [Gaussian, StudentT])
+def test_tiny_noise_and_outliers_at_a_high_learning_rate(make):
+    """What boston and energy have: half of the targets next to exact, and some far off; no step is left out."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 3, generator=generator)
+    noise = torch.where(x[:, :1] > 0, 1e-5, 0.05) * torch.randn(120, 1, generator=generator)
+    t = x[:, :1].sin() + x[:, 1:2] + noise
+    t[::25] += torch.tensor([30.0, -40.0, 8.0, 20.0, -20.0]).unsqueeze(-1)
+    loader = DataLoader(TensorDataset(x, (t - t.mean()) / t.std()), batch_size=60, shuffle=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 30), nn.ReLU(), nn.Linear(30, 2))
+    bayes = vi.variationalize(net, make("head", bound=7.0), vi.MeanField(), vi.NormalPrior.fan_in(1.0))
+    result = bayes.fit(loader, steps=200, lr=0.05, progress=False, restarts=0)
+    assert not result.skipped
+    assert isfinite(result.elbo.value)
+    assert all(bool(x.isfinite().all()) for x in bayes.learned().values())

@@ -1,0 +1,48 @@
+"""The benchmarks of posteriors from the first step run, choose on validation data, and print tables."""
+
+import gzip
+import json
+
+import pytest
+
+from benchmarks import characters, from_scratch, from_scratch_tables
+
+
+def test_settings_are_read_and_named():
+    setting = from_scratch.Setting.read("method=map,lr=.01,average=0")
+    assert (setting.method, setting.lr, setting.average) == ("map", 0.01, False)
+    assert setting.name == "method=map-lr=0.01-average=False-seed=0"
+    with pytest.raises(ValueError, match="no setting 'rate'"):
+        from_scratch.Setting.read("rate=1")
+
+
+def test_from_scratch_runs_and_goes_on_from_its_folder(tmp_path, capsys):
+    runs = ";".join(f"method={name}" for name in ("sgd", "map", "mean_field", "rotated", "low_rank", "ivon"))
+    arguments = ["--quick", "--runs", runs, "--out", str(tmp_path)]
+    rows = from_scratch.main(arguments)
+    assert [row["method"] for row in rows] == ["sgd", "map", "mean_field", "rotated", "low_rank", "ivon"]
+    assert all("tempered" in row for row in rows)
+    assert all(row["gain"] == row["elbo"] - rows[2]["elbo"] + rows[2]["gain"] for row in rows[2:5])
+    assert from_scratch.main(arguments) == []
+    capsys.readouterr()
+    from_scratch.main(["--out", str(tmp_path), "--table"])
+    assert "mean_field" in capsys.readouterr().out
+    assert len(from_scratch_tables.read(tmp_path)) == 6
+
+
+def test_characters(tmp_path, capsys):
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "mnist").mkdir()
+    text = "to be or not to be, that is the question. " * 60
+    with gzip.open(tmp_path / "shakespeare/input.txt.gz", "wt") as file:
+        file.write(text)
+    (tmp_path / "mnist/README.md").write_text("the question is not there. " * 10)
+    out = tmp_path / "out"
+    arguments = ["--data", str(tmp_path), "--quick", "--out", str(out)]
+    rows = characters.main(arguments)
+    assert [row["method"] for row in rows] == ["adamw", "ours", "ivon"]
+    assert all(0 < row["loss"] < 4 for row in rows)  # 16 letters: log 16 = 2.8 without a thing learned
+    capsys.readouterr()
+    characters.main([*arguments[:2], "--out", str(out), "--table"])
+    assert capsys.readouterr().out.count("| ours soap |") == 1
+    assert len([json.loads(path.read_text()) for path in out.glob("*.json")]) == 3
