@@ -27,7 +27,9 @@ _TILE = 2048  # numbers of the factor that one program holds
 _DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
 
 
-def sums(log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor):
+def sums(
+    log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """s = exp(log s) [P]; and GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s in float64."""
     if len(epsilon) > _DRAWS:
         parts = [sums(log_scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)]
