@@ -64,7 +64,7 @@ class LogDensity:
 
     def __repr__(self) -> str:
         names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
-        return f"LogDensity({getattr(self.fn, '__name__', type(self.fn).__name__)} of {names}; P = {self.space.size})"
+        return f"LogDensity({name_of(self.fn)} of {names}; P = {self.space.size})"
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         check_theta(theta, self.space.without(fixed))
