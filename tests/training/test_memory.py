@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.training import step
-from structvi.training.memory import Need, activation_bytes, explain, need_of, there_is
+from structvi.training.memory import SHARE, Need, activation_bytes, explain, need_of, there_is
 
 N, D = 24, 3
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_what_would_fit_fits_and_one_more_does_not(there):
     for one in fitting:
         name = next(way for way in ways if way in one)
         n = int(one.split("batches of ")[1]) if name == "batches" else int(one.replace("rank ", "").split()[0])
-        assert ways[name](n).total() <= there < ways[name](n + 1).total()
+        assert ways[name](n).total() <= SHARE * there < ways[name](n + 1).total()
 
 
 def test_what_is_said_where_nothing_alone_fits_or_all_should():

@@ -17,6 +17,7 @@ from ..families.family import Family
 from ..families.forms import RelativeForm
 from ..objective import NonFiniteError
 from .coordinates import Limit
+from .large_mean import better_mean
 from .large_member import Member, Members
 from .large_model import Products, sound_directions, updated
 from .low_rank_matrix import LowRankMatrix, independent
@@ -306,6 +307,9 @@ class LargeSearch:
                 promises.append(promise / share)
                 left = abs(promise if averaged else promise / share)
                 if left < (ENOUGH * self.run.tolerance if not averaged else enough):
+                    covariance = at.member.precision().inverse()
+                    mean, more = better_mean(self.score, at.mean, covariance, self.noise, self.pairs)
+                    at, left = at._replace(mean=mean), left + more
                     break
                 if averaged or _is_noise(promises, elbos):
                     averaged += 1

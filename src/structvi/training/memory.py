@@ -15,6 +15,8 @@ from ..posterior import PosteriorBase
 
 #: Observations at which activations are counted: two, for batch norm needs more than one.
 _COUNTED = 2
+#: The share of the memory that what is said to fit may take: workspaces of matrix products and pieces take the rest.
+SHARE = 0.9
 
 
 class Need(NamedTuple):
@@ -141,7 +143,7 @@ def _what_fits(need: Need, there: int) -> str:
     fits = [
         way.format(best, best)
         for way, (most, changed) in ways.items()
-        if (best := _largest(most, lambda n, changed=changed: changed(n).total() <= there)) is not None
+        if (best := _largest(most, lambda n, changed=changed: changed(n).total() <= SHARE * there)) is not None
     ]
     if fits:
         return f"What would fit, each by itself: {'; '.join(fits)}."
