@@ -39,7 +39,7 @@ class _Classes(Likelihood):
         ignored = None if self.ignore_index is None else target == self.ignore_index
         labels = target if ignored is None else target.masked_fill(ignored, 0)
         wrong = None
-        if reads() or labels.device.type == "cpu":  # where to look costs no waiting
+        if reads():
             self._check_labels(labels, classes)
         else:
             wrong = (labels < 0) | (labels >= classes)
