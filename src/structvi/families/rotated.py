@@ -60,9 +60,7 @@ class RotatedDensity(Gaussian):
         with torch.no_grad():
             theta = self.basis(inner.draws.theta).requires_grad_()
 
-        def pull(
-            g: Tensor, g_q: Tensor, slope: Tensor | None = None
-        ) -> list[tuple[Tensor, Tensor | LowRankGradient]]:
+        def pull(g: Tensor, g_q: Tensor, slope: Tensor | None = None) -> list[tuple[Tensor, Tensor | LowRankGradient]]:
             return inner.pull(self.basis(g, back=True), g_q, slope)  # slope·θ turned back is slope·ξ
 
         return Detached(Draws(theta, inner.draws.weight), inner.log_q, pull, inner.squares)  # θ·θ = ξ·ξ

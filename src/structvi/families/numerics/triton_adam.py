@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_tiles
-
 TILE = 1024  # numbers of the factor that one program holds
 
 
@@ -36,7 +34,7 @@ def adam(
     block = max(16, TILE // triton.next_power_of_2(K))
     _adam[(triton.cdiv(P, block),)](
         factor, first, second, A.contiguous(), Z.contiguous(), step, lr, coefficient, make, P, *factor.stride(),
-        R=len(A), K=K, **_tiles(len(A), K), BLOCK=block,
+        R=len(A), K=K, KP=triton.next_power_of_2(K), BLOCK=block,
         BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), EPS=eps,
     )  # fmt: skip
 
@@ -63,16 +61,9 @@ def adam_family(
     _adam_family[(triton.cdiv(P, block),)](
         *factor, A.contiguous(), Z.contiguous(), *mean, to_mean.contiguous(), *scale, to_scale.contiguous(),
         coefficient, make, P, *factor.value.stride(),
-        R=len(A), K=K, **_tiles(len(A), K), BLOCK=block, ON_DEVICE=isinstance(factor.lr, Tensor),
+        R=len(A), K=K, KP=triton.next_power_of_2(K), BLOCK=block, ON_DEVICE=isinstance(factor.lr, Tensor),
         BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), EPS=eps,
     )  # fmt: skip
-
-
-def _tiles(R: int, K: int) -> dict[str, int]:
-    """Sides of the tiles of A and Z; for few rows none, and one row after the other."""
-    as_tiles = R >= triton_tiles.SERVES and 1 < K <= 64
-    padded = triton_tiles.padded
-    return {"RP": padded(R), "KP": padded(K)} if as_tiles else {"RP": 0, "KP": triton.next_power_of_2(K)}
 
 
 @triton.jit
@@ -99,15 +90,9 @@ def _adam_at(
 @triton.jit
 def _product(
     A, Z, p, k, inside, P,
-    R: tl.constexpr, K: tl.constexpr, RP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """AᵀZ at rows p: [BLOCK, KP]"""
-    if RP > 0:  # as tiles
-        row = tl.arange(0, RP)
-        at = row[:, None].to(tl.int64) * P + p[None, :]
-        a = tl.load(A + at, mask=(row < R)[:, None] & inside[None, :], other=0.0)
-        z = tl.load(Z + row[:, None] * K + k[None, :], mask=(row < R)[:, None] & (k < K)[None, :], other=0.0)
-        return tl.dot(tl.trans(a), z, input_precision="tf32x3")
     gradient = tl.zeros((BLOCK, KP), tl.float32)
     for row in tl.range(0, R, loop_unroll_factor=8):
         a = tl.load(A + row * P.to(tl.int64) + p, mask=inside, other=0.0)
@@ -119,7 +104,7 @@ def _product(
 @triton.jit
 def _adam(
     factor, first, second, A, Z, step, lr, coefficient, make, P, along, across,
-    R: tl.constexpr, K: tl.constexpr, RP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -128,7 +113,7 @@ def _adam(
     if tl.load(make) > 0:
         size, root = _adam_sizes(step, lr, True, LOG1, LOG2)
         at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-        gradient = _product(A, Z, p, k, inside, P, R, K, RP, KP, BLOCK) * tl.load(coefficient)
+        gradient = _product(A, Z, p, k, inside, P, R, K, KP, BLOCK) * tl.load(coefficient)
         mask = inside[:, None] & (k < K)[None, :]
         _adam_at(factor, first, second, at, mask, gradient, size, root, BETA1, BETA2, EPS)
 
@@ -139,7 +124,7 @@ def _adam_family(
     mean, mean_first, mean_second, mean_step, mean_lr, to_mean,
     scale, scale_first, scale_second, scale_step, scale_lr, to_scale,
     coefficient, make, P, along, across,
-    R: tl.constexpr, K: tl.constexpr, RP: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, ON_DEVICE: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, ON_DEVICE: tl.constexpr,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,7 +134,7 @@ def _adam_family(
         clip = tl.load(coefficient)
         size, root = _adam_sizes(step, lr, ON_DEVICE, LOG1, LOG2)
         at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-        gradient = _product(A, Z, p, k, inside, P, R, K, RP, KP, BLOCK) * clip
+        gradient = _product(A, Z, p, k, inside, P, R, K, KP, BLOCK) * clip
         mask = inside[:, None] & (k < K)[None, :]
         _adam_at(factor, first, second, at, mask, gradient, size, root, BETA1, BETA2, EPS)
         size, root = _adam_sizes(mean_step, mean_lr, ON_DEVICE, LOG1, LOG2)
