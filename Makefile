@@ -62,11 +62,12 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # wheel and sdist, checked; the wheel in a bare environment (core alone), README's first example there, in build/bare
-dist: setup
-	rm -rf dist build/bare build/tried
-	$(PIP_INSTALL) build twine
-	$(BIN)/python -m build --outdir dist .
-	$(BIN)/python -m twine check --strict dist/*
+dist:
+	rm -rf dist build/packing build/bare build/tried
+	$(PYTHON) -m venv build/packing
+	build/packing/bin/python -m pip install --quiet -c $(CONSTRAINTS) build twine
+	build/packing/bin/python -m build --outdir dist .
+	build/packing/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv build/bare
 	build/bare/bin/python -m pip install --quiet -c $(CONSTRAINTS) dist/*.whl
 	build/bare/bin/python -m pip check

@@ -73,7 +73,7 @@ def test_around_trained_networks():
     lines = str(result).splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("3 networks")
-    assert lines[3].startswith("next: mixture.predict")
+    assert lines[3].startswith("next: result.mixture.predict(x)")
     assert all(f"network {c}: placed" in result.details for c in range(3))
 
 
@@ -198,3 +198,11 @@ def test_what_is_no_mixture_of_networks():
         vi.NetworkMixture.of([net, net], vi.likelihoods.Categorical())
     with pytest.raises(TypeError, match="a list of posteriors"):
         vi.NetworkMixture([net])
+
+
+def test_a_mixture_without_held_out_data_says_how_its_members_ended():
+    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), vi.MeanField())
+    lines = str(mixture.fit(loader(), steps=2, progress=False)).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == "they ended: 3 too short"
+    assert lines[3].startswith("next: fit longer")

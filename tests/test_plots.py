@@ -82,29 +82,6 @@ def test_risk_coverage(make, label):
         plots.risk_coverage(bare.evaluate([(torch.zeros(3, 2), torch.zeros(3, 1))], draws=2))
 
 
-@pytest.mark.parametrize("make", [classifier_metrics, number_metrics])
-def test_referral(make):
-    metrics = make()
-    ax = plots.referral({"a": metrics, "b": metrics})
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b"]
-    share, value = ax.lines[0].get_data()
-    everything = int(np.argmin(share))
-    assert share[everything] == pytest.approx(0.0, abs=1e-6)
-    expected = metrics.rmse if metrics.accuracy is None else metrics.accuracy
-    assert value[everything] == pytest.approx(expected, rel=1e-5)  # nothing referred
-    _, own = plt.subplots()
-    assert plots.referral(metrics, ax=own) is own
-
-
-def test_referral_refuses_what_it_cannot_show():
-    with pytest.raises(ValueError, match="models of one kind"):
-        plots.referral({"a": classifier_metrics(), "b": number_metrics()})
-    with pytest.raises(ValueError, match="at least one"):
-        plots.referral({})
-    with pytest.raises(TypeError, match=r"posterior\.evaluate"):
-        plots.referral(torch.zeros(3))
-
-
 def test_temperature_path_returns_axes():
     x = torch.randn(60, 2, generator=seeded())
     t = (x[:, 0] > 0).long()

@@ -67,7 +67,7 @@ def try_extra(extra: str, bare: Path, folder: Path, constraints: Path) -> None:
     run(python, "-m", "pip", "install", "--quiet", "-c", constraints, f"structvi[{extra}]")
     run(python, "-m", "pip", "check")
     script = own.parents[2] / "bin" / "structvi"  # the bare environment's belongs to its own Python
-    script.write_text(f"#!{python}\nfrom structvi.cli import main\nmain()\n")
+    script.write_text(f"#!{python}\nfrom structvi.cli import main\nif __name__ == '__main__':\n    main()\n")
     script.chmod(0o755)
     run(python, "-c", TRIED[extra], cwd=home)
     print(f"structvi[{extra}]: installed, checked and tried", flush=True)

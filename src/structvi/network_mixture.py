@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log
@@ -21,7 +22,7 @@ from .posterior import NetworkMixtureBase, PosteriorBase
 from .predicting.calibration import calibrate
 from .predicting.metrics import evaluate
 from .predicting.predict import predict
-from .result import Result
+from .result import Result, Status
 from .storing.file import CheckpointError, opened, write
 from .storing.posterior_description import refusing
 from .storing.posterior_file import check_calibration
@@ -60,8 +61,9 @@ class MixtureResult(Result):
         lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
         lines.append(f"ELBO of part and weights: {self.elbo}")
         if self.held_out is not None:
-            lines.append(f"held-out log density: {self.held_out:.4f} nats")
-        return lines
+            return [*lines, f"held-out log density: {self.held_out:.4f} nats"]
+        ended = Counter(one.status for one in self.members)
+        return [*lines, "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items())]
 
     @property
     def details(self) -> str:
@@ -71,9 +73,9 @@ class MixtureResult(Result):
 
     @property
     def next_step(self) -> str:
-        if self.held_out is None:
-            return "mixture.predict(x), mixture.evaluate(test_loader); print(result.details) has each network's verdict"
-        return "mixture.predict(x), mixture.evaluate(test_loader); mixture.calibrate(other_loader) for calibration"
+        if any(one.status in (Status.IMPROVING, Status.TOO_SHORT) for one in self.members):
+            return "fit longer: print(result.details) has each network's verdict; result.mixture predicts and evaluates"
+        return "result.mixture.predict(x), .evaluate(test_loader), .calibrate(other_loader)"
 
 
 class NetworkMixture(NetworkMixtureBase):

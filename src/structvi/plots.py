@@ -1,6 +1,6 @@
 """Pictures of predictions and of how far they can be trusted; matplotlib is the extra "plots"."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -225,43 +225,6 @@ def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     ax.set_ylabel("mean squared error" if metrics.accuracy is None else "error rate")
     ax.set_xlim(0, 1)
     ax.set_ylim(bottom=0)
-    return finish(ax, loc="best")
-
-
-def referral(metrics: "Metrics | Mapping[str, Metrics]", ax: "Axes | None" = None) -> "Axes":
-    """Accuracy (of numbers the root mean squared error) on the rest, when the least certain share is referred.
-
-    Args:
-        metrics: of one model, or of several by name.
-        ax: where to draw; a new figure by default.
-
-    Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from structvi import likelihoods, variationalize
-        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
-        >>> metrics = bayes.evaluate([(torch.randn(9, 3), torch.zeros(9).long())])
-        >>> referral({"posterior": metrics}).get_ylabel()
-        'accuracy on the rest'
-    """
-    named = metrics if isinstance(metrics, Mapping) else {"": metrics}
-    if not named:
-        raise ValueError("referral needs metrics of at least one model, got none")
-    for one in named.values():
-        _check_metrics("referral", one)
-        if one.risk_coverage is None:
-            raise ValueError("these metrics have no risk–coverage curve: the likelihood gave no uncertainty of t")
-    labels = {one.accuracy is not None for one in named.values()}
-    if len(labels) > 1:
-        raise ValueError("referral shows models of one kind: got metrics of class labels and of numbers")
-    ax = axes_of(ax)
-    for name, one in named.items():
-        assert one.risk_coverage is not None
-        share, risk = 1 - one.risk_coverage.coverage.numpy(), one.risk_coverage.risk.numpy()
-        ax.plot(share, 1 - risk if True in labels else risk**0.5, linewidth=1.8, label=name or "least certain first")
-    ax.set_xlabel("share referred")
-    ax.set_ylabel("accuracy on the rest" if True in labels else "root mean squared error of the rest")
-    ax.set_xlim(0, 1)
     return finish(ax, loc="best")
 
 

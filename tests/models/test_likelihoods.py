@@ -466,6 +466,8 @@ BAD = [
     (lambda: Bernoulli()(Y, T + 0.5), ValueError, "labels must be whole numbers"),
     (lambda: Bernoulli()(Y, T + 2), ValueError, "labels run from 2 to 2"),
     (lambda: Bernoulli()(Y, T[:, 0]), ValueError, "they must be equal"),
+    (lambda: Bernoulli()(Y[:, :1], T[:, 0]), ValueError, r"targets as t\.unsqueeze\(-1\)"),
+    (lambda: Gaussian(1.0)(Y[:, 0], T[:, :1]), ValueError, r"targets as t\.squeeze\(-1\)"),
     (lambda: Poisson()(Y, T - 1), ValueError, "the target must hold counts"),
     (lambda: Poisson()(Y, T + 0.5), ValueError, "the target must hold counts"),
 ]

@@ -73,7 +73,7 @@ def test_a_normal_that_is_kept_is_the_one_that_was_placed(monkeypatch):
     for room in (2**27, 0):
         monkeypatch.setattr(candidates, "KEPT_NUMBERS", room)
         bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"))
-        found.append(bayes.fit(data, validation=data, progress=False).held_out)
+        found.append(bayes.fit(data, validation=loader((x, t)), progress=False).held_out)
     assert found[0] == found[1]
 
 

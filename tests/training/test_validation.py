@@ -140,3 +140,16 @@ def test_a_killed_fit_goes_on_with_its_held_out_data(tmp_path):
     again = begun().fit(loader(), resume=tmp_path, **options)
     assert again.held_out == whole.held_out
     assert torch.equal(again.history["held_out"].nan_to_num(0), whole.history["held_out"].nan_to_num(0))
+
+
+def test_data_that_are_fitted_are_no_held_out_data():
+    x = torch.randn(20, 2)
+    data = TensorDataset(x, x[:, :1])
+    train, again = DataLoader(data, batch_size=10, shuffle=True), DataLoader(data, batch_size=5)
+    bayes = vi.variationalize(nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField())
+    for seen in (train, again):
+        with pytest.warns(UserWarning, match="are the data that are fitted"):
+            bayes.fit(train, steps=2, validation=seen, progress=False)
+    halves = (torch.utils.data.SubsetRandomSampler(range(*ends)) for ends in ((0, 10), (10, 20)))
+    fitted, held_out = (DataLoader(data, batch_size=5, sampler=half) for half in halves)
+    bayes.fit(fitted, steps=2, validation=held_out, progress=False)  # no warning, which would be an error

@@ -42,6 +42,24 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
+def reduce_scatter(parts: list[Tensor]) -> Tensor:
+    """Σ over ranks of the part that has this rank's number; all parts have one shape."""
+    own = torch.empty_like(parts[0])
+
+    def summed() -> Tensor:
+        try:
+            dist.reduce_scatter(own, parts)
+        except RuntimeError as error:  # gloo of torch 2.6 has none, and says so before anything is sent
+            if "does not support reduce_scatter" not in str(error):
+                raise
+            whole = torch.stack(parts)
+            dist.all_reduce(whole)
+            return whole[dist.get_rank()]
+        return own
+
+    return collective(summed)
+
+
 def all_gather(x: Tensor) -> list[Tensor]:
     """x of every rank, all of one shape."""
     theirs = [torch.empty_like(x) for _ in range(dist.get_world_size())]

@@ -24,7 +24,7 @@ from ..families.numerics.algebra import half_log_det, project, sum_weights
 from ..families.numerics.fused import Sums, ratio
 from ..families.rows import Rows, Shard
 from ..posterior import PosteriorBase
-from .collectives import all_gather, all_reduce, collective, from_rank_0
+from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
 AnyPosterior = TypeVar("AnyPosterior", bound=PosteriorBase)
 
@@ -57,9 +57,7 @@ class _Gather(torch.autograd.Function):
         rows: Rows = ctx.rows
         whole = nn.functional.pad(gradient, (0, rows.most * dist.get_world_size() - rows.P))
         parts = [part.contiguous() for part in whole.split(rows.most, dim=-1)]
-        own = torch.empty_like(parts[0])
-        collective(lambda: dist.reduce_scatter(own, parts))
-        return own[:, : rows.stop - rows.start], None
+        return reduce_scatter(parts)[:, : rows.stop - rows.start], None
 
 
 class _Sum(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Any log density as a target."""
 
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from typing import Any
 
 from torch import Tensor
@@ -64,7 +65,8 @@ class LogDensity:
 
     def __repr__(self) -> str:
         names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
-        return f"LogDensity({getattr(self.fn, '__name__', type(self.fn).__name__)} of {names}; P = {self.space.size})"
+        own = self.fn.__name__ if isfunction(self.fn) else type(self.fn).__name__
+        return f"LogDensity({own} of {names}; P = {self.space.size})"
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         check_theta(theta, self.space.without(fixed))

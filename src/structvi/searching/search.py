@@ -246,6 +246,11 @@ class Search:
         at = self.around(normal, self.draws_of(S, CHECKED + level), full)
         return at is None or at.elbo < elbo - OVER_FITTED
 
+    def still_settled(self, normal: Normal) -> bool:
+        """Whether many draws at once promise next to nothing: rare ones that few do not meet may hold much noise."""
+        at = self.around(normal, self.draws_of(MAX_DRAWS, CHECKED + 1), full)
+        return at is not None and at.promise(stepped(at, full)) < AVERAGED / 2
+
     def on_fresh_draws(self, shape: Shape, stages: list[Normal], known: list[tuple[float, Normal]]) -> Found:
         """A full normal that fits any fixed draws too well, on draws that are new at every step."""
         S, enough = 2 * least_draws(self.space.size), LEFT * ENOUGH * self.tolerance
@@ -254,7 +259,7 @@ class Search:
             self.target, stages[-1] if best is None else best.normal,
             lambda step: self.draws_of(S, NEW + step), self.record_local, enough=enough, most=MOST_FRESH,
         )  # fmt: skip
-        settled = ended.left < enough
+        settled = ended.left < enough and self.still_settled(ended.normal)
         normal = ended.normal if settled else self.on_held_draws(ended.normal, known)
         return Found(shape.family(normal), ended.elbo, ended.left, settled)
 

@@ -183,7 +183,7 @@ def _result(
         notes.append("λ was chosen by held-out density; result.at_one is the family at λ = 1, the posterior itself")
     evaluation = model.evaluation
     return FitResult(
-        status=Status.PLACED, verdict=f"placed around the network: {kept.name}", elbo=elbo, kept=kept.name,
+        status=Status.PLACED, verdict=_verdict(kept), elbo=elbo, kept=kept.name,
         candidates={kept.name: elbo}, comparison=f"{GROUPS} groups of draws", history=History(), steps=0, epochs=0.0,
         temperature=kept.temperature, bound=posterior.family().bound, exact=posterior.device.type == "cpu",
         notes=notes, evaluation=str(evaluation), constant=read.log_likelihood,
@@ -191,6 +191,12 @@ def _result(
         network=None if network is None else network.mean,
         against_network=None if network is None or kept.held_out is None else kept.held_out.gain_over(network),
     )  # fmt: skip
+
+
+def _verdict(kept: Candidate) -> str:
+    if kept.name == NETWORK:
+        return "the network was kept: the held-out data prefer it to every posterior around it"
+    return f"placed around the network: {kept.name}"
 
 
 def _explain(kept: Candidate, options: FitOptions) -> str:

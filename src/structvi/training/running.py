@@ -30,7 +30,7 @@ from .progress import Progress
 from .restarts import again_if_stuck, folder
 from .result import FitResult
 from .temperature_path import fit_path
-from .validation import elements_of, split_off
+from .validation import elements_of, split_off, warn_of_seen
 
 
 def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions, label: str = "") -> FitResult:
@@ -46,6 +46,8 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
     if isinstance(options.validation, int | float):
         loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
         options = replace(options, validation=held_out, validation_groups=None)
+    elif options.validation is not None:
+        warn_of_seen(loader, options.validation)
     remember_choice(posterior, options)
     if options.temperature == "validated" and not options.is_around:
         assert options.validation is not None

@@ -1,5 +1,6 @@
 """Held-out data of a fit: split off where a fraction is asked for, watched while it runs, and used to choose."""
 
+import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -114,6 +115,24 @@ def narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
         except TypeError:
             return False
     return True
+
+
+def warn_of_seen(loader: Iterable[Any], held_out: Iterable[Any]) -> None:
+    """Where both give all of one data set: what is chosen is chosen by data that were fitted."""
+    whole = _whole(loader)
+    if loader is held_out or (whole is not None and whole is _whole(held_out)):
+        warnings.warn(
+            "validation= are the data that are fitted: on them the network looks better than it is, and every "
+            "posterior too wide. Give data that were held out of the training",
+            stacklevel=2,
+        )
+
+
+def _whole(loader: Iterable[Any]) -> Any:
+    """The data set that a loader gives all of; None where it may be a part."""
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        return loader.dataset
+    return None
 
 
 def elements_of(posterior: PosteriorBase, data: Iterable[Any]) -> float:

@@ -129,7 +129,12 @@ def check_output(name: str, output: Any) -> None:
 def check_same_shape(name: str, output: Any, target: Tensor) -> None:
     check_output(name, output)
     if output.shape != target.shape:
+        remedy = ""
+        if output.shape == (*target.shape, 1):
+            remedy = ": give targets as t.unsqueeze(-1)"
+        elif target.shape == (*output.shape, 1):
+            remedy = ": give targets as t.squeeze(-1)"
         raise ValueError(
             f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; "
-            "they must be equal (broadcasting would silently compare every output with every target)"
+            f"they must be equal (broadcasting would silently compare every output with every target){remedy}"
         )
