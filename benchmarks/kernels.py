@@ -97,18 +97,16 @@ def precision(data: Data) -> Iterator[Choice]:
 
 def adam(data: Data) -> Iterator[Choice]:
     from structvi.families.numerics import triton_adam
-    from structvi.families.numerics import triton_tiles as tiles
 
     first, second = torch.zeros_like(data.factor), torch.zeros_like(data.factor)
     step, lr, one = (torch.tensor(x, device=data.mean.device) for x in (1.0, 1e-3, 1.0))
 
-    def run(tile: int, as_tiles: bool) -> Any:
-        triton_adam.TILE, tiles.SERVES = tile, 1 if as_tiles else 10**6
+    def run(tile: int) -> Any:
+        triton_adam.TILE = tile
         triton_adam.adam(data.factor, first, second, data.g, data.z, step, lr, one, one, (0.9, 0.999), 1e-8)
 
-    for tile, as_tiles in product((512, 1024, 2048, 4096), (False, True)):
-        name = f"{tile} numbers, {'tiles' if as_tiles else 'one row after the other'}"
-        yield Choice(name, lambda t=tile, a=as_tiles: run(t, a))
+    for tile in (512, 1024, 2048, 4096):
+        yield Choice(f"{tile} numbers", lambda t=tile: run(t))
 
 
 #: name → choices, and the tensors that are read or written

@@ -141,3 +141,21 @@ def test_slices_of_the_weights_with_summed_sums_are_the_whole(recipe):
         )
         torch.testing.assert_close(theta, whole_theta[:, at])
         torch.testing.assert_close(value, whole)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_all_draws_at_once_give_what_one_after_the_other_gives(rank):
+    """A captured step in float64 takes them at once: nothing may be read by the host there."""
+    generator = torch.Generator().manual_seed(0)
+    S = 4
+    scale, unit = (0.5 + torch.rand(P, generator=generator, dtype=torch.float64) for _ in range(2))
+    factor = torch.randn(P, rank, generator=generator, dtype=torch.float64)
+    epsilon, g = (torch.randn(S, P, generator=generator, dtype=torch.float64) for _ in range(2))
+    u, g_q = (
+        torch.randn(S, rank, generator=generator, dtype=torch.float64),
+        torch.randn(S, generator=generator).double(),
+    )
+    one_by_one = fused._Slabs.back_covariance(scale, factor, unit, epsilon, u, u, g, g_q, g, g_q)
+    at_once = fused._back_at_once(scale, factor, unit, epsilon, u, g, g_q)
+    for got, expected in zip(at_once[:3], one_by_one[:3], strict=True):
+        close(got, expected, 1e-12)

@@ -254,6 +254,8 @@ class _Slabs:
         One draw after the other: a vector stays in the cache from one operation to the next, and none is made anew.
         """
         g = _sloped(g, theta, slope)
+        if g.is_cuda:
+            return _back_at_once(scale, factor, unit, epsilon, u, g, g_q)
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
         A = torch.empty_like(g) if K else g
@@ -310,6 +312,16 @@ class _Slabs:
             torch.mul(w, r, out=A[:S, at])
             torch.mul(y, -r, out=A[S:, at])
         return mean_gradient, scale_gradient, A, None
+
+
+def _back_at_once(
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, g: Tensor, g_q: Tensor
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """`back_covariance` of all draws together, of which the host reads nothing: for a captured step."""
+    t = torch.addcmul(epsilon, u @ factor.mT, unit / scale) if factor.shape[-1] else epsilon
+    pulled = torch.addcmul(g, t / scale, g_q.unsqueeze(-1), value=-1)
+    A = pulled * unit if factor.shape[-1] else g
+    return pulled.sum(0), (pulled * epsilon).sum(0) * scale, A, None
 
 
 def _products(a: Tensor, factor: Tensor) -> Iterable[Tensor | None]:
