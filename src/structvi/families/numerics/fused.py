@@ -259,7 +259,7 @@ class _Slabs:
         mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
         A = torch.empty_like(g) if K else g
-        cotangents = g_q if g_q.is_cuda else g_q.tolist()  # a GPU's numbers stay there: a captured step reads none
+        cotangents = g_q.tolist()
         for at in _slabs(scale):
             s, s0 = scale[at], unit[at]
             to_mean, to_scale = mean_gradient[at], scale_gradient[at]
@@ -269,10 +269,7 @@ class _Slabs:
                 e = epsilon[draw, at]
                 t = e if product is None else torch.addcmul(e, product, ratio)
                 own = pulled if draw else to_mean  # the first is where the sum begins
-                if g_q.is_cuda:
-                    torch.addcmul(g[draw, at], t / s, cotangents[draw], value=-1, out=own)
-                else:
-                    torch.addcdiv(g[draw, at], t, s, value=-cotangents[draw], out=own)
+                torch.addcdiv(g[draw, at], t, s, value=-cotangents[draw], out=own)
                 if K:
                     torch.mul(own, s0, out=A[draw, at])
                 if draw:
