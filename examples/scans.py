@@ -209,11 +209,12 @@ def main() -> None:
             maps.append(own)
         found = imaging.structures_of([(own, label) for own, (_, label) in zip(maps, parts[2], strict=True)], names)
         print(found)
-        curve = found.referral()
-        for share in (0.0, 0.25, 0.5):
-            at = int((curve.share - share).abs().argmin())
-            words = f"{100 * curve.share[at]:.0f} % of the cases referred"
-            print(f"{words}: mean Dice of the rest {curve.dice[at]:.3f} (worst first: {curve.ideal[at]:.3f})")
+        for by in ("expected_dice", "entropy", "mutual_information"):
+            curve = found.referral(by)
+            for share in (0.0, 0.25, 0.5):
+                at = int((curve.share - share).abs().argmin())
+                words = f"{100 * curve.share[at]:.0f} % of the cases referred by {by}"
+                print(f"{words}: mean Dice of the rest {curve.dice[at]:.3f} (worst first: {curve.ideal[at]:.3f})")
         worst = picture(parts[2], maps, found, options.out)
         print(f"most uncertain: {parts[2][worst][0].name}; wrote {options.out}", end="")
         print("" if options.folder is None else f", maps and pages in {folder}")
