@@ -136,10 +136,12 @@ class Approximation:
         before = self._search(mean, precision, TOLERANCE)
         return before - self._hop(mean, precision, before)
 
-    def near(self, normal: Normal) -> Normal:
-        """What the family is after `hop`."""
-        self.hop(normal)
-        return self.normal()
+    def near(self, normal: Normal, average: Normal) -> Normal:
+        """After `hop` for the normal what the family is, where that is another optimum; else its best for the average.
+
+        An average with the family's own precision would hide other optima.
+        """
+        return self.normal() if self.hop(normal) > SAME else self(average)
 
     def _hop(self, mean: Tensor, precision: Tensor, best: float) -> float:
         """Searches near the best, in which scales of a few numbers begin again between conditional and marginal."""

@@ -210,7 +210,7 @@ class Search:
                     continue
                 settled = True
                 if isinstance(shape, Approximation) and not few:
-                    stages.append(shape.near(averaged(at, full, min(most, share))))
+                    stages.append(shape.near(stepped(at, full), averaged(at, full, min(most, share))))
                 break
             if isinstance(shape, Whole) and at.noise > NOISY and not draws and S < MAX_DRAWS:
                 stages.append(at.normal)
