@@ -226,7 +226,7 @@ def test_members_are_independent_fits_and_a_mixture(tmp_path):
     assert torch.equal(*(one.predict(x, generator=torch.Generator().manual_seed(0)).mean for one in (again, mixture)))
     rows = list(held_out)  # shuffled anew at each reading: sums would be taken in another order
     metrics = [one.evaluate(rows, generator=torch.Generator().manual_seed(0)) for one in (again, mixture)]
-    assert metrics[0].nlpd == metrics[1].nlpd
+    assert metrics[0].nlpd == pytest.approx(metrics[1].nlpd, rel=1e-12)  # sums over memory that lies elsewhere
 
 
 def test_members_by_stacking_and_from_a_fraction():
