@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from works import ARCHITECTURES, FAMILIES, FEATURES, PAGE, cell, page, run, table
+from works import ARCHITECTURES, FAMILIES, FEATURES, NO_GPU, PAGE, cell, page, run, table
 
 CELLS = [(architecture, family) for architecture in ARCHITECTURES for family in FAMILIES]
 
@@ -51,5 +51,5 @@ def test_a_failure_is_named_with_its_reason():
     assert "| LSTM | vmap, no bfloat16 | vmap |" in text
     assert "- LSTM, MAP, bfloat16: no such kernel" in text
     assert "| GRU | does not fit | vmap |" in text
-    assert "Not run here" in page(results)
+    assert NO_GPU in page(results)
     assert "Run on: some GPU" in page(results, {"device": "some GPU", "results": results})
