@@ -17,7 +17,7 @@ from .families.family import Family
 from .front_door import Posterior, load, variationalize
 from .models.calibration import Calibration
 from .models.priors.base import Prior
-from .objective import Estimate
+from .objective import Estimate, NonFiniteError
 from .posterior import NetworkMixtureBase, PosteriorBase
 from .predicting.calibration import calibrate
 from .predicting.metrics import evaluate
@@ -36,6 +36,11 @@ from .training.together import fit_together
 from .training.validation import NETWORK
 
 KIND = "mixture of networks"
+#: of members that ended in different ways a mixture has the first of these
+WORST_FIRST = (
+    Status.DIVERGED, Status.STOPPED, Status.TOO_SHORT, Status.IMPROVING, Status.UNCLEAR, Status.NO_OPTIMUM,
+    Status.OVER_FITTED, Status.MISSED_MODES, Status.CONVERGED, Status.PLACED,
+)  # fmt: skip
 #: iterations of the search for weights, each of which gains
 ITERATIONS = 500
 
@@ -174,7 +179,9 @@ class NetworkMixture(NetworkMixtureBase):
         notes = [] if together is None else [_compared(together)]
         if weights == "stacked":
             notes.append("the weights were chosen on the held-out data: its log density above is optimistic")
-        status = results[0].status if len({one.status for one in results}) == 1 else min(one.status for one in results)
+        if together is None:
+            _check_members(results)
+        status = min((one.status for one in results), key=WORST_FIRST.index)
         return MixtureResult(
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results), notes=notes,
             members=results, weights=self.weights.tolist(), held_out=held_out, mixture=self,
@@ -201,6 +208,17 @@ class NetworkMixture(NetworkMixtureBase):
             tensors["scores"] = found.conformal.values
         description = {"kind": KIND, "networks": len(self.members)}
         write(folder / "mixture.safetensors", tensors, description | _described(found))
+
+
+def _check_members(results: Sequence[FitResult]) -> None:
+    """NonFiniteError where a member has diverged, as a fit by itself raises it."""
+    lost = [c for c, one in enumerate(results) if one.status is Status.DIVERGED]
+    if lost:
+        raise NonFiniteError(
+            f"of {len(results)} members these diverged: {', '.join(map(str, lost))} (counted from 0); "
+            f"{' '.join(results[lost[0]].notes) or results[lost[0]].verdict}. The others are fitted: make a mixture of "
+            "them alone, or fit again with a smaller lr="
+        )
 
 
 def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:

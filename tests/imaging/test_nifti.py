@@ -144,3 +144,22 @@ def test_from_a_file_to_maps_beside_it(tmp_path):
     assert torch.equal(maps.label, imaging.read_nifti(files["label"]).labels)
     with pytest.raises(ValueError, match="prepare must keep the voxels"):
         imaging.predict_scan(bayes, path, tmp_path, prepare=lambda x: x[:, ::2], **options)
+
+
+def test_large_labels_keep_their_values(tmp_path):
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 5, 6), np.int16), np.eye(4)), tmp_path / "a.nii")
+    like = imaging.read_nifti(tmp_path / "a.nii")
+    for value in (255, 256, 32767, 32768, 65535, 70000, -3):
+        labels = torch.zeros(4, 5, 6, dtype=torch.long)
+        labels[0, 0, 0] = value
+        assert torch.equal(imaging.read_nifti(imaging.write_nifti(tmp_path / "b.nii", labels, like)).labels, labels)
+    with pytest.raises(ValueError, match="32 bits"):
+        imaging.write_nifti(tmp_path / "b.nii", labels + 2**33, like)
+
+
+def test_a_voxel_that_is_no_number_is_no_label(tmp_path):
+    values = np.zeros((4, 5, 6), np.float32)
+    values[0, 0, 0] = np.nan
+    nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), tmp_path / "a.nii")
+    with pytest.raises(ValueError, match="whole numbers"):
+        _ = imaging.read_nifti(tmp_path / "a.nii").labels

@@ -55,6 +55,14 @@ def test_values_and_gradients_are_those_of_vmap(shared, shape, biased):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("shape", [(B,), (S,), (B, 2), (1,)])
+def test_a_bias_alone_that_is_drawn(shape):
+    (output, gradients), (expected, wanted) = (run("xW", shape, True, way) for way in (BatchedLinear, Nothing))
+    assert output.shape == (S, *shape, OUT)
+    for a, b in zip((output, *gradients), (expected, *wanted), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_weight_gradients_lie_as_the_weights_do():
     """That is what the copies were for."""
     _, (_, to_weight, _) = run("x", (B,), True, BatchedLinear)

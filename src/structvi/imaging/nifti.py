@@ -50,7 +50,7 @@ class Scan:
     def labels(self) -> Tensor:
         """The voxels of a file of one channel as class labels, [x, y, z] of integers."""
         whole = self.values.round()
-        if len(whole) != 1 or bool((self.values - whole).abs().max() > 1e-3):
+        if len(whole) != 1 or not bool((self.values - whole).abs().max() <= 1e-3):  # NaN is no whole number
             raise ValueError(
                 f"{self.path}: expected one channel of whole numbers, got {len(whole)} channels with values from "
                 f"{self.values.min():.4g} to {self.values.max():.4g}; resample labels with the nearest neighbour"
@@ -100,6 +100,12 @@ def read_nifti(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> S
     return Scan(tensor, np.array(image.affine), image.header.copy(), Path(path))
 
 
+def _holds(kind: type, array: np.ndarray) -> bool:
+    """Whether integers of this kind hold every value."""
+    limits = np.iinfo(kind)
+    return bool(limits.min <= array.min() and array.max() <= limits.max)
+
+
 def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan, words: str = "") -> Path:
     """Voxels into a file with the affine and header of a scan: codes, units and extensions are kept.
 
@@ -123,8 +129,10 @@ def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan
         )
     array = array.astype(np.uint8) if array.dtype == bool else array
     if array.dtype.kind in "iu":
-        smallest = np.min_scalar_type(array.max()) if array.min() >= 0 else np.dtype(np.int32)
-        array = array.astype(np.uint8 if smallest == np.uint8 else np.int16 if smallest == np.uint16 else np.int32)
+        kinds = [kind for kind in (np.uint8, np.int16, np.int32) if _holds(kind, array)]
+        if not kinds:
+            raise ValueError(f"labels must fit into 32 bits, got values from {array.min()} to {array.max()}")
+        array = array.astype(kinds[0])
     else:
         array = array.astype(np.float32)
     header = like.header.copy()

@@ -73,6 +73,7 @@ class _Linear(torch.autograd.Function):
         x, weight, bias = (one if at is None else one.movedim(at, 0) for one, at in given)
         if in_dims[1] is None:  # a layer that all draws share
             out = linear(x, weight)
+            out = out.unsqueeze(0) if in_dims[0] is None and bias is not None else out
         elif in_dims[0] is None:
             rows = x.reshape(-1, x.shape[-1])
             out = _Batched.apply(rows.expand(info.batch_size, *rows.shape), weight)

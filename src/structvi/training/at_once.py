@@ -25,7 +25,7 @@ from .options import FitOptions
 from .progress import Progress
 from .result import FitResult
 from .running import restarted, run_fit
-from .validation import split_off
+from .validation import split_off, warn_of_seen
 
 #: What is refused: it belongs to one fit.
 OF_ONE = ("checkpoint", "resume", "callback", "every")
@@ -145,6 +145,8 @@ def _prepared(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptio
     if isinstance(options.validation, int | float):
         loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
         options = replace(options, validation=held_out, validation_groups=None)
+    elif options.validation is not None:
+        warn_of_seen(loader, options.validation)
     remember_choice(posterior, options)
     batches = Batches(loader, options.seed, posterior.device)
     notes = set_num_data(posterior, batches) + unused_batch_norm(posterior)

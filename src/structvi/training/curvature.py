@@ -22,6 +22,7 @@ from ..couplings import naive
 from ..families.density import Density
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood
+from ..parameters import Parameters
 
 #: parts in which the data are seen: the relative standard error of a diagonal entry is √(2/PARTS), of a scale half
 PARTS = 512
@@ -43,12 +44,14 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def draws_of(density: Density, seed: int, at_once: int = 16) -> Callable[[], Iterator[Tensor]]:
-    """Draws θ [P] of q without end, from the same seed whenever they are asked for: the matrix is then E_q[JᵀHJ].
+def draws_of(density: Density, space: Parameters, seed: int, at_once: int = 16) -> Callable[[], Iterator[Tensor]]:
+    """Draws θ [P] of q without end, what is learned as a point with them, from the same seed whenever they are asked:
+    the matrix is then E_q[JᵀHJ].
 
     Example:
         >>> from structvi import MeanField, Parameters
-        >>> where = draws_of(MeanField().bind(Parameters({"z": torch.zeros(2)}))(), seed=0)
+        >>> space = Parameters({"z": torch.zeros(2)})
+        >>> where = draws_of(MeanField().bind(space)(), space, seed=0)
         >>> bool((next(where()) == next(where())).all())
         True
     """
@@ -56,7 +59,8 @@ def draws_of(density: Density, seed: int, at_once: int = 16) -> Callable[[], Ite
     def draws() -> Iterator[Tensor]:
         generator = torch.Generator(density.mean.device).manual_seed(seed)
         while True:
-            yield from density.draw(at_once, naive, generator).theta.detach()
+            drawn = density.draw(at_once, naive, generator)
+            yield from (space.join(drawn.theta, drawn.fixed) if drawn.fixed else drawn.theta).detach()
 
     return draws
 

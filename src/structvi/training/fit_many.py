@@ -54,12 +54,23 @@ def fit_many(
     """
     if len({id(one.net) for one in posteriors}) < len(posteriors):
         raise ValueError("two of the posteriors are of the same network: each fit has a network of its own")
+    learned = [id(parameter) for one in posteriors for parameter in one.parameters()]
+    if len(set(learned)) < len(learned):
+        raise ValueError(
+            "two of the posteriors share something that is learned, a likelihood's noise or a prior's scales: make a "
+            "likelihood and a prior for each"
+        )
     M = len(posteriors)
     same = len(loaders) if isinstance(loaders, list | tuple) and len(loaders) == M else None
     data = list(loaders) if same is not None else [loaders] * M
     own: dict[str, Sequence[Any]] = {"seed": range(M) if seeds is None else seeds, **(each or {})}
     if validation is not None:
-        own["validation"] = validation
+        if not isinstance(validation, int | float | list | tuple):
+            raise TypeError(
+                f"validation must be a list of the held-out data of each posterior, or a fraction for all, got "
+                f"{type(validation).__name__}"
+            )
+        own["validation"] = [validation] * M if isinstance(validation, int | float) else validation
     for name, values in own.items():
         if len(values) != M:
             raise ValueError(f"{name} must have one entry for each of the {M} posteriors, got {len(values)}")

@@ -105,12 +105,14 @@ class Together:
         streams = [generator.get_state() for generator in self.generators]
         feed = Feed(self.feed.batches, self.generators)
         everyone = [True] * len(self.members)
+        if self.feed.uneven and self.step.posteriors[0].model.user_forward is not None:
+            return "batches are of unequal sizes, and forward= alone knows what of them is the target"
         try:
             read = feed.read(everyone)
             if self.feed.uneven and read.padded < self.step.num_data:
                 read = with_masked_row(read)
-            return self.step.why_not(read.batch, self._plan(read, everyone)[0])
-        except (RuntimeError, ValueError, TypeError) as error:
+            return self.step.why_not(read.batch, self._plan(read, everyone)[0], read.rows)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             return f"their batches do not go together: {str(error).splitlines()[0][:200]}"
         finally:
             for one, generator, stream in zip(self.members, self.generators, streams, strict=True):

@@ -130,7 +130,9 @@ def with_masked_row(read: Read) -> Read:
     """The same with one row more, of which nothing counts."""
     if min(read.rows) < read.padded:
         return read
-    members = [pytree.tree_map(lambda x, m=m: x[m], read.batch) for m in range(len(read.rows))]
+    members = [
+        pytree.tree_map(lambda x, m=m: x[m] if isinstance(x, Tensor) else x, read.batch) for m in range(len(read.rows))
+    ]
     return _stacked(members, more=1)
 
 

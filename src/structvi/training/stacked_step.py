@@ -21,8 +21,6 @@ from .stacked_graph import StackedGraph, key_of
 CLOSE = 3.0
 #: graphs that are kept: one for each shape of batch
 GRAPHS = 8
-#: members whose values are looked at one by one, evenly spread over all
-PROVEN = 8
 
 
 class Plan(NamedTuple):
@@ -167,24 +165,39 @@ class StackedStep:
                 rows.grad = torch.zeros_like(rows)
         return (fit - complexity).detach().double()
 
-    def why_not(self, batch: Any, plan: Plan) -> str | None:
-        """Some members both ways, of the first and the last the gradients too: what speaks against it, or None."""
+    def why_not(self, batch: Any, plan: Plan, counts: Sequence[int]) -> str | None:
+        """What speaks against it, or None: each member beside its own network on its own rows, of the first and last
+        the gradients too. Networks may differ in what no parameter shows, and padded rows may change the others.
+
+        Args:
+            batch: of all members, padded.
+            plan: of the step.
+            counts: of each member, the rows that are its own.
+        """
         other = [torch.Generator(one.device).manual_seed(m) for m, one in enumerate(self.generators)]
         noise = self._noise(self.calls, self.coupling, other, self.posteriors[0])()
         try:
             found = self._gradients(noise, batch, plan)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+            IndexError,
+            KeyError,
+            AttributeError,
+        ) as error:
             return f"vmap cannot run it: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         views = {name: x.detach() for name, x in self.stack.views().items()}
         last = len(self.posteriors) - 1
-        for m in sorted({round(i * last / (PROVEN - 1)) for i in range(PROVEN)}):
+        for m, posterior in enumerate(self.posteriors):
             own = {name: x[m].clone().requires_grad_(x.is_floating_point()) for name, x in views.items()}
-            one, rows = pytree.tree_map(lambda x, m=m: x[m], (tuple(noise), batch))
-            with unread(), self.objective.posterior.network_mode():
-                fit, complexity = self.objective.at(own, one, rows)
-            fit = fit * plan.ratio[m].to(fit.dtype)
+            one = pytree.tree_map(lambda x, m=m: x[m], tuple(noise))
+            alone = pytree.tree_map(lambda x, m=m: x[m][: counts[m]] if isinstance(x, Tensor) else x, batch)
+            with unread(), posterior.network_mode():
+                fit, complexity = Objective(posterior, self.groups, self.objective.estimator).at(own, one, alone)
             if not _close(found[m], (fit - complexity).detach().double(), fit.dtype):
-                return "all at once gives other values than one by one"
+                return "all at once gives other values than each with its own network on its own rows"
             if m in (0, last):
                 loss = (plan.temperature[m].to(fit.dtype) * complexity - fit).mean() * plan.weight[m].to(fit.dtype)
                 loss.backward()

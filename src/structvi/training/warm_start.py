@@ -152,7 +152,7 @@ def settle(
     best, kept = _objective(posterior, batches, temperature, seed), copied(family.state_dict())
     for k in range(1, rounds + 1):
         with posterior.network_mode():
-            where = draws_of(family(), seed + k)
+            where = draws_of(family(), model.space, seed + k)
             found = curvature_of(posterior, laplace.theta, batches, seed + k, takes_directions(posterior), where)
         new = found.diagonal / temperature + pi
         diagonal = (diagonal * new).sqrt()
