@@ -91,6 +91,8 @@ def test_what_is_shared_and_validation_of_no_use_are_refused():
     shared = [vi.variationalize(nn.Linear(3, 1), likelihood, vi.MeanField()) for _ in range(2)]
     with pytest.raises(ValueError, match="share something that is learned"):
         vi.fit_many(shared, [loader(20), loader(20)], steps=2, progress=False)
+    with pytest.raises(ValueError, match="share something that is learned"):
+        vi.NetworkMixture(shared).fit(loader(20), steps=2, progress=False)
     made = posteriors([nn.Linear(3, 1), nn.Linear(3, 1)])
     with pytest.raises(TypeError, match="validation must be a list"):
         vi.fit_many(made, [loader(20), loader(20)], validation=loader(20), steps=2, progress=False)

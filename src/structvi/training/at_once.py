@@ -59,6 +59,12 @@ def fit_each(
             raise ValueError(
                 f"{name}= is for one fit, and these are {len(posteriors)}: fit one after another, each with its own"
             )
+    learned = [id(parameter) for one in posteriors for parameter in one.parameters()]
+    if len(set(learned)) < len(learned) and not options[0].is_around:
+        raise ValueError(
+            "two of the posteriors share something that is learned, a likelihood's noise or a prior's scales: make a "
+            "likelihood and a prior for each"
+        )
     results: list[FitResult | None] = [None] * len(posteriors)
     for members, reason in _groups(posteriors, options, at_once):
         chosen = [(posteriors[m], loaders[m], options[m]) for m in members]

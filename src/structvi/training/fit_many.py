@@ -54,12 +54,6 @@ def fit_many(
     """
     if len({id(one.net) for one in posteriors}) < len(posteriors):
         raise ValueError("two of the posteriors are of the same network: each fit has a network of its own")
-    learned = [id(parameter) for one in posteriors for parameter in one.parameters()]
-    if len(set(learned)) < len(learned):
-        raise ValueError(
-            "two of the posteriors share something that is learned, a likelihood's noise or a prior's scales: make a "
-            "likelihood and a prior for each"
-        )
     M = len(posteriors)
     same = len(loaders) if isinstance(loaders, list | tuple) and len(loaders) == M else None
     data = list(loaders) if same is not None else [loaders] * M
