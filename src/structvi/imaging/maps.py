@@ -98,8 +98,8 @@ def predict_maps(
     Args:
         posterior: of a network from [B, channels, ..] to outputs [B, .., ..] of the same spatial shape.
         volume: [channels, ..].
-        tile, margin, pad: as in `predict_tiles`; without a tile the whole volume at once. With `pad` an axis shorter than a
-            tile is padded by its border voxels, also for a network that could do without.
+        tile, margin, pad: as in `predict_tiles`; without a tile the whole volume at once. With `pad` an axis
+            shorter than a tile is padded by its border voxels, also for a network that could do without.
         draws, **options: as in `predict_tiles`: coupling, chunk, generator and the others.
 
     Example:
