@@ -43,6 +43,8 @@ DRAWS, PASSES, FEWEST = 8, 0.4, 64
 #: passes that Jacobians of held-out rows may take, and the rows that are seen nevertheless: a row takes a forward pass
 #: and a backward pass for each output
 EXACT_PASSES, FEWEST_EXACT = 1.0, 300
+#: nats by which what is kept may be worse than the network, with a chance of 5 % at most
+HARM = 0.01
 #: numbers of normals that are kept once they are made
 KEPT_NUMBERS = 2**27
 
@@ -202,15 +204,18 @@ class Rule:
     Spread makes predictions less sure. A network that is too sure gains by it, and the widest posterior that is as good
     as the best is taken. One that is not sure enough loses, by how much is hard to see on few data: there a
     posterior is taken only where it gains half a standard error over the network.
+
+    Of few held-out rows chance makes the best, and the widest within a margin of it may be a bad one. So a posterior is
+    as good only if held-out data say with 95 % that it is not more than `harm` nats worse than the network.
     """
 
-    def __init__(self, network: Candidate, is_too_sure: bool):
-        self.alone, self.is_too_sure = network, is_too_sure
+    def __init__(self, network: Candidate, is_too_sure: bool, harm: float):
+        self.alone, self.is_too_sure, self.harm = network, is_too_sure, harm
         assert network.held_out is not None
         self.network = network.held_out
 
     def is_good(self, one: Candidate, best: HeldOut) -> bool:
-        if one.held_out is None:
+        if one.held_out is None or one.held_out.least_gain_over(self.network) < -self.harm:
             return False
         if self.is_too_sure:
             return as_good(one.held_out, best)
@@ -316,7 +321,7 @@ def chosen(
     candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()))
     # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
     open_prior = "prior" in posterior.left_open
-    rule = Rule(alone, not open_prior or is_too_sure)
+    rule = Rule(alone, is_too_sure, HARM) if open_prior else Rule(alone, is_too_sure=True, harm=inf)
     Measuring(arounds, held_out, options, rule)(candidates)
     candidates = [one for one in candidates if one.held_out is not None]
     return rule.best(candidates) if options.keep == "best" else rule.widest(candidates), alone, candidates

@@ -1,0 +1,161 @@
+"""How often the default call ends worse than its network, by the number of held-out rows.
+
+    python -m benchmarks.never_worse [--seeds 4] [--first 0] [--out FILE.json] [--quick]
+    python -m benchmarks.never_worse --merge FILE.json ..
+
+Eight simulated tables, four kinds of network (with batch norm and dropout, or plain; trained to the end, or stopped
+early), three sizes of the held-out set. Each is fitted with one call, by the rule and without its bound on harm; gains
+in log density over the network are of 4,000 rows used for nothing. The noise of a regression's network is the
+one that suits the held-out rows best, as for the posterior.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Sequence
+from math import inf, log, pi
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.training import candidates
+
+#: rows, inputs, classes, share of random labels, distance of the clusters
+CLASSES = ((200, 13, 3, 0.0, 1.5), (300, 10, 2, 0.0, 1.0), (400, 30, 2, 0.02, 0.7), (1000, 20, 2, 0.1, 0.7),
+           (600, 10, 3, 0.2, 1.5), (1500, 10, 5, 0.0, 1.2))  # fmt: skip
+#: rows and noise of Friedman's first function
+REGRESSIONS = ((300, 1.0), (1000, 3.0))
+HELD_OUT, TEST, EPOCHS = (40, 100, 250), 4000, 40
+HARM = candidates.HARM
+
+
+def tables(seed: int):
+    """Name, whether labels, inputs, targets, and the rows that are trained on."""
+    more, generator = max(HELD_OUT) + TEST, torch.Generator().manual_seed(seed)
+    for n, inputs, classes, noise, distance in CLASSES:
+        # two clusters a class, each a normal of its own shape; half of the inputs say nothing
+        told, rows = inputs // 2, n + more
+        centres = distance * torch.randn(2 * classes, told, generator=generator)
+        shapes = torch.randn(2 * classes, told, told, generator=generator) / told**0.5
+        cluster = torch.randint(2 * classes, (rows,), generator=generator)
+        x = torch.randn(rows, inputs, generator=generator)
+        x[:, :told] = centres[cluster] + (shapes[cluster] @ x[:, :told, None]).squeeze(2)
+        other = torch.randint(classes, (rows,), generator=generator)
+        t = torch.where(torch.rand(rows, generator=generator) < noise, other, cluster % classes)
+        yield f"{classes} classes, {n} rows", True, (x - x[:n].mean(0)) / x[:n].std(0), t, n
+    for n, noise in REGRESSIONS:
+        x = torch.rand(n + more, 8, generator=generator)
+        t = 10 * torch.sin(pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5).square() + 10 * x[:, 3] + 5 * x[:, 4]
+        t = (t + noise * torch.randn(n + more, generator=generator)).unsqueeze(1)
+        yield f"regression, {n} rows", False, (x - 0.5) * 12**0.5, (t - t[:n].mean()) / t[:n].std(), n
+
+
+def trained(x: Tensor, t: Tensor, is_labels: bool, with_norm: bool, stopped: bool, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    width, layers = x.shape[1], []
+    for _ in range(2):
+        layers += [nn.Linear(width, 64), *([nn.BatchNorm1d(64)] if with_norm else []), nn.ReLU()]
+        layers += [nn.Dropout(0.1)] if with_norm else []
+        width = 64
+    net = nn.Sequential(*layers, nn.Linear(64, int(t.max()) + 1 if is_labels else 1))
+    loss = nn.functional.cross_entropy if is_labels else nn.functional.mse_loss
+    watched = len(x) // 5 if stopped else 0
+    optimizer = torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=1e-2)
+    best, state = inf, None
+    for _ in range(EPOCHS):
+        net.train()
+        for inputs, target in DataLoader(TensorDataset(x[watched:], t[watched:]), 32, shuffle=True, drop_last=True):
+            optimizer.zero_grad()
+            loss(net(inputs), target).backward()
+            optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            now = float(loss(net(x[:watched]), t[:watched])) if stopped else inf
+        if now < best:
+            best, state = now, copy.deepcopy(net.state_dict())
+    if state is not None:
+        net.load_state_dict(state)
+    return net
+
+
+@torch.no_grad()
+def density_of(net: nn.Module, is_labels: bool, test: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor]) -> float:
+    """The network's own log density of the test rows."""
+    if is_labels:
+        return -float(nn.functional.cross_entropy(net(test[0]), test[1]))
+    squares = [float((net(x) - t).square().mean()) for x, t in (test, held_out)]
+    return -0.5 * (squares[0] / squares[1] + log(2 * pi * squares[1]))
+
+
+def gain(net: nn.Module, is_labels: bool, train, held_out, test, harm: float) -> tuple[float, bool]:
+    """Of the default call over the network, and whether that was kept."""
+    candidates.HARM = harm
+    likelihood = vi.likelihoods.Categorical() if is_labels else vi.likelihoods.Gaussian("point")
+    bayes = vi.variationalize(net, likelihood)
+    loaders = [DataLoader(TensorDataset(*part), 50) for part in (train, held_out)]
+    result = bayes.fit(loaders[0], validation=loaders[1], progress=False)
+    found = bayes.predict(test[0], draws=64, generator=torch.Generator().manual_seed(0)).log_prob(test[1])
+    return float(found.mean()) - density_of(net, is_labels, test, held_out), result.kept == "the network"
+
+
+def runs(seeds: Sequence[int], quick: bool) -> list[dict]:
+    found = []
+    for seed in seeds:
+        for name, is_labels, x, t, n in tables(seed):
+            for with_norm in (True, False):
+                for stopped in (False, True):
+                    net = trained(x[:n], t[:n], is_labels, with_norm, stopped, seed)
+                    rest = n + max(HELD_OUT)
+                    for rows in HELD_OUT[:1] if quick else HELD_OUT:
+                        parts = [(x[a:b], t[a:b]) for a, b in ((0, n), (n, n + rows), (rest, None))]
+                        for harm in (HARM, inf):
+                            value, kept = gain(net, is_labels, *parts, harm)
+                            one = dict(table=name, seed=seed, norm=with_norm, stopped=stopped, rows=rows,
+                                       bound=harm < inf, gain=value, kept=kept)  # fmt: skip
+                            found.append(one)
+                            print(json.dumps(one), flush=True)
+            if quick:
+                break
+    return found
+
+
+def table(found: list[dict]) -> str:
+    lines = ["| held-out rows | networks | rule | runs | more than 0.01 worse | mean gain | worst | network kept |"]
+    lines.append("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for rows in sorted({one["rows"] for one in found}):
+        for stopped, kind in ((False, "trained to the end"), (True, "stopped early")):
+            for bound, rule in ((False, "without the bound"), (True, "default")):
+                own = [one for one in found if (one["rows"], one["stopped"], one["bound"]) == (rows, stopped, bound)]
+                if own:
+                    gains = torch.tensor([one["gain"] for one in own])
+                    kept = 100 * sum(one["kept"] for one in own) / len(own)
+                    share = 100 * (gains < -0.01).double().mean()
+                    cells = f"{rows} | {kind} | {rule} | {len(own)} | {share:.1f} %"
+                    lines.append(f"| {cells} | {gains.mean():+.4f} | {gains.min():+.4f} | {kept:.0f} % |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--out", type=Path, help="a JSON file for the runs")
+    parser.add_argument("--merge", type=Path, nargs="+", help="print the table of files made before")
+    parser.add_argument("--quick", action="store_true", help="one table, one size")
+    args = parser.parse_args(arguments)
+    if args.merge:
+        found = [one for file in args.merge for one in json.loads(file.read_text())]
+    else:
+        found = runs(range(args.first, args.first + args.seeds), args.quick)
+        if args.out:
+            args.out.write_text(json.dumps(found))
+    text = table(found)
+    print(text)
+    return text
+
+
+if __name__ == "__main__":
+    main()
