@@ -1,11 +1,17 @@
 """What has to be known before a fit: N, batch norm that has seen no data, on which data choices are made."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 from ..models.batch import batch_size
+from ..networks.mixed_precision import check_precision
 from ..posterior import BATCH_NORMS, PosteriorBase
 from ..predicting.cases import fingerprint
 from ..result import Status
 from .batches import Batches
 from .options import FitOptions
+from .validation import split_off, warn_of_seen
 
 
 def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
@@ -18,6 +24,26 @@ def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
     for name in ("checkpoint", "resume"):
         if getattr(options, name) is not None:
             raise ValueError(f"{name}= is for fits of many steps: a posterior is placed around a network without steps")
+
+
+def held_out_of(loader: Iterable[Any], options: FitOptions) -> tuple[Iterable[Any], FitOptions]:
+    """The data that are fitted, and options whose held-out data are a loader: the rows of a fraction change sides."""
+    if isinstance(options.validation, int | float):
+        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
+        return loader, replace(options, validation=held_out, validation_groups=None)
+    if options.validation is not None:
+        warn_of_seen(loader, options.validation)
+    return loader, options
+
+
+def with_held_out(
+    posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
+) -> tuple[Iterable[Any], FitOptions]:
+    """`held_out_of`, remembered by the posterior; where a precision is refused, nothing has changed."""
+    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
+    loader, options = held_out_of(loader, options)
+    remember_choice(posterior, options)
+    return loader, options
 
 
 def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
