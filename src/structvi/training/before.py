@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from ..models.batch import batch_size
 from ..networks.mixed_precision import check_precision
 from ..posterior import BATCH_NORMS, PosteriorBase
@@ -11,7 +14,8 @@ from ..predicting.cases import fingerprint
 from ..result import Status
 from .batches import Batches
 from .options import FitOptions
-from .validation import split_off, warn_of_seen
+from .seen import warn_of_seen
+from .validation import split_off
 
 
 def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
@@ -20,6 +24,11 @@ def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
         raise ValueError(
             "fit without epochs= and steps= places a posterior around the network, and this one was fitted before: "
             "give epochs= to go on, or variationalize the network again"
+        )
+    if posterior.space.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: "
+            "net.float(), and precision= for the network's own arithmetic"
         )
     for name in ("checkpoint", "resume"):
         if getattr(options, name) is not None:
@@ -96,21 +105,33 @@ def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
     return words
 
 
-def unused_batch_norm(posterior: PosteriorBase) -> list[str]:
-    """Layers frozen at the statistics they were made with do not normalise."""
-    if posterior.batch_norm == "reestimated":
-        return []
-    unused = [
-        name
-        for name, module in posterior.net.named_modules()
-        if isinstance(module, BATCH_NORMS)
-        and module.running_mean is not None
-        and module.running_var is not None
-        and bool((module.running_mean == 0).all() and (module.running_var == 1).all())
-    ]
-    if not unused:
-        return []
-    return [
-        f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not normalise; "
-        'train the network first, or variationalize with batch_norm="reestimated"'
-    ]
+def notes_on_network(posterior: PosteriorBase) -> list[str]:
+    """Batch norm that does not do what it does in training, and weights that are not those it is linearised at."""
+    notes = []
+    if posterior.batch_norm != "reestimated":
+        layers = {name: one for name, one in posterior.net.named_modules() if isinstance(one, BATCH_NORMS)}
+        without = [name for name, one in layers.items() if one.running_mean is None or one.running_var is None]
+        unused = [name for name, one in layers.items() if name not in without and _has_seen_nothing(one)]
+        if unused:
+            notes.append(
+                f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not "
+                'normalise; train the network first, or variationalize with batch_norm="reestimated"'
+            )
+        if without:
+            notes.append(
+                f"batch norm keeps no running statistics in {', '.join(without)}: a row's output depends on its batch, "
+                "in predictions too; train the network with track_running_stats=True, or with GroupNorm"
+            )
+    model = posterior.model
+    if model.linearised_at is not None and "linearise" not in posterior.left_open:
+        present = {name: p.detach() for name, p in posterior.net.named_parameters() if name in model.net_space}
+        if not torch.equal(model.net_space.ravel(present), model.linearised_at):
+            notes.append(
+                "the network's weights are no longer those at which it was linearised, and the posterior is that of "
+                "the old ones: after more training variationalize it again"
+            )
+    return notes
+
+
+def _has_seen_nothing(layer: nn.Module) -> bool:
+    return bool((layer.running_mean == 0).all() and (layer.running_var == 1).all())  # pyright: ignore

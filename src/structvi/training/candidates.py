@@ -190,10 +190,24 @@ def network_alone(arounds: Sequence[Around], held_out: Reread) -> tuple[Candidat
         for one in arounds:
             one.noise.set(factor)
         density, is_too_sure = of_networks([one.network for one in arounds], held_out)
+        _check_known(density)
         found.append(Candidate(NETWORK, None, linearised, 1.0, factor, density, density.mean))
     for one in arounds:
         one.noise.set(1.0)
     return max(found, key=lambda one: one.density), is_too_sure
+
+
+def _check_known(density: HeldOut) -> None:
+    """ValueError where held-out data say nothing of a network."""
+    if not float(density.count.sum()):
+        raise ValueError(
+            "validation= has no observation: every label is masked or ignored. Give held-out data with labels"
+        )
+    if unknown := int(density.total.isnan().sum()):
+        raise ValueError(
+            f"the network's log density is NaN for {unknown} of the {len(density.total)} rows of validation=, and "
+            "nothing can be chosen by it. Is there NaN in their inputs or targets? Leave these rows out, or mask them"
+        )
 
 
 class Rule:
@@ -265,7 +279,7 @@ class Measuring:
         networks = [one.network for one in self.arounds]
         outputs = outputs_of(*networks[0], networks[0][0].model.split(self.first())[0])
         found = of_mixed_normals(
-            networks, normals, self.few(EXACT_PASSES, 1 + 2 * outputs, FEWEST_EXACT), self.options.seed
+            networks, normals, self.few(EXACT_PASSES, 1 + 2 * int(outputs), FEWEST_EXACT), self.options.seed
         )
         for one, density in zip(candidates, found, strict=True):
             one.measured(density, self.network)
@@ -301,7 +315,7 @@ class Measuring:
     def is_exact(self, posterior: PosteriorBase) -> bool:
         if posterior.model.user_forward is not None or not isinstance(posterior.family(), Gaussian):
             return False
-        if posterior.batch_norm == "reestimated" or posterior.dropout == "on":
+        if posterior.mixes_rows or posterior.dropout == "on":
             return False
         inputs = posterior.model.split(self.first())[0]
         return outputs_of(posterior, self.arounds[0].laplace.theta, inputs) <= FEW_OUTPUTS

@@ -1,6 +1,5 @@
 """Held-out data of a fit: split off where a fraction is asked for, watched while it runs, and used to choose."""
 
-import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -23,6 +22,11 @@ FEW_DRAWS = 8
 #: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales
 NETWORK, NARROW = "the network", 1e-3
 PREFERRED = "the held-out data prefer the network: the posterior is a narrow normal around it"
+
+UNKNOWN = (
+    "the held-out log density is not finite under any candidate, and the ELBO has chosen: is there NaN in inputs or "
+    "targets of validation=?"
+)
 
 
 class Watch:
@@ -71,8 +75,12 @@ class Choice:
         learned: Mapping[str, Tensor],
         keep: str,
         trained: Tensor | None,
+        otherwise: str,
     ) -> str:
-        """The name of the state that is kept; "the network" where the posterior has been placed at it."""
+        """The name of the state that is kept; "the network" where the posterior has been placed at it.
+
+        Where the held-out data say nothing it is `otherwise`.
+        """
         widths = {}
         for name, values in states.items():
             assign(learned, values)
@@ -85,6 +93,9 @@ class Choice:
             self.held_out[NETWORK] = watch.of(posterior)
             self.notes.append(PREFERRED)
             return NETWORK
+        if best == -inf:
+            self.notes.append(UNKNOWN)
+            return otherwise
         if keep == "best":
             return max(self.held_out, key=lambda name: self.held_out[name].mean)
         leader = max(self.held_out.values(), key=lambda one: one.mean)
@@ -115,24 +126,6 @@ def narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
         except TypeError:
             return False
     return True
-
-
-def warn_of_seen(loader: Iterable[Any], held_out: Iterable[Any]) -> None:
-    """Where both give all of one data set: what is chosen is chosen by data that were fitted."""
-    whole = _whole(loader)
-    if loader is held_out or (whole is not None and whole is _whole(held_out)):
-        warnings.warn(
-            "validation= are the data that are fitted: on them the network looks better than it is, and every "
-            "posterior too wide. Give data that were held out of the training",
-            stacklevel=2,
-        )
-
-
-def _whole(loader: Iterable[Any]) -> Any:
-    """The data set that a loader gives all of; None where it may be a part."""
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler | SequentialSampler):
-        return loader.dataset
-    return None
 
 
 def elements_of(posterior: PosteriorBase, data: Iterable[Any]) -> float:
