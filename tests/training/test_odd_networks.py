@@ -119,6 +119,45 @@ def test_batch_norm_without_running_statistics_sees_whole_batches():
         bayes.output_moments(X)
 
 
+def test_a_network_that_is_kept_predicts_as_it_does_where_there_is_no_noise():
+    """Data made by the network itself: a thousandth of its weights is far more than the noise."""
+    net = Numbers("[B, 1]")
+    train, held_out = loaders(t=net(X).detach())
+    bayes, result = placed(net, vi.likelihoods.Gaussian("point"), train, held_out)
+    assert result.kept == "the network"
+    found = bayes.evaluate(held_out, draws=64, generator=torch.Generator().manual_seed(0)).nlpd
+    assert found == pytest.approx(-result.network, abs=0.02)
+
+
+class Frozen(nn.Module):
+    """A backbone that is kept from learning in forward, and weights that nothing uses."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.backbone, self.head, self.unused = way, nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 3)
+
+    def forward(self, x):
+        if self.way == "no_grad":
+            with torch.no_grad():
+                features = self.backbone(x).tanh()
+        else:
+            features = self.backbone(x).tanh()
+        return self.head(features.detach() if self.way == "detach" else features)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "detach"])
+def test_weights_that_no_gradient_reaches_are_named(way):
+    train, _ = loaders()
+    bayes = vi.variationalize(Frozen(way), vi.likelihoods.Categorical(), vi.MeanField())
+    with pytest.warns(UserWarning, match=r"depends on backbone.weight, backbone.bias, but no gradient"):
+        bayes.fit(train, steps=2, progress=False)
+    for quiet in (Frozen("plain"), Frozen(way)):
+        quiet.backbone.requires_grad_(quiet.way == "plain")
+        bayes = vi.variationalize(quiet, vi.likelihoods.Categorical(), vi.MeanField())
+        bayes.fit(train, steps=2, progress=False)  # a warning would be an error
+
+
 class Stream(IterableDataset):
     def __init__(self, *rows):
         self.rows = rows

@@ -96,7 +96,7 @@ def _placed(
     kept: Candidate,
     network: HeldOut | None,
 ) -> FitResult:
-    around.place_kept(kept)
+    around.place_kept(kept, batches.everything(1))
     posterior = around.posterior
     if kept.name == NETWORK:
         notes, candidates = [*notes, PREFERRED], [*candidates, kept] if candidates else []

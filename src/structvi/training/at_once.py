@@ -14,7 +14,7 @@ from ..models.likelihoods import Likelihood
 from ..posterior import BATCH_NORMS, PosteriorBase
 from .averaging import assign, copied
 from .batches import Batches
-from .before import notes_on_network, set_num_data, with_held_out
+from .before import notes_before, with_held_out
 from .begin import begin, leave, may_restart
 from .fingerprint import form_of
 from .loop import Run
@@ -146,7 +146,7 @@ class Prepared(NamedTuple):
 def _prepared(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions) -> Prepared:
     loader, options = with_held_out(posterior, loader, options)
     batches = Batches(loader, options.seed, posterior.device)
-    notes = set_num_data(posterior, batches) + notes_on_network(posterior)
+    notes = notes_before(posterior, batches, options)
     begun = copied(posterior.outside_family()) if may_restart(posterior, options, None) else None
     before = copied(posterior.learned())
     run = begin(posterior, batches, options, Ranks(None), None)

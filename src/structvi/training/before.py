@@ -15,6 +15,7 @@ from ..result import Status
 from .batches import Batches
 from .options import FitOptions
 from .seen import warn_of_seen
+from .unreached import warn_of_unreached
 from .validation import split_off
 
 
@@ -62,6 +63,14 @@ def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
     if options.validation is not None:
         assert not isinstance(options.validation, int | float)  # it has been split off
         posterior.chosen_on = fingerprint(Batches(options.validation, options.seed).everything())
+
+
+def notes_before(posterior: PosteriorBase, batches: Batches, options: FitOptions) -> list[str]:
+    """N is set; what there is to say of it and of the network, and a warning of weights that cannot be learned."""
+    notes = set_num_data(posterior, batches) + notes_on_network(posterior)
+    if options.estimator != "log_q" or options.is_around:  # which needs no gradient of the network
+        warn_of_unreached(posterior, batches)
+    return notes
 
 
 def set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:

@@ -1,7 +1,7 @@
 """What may be placed around a trained network, how each candidate does on held-out data, and which is kept."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
@@ -159,13 +159,13 @@ class Around:
         curvature = candidate.temperature * candidate.noise**2
         laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
 
-    def place_kept(self, kept: Candidate) -> None:
-        """What is kept: the network as a normal so narrow that its predictions are the network's own."""
+    def place_kept(self, kept: Candidate, batches: Iterable[Any]) -> None:
+        """What is kept: the network as a normal so narrow that its predictions, of a batch, are the network's own."""
         if kept.name != NETWORK:
             self.place(kept)
             return
         self.place(replace(kept, width=WIDTHS[0] if "prior" in self.posterior.left_open else None))
-        narrowed(*self.network)
+        narrowed(*self.network, batches)
 
     def normal(self, candidate: Candidate) -> Gaussian:
         """That of a candidate, kept if there is room, and the noise that goes with it set."""

@@ -20,7 +20,7 @@ from . import checkpoints
 from .around import fit_around
 from .averaging import copied
 from .batches import Batches, Reread
-from .before import check_around, notes_on_network, set_num_data, with_held_out
+from .before import check_around, notes_before, with_held_out
 from .begin import begin, leave, may_restart
 from .held_mean import fit_around_held_mean
 from .loop import Run
@@ -55,7 +55,7 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
             if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
                 batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
             found = None if options.resume is None else fit_checkpoint.latest(options.resume)
-            notes = set_num_data(posterior, batches) + notes_on_network(posterior)
+            notes = notes_before(posterior, batches, options)
             if options.is_around:
                 posterior.last_fit = fit_around(posterior, batches, options, notes)
                 return posterior.last_fit

@@ -6,7 +6,7 @@ from typing import Any
 from ..posterior import PosteriorBase
 from .around import Together, fit_around_together
 from .batches import Batches
-from .before import check_around, notes_on_network, remember_choice, set_num_data
+from .before import check_around, notes_before, remember_choice
 from .options import FitOptions
 
 
@@ -26,7 +26,7 @@ def fit_together(posteriors: Sequence[PosteriorBase], loader: Iterable[Any], opt
         check_around(posterior, options)
         remember_choice(posterior, options)
         batches = Batches(loader, options.seed + c, posterior.device)
-        members.append((posterior, batches, set_num_data(posterior, batches) + notes_on_network(posterior)))
+        members.append((posterior, batches, notes_before(posterior, batches, options)))
     together = fit_around_together(members, options)
     for posterior, result in zip(posteriors, together.members, strict=True):
         posterior.last_fit = result

@@ -19,8 +19,9 @@ from .held_out import DRAWS, HeldOut, of_network, of_posterior
 MARGIN = 0.005
 #: draws while the fit runs
 FEW_DRAWS = 8
-#: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales
-NETWORK, NARROW = "the network", 1e-3
+#: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales:
+#: the first at which predictions are the network's own
+NETWORK, NARROW = "the network", (1e-3, 1e-5, 1e-7, 1e-9)
 PREFERRED = "the held-out data prefer the network: the posterior is a narrow normal around it"
 
 UNKNOWN = (
@@ -89,7 +90,8 @@ class Choice:
         if trained is not None:
             self.network = watch.of_network(posterior, trained)
         best = max(self.held_out.values(), key=lambda one: one.mean).mean
-        if self.network is not None and self.network.mean > best + MARGIN and narrowed(posterior, trained):
+        prefers = self.network is not None and self.network.mean > best + MARGIN
+        if prefers and trained is not None and narrowed(posterior, trained, watch.batches):
             self.held_out[NETWORK] = watch.of(posterior)
             self.notes.append(PREFERRED)
             return NETWORK
@@ -115,16 +117,22 @@ def width_of(posterior: PosteriorBase) -> float:
         return float(0.5 * density.variance.double().log().mean()) if density.has_density else -inf
 
 
-def narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
-    """Place the posterior so near to the network that predictions are its own; False where its family cannot be."""
-    if trained is None:
-        return False
-    space = posterior.space
-    with torch.no_grad():
-        try:
-            posterior.family.place(space.unravel(trained), space.unravel(NARROW * space.scale))
-        except TypeError:
-            return False
+def narrowed(posterior: PosteriorBase, trained: Tensor, batches: Iterable[Any]) -> bool:
+    """Place the posterior so near to the network that predictions are its own; False where its family cannot be.
+
+    Where there is hardly any noise a thousandth of a weight is not near: what is near is seen on the first of some
+    batches, by log densities within half of `MARGIN`.
+    """
+    space, first = posterior.space, [next(iter(batches))]
+    network = of_network(posterior, trained, first).mean
+    for narrow in NARROW:
+        with torch.no_grad():
+            try:
+                posterior.family.place(space.unravel(trained), space.unravel(narrow * space.scale))
+            except TypeError:
+                return False
+        if of_posterior(posterior, first, 0, FEW_DRAWS).mean >= network - MARGIN / 2:
+            break
     return True
 
 

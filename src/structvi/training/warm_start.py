@@ -212,18 +212,21 @@ def with_residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[A
         return theta
     named = dict(model.space.unravel(theta.clone()))
     network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}
-    square, count = 0.0, 0
+    square, size, count = 0.0, 0.0, 0
     for batch in batches:
         output, target = model.call(network, batch)
         t, mask = split_mask(target)
-        residual = (t - output).double() if mask is None else (t - output)[mask].double()
-        square, count = square + float(residual.square().sum()), count + residual.numel()
+        residual, y = (t - output, output) if mask is None else ((t - output)[mask], output[mask])
+        square, count = square + float(residual.double().square().sum()), count + residual.numel()
+        size += float(y.double().square().sum())
     if not isfinite(square):
         raise ValueError(
             f"the residuals of the network on its training data are not finite, their squares add up to {square}: is "
             "there NaN in inputs or targets? Leave these rows out, or mask them"
         )
-    log_noise = 0.5 * log(max(square / max(count, 1), torch.finfo(theta.dtype).tiny))
+    # residuals smaller than an output's own rounding say nothing of the noise
+    rounding = torch.finfo(theta.dtype).eps ** 2 * size
+    log_noise = 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))
     if likelihood.noise == "point":
         likelihood.log_noise.fill_(log_noise)
         return theta
