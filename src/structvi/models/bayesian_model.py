@@ -90,9 +90,7 @@ class BayesianModel(nn.Module):
             if forward is not None:
                 raise ValueError("give keys= or forward=, not both: forward= takes what it wants of a batch itself")
         _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
-        self.net = net
-        self.likelihood = likelihood
-        self.prior = prior
+        self.net, self.likelihood, self.prior = net, likelihood, prior
         self._num_data: int | None = None
         #: whether a fit took N from its loader: another fit then takes that of its own
         self.num_data_of_loader = False
