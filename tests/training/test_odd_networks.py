@@ -232,6 +232,8 @@ def test_rows_that_are_fitted_are_found_in_subsets_and_copies():
         with pytest.warns(UserWarning, match=words):
             bayes.fit(train, steps=2, validation=held_out, progress=False)
     bayes.fit(train, steps=2, validation=[(X[40:], T[40:])], progress=False)  # a warning would be an error
+    few = TensorDataset(X[:4].repeat(10, 1), T[:4].repeat(10))  # a table of four different rows
+    bayes.fit(DataLoader(few, 20), steps=2, validation=[(X[:4], T[:4])], progress=False)
 
 
 def test_a_stream_is_evaluated():

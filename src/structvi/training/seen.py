@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from ..predicting.cases import fingerprint, share_in
+from ..predicting.cases import case_hashes
 from .batches import Batches
 from .samplers import reachable
 
 #: of data in memory so many rows are looked at, 10 µs each
 MOST_ROWS = 50_000
 #: the share of held-out cases that stand among those that are fitted, input and target alike, from which on they are
-#: called copies: of tables with few different rows some are equal by chance
-COPIES = 0.5
+#: called copies; not of data of which fewer than `DIFFERENT` of the rows are different: there they are equal by chance
+COPIES, DIFFERENT = 0.5, 0.9
 
 
 def warn_of_seen(loader: Iterable[Any], held_out: Iterable[Any]) -> None:
@@ -57,8 +57,12 @@ def _share_of_copies(loader: Iterable[Any], held_out: Iterable[Any]) -> float | 
     """Of data in memory the share of held-out cases that are fitted too, where most are."""
     if not all(_in_memory(one) for one in (loader, held_out)):
         return None
-    fitted, held = (fingerprint(Batches(one, 0).everything()) for one in (loader, held_out))
-    share = share_in(held, fitted)
+    fitted, held = (
+        [code for batch in Batches(one, 0).everything() for code in case_hashes(batch)] for one in (loader, held_out)
+    )
+    if len(set(fitted)) < DIFFERENT * len(fitted):
+        return None
+    share = len(set(held) & set(fitted)) / max(1, len(set(held)))
     return share if share >= COPIES else None
 
 
