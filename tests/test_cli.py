@@ -49,31 +49,40 @@ def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
     assert len(err.splitlines()) < 10
 
 
-def test_a_folder_that_cannot_be_written_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(
-        "structvi.studies.paper.run.compute", lambda *_: pytest.fail("computed before the folder was tried")
-    )
+#: commands that write into a folder, and what each computes
+WRITERS = [
+    (("reproduce", "table1"), "structvi.studies.paper.run.compute"),
+    (("check", "--quick"), "structvi.studies.is_it_bayesian.suite.run_named"),
+    (("check", "--at-scale"), "structvi.studies.is_it_bayesian.at_scale.run"),
+]
+
+
+@pytest.mark.parametrize(("command", "computes"), WRITERS)
+def test_a_folder_that_cannot_be_written_is_refused(monkeypatch, capsys, tmp_path, command, computes):
+    monkeypatch.setattr(computes, lambda *_, **__: pytest.fail("computed before the folder was tried"))
     (tmp_path / "file").write_text("")
-    code, _, err = run(monkeypatch, capsys, "reproduce", "table1", "--out", str(tmp_path / "file"))
+    code, _, err = run(monkeypatch, capsys, *command, "--out", str(tmp_path / "file"))
     assert code == 2
     assert "cannot write to" in " ".join(err.split())
 
 
-def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path):
-    def interrupted(*_):
+@pytest.mark.parametrize(("command", "computes"), WRITERS)
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path, command, computes):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("structvi.studies.paper.run.compute", interrupted)
-    code, _, err = run(monkeypatch, capsys, "reproduce", "table1", "--out", str(tmp_path))
+    monkeypatch.setattr(computes, interrupted)
+    code, _, err = run(monkeypatch, capsys, *command, "--out", str(tmp_path))
     assert code == 130
     assert "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_in_use_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("structvi.studies.paper.run.compute", lambda *_: pytest.fail("computed"))
+@pytest.mark.parametrize(("command", "computes"), WRITERS)
+def test_a_folder_in_use_is_refused(monkeypatch, capsys, tmp_path, command, computes):
+    monkeypatch.setattr(computes, lambda *_, **__: pytest.fail("computed"))
     with folder_lock(tmp_path, "structvi reproduce"):
-        code, _, err = run(monkeypatch, capsys, "reproduce", "figure1", "--out", str(tmp_path))
+        code, _, err = run(monkeypatch, capsys, *command, "--out", str(tmp_path))
     assert code == 2
     assert "in use by this process" in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err

@@ -37,6 +37,15 @@ def test_no_local_link_is_broken():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_every_file_that_the_architecture_names_is_there():
+    """By its path in the package, or by its name where the folder was named before it."""
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src/structvi").rglob("*.*")}
+    there |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    named = re.findall(r"`([\w/]+\.(?:py|js))`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 100
+    assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)] == []
+
+
 @pytest.mark.parametrize("example", ["quickstart", "flow"])
 def test_an_example_draws_its_picture(example, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")

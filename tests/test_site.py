@@ -16,8 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.browser import browse, needs_browser
+
 ROOT = Path(__file__).parents[1]
-CHROMIUM = shutil.which("chromium")
 #: put into a copy of a page: what a reader sees, as JSON in the title
 PROBE = """<script>
 window.addEventListener("load", () => {
@@ -130,33 +131,17 @@ def address(site, tmp_path_factory):
         yield where
 
 
-def browse(url, profile, *options):
-    """What chromium has after the page has run, and its log."""
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={profile}", "--window-size=1280,1600", "--enable-logging=stderr",
-        "--virtual-time-budget=20000", "--dump-dom", *options, url,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    match = re.search(r"<title>([{\[].*?)</title>", done.stdout)
-    assert match, done.stdout[-2000:]
-    return json.loads(match[1])
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@needs_browser
 @pytest.mark.parametrize("page", PAGES)
 def test_a_browser_shows_the_page_and_its_console_is_silent(address, tmp_path, page):
-    seen = browse(address + page, tmp_path / "profile")
+    seen = browse(address + page, tmp_path / "profile", "--window-size=1280,1600")
     assert len(seen["images"]) >= PAGES[page]
     assert all(complete and width > 0 for complete, width in seen["images"])
     assert seen["text"] > 1000
     assert seen["page"] <= seen["width"]  # tables scroll in themselves, the page does not
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@needs_browser
 def test_pages_fit_a_phone_and_are_dark_where_the_reader_wants_that(site, tmp_path):
     copy = tmp_path / "site"
     shutil.copytree(site, copy)

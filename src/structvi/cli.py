@@ -99,23 +99,18 @@ def _add_fit(app: Any) -> None:
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
     ) -> None:
         """Predict a column of a table from the others, with uncertainty."""
-        from .basics.folder_lock import FolderInUse, folder_lock
+        from .basics.folder_lock import folder_lock
         from .studies.files import write_together
 
         with _answers():
             from .tables.command import REPORT, fit_file
 
-            _check_out(out)
-            try:
-                with folder_lock(out, "structvi fit"):
-                    fitted = fit_file(
-                        data, target, task=task, family=family, noise=noise, category=category or (),
-                        number=number or (), without=without or (), encoding=encoding, level=level, seed=seed,
-                        say=print,
-                    )  # fmt: skip
-                    write_together(out, fitted.write)
-            except FolderInUse as error:
-                raise typer.BadParameter(str(error), param_hint="--out") from None
+            with _into(out), folder_lock(out, "structvi fit"):
+                fitted = fit_file(
+                    data, target, task=task, family=family, noise=noise, category=category or (), number=number or (),
+                    without=without or (), encoding=encoding, level=level, seed=seed, say=print,
+                )  # fmt: skip
+                write_together(out, fitted.write)
         print(f"\n{fitted}\n\n{out / REPORT}")
 
 
@@ -153,8 +148,34 @@ def _answers() -> Iterator[None]:
         print(f"structvi: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise _interrupted() from None
+
+
+@contextmanager
+def _into(out: Path) -> Iterator[None]:
+    """A folder that can be written to; that it is in use is said of --out, and Ctrl-C in a line, with the code 130."""
+    import typer
+
+    from .basics.folder_lock import FolderInUse
+    from .studies.files import check_folder
+
+    try:
+        check_folder(out)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
+    try:
+        yield
+    except FolderInUse as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
+    except KeyboardInterrupt:
+        raise _interrupted() from None
+
+
+def _interrupted() -> Exception:
+    import typer
+
+    print("interrupted: nothing was written", file=sys.stderr)
+    return typer.Exit(130)
 
 
 def _add_reproduce(app: Any) -> None:
@@ -170,22 +191,15 @@ def _add_reproduce(app: Any) -> None:
         quick: Annotated[bool, typer.Option("--quick", help="Three targets instead of ten.")] = False,
     ) -> None:
         """Redo the tables and figures of "Is MC Dropout Bayesian?"."""
-        from .basics.folder_lock import FolderInUse
         from .studies.paper.run import PARTS
         from .studies.paper.run import reproduce as run
         from .studies.paper.settings import Settings
         from .studies.paper.settings import quick as quick_settings
 
-        _check_out(out)
         settings = quick_settings(seed) if quick else Settings(seed)
         parts = list(PARTS) if part is Part.all else [part.value]
-        try:
+        with _into(out):
             run(parts, settings, out, workers=max(1, min(8, os.cpu_count() or 1)))
-        except FolderInUse as error:
-            raise typer.BadParameter(str(error), param_hint="--out") from None
-        except KeyboardInterrupt:
-            print("interrupted: nothing was written", file=sys.stderr)
-            raise typer.Exit(130) from None
         print(f"{out / 'report.html'}")
 
 
@@ -209,7 +223,7 @@ def _add_check(app: Any) -> None:
         teachers: Annotated[int, typer.Option(min=1, help="Of --at-scale: networks.")] = 1,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
-        from .basics.folder_lock import FolderInUse, folder_lock
+        from .basics.folder_lock import folder_lock
         from .studies.is_it_bayesian import suite
 
         if at_scale:
@@ -219,16 +233,9 @@ def _add_check(app: Any) -> None:
             names = suite.method_names(methods), suite.problem_names(problems, quick)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        _check_out(out)
-        try:
-            with folder_lock(out, "structvi check"):
-                report = suite.run_named(*names, seed, max(1, min(8, os.cpu_count() or 1)), timeout)
-                report.write(out)
-        except FolderInUse as error:
-            raise typer.BadParameter(str(error), param_hint="--out") from None
-        except KeyboardInterrupt:
-            print("interrupted: nothing was written", file=sys.stderr)
-            raise typer.Exit(130) from None
+        with _into(out), folder_lock(out, "structvi check"):
+            report = suite.run_named(*names, seed, max(1, min(8, os.cpu_count() or 1)), timeout)
+            report.write(out)
         print(report)
         print(f"\n{out / 'check.html'}")
         if all(row.failed for row in report.rows):
@@ -236,33 +243,14 @@ def _add_check(app: Any) -> None:
 
 
 def _check_at_scale(out: Path, width: int, teachers: int, seed: int) -> None:
-    import typer
-
-    from .basics.folder_lock import FolderInUse
+    from .basics.folder_lock import folder_lock
     from .studies.is_it_bayesian import at_scale
 
-    _check_out(out)
-    try:
+    with _into(out), folder_lock(out, "structvi check"):
         report = at_scale.run(width=width, teachers=teachers, seed=seed)
-        report.save(out)
-    except FolderInUse as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from None
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        raise typer.Exit(130) from None
+        report.write(out)
     print(report)
     print(f"\n{out / 'at_scale.html'}")
-
-
-def _check_out(out: Path) -> None:
-    import typer
-
-    from .studies.files import check_folder
-
-    try:
-        check_folder(out)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from .storing.posterior_file import check_calibration
 from .training.around import Together
 from .training.at_once import fit_each
 from .training.batches import Batches
+from .training.before import held_out_of
 from .training.fit_many import options_of
 from .training.held_out import member_log_probs
 from .training.result import FitResult
@@ -131,7 +132,7 @@ class NetworkMixture(NetworkMixtureBase):
         self,
         loader: Iterable[Any],
         *,
-        validation: Iterable[Any] | None = None,
+        validation: Iterable[Any] | float | None = None,
         weights: Literal["equal", "stacked"] = "equal",
         **options: Any,
     ) -> MixtureResult:
@@ -141,7 +142,7 @@ class NetworkMixture(NetworkMixtureBase):
             loader: as `Posterior.fit` takes it.
             validation: held-out data. Around trained networks, where no prior is given, one width is chosen for all
                 members, that which suits the mixture; the average over the networks themselves is a candidate. Else
-                each member's choices are made on them.
+                each member's choices are made on them; also a fraction of the loader's data set, the same for all.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
                 problem). By their ELBOs they would be zero but for one.
             **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c.
@@ -157,21 +158,23 @@ class NetworkMixture(NetworkMixtureBase):
         check_one_of("weights", weights, ("equal", "stacked"))
         if weights == "stacked" and validation is None:
             raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
-        seed = options.pop("seed", 0)
+        device, seed = options.pop("device", None), options.pop("seed", 0)
+        # one split for all
+        loader, chosen = held_out_of(loader, options_of(**options, validation=validation, seed=seed))
+        if device is not None:
+            self.to(device)
         self.calibration = None  # it was that of another mixture
-        together = fit_together(self.posteriors, loader, validation=validation, seed=seed, **options)
+        together = fit_together(self.posteriors, loader, chosen)
         if together is None:
-            count = range(len(self.members))
-            if (device := options.pop("device", None)) is not None:
-                self.to(device)
-            own = [options_of(**options, validation=validation, seed=seed + c) for c in count]
-            results = fit_each(self.posteriors, [loader for _ in count], own, label=f"{len(count)} members")
+            own = [replace(chosen, seed=seed + c) for c in range(len(self.members))]
+            results = fit_each(self.posteriors, [loader] * len(own), own, label=f"{len(own)} members")
         else:
             results = together.members
         held_out = None
         self.chosen_on = self.posteriors[0].chosen_on
-        if validation is not None:
-            batches = list(Batches(validation, seed, self.device).everything())
+        if chosen.validation is not None:
+            assert not isinstance(chosen.validation, int | float)
+            batches = list(Batches(chosen.validation, seed, self.device).everything())
             log_probs, count = member_log_probs(self.posteriors, batches, seed)  # [C, elements]
             if weights == "stacked":
                 self.weights.copy_(stacking(log_probs))

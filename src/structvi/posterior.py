@@ -137,6 +137,12 @@ class PosteriorBase(nn.Module):
         with self.model.twins.borrowed(self._is_active) as twin:
             yield twin.net
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether a row's output depends on the rest of its batch: batch norm that takes its statistics from it."""
+        layers = [module for module in self.net.modules() if isinstance(module, BATCH_NORMS)]
+        return any(self.batch_norm == "reestimated" or module.running_mean is None for module in layers)
+
     def _is_active(self, module: nn.Module) -> bool:
         if self.dropout == "on" and isinstance(module, _DROPOUTS):
             return True

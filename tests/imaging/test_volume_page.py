@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 import zlib
 from base64 import b64decode
 
@@ -13,8 +11,8 @@ import torch
 
 from structvi import imaging
 from structvi.imaging.maps import Maps
+from tests.browser import browse_text, needs_browser
 
-CHROMIUM = shutil.which("chromium")
 #: put into a copy of the page: what a reader sees before and after moving a slider and clicking into a plane
 PROBE = """<script>
 {const get = id => document.getElementById(id), three = [0, 1, 2];
@@ -36,10 +34,6 @@ const wait = setInterval(() => {
     page: document.documentElement.scrollWidth, width: window.innerWidth}), "*");
 }, 20);}
 </script></body>"""
-FRAME = """<!doctype html><html><head><link rel="icon" href="data:,"><script>
-window.addEventListener("message", event => { document.title = event.data; });
-</script></head><body style="margin: 0">
-<iframe src="page.html" width="%d" height="900" style="border: 0"></iframe></body></html>"""
 NASTY = "</script><script>alert('x')</script> & \"quoted\""
 
 
@@ -103,23 +97,10 @@ def test_other_shapes_are_refused(tmp_path):
         imaging.write_page(tmp_path / "a.html", torch.zeros(1, 4, 4), flat)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_draws_the_planes_and_moves_them(page, width, tmp_path):
-    assert CHROMIUM is not None
-    (tmp_path / "page.html").write_text(page.replace("</body>", PROBE, 1))
-    (tmp_path / "frame.html").write_text(FRAME % width)
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1600", "--enable-logging=stderr",
-        "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    match = re.search(r"<title>(\{.*?\})</title>", done.stdout, re.DOTALL)
-    assert match, done.stdout[-2000:] + done.stderr[-2000:]
-    seen = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert "CONSOLE" not in done.stderr, done.stderr
+    seen = browse_text(page.replace("</body>", PROBE, 1), width, tmp_path)
     assert seen["width"] == width
     assert seen["page"] <= width
     for (w, h, shown, high), expected in zip(seen["sizes"], [(16, 12), (20, 12), (20, 16)], strict=True):

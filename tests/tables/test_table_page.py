@@ -1,9 +1,6 @@
 """The report page: what it says, that names cannot break it, and that a browser shows it at two widths."""
 
-import json
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -13,8 +10,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from structvi.tables.command import fit_file  # noqa: E402
+from tests.browser import browse_text, needs_browser  # noqa: E402
 
-CHROMIUM = shutil.which("chromium")
 #: put into a copy of the page: what a reader sees, sent to the page around it
 PROBE = """<script>
 window.addEventListener("load", () => {
@@ -24,11 +21,6 @@ window.addEventListener("load", () => {
     width: window.innerWidth}), "*");
 });
 </script></head>"""
-#: a frame of the width that is asked for: a window of its own has at least 500 pixels
-FRAME = """<!doctype html><html><head><link rel="icon" href="data:,"><script>
-window.addEventListener("message", event => { document.title = event.data; });
-</script></head><body style="margin: 0">
-<iframe src="page.html" width="%d" height="900" style="border: 0"></iframe></body></html>"""
 NASTY = "<script>alert('x')</script> & \"quoted\" " + "long" * 40
 
 
@@ -72,23 +64,10 @@ def test_names_of_columns_are_text(page):
     assert not re.search(r"(src|href)=.(?!data:)", text)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_shows_it_and_its_console_is_silent(page, width, tmp_path):
-    assert CHROMIUM is not None
-    (tmp_path / "page.html").write_text(page[1].replace("</head>", PROBE, 1))
-    (tmp_path / "frame.html").write_text(FRAME % width)
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1600", "--enable-logging=stderr",
-        "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    match = re.search(r"<title>(\{.*?\})</title>", done.stdout)
-    assert match, done.stdout[-2000:]
-    seen = json.loads(match[1])
-    assert "CONSOLE" not in done.stderr, done.stderr
+    seen = browse_text(page[1].replace("</head>", PROBE, 1), width, tmp_path)
     assert len(seen["images"]) == 2
     assert all(complete and size > 0 for complete, size in seen["images"])
     assert seen["text"] > 2000

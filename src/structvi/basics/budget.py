@@ -4,7 +4,9 @@ A pass is the network forward over all N observations at one draw of the weights
 counts 3·S·B/N of them, for forward and backward. Passes, not seconds: what a fit keeps must not depend on the machine.
 """
 
+from collections.abc import Iterable, Sized
 from math import floor
+from typing import Any
 
 #: Of the passes of a fit, for each of: the comparison at its end, `diagnose`, the ELBOs of `worth`.
 SHARE = 0.1
@@ -23,6 +25,19 @@ def default_passes(of_the_fit: float, N: int, P: int) -> float:
         (60.0, 100.0)
     """
     return max(SHARE * of_the_fit, FREE / (N * P))
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """How many batches a loader has; None where it does not know.
+
+    Example:
+        >>> length_of([1, 2]), length_of(iter([1, 2]))
+        (2, None)
+    """
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader has a length, and that of a stream raises
+        return None
 
 
 def batches_within(passes: float, draws: int, length: int | None, most: int | None = None) -> int | None:

@@ -42,7 +42,7 @@ class FixedPredictive(nn.Module):
             weight = torch.cat([chunks.share(index) * one.weight for index, one in enumerate(every)])
             fixed = every[0].fixed
             values = posterior.model.likelihood_values(theta, fixed)
-            random = posterior.space.without(fixed).unravel(theta)
+            random = dict(posterior.model.with_padding(posterior.space.without(fixed).unravel(theta)))
             own = set(posterior.model.likelihood_names)
             with posterior.network_mode() as net:
                 self.net = copy.deepcopy(net).requires_grad_(False)

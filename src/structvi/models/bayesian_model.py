@@ -14,11 +14,12 @@ from ..families.numerics.algebra import sum_weights
 from ..networks.call import call_network
 from ..networks.linearised import Linearised, Ways
 from ..networks.mixed_precision import GradientScale, check_precision
+from ..networks.padding import padding_rows, with_padding
 from ..networks.twins import Twins
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
-from .likelihoods import Categorical, Likelihood
+from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.base import ByHand, Prior, PriorModule, SeparablePrior, log_prior
 from .target import NOTHING, check_theta
 
@@ -89,9 +90,7 @@ class BayesianModel(nn.Module):
             if forward is not None:
                 raise ValueError("give keys= or forward=, not both: forward= takes what it wants of a batch itself")
         _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
-        self.net = net
-        self.likelihood = likelihood
-        self.prior = prior
+        self.net, self.likelihood, self.prior = net, likelihood, prior
         self._num_data: int | None = None
         #: whether a fit took N from its loader: another fit then takes that of its own
         self.num_data_of_loader = False
@@ -114,6 +113,7 @@ class BayesianModel(nn.Module):
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
+        self._padding = padding_rows(net, self.net_space.names)
         #: θ₀ of the network's random tensors, [P]; None where it is not linearised
         self.linearised_at: Tensor | None
         self.register_buffer("linearised_at", self.net_space.initial.clone() if linearise else None)
@@ -239,12 +239,7 @@ class BayesianModel(nn.Module):
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
             log_prob = self._log_prob(own, output, target)
-            if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
-                came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
-                raise ValueError(
-                    f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}; one number "
-                    "for the batch is a loss, and Dice losses are the logarithm of no probability: take Categorical()"
-                )
+            check_log_prob(log_prob, output, target, B)
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
         return self._evaluate(one, theta, fixed), B
@@ -313,6 +308,7 @@ class BayesianModel(nn.Module):
 
     def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         precision = None if _EXACT.get() else self._precision
+        random = self.with_padding(random)
         with self.twins.borrowed() as twin:
             return call_network(
                 twin, random, arguments, keywords,
@@ -322,6 +318,10 @@ class BayesianModel(nn.Module):
                 functional=self._functional(),
                 tied=self._tied,
             )  # fmt: skip
+
+    def with_padding(self, random: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""
+        return with_padding(random, self._padding, self.net) if self._padding else random
 
     def _functional(self) -> Callable[..., Any]:
         at = self._around()

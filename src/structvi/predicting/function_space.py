@@ -56,7 +56,7 @@ def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
             shape = y.shape[1:]
             means.append(y.flatten(1) + J @ (density.mean - theta))
             covariances.append(density.between(J, J))
-        return OutputMoments(torch.cat(means).unflatten(1, shape) if shape else means[0], torch.cat(covariances))
+        return OutputMoments(torch.cat(means).reshape(-1, *shape), torch.cat(covariances))
 
 
 def theta_of_linearisation(posterior: PosteriorBase, mean: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def jacobians(posterior: PosteriorBase, theta: Tensor, x: Any) -> Iterator[tuple
     model = posterior.model
     if model.user_forward is not None:
         raise ValueError("with forward= the network's inputs are not known apart from its batch: use predict")
-    if posterior.batch_norm == "reestimated":
-        raise ValueError('batch_norm="reestimated" makes an output depend on the whole batch: use predict')
+    if posterior.mixes_rows:
+        raise ValueError("batch norm with a batch's own statistics makes an output depend on all of it: use predict")
     x = on_device(x, theta.device)
     tensors = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
@@ -127,7 +127,7 @@ def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together."""
     values, vectors = torch.linalg.eigh(covariance.double())
     root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # [b, O, O]
-    return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).unflatten(-1, mean.shape[1:])
+    return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).reshape(-1, *mean.shape)
 
 
 def outputs_of_normals(
@@ -141,6 +141,6 @@ def outputs_of_normals(
     for y, J in jacobians(posterior, theta, x):
         for rows, make in zip(outputs, normals, strict=True):
             density = make()
-            mean = y + (J @ (density.mean - theta)).unflatten(-1, y.shape[1:])
+            mean = y + (J @ (density.mean - theta)).reshape(y.shape)
             rows.append(normal_outputs(mean, density.between(J, J), noise))
     return [torch.cat(rows, 1) for rows in outputs]

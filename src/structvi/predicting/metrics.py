@@ -5,7 +5,7 @@ batch, so that all batches see the same weights and neither [S, B, ..] nor [S, P
 batch is the mixture of its chunks' predictives. Over batches only sums and histograms are kept.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from math import floor, nan, sqrt
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..basics.budget import batches_within
+from ..basics.budget import batches_within, length_of
 from ..basics.checks import check_iterable, check_positive
 from ..basics.shown import shown
 from ..couplings import Coupling, naive
@@ -130,7 +130,7 @@ def evaluate(
         draws = min(draws, max(FEWEST_DRAWS, floor(passes)))
     chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
     totals = _Totals(tuple(levels))
-    length = len(loader) if isinstance(loader, Sized) else None
+    length = length_of(loader)
     most = None if passes is None else batches_within(passes, chunks.draws, length)
     for batch in shown(_spread(loader, length, most), most or length, "evaluate", progress):
         batch = on_device(batch, chunks.device)

@@ -118,7 +118,7 @@ def mean_network(posterior: PosteriorBase) -> nn.Module:
 def _network_at(posterior: PosteriorBase, theta: Tensor) -> nn.Module:
     with alone():  # drawn weights may be in a network without a twin
         net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
-    named = posterior.space.unravel(theta)
+    named = posterior.model.with_padding(posterior.space.unravel(theta))
     for name, parameter in net.named_parameters():
         if name in named:
             parameter.copy_(named[name])

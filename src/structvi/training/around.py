@@ -96,7 +96,7 @@ def _placed(
     kept: Candidate,
     network: HeldOut | None,
 ) -> FitResult:
-    around.place_kept(kept)
+    around.place_kept(kept, batches.everything(1))
     posterior = around.posterior
     if kept.name == NETWORK:
         notes, candidates = [*notes, PREFERRED], [*candidates, kept] if candidates else []
@@ -108,7 +108,7 @@ def _placed(
 def _prepared(posterior: PosteriorBase, batches: Batches, options: FitOptions) -> Around:
     """The curvature at the trained weights, with the family and a first prior where they are open."""
     model = posterior.model
-    theta = trained_values(posterior)
+    theta = trained_values(posterior, present="linearise" in posterior.left_open)
     with posterior.network_mode(), model.linearised_around(None):
         theta = with_residual_noise(model, theta, batches.everything())
         if "family" in posterior.left_open:

@@ -1,7 +1,6 @@
 """Several fits: at once where they have one form and that is right, one after another elsewhere."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +11,10 @@ from ..basics.random_streams import borrowed_stream
 from ..couplings import naive
 from ..distributed.ranks import Ranks
 from ..models.likelihoods import Likelihood
-from ..networks.mixed_precision import check_precision
 from ..posterior import BATCH_NORMS, PosteriorBase
 from .averaging import assign, copied
 from .batches import Batches
-from .before import remember_choice, set_num_data, unused_batch_norm
+from .before import notes_before, with_held_out
 from .begin import begin, leave, may_restart
 from .fingerprint import form_of
 from .loop import Run
@@ -25,7 +23,6 @@ from .options import FitOptions
 from .progress import Progress
 from .result import FitResult
 from .running import restarted, run_fit
-from .validation import split_off, warn_of_seen
 
 #: What is refused: it belongs to one fit.
 OF_ONE = ("checkpoint", "resume", "callback", "every")
@@ -147,15 +144,9 @@ class Prepared(NamedTuple):
 
 
 def _prepared(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions) -> Prepared:
-    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
-    if isinstance(options.validation, int | float):
-        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
-        options = replace(options, validation=held_out, validation_groups=None)
-    elif options.validation is not None:
-        warn_of_seen(loader, options.validation)
-    remember_choice(posterior, options)
+    loader, options = with_held_out(posterior, loader, options)
     batches = Batches(loader, options.seed, posterior.device)
-    notes = set_num_data(posterior, batches) + unused_batch_norm(posterior)
+    notes = notes_before(posterior, batches, options)
     begun = copied(posterior.outside_family()) if may_restart(posterior, options, None) else None
     before = copied(posterior.learned())
     run = begin(posterior, batches, options, Ranks(None), None)

@@ -1,11 +1,22 @@
 """What has to be known before a fit: N, batch norm that has seen no data, on which data choices are made."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
 from ..models.batch import batch_size
+from ..networks.mixed_precision import check_precision
 from ..posterior import BATCH_NORMS, PosteriorBase
 from ..predicting.cases import fingerprint
 from ..result import Status
 from .batches import Batches
 from .options import FitOptions
+from .seen import warn_of_seen
+from .unreached import warn_of_unreached
+from .validation import split_off
 
 
 def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
@@ -15,9 +26,34 @@ def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
             "fit without epochs= and steps= places a posterior around the network, and this one was fitted before: "
             "give epochs= to go on, or variationalize the network again"
         )
+    if posterior.space.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: "
+            "net.float(), and precision= for the network's own arithmetic"
+        )
     for name in ("checkpoint", "resume"):
         if getattr(options, name) is not None:
             raise ValueError(f"{name}= is for fits of many steps: a posterior is placed around a network without steps")
+
+
+def held_out_of(loader: Iterable[Any], options: FitOptions) -> tuple[Iterable[Any], FitOptions]:
+    """The data that are fitted, and options whose held-out data are a loader: the rows of a fraction change sides."""
+    if isinstance(options.validation, int | float):
+        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
+        return loader, replace(options, validation=held_out, validation_groups=None)
+    if options.validation is not None:
+        warn_of_seen(loader, options.validation)
+    return loader, options
+
+
+def with_held_out(
+    posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
+) -> tuple[Iterable[Any], FitOptions]:
+    """`held_out_of`, remembered by the posterior; where a precision is refused, nothing has changed."""
+    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
+    loader, options = held_out_of(loader, options)
+    remember_choice(posterior, options)
+    return loader, options
 
 
 def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
@@ -27,6 +63,14 @@ def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
     if options.validation is not None:
         assert not isinstance(options.validation, int | float)  # it has been split off
         posterior.chosen_on = fingerprint(Batches(options.validation, options.seed).everything())
+
+
+def notes_before(posterior: PosteriorBase, batches: Batches, options: FitOptions) -> list[str]:
+    """N is set; what there is to say of it and of the network, and a warning of weights that cannot be learned."""
+    notes = set_num_data(posterior, batches) + notes_on_network(posterior)
+    if options.estimator != "log_q" or options.is_around:  # which needs no gradient of the network
+        warn_of_unreached(posterior, batches)
+    return notes
 
 
 def set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
@@ -70,21 +114,33 @@ def _question_of_rows(posterior: PosteriorBase, batches: Batches) -> str | None:
     return words
 
 
-def unused_batch_norm(posterior: PosteriorBase) -> list[str]:
-    """Layers frozen at the statistics they were made with do not normalise."""
-    if posterior.batch_norm == "reestimated":
-        return []
-    unused = [
-        name
-        for name, module in posterior.net.named_modules()
-        if isinstance(module, BATCH_NORMS)
-        and module.running_mean is not None
-        and module.running_var is not None
-        and bool((module.running_mean == 0).all() and (module.running_var == 1).all())
-    ]
-    if not unused:
-        return []
-    return [
-        f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not normalise; "
-        'train the network first, or variationalize with batch_norm="reestimated"'
-    ]
+def notes_on_network(posterior: PosteriorBase) -> list[str]:
+    """Batch norm that does not do what it does in training, and weights that are not those it is linearised at."""
+    notes = []
+    if posterior.batch_norm != "reestimated":
+        layers = {name: one for name, one in posterior.net.named_modules() if isinstance(one, BATCH_NORMS)}
+        without = [name for name, one in layers.items() if one.running_mean is None or one.running_var is None]
+        unused = [name for name, one in layers.items() if name not in without and _has_seen_nothing(one)]
+        if unused:
+            notes.append(
+                f"batch norm has seen no data in {', '.join(unused)}: frozen at mean 0 and variance 1 it does not "
+                'normalise; train the network first, or variationalize with batch_norm="reestimated"'
+            )
+        if without:
+            notes.append(
+                f"batch norm keeps no running statistics in {', '.join(without)}: a row's output depends on its batch, "
+                "in predictions too; train the network with track_running_stats=True, or with GroupNorm"
+            )
+    model = posterior.model
+    if model.linearised_at is not None and "linearise" not in posterior.left_open:
+        present = {name: p.detach() for name, p in posterior.net.named_parameters() if name in model.net_space}
+        if not torch.equal(model.net_space.ravel(present), model.linearised_at):
+            notes.append(
+                "the network's weights are no longer those at which it was linearised, and the posterior is that of "
+                "the old ones: after more training variationalize it again"
+            )
+    return notes
+
+
+def _has_seen_nothing(layer: nn.Module) -> bool:
+    return bool((layer.running_mean == 0).all() and (layer.running_var == 1).all())  # pyright: ignore

@@ -1,7 +1,7 @@
 """What may be placed around a trained network, how each candidate does on held-out data, and which is kept."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
@@ -161,13 +161,13 @@ class Around:
         curvature = candidate.temperature * candidate.noise**2
         laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
 
-    def place_kept(self, kept: Candidate) -> None:
-        """What is kept: the network as a normal so narrow that its predictions are the network's own."""
+    def place_kept(self, kept: Candidate, batches: Iterable[Any]) -> None:
+        """What is kept: the network as a normal so narrow that its predictions, of a batch, are the network's own."""
         if kept.name != NETWORK:
             self.place(kept)
             return
         self.place(replace(kept, width=WIDTHS[0] if "prior" in self.posterior.left_open else None))
-        narrowed(*self.network)
+        narrowed(*self.network, batches)
 
     def normal(self, candidate: Candidate) -> Gaussian:
         """That of a candidate, kept if there is room, and the noise that goes with it set."""
@@ -192,10 +192,24 @@ def network_alone(arounds: Sequence[Around], held_out: Reread) -> tuple[Candidat
         for one in arounds:
             one.noise.set(factor)
         density, is_too_sure = of_networks([one.network for one in arounds], held_out)
+        _check_known(density)
         found.append(Candidate(NETWORK, None, linearised, 1.0, factor, density, density.mean))
     for one in arounds:
         one.noise.set(1.0)
     return max(found, key=lambda one: one.density), is_too_sure
+
+
+def _check_known(density: HeldOut) -> None:
+    """ValueError where held-out data say nothing of a network."""
+    if not float(density.count.sum()):
+        raise ValueError(
+            "validation= has no observation: every label is masked or ignored. Give held-out data with labels"
+        )
+    if unknown := int(density.total.isnan().sum()):
+        raise ValueError(
+            f"the network's log density is NaN for {unknown} of the {len(density.total)} rows of validation=, and "
+            "nothing can be chosen by it. Is there NaN in their inputs or targets? Leave these rows out, or mask them"
+        )
 
 
 class Rule:
@@ -270,7 +284,7 @@ class Measuring:
         networks = [one.network for one in self.arounds]
         outputs = outputs_of(*networks[0], networks[0][0].model.split(self.first())[0])
         found = of_mixed_normals(
-            networks, normals, self.few(EXACT_PASSES, 1 + 2 * outputs, FEWEST_EXACT), self.options.seed
+            networks, normals, self.few(EXACT_PASSES, 1 + 2 * int(outputs), FEWEST_EXACT), self.options.seed
         )
         for one, density in zip(candidates, found, strict=True):
             one.measured(density, self.network)
@@ -306,7 +320,7 @@ class Measuring:
     def is_exact(self, posterior: PosteriorBase) -> bool:
         if posterior.model.user_forward is not None or not isinstance(posterior.family(), Gaussian):
             return False
-        if posterior.batch_norm == "reestimated" or posterior.dropout == "on":
+        if posterior.mixes_rows or posterior.dropout == "on":
             return False
         inputs = posterior.model.split(self.first())[0]
         return outputs_of(posterior, self.arounds[0].laplace.theta, inputs) <= FEW_OUTPUTS

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..couplings import naive
 from ..families.density import Density
+from ..models.batch import batch_size
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood
 from ..parameters import Parameters
@@ -204,10 +205,24 @@ def _simulated(
     named = dict(model.space.unravel(row))
     own = {name: named.pop(full) for full, name in model.likelihood_names.items()}
     output, target = model.call(named, batch)
+    _check_output(output, target)
     values = {name: tensor.detach().unsqueeze(0) for name, tensor in own.items()}
     tensors = {f"likelihood.{name}": tensor for name, tensor in own.items()}
     log_prob = functional_call(_Simulated(likelihood), tensors, (output, target, values, generator))
     return log_prob.sum(), log_prob.shape[0]
+
+
+def _check_output(output: Any, target: Any) -> None:
+    """ValueError where no labels can be drawn from an output."""
+    rows = batch_size(target)
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"the network's output for {rows} {'row' if rows == 1 else 'rows'} has shape {tuple(leaf.shape)}, "
+                f"expected [{rows}, ..]: a squeeze() without an axis takes that of the batch too, write squeeze(-1)"
+            )
+        if isinstance(leaf, Tensor) and bool(leaf.isnan().any()):
+            raise ValueError("the network's output is NaN on its training data: is there NaN in the inputs?")
 
 
 class _Simulated(nn.Module):

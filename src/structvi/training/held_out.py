@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 from torch.quasirandom import SobolEngine
-from torch.utils._pytree import tree_leaves
 
 from ..couplings import naive
 from ..families.gaussian import Gaussian
@@ -175,7 +174,7 @@ def of_mixed_normals(
         for batch in batches:
             inputs, target = networks[0][0].model.split(batch)
             if noise is None:
-                noise = _spread(outputs_of(*networks[0], inputs), seed).to(networks[0][1].device)
+                noise = _spread(int(outputs_of(*networks[0], inputs)), seed).to(networks[0][1].device)
             log_probs: list[list[Tensor]] = [[] for _ in found]
             observed = None
             for (posterior, theta), own in zip(networks, normals, strict=True):
@@ -198,11 +197,11 @@ def _spread(size: int, seed: int) -> Tensor:
     return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
 
 
-def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> int:
-    """How many numbers the network's output has for one input."""
+def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> float:
+    """How many numbers the network's output has for one input; ∞ where it is no tensor but several."""
     with torch.no_grad(), posterior.network_mode(), posterior.model.linearised_around(None):
         output = posterior.model.outputs(theta.unsqueeze(0), inputs)
-    return sum(leaf[0, 0].numel() for leaf in tree_leaves(output))
+    return output[0, 0].numel() if isinstance(output, Tensor) else inf
 
 
 def _draws(posterior: PosteriorBase, draws: int, seed: int) -> DrawChunks:
@@ -233,4 +232,6 @@ def _rows(log_prob: Tensor, observed: Tensor | None) -> HeldOut:
 
 
 def _joined(rows: list[HeldOut]) -> HeldOut:
+    if not rows:
+        raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
     return HeldOut(torch.cat([one.total for one in rows]), torch.cat([one.count for one in rows]))

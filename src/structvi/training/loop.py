@@ -350,7 +350,7 @@ class Run:
             if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):
                 kept = name
         if self.watch is not None:
-            kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.keep, self.trained)
+            kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.keep, self.trained, kept)
             self.notes += self.choice.notes
         if kept in states:
             assign(state.learned, states[kept])

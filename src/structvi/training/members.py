@@ -12,7 +12,6 @@ from ..posterior import PosteriorBase
 from ..result import Result
 from .options import FitOptions
 from .restarts import elsewhere
-from .validation import split_off
 
 
 def members_of(posterior: PosteriorBase, count: int, seed: int = 0) -> list[PosteriorBase]:
@@ -61,9 +60,5 @@ def fit_members(
             "trained: NetworkMixture.of(networks, ..)"
         )
     given = {one.name: getattr(options, one.name) for one in fields(options)}
-    if isinstance(options.validation, int | float):  # one split for all
-        parts = split_off(loader, options.validation, options.validation_groups, options.seed)
-        loader, given["validation"] = parts
-        given["validation_groups"] = None
     mixture = posterior.mixed_by(members_of(posterior, members, options.seed))
     return mixture.fit(loader, weights=weights, **given)

@@ -14,14 +14,13 @@ from ..basics.folder_lock import folder_lock
 from ..distributed.collectives import LostRankError
 from ..distributed.ranks import Ranks
 from ..models.priors.base import learns
-from ..networks.mixed_precision import check_precision
 from ..posterior import PosteriorBase
 from ..storing import fit_checkpoint
 from . import checkpoints
 from .around import fit_around
 from .averaging import copied
 from .batches import Batches, Reread
-from .before import check_around, remember_choice, set_num_data, unused_batch_norm
+from .before import check_around, notes_before, with_held_out
 from .begin import begin, leave, may_restart
 from .held_mean import fit_around_held_mean
 from .loop import Run
@@ -30,7 +29,7 @@ from .progress import Progress
 from .restarts import again_if_stuck, folder
 from .result import FitResult
 from .temperature_path import fit_path
-from .validation import elements_of, split_off, warn_of_seen
+from .validation import elements_of
 
 
 def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions, label: str = "") -> FitResult:
@@ -41,14 +40,7 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
         check_around(posterior, options)
     if options.compile and posterior.model.linearised_at is not None:
         raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
-    # before anything has changed
-    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
-    if isinstance(options.validation, int | float):
-        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
-        options = replace(options, validation=held_out, validation_groups=None)
-    elif options.validation is not None:
-        warn_of_seen(loader, options.validation)
-    remember_choice(posterior, options)
+    loader, options = with_held_out(posterior, loader, options)
     if options.temperature == "validated" and not options.is_around:
         assert options.validation is not None
         assert not isinstance(options.validation, int | float)
@@ -63,7 +55,7 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
             if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
                 batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
             found = None if options.resume is None else fit_checkpoint.latest(options.resume)
-            notes = set_num_data(posterior, batches) + unused_batch_norm(posterior)
+            notes = notes_before(posterior, batches, options)
             if options.is_around:
                 posterior.last_fit = fit_around(posterior, batches, options, notes)
                 return posterior.last_fit

@@ -6,31 +6,27 @@ from typing import Any
 from ..posterior import PosteriorBase
 from .around import Together, fit_around_together
 from .batches import Batches
-from .before import check_around, remember_choice, set_num_data, unused_batch_norm
-from .fit_many import options_of
+from .before import check_around, notes_before, remember_choice
+from .options import FitOptions
 
 
-def fit_together(posteriors: Sequence[PosteriorBase], loader: Iterable[Any], **given: Any) -> Together | None:
+def fit_together(posteriors: Sequence[PosteriorBase], loader: Iterable[Any], options: FitOptions) -> Together | None:
     """Place a posterior around each network, of the width that suits the mixture; None where no width is to be chosen.
 
     Args:
         posteriors: one for each network.
         loader: as of `fit`.
-        **given: the other arguments of `fit`.
+        options: of `fit`, the same for all.
     """
-    device = given.pop("device", None)
-    options = options_of(**given)
     is_open = all("prior" in one.left_open for one in posteriors)
     if not options.is_around or options.validation is None or options.temperature == "validated" or not is_open:
         return None
     members = []
     for c, posterior in enumerate(posteriors):
-        if device is not None:
-            posterior.to(device)
         check_around(posterior, options)
         remember_choice(posterior, options)
         batches = Batches(loader, options.seed + c, posterior.device)
-        members.append((posterior, batches, set_num_data(posterior, batches) + unused_batch_norm(posterior)))
+        members.append((posterior, batches, notes_before(posterior, batches, options)))
     together = fit_around_together(members, options)
     for posterior, result in zip(posteriors, together.members, strict=True):
         posterior.last_fit = result

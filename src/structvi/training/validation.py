@@ -1,6 +1,5 @@
 """Held-out data of a fit: split off where a fraction is asked for, watched while it runs, and used to choose."""
 
-import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -20,9 +19,15 @@ from .held_out import DRAWS, HeldOut, of_network, of_posterior
 MARGIN = 0.005
 #: draws while the fit runs
 FEW_DRAWS = 8
-#: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales
-NETWORK, NARROW = "the network", 1e-3
+#: the name under which a network is kept, and the posterior's standard deviations then, in units of tensors' scales:
+#: the first at which predictions are the network's own
+NETWORK, NARROW = "the network", (1e-3, 1e-5, 1e-7, 1e-9)
 PREFERRED = "the held-out data prefer the network: the posterior is a narrow normal around it"
+
+UNKNOWN = (
+    "the held-out log density is not finite under any candidate, and the ELBO has chosen: is there NaN in inputs or "
+    "targets of validation=?"
+)
 
 
 class Watch:
@@ -71,8 +76,12 @@ class Choice:
         learned: Mapping[str, Tensor],
         keep: str,
         trained: Tensor | None,
+        otherwise: str,
     ) -> str:
-        """The name of the state that is kept; "the network" where the posterior has been placed at it."""
+        """The name of the state that is kept; "the network" where the posterior has been placed at it.
+
+        Where the held-out data say nothing it is `otherwise`.
+        """
         widths = {}
         for name, values in states.items():
             assign(learned, values)
@@ -81,10 +90,14 @@ class Choice:
         if trained is not None:
             self.network = watch.of_network(posterior, trained)
         best = max(self.held_out.values(), key=lambda one: one.mean).mean
-        if self.network is not None and self.network.mean > best + MARGIN and narrowed(posterior, trained):
+        prefers = self.network is not None and self.network.mean > best + MARGIN
+        if prefers and trained is not None and narrowed(posterior, trained, watch.batches):
             self.held_out[NETWORK] = watch.of(posterior)
             self.notes.append(PREFERRED)
             return NETWORK
+        if best == -inf:
+            self.notes.append(UNKNOWN)
+            return otherwise
         if keep == "best":
             return max(self.held_out, key=lambda name: self.held_out[name].mean)
         leader = max(self.held_out.values(), key=lambda one: one.mean)
@@ -104,35 +117,23 @@ def width_of(posterior: PosteriorBase) -> float:
         return float(0.5 * density.variance.double().log().mean()) if density.has_density else -inf
 
 
-def narrowed(posterior: PosteriorBase, trained: Tensor | None) -> bool:
-    """Place the posterior so near to the network that predictions are its own; False where its family cannot be."""
-    if trained is None:
-        return False
-    space = posterior.space
-    with torch.no_grad():
-        try:
-            posterior.family.place(space.unravel(trained), space.unravel(NARROW * space.scale))
-        except TypeError:
-            return False
+def narrowed(posterior: PosteriorBase, trained: Tensor, batches: Iterable[Any]) -> bool:
+    """Place the posterior so near to the network that predictions are its own; False where its family cannot be.
+
+    Where there is hardly any noise a thousandth of a weight is not near: what is near is seen on the first of some
+    batches, by log densities within half of `MARGIN`.
+    """
+    space, first = posterior.space, [next(iter(batches))]
+    network = of_network(posterior, trained, first).mean
+    for narrow in NARROW:
+        with torch.no_grad():
+            try:
+                posterior.family.place(space.unravel(trained), space.unravel(narrow * space.scale))
+            except TypeError:
+                return False
+        if of_posterior(posterior, first, 0, FEW_DRAWS).mean >= network - MARGIN / 2:
+            break
     return True
-
-
-def warn_of_seen(loader: Iterable[Any], held_out: Iterable[Any]) -> None:
-    """Where both give all of one data set: what is chosen is chosen by data that were fitted."""
-    whole = _whole(loader)
-    if loader is held_out or (whole is not None and whole is _whole(held_out)):
-        warnings.warn(
-            "validation= are the data that are fitted: on them the network looks better than it is, and every "
-            "posterior too wide. Give data that were held out of the training",
-            stacklevel=2,
-        )
-
-
-def _whole(loader: Iterable[Any]) -> Any:
-    """The data set that a loader gives all of; None where it may be a part."""
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler | SequentialSampler):
-        return loader.dataset
-    return None
 
 
 def elements_of(posterior: PosteriorBase, data: Iterable[Any]) -> float:

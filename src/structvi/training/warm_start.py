@@ -1,6 +1,7 @@
 """From a trained network to a first posterior: its values as means, the rest from the curvature of the likelihood."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf, isfinite, log
 from typing import Any, NamedTuple
 
@@ -141,8 +142,7 @@ def settle(
     Each goes half the way, in the logarithm: the whole way jumps to and fro between too wide and too narrow. A pass
     over the data for each, and one for the directions. The best of all rounds by the objective is kept.
 
-    Digits, mean field around a held mean, objective in nats at λ = 1, .1, .01: start −5189, −2293, −1247; one round
-    −3442, −483, −66; two −3321, −470, −68; Adam from the start, 20 epochs −3393, −509, −70, 60 epochs −3360, −481, −66.
+    What it gains: docs/around.md, "Linearised fits: scales at their fixed point".
     """
     family, model = posterior.family, posterior.model
     if not isinstance(model.likelihood, Likelihood) or not family().has_density:
@@ -163,11 +163,16 @@ def settle(
     family.load_state_dict(kept)
 
 
-def trained_values(posterior: PosteriorBase) -> Tensor:
-    """θ [P] at the network's present values, or where it is linearised; with the start of what is not the network's."""
+def trained_values(posterior: PosteriorBase, present: bool = False) -> Tensor:
+    """θ [P] where the network is linearised, or at its present values; with the start of what is not the network's.
+
+    Args:
+        posterior: of a network.
+        present: its present values in any case: where it is linearised is to be chosen anew.
+    """
     model = posterior.model
     named = model.space.unravel(model.space.initial.clone())
-    if model.linearised_at is not None:
+    if model.linearised_at is not None and not present:
         named |= model.net_space.unravel(model.linearised_at)
     else:
         named |= {name: p.detach() for name, p in model.net.named_parameters() if name in model.net_space}
@@ -185,15 +190,17 @@ def curvature_of(
         return Laplace(model.space, theta, diagonal, theta.new_empty(theta.numel(), 0))
     used, family = rows_used(model.num_data), posterior.family
     size = rows_of_part(used)
+    read: Callable[[], Iterable[Any]] = partial(batches.in_order, size, used)
+    if posterior.mixes_rows:  # what a row says depends on its batch: that is not cut
+        size, read = model.num_data, batches.everything
     if family.wants_gradients and where is None:
-        family.take_gradients(g for g, _ in curvature_roots(model, theta, batches.in_order(size, used), seed, size))
-    diagonal = diagonal_curvature(model, at, batches.in_order(size, used), seed, size, family.to_axes)
+        family.take_gradients(g for g, _ in curvature_roots(model, theta, read(), seed, size))
+    diagonal = diagonal_curvature(model, at, read(), seed, size, family.to_axes)
     columns = theta.new_empty(theta.numel(), 0)
     if rank:
         metric = diagonal + family.diagonal_to_axes(prior_precision(model, theta))
         metric = metric.clamp(min=torch.finfo(torch.float64).eps * float(metric.max()))
-        read = batches.in_order(size, used)
-        columns = leading_columns(model, at, read, metric, rank, seed, size, family.to_axes)
+        columns = leading_columns(model, at, read(), metric, rank, seed, size, family.to_axes)
     return Laplace(model.space, theta, diagonal, columns.to(theta))
 
 
@@ -205,13 +212,21 @@ def with_residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[A
         return theta
     named = dict(model.space.unravel(theta.clone()))
     network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}
-    square, count = 0.0, 0
+    square, size, count = 0.0, 0.0, 0
     for batch in batches:
         output, target = model.call(network, batch)
         t, mask = split_mask(target)
-        residual = (t - output).double() if mask is None else (t - output)[mask].double()
-        square, count = square + float(residual.square().sum()), count + residual.numel()
-    log_noise = 0.5 * log(max(square / max(count, 1), torch.finfo(theta.dtype).tiny))
+        residual, y = (t - output, output) if mask is None else ((t - output)[mask], output[mask])
+        square, count = square + float(residual.double().square().sum()), count + residual.numel()
+        size += float(y.double().square().sum())
+    if not isfinite(square):
+        raise ValueError(
+            f"the residuals of the network on its training data are not finite, their squares add up to {square}: is "
+            "there NaN in inputs or targets? Leave these rows out, or mask them"
+        )
+    # residuals smaller than an output's own rounding say nothing of the noise
+    rounding = torch.finfo(theta.dtype).eps ** 2 * size
+    log_noise = 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))
     if likelihood.noise == "point":
         likelihood.log_noise.fill_(log_noise)
         return theta

@@ -6,10 +6,20 @@ False contributes exactly 0, whatever t holds there. A minibatch is scaled to th
 number of observations (rows of t), masked or not: N counts rows too.
 """
 
-from .base import NO_VALUES, Likelihood, split_mask
+from .base import NO_VALUES, Likelihood, check_log_prob, split_mask
 from .classes import Bernoulli, Categorical
 from .gaussian import Gaussian
 from .poisson import Poisson
 from .student_t import StudentT
 
-__all__ = ["NO_VALUES", "Bernoulli", "Categorical", "Gaussian", "Likelihood", "Poisson", "StudentT", "split_mask"]
+__all__ = [
+    "NO_VALUES",
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
+    "Poisson",
+    "StudentT",
+    "check_log_prob",
+    "split_mask",
+]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...basics.configuration import configuration
 from ...basics.random_streams import borrowed_stream
@@ -124,6 +124,26 @@ def split_mask(target: Any) -> tuple[Tensor, Tensor | None]:
 def check_output(name: str, output: Any) -> None:
     if not isinstance(output, Tensor):
         raise TypeError(f"{name}: the network's output must be a tensor, got {type(output).__name__}")
+
+
+def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
+    """ValueError where it is not log p(t | y) of each of B observations."""
+    if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
+        came = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob).__name__
+        raise ValueError(
+            f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}; one number "
+            "for the batch is a loss, and Dice losses are the logarithm of no probability: take Categorical()"
+        )
+    if isinstance(output, Tensor) and log_prob.numel() <= output.numel():
+        return  # nearly always, and asked for at every draw
+    leaves = tree_leaves((output, target))
+    known = all(isinstance(leaf, Tensor) for leaf in leaves)
+    if known and log_prob.numel() > max(leaf.numel() for leaf in leaves):
+        raise ValueError(
+            f"the likelihood returns {tuple(log_prob.shape)}, more numbers than output and target have, "
+            f"{' and '.join(str(tuple(leaf.shape)) for leaf in leaves)}: broadcasting has compared every output with "
+            "every target; give both the same shape"
+        )
 
 
 def check_same_shape(name: str, output: Any, target: Tensor) -> None:

@@ -59,6 +59,7 @@ class _Classes(Likelihood):
     ) -> Tensor:
         # the weight is that of the label that was observed, and a gradient's square has it once
         t, mask = split_mask(target)
+        self._check(output, t)
         unseen = torch.zeros_like(t, dtype=torch.bool) if mask is None else ~mask
         if self.ignore_index is not None:
             unseen = unseen | (t == self.ignore_index)

@@ -1,0 +1,71 @@
+"""Padding rows of embeddings: never drawn, whichever way a network is called."""
+
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi.integrations.export import export_predictive
+from structvi.networks.padding import padding_rows
+from structvi.predicting.function_space import output_moments
+
+PADDING = torch.zeros(2, 3, dtype=torch.long)
+WORDS = torch.tensor([[1, 2, 0], [3, 0, 0]])
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.words(x).sum(1))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.words(x).sum(1))
+
+
+def posterior(**options):
+    torch.manual_seed(0)
+    return vi.variationalize(Sum(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=10, **options)
+
+
+@pytest.mark.parametrize("linearise", [False, True])
+@pytest.mark.parametrize("evaluation", ["vmap", "loop"])
+def test_draws_change_words_and_not_padding(linearise, evaluation):
+    bayes = posterior(linearise=linearise, evaluation=evaluation)
+    with torch.no_grad():
+        for name in ("head.weight", "head.bias"):
+            bayes.family.log_scale[bayes.space.slice(name)] = -30.0  # what is left to vary are the embeddings
+    assert (bayes.predict(WORDS, draws=8).outputs.var(0) > 1e-4).all()
+    assert (bayes.predict(PADDING, draws=8).outputs.var(0) < 1e-12).all()
+
+
+def test_drawn_outputs_have_the_covariance_in_closed_form():
+    """4000 draws: a variance is known to √(2/4000) = 2.2 %, and four of these are allowed."""
+    bayes = posterior(linearise=True)
+    exact = output_moments(bayes, WORDS).covariance.diagonal(dim1=1, dim2=2)
+    drawn = bayes.predict(WORDS, draws=4000, chunk=500, generator=torch.Generator().manual_seed(0)).outputs.var(0)
+    assert torch.allclose(drawn, exact, rtol=0.09)
+
+
+def test_networks_and_programs_have_the_networks_row():
+    bayes = posterior()
+    assert torch.equal(bayes.sample_network().words.weight[0], torch.zeros(4))
+    assert not torch.equal(bayes.sample_network().words.weight[1], bayes.net.words.weight[1])
+    seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
+    program = export_predictive(bayes, WORDS, draws=2, generator=seeds[0], dynamic_batch=False)
+    assert torch.allclose(program.module()(WORDS), bayes.predict(WORDS, draws=2, generator=seeds[1]).mean)
+
+
+def test_a_row_that_an_output_layer_shares_is_a_weight():
+    assert padding_rows(Sum(), ["words.weight"]) == {"words.weight": 0}
+    assert padding_rows(Tied(), ["words.weight"]) == {}
+    assert padding_rows(Sum(), ["head.weight"]) == {}
