@@ -64,7 +64,7 @@ class History:
     """One row a step: the ELBO in nats for the whole data set at λ = 1, its standard error over groups, and the rest.
 
     `held_out` is the log density of held-out data in nats for each number, at the last step of an epoch, of a fit with
-    `validation=`; nan elsewhere.
+    `validation=`; nan elsewhere. Fits made at once have it at some 32 epochs, where there are more.
 
     `history["elbo"]` is a column as a float64 tensor. Steps that were undone have an ELBO of nan.
 
