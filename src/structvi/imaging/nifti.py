@@ -69,7 +69,7 @@ class Scan:
         )
 
 
-def read_nifti(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Scan:
+def read_nifti(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Scan:
     """The voxels of a .nii or .nii.gz file, scaled as its header says, with affine and header.
 
     Args:
@@ -119,7 +119,7 @@ def _holds(kind: type, array: np.ndarray) -> bool:
     return bool(limits.min <= array.min() and array.max() <= limits.max)
 
 
-def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan, words: str = "") -> Path:
+def write_nifti(path: str | os.PathLike[str], values: Tensor | np.ndarray, like: Scan, words: str = "") -> Path:
     """Voxels into a file with the affine and header of a scan: codes, units and extensions are kept.
 
     Args:
@@ -161,7 +161,7 @@ def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan
     return path
 
 
-def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike) -> dict[str, Path]:
+def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike[str]) -> dict[str, Path]:
     """Every map as a file beside the others: NAME_label.nii.gz, NAME_probability.nii.gz, NAME_epistemic.nii.gz, ..
 
     Args:
@@ -178,8 +178,8 @@ def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike) -> dict[str, P
 
 def predict_scan(
     posterior: PosteriorBase | NetworkMixtureBase,
-    path: str | os.PathLike,
-    folder: str | os.PathLike,
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     *,
     prepare: Callable[[Tensor], Tensor] | None = None,
     names: Sequence[str] | None = None,

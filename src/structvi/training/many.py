@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite, nan
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Member:
         #: members for which this is the same have the same learning rate and λ at every step
         self.pace = self._pace()
 
-    def _pace(self) -> tuple:
+    def _pace(self) -> tuple[Any, ...]:
         settings = self.run.settings
         times = settings.total, self.cooling, self.end, settings.warmup, settings.kl_warmup
         return *times, settings.temperature, self.run.schedule.highest[0]
@@ -184,7 +185,7 @@ class Together:
     def _plan(self, read: Read, active: Sequence[bool]) -> tuple[Plan, list[tuple[float, float]]]:
         """What the step has to know, and λ and the learning rate of each member."""
         padded, step, N = read.padded, self.made, self.step.num_data
-        known: dict[tuple, tuple[float, float]] = {}
+        known: dict[tuple[Any, ...], tuple[float, float]] = {}
         table, paces = [], []
         for one, rows, goes_on in zip(self.members, read.rows, active, strict=True):
             if (pace := known.get(one.pace)) is None:
