@@ -231,9 +231,9 @@ def test_missing_values_in_the_mixture_of_the_command_line(monkeypatch):
     """Its models, which take long to fit, get an input for them too."""
 
     def seen(problem, *_):
-        assert all(bool(x.isfinite().all()) for x in problem.inputs.values())
-        assert problem.inputs["plain"].shape[1] == 3
-        assert int(problem.inputs["plain"][:, 2].sum()) == gone.sum()
+        assert all(bool(x.isfinite().all()) for x in problem.x.values())
+        assert problem.x["plain"].shape[1] == 3
+        assert int(problem.x["plain"][:, 2].sum()) == gone.sum()
         raise Seen
 
     X, y, gone = with_gaps(80)
