@@ -42,6 +42,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python tools/public_types.py
 
 reproduce: setup
 	$(BIN)/structvi reproduce all --out report

@@ -11,6 +11,6 @@ def test_a_loop_of_ones_own():
     users_file.own_loop()
 
 
-def test_log_densities_and_choices():
-    users_file.log_densities()
+def test_log_densities_and_choices(tmp_path):
+    users_file.log_densities(tmp_path)
     assert len(users_file.choices()) == 8

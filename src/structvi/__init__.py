@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .models.priors.lipschitz import LipschitzPrior
     from .predicting.tiles import predict_tiles
     from .searching.fit import fit
+    from .searching.loading import load_fit
     from .searching.result import DensityFit
     from .searching.summary import Summary
     from .studies import is_it_bayesian as check
@@ -65,6 +66,7 @@ __getattr__ = later(
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
         "fit": "searching.fit",
+        "load_fit": "searching.loading",
         "imaging": "imaging.",
         "plots": "plots.",
         "predict_tiles": "predicting.tiles",
@@ -127,6 +129,7 @@ __all__ = [
     "kl",
     "likelihoods",
     "load",
+    "load_fit",
     "load_mixture",
     "metrics",
     "naive",

@@ -149,12 +149,22 @@ def test_from_a_file_to_maps_beside_it(tmp_path):
 def test_large_labels_keep_their_values(tmp_path):
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 5, 6), np.int16), np.eye(4)), tmp_path / "a.nii")
     like = imaging.read_nifti(tmp_path / "a.nii")
-    for value in (255, 256, 32767, 32768, 65535, 70000, -3):
+    for value in (255, 256, 32767, 32768, 65535, 70000, 2**24 + 1, 2**31 - 1, -(2**31), -3):
         labels = torch.zeros(4, 5, 6, dtype=torch.long)
         labels[0, 0, 0] = value
         assert torch.equal(imaging.read_nifti(imaging.write_nifti(tmp_path / "b.nii", labels, like)).labels, labels)
     with pytest.raises(ValueError, match="32 bits"):
         imaging.write_nifti(tmp_path / "b.nii", labels + 2**33, like)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float64, np.uint32])
+def test_labels_beyond_what_float32_holds(kind, tmp_path):
+    values = np.zeros((2, 3, 4), kind)
+    values[0, 0, 0], values[1, 1, 1] = 2**24 + 1, 2**24 + 3
+    nibabel.save(nibabel.Nifti1Image(values, np.eye(4), dtype=kind), tmp_path / "a.nii")
+    labels = imaging.read_nifti(tmp_path / "a.nii").labels
+    assert (labels[0, 0, 0], labels[1, 1, 1]) == (2**24 + 1, 2**24 + 3)
+    assert imaging.read_nifti(tmp_path / "a.nii", dtype=torch.float64).whole is None  # which holds them
 
 
 def test_a_voxel_that_is_no_number_is_no_label(tmp_path):

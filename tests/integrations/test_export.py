@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -86,7 +87,9 @@ def posterior(make=mlp, likelihood=CATEGORICAL, family=None, **options):
 
 
 def called(program, x):
-    module = program.module()
+    with warnings.catch_warnings():  # torch 2.6 warns of constants that it has lifted itself
+        warnings.filterwarnings("ignore", message="Attempted to insert a get_attr Node|Node lifted_tensor")
+        module = program.module()
     if isinstance(x, dict):
         return module(**x)
     return module(*x) if isinstance(x, tuple) else module(x)
@@ -148,7 +151,7 @@ def test_what_all_draws_share_is_held_once():
 def test_a_batch_size_that_stays():
     program = export_predictive(posterior(), rows(4), DRAWS, dynamic_batch=False, generator=generator())
     assert program.module()(rows(4)).shape == (4, 2)
-    with pytest.raises(AssertionError, match="Guard failed"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"Guard failed|shape\[0\] to be equal to 4"):
         program.module()(rows(5))
 
 

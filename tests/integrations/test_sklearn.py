@@ -18,6 +18,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import structvi as vi
 from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
+from structvi.tables import arrays
 
 QUICK = {"hidden": (8,), "family": "MeanField", "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
 #: scikit-learn's laws fit several hundred times
@@ -195,3 +196,61 @@ def test_auto_is_the_way_of_the_tables(monkeypatch):
         BayesianRegressor("auto").fit(X, np.stack([y, y], 1))
     with pytest.raises(ValueError, match="or \"auto\", got 'deep'"):
         BayesianRegressor("deep").fit(X, y)
+
+
+def with_gaps(n=200):
+    """Where the second column is missing, y is 60 higher: only an input that says so can tell."""
+    X, y = line(n)
+    gone = np.random.default_rng(1).random(n) < 0.3
+    y = y + 60 * gone
+    X[gone, 1] = np.nan
+    return X, y, gone
+
+
+def test_missing_values_are_taken_and_told():
+    X, y, gone = with_gaps()
+    model = BayesianRegressor(**QUICK | {"epochs": 100}).fit(X, y)
+    assert model.missing_.tolist() == [False, True]
+    assert any(f"{gone.sum()} values are missing, in columns 1" in note for note in model.result_.notes)
+    left = y - model.predict(X)
+    assert abs(left[gone].mean() - left[~gone].mean()) < 15  # of the 60 that would be left without the input
+    with pytest.warns(UserWarning, match="missing in columns 0, where none was when"):
+        mean, std = model.predict(np.array([[np.nan, 0.0]]), return_std=True)
+    assert np.isfinite([*mean, *std]).all()
+    labels = np.where(y > np.median(y), "high", "low")
+    classifier = BayesianClassifier(**QUICK).fit(X, labels)
+    assert np.isfinite(classifier.predict_proba(X)).all()
+    assert classifier.score(X, labels) > 0.8
+
+
+class Seen(Exception):
+    pass
+
+
+def test_missing_values_in_the_mixture_of_the_command_line(monkeypatch):
+    """Its models, which take long to fit, get an input for them too."""
+
+    def seen(problem, *_):
+        assert all(bool(x.isfinite().all()) for x in problem.x.values())
+        assert problem.x["plain"].shape[1] == 3
+        assert int(problem.x["plain"][:, 2].sum()) == gone.sum()
+        raise Seen
+
+    X, y, gone = with_gaps(80)
+    monkeypatch.setattr(arrays, "chosen", seen)
+    with pytest.raises(Seen):
+        BayesianRegressor("auto").fit(X, y)
+
+
+@pytest.mark.parametrize("estimator", [BayesianRegressor(**QUICK), BayesianClassifier(**QUICK)])
+def test_what_is_infinite_or_has_no_target_is_refused(estimator):
+    X, y, _ = with_gaps(40)
+    y = np.round(y > 100).astype(float)
+    worse = X.copy()
+    worse[3, 0] = np.inf
+    with pytest.raises(ValueError, match="infinity"):
+        estimator.fit(worse, y)
+    with pytest.raises(ValueError, match="NaN"):
+        estimator.fit(X, np.where(np.arange(40) == 3, np.nan, y))
+    empty = np.column_stack([X[:, 0], np.full(40, np.nan)])  # a column without any value says nothing
+    assert np.isfinite(estimator.fit(empty, y).predict(empty)).all()

@@ -82,14 +82,17 @@ def own_loop() -> None:
         optimizer.step()  # pyright: ignore[reportUnknownMemberType] torch's own
 
 
-def log_densities() -> None:
+def log_densities(folder: Path) -> None:
     space = vi.Parameters({"mu": torch.zeros(2), "sigma": vi.positive(1.0)})
 
     def log_density(p: dict[str, Tensor]) -> Tensor:
         return -0.5 * (p["mu"] / p["sigma"]).square().sum() - p["sigma"]
 
-    result = vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    target = vi.LogDensity(log_density, space)
+    result = vi.fit(target, vi.FullNormal(), progress=False)
     assert_type(result, vi.DensityFit)
+    result.save(folder / "fit.safetensors")
+    assert_type(vi.load_fit(folder / "fit.safetensors", target), vi.DensityFit)
     assert_type(result.family, vi.Family)
     assert_type(result.family(), vi.Density)
     assert_type(result.family().draw(2), vi.Draws)

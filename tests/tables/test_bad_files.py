@@ -7,6 +7,7 @@ import pytest
 
 from structvi import cli
 from structvi.tables import fitting
+from structvi.tables.command import fit_file
 
 pytest.importorskip("pandas")
 
@@ -104,6 +105,28 @@ BAD = {
     "unknown noise": (rows(*PLAIN), ["--noise", "Cauchy"], ["noise must be", "'Cauchy'"]),
     "unknown category": (rows(*PLAIN), ["--category", "q"], ["no column 'q'"]),
     "level of ninety": (rows(*PLAIN), ["--level", "90"], ["inside (0, 1)"]),
+    "a page": ("<!DOCTYPE html>\n<table>..</table>\n", [], ["HTML", "CSV"]),
+    "JSON": ('[{"x": 1, "y": 2}]', [], ["JSON", "CSV"]),
+    "spaces between columns": (rows(*PLAIN).replace(",", "  "), [], ["separated by spaces", "commas"]),
+    "a comment above": ("# of 2024\n" + rows(*PLAIN), [], ["the first line has 1 names", "title or a comment"]),
+    "a quote left open": (rows(*PLAIN) + '"1,2\n', [], ["row 41", "not closed"]),
+    "a total below": (rows(*PLAIN) + "Total,12\n", [], ["'Total' in row 41"]),
+    "units below the names": (rows(*PLAIN).replace("x,y\n", "x,y\n[m],[s]\n"), [], ["'[s]' in row 1"]),
+    "a column more": (
+        "x,y,\n" + "\n".join(f"{number(i)},{amount(i)},1" for i in range(40)),
+        [],
+        ["column 3", "no name"],
+    ),
+    "decimal commas between commas": (
+        rows(("x", number), ("y", lambda i: f'"{str(amount(i)).replace(".", ",")}"')),
+        [],
+        ["look like numbers", "a point"],
+    ),
+    "thousands": (rows(("x", lambda i: f'"{1000 * i * i + 12345:,}"'), ("y", amount)), [], ["such as '1,", "12345.6"]),
+    "percent signs": (rows(("x", lambda i: f"{number(i)} %"), ("y", amount)), [], ["look like numbers", " %'"]),
+    "currency": (rows(("x", number), ("y", lambda i: f"€ {abs(amount(i))}")), [], ["look like numbers", "'€ "]),
+    "units": (rows(("x", number), ("y", lambda i: f"{abs(amount(i))} kg")), [], ["look like numbers", "units"]),
+    "huge identifiers": (rows(("n", lambda i: 10**16 + i % 2), ("y", amount)), [], ["cannot be told apart"]),
     "damaged Parquet": (b"PAR1 and nothing", ["parquet"], ["Parquet"]),
     "Parquet called csv": (b"PAR1 and nothing", [], ["call it .parquet"]),
 }
@@ -137,6 +160,63 @@ def test_a_bad_file_is_answered(name, no_fit, monkeypatch, capsys, tmp_path):
     for word in words:
         assert word in err, err
     assert not list((tmp_path / "out").glob("*"))
+
+
+class Fitted(Exception):
+    """A file was read, and would be fitted now."""
+
+
+#: name → (content, what is said of it), of files that can be fitted as they are
+ODD = {
+    "a mark of the byte order": ("\ufeff" + rows(*PLAIN), []),
+    "semicolons and decimal commas": (
+        rows(*PLAIN).replace(",", ";").replace(".", ","),
+        ["separated by semicolons", "decimal comma"],
+    ),
+    "tabs": (rows(*PLAIN).replace(",", "\t"), ["separated by tabs"]),
+    "lines of Windows": (rows(*PLAIN).replace("\n", "\r\n"), []),
+    "lines of old Macs": (rows(*PLAIN).replace("\n", "\r"), []),
+    "a separator at the end": (rows(*PLAIN).replace("\n", ",\n"), ["empty column behind it was left out"]),
+    "blank lines above": ("\n\n" + rows(*PLAIN), []),
+    "spaces in names": (rows((" height of x ", number), (" y ", amount)), []),
+    "names in other scripts": (rows(("größe [m²]", number), ("年齢", number), ("y", amount)), []),
+    "a line break in a field": (rows(("c", lambda i: '"one\ntwo"' if i % 2 else '"a, ""b"""'), *PLAIN), []),
+    "an empty column": (rows(("gone", lambda i: ""), *PLAIN), ["'gone' was left out: all values are missing"]),
+    "a constant column": (rows(("c", lambda i: 5), *PLAIN), ["'c' was left out: it has one value only"]),
+    "rows too short": (rows(*PLAIN) + "1.5\n", ["1 rows without a value of 'y' were left out"]),
+    "true and false": (rows(("b", lambda i: i % 2 == 0), ("x", number), ("y", lambda i: i % 3 == 0)), ["true and"]),
+    "few whole numbers": (rows(("x", number), ("y", lambda i: i % 3)), ["classification", "whole numbers 0 to 2"]),
+    "few other numbers": (rows(("x", number), ("y", lambda i: 0.5 + i % 3)), ["regression: it has 3 different"]),
+    "dates": (rows(("d", lambda i: f"2024-{i % 12 + 1:02}-{i % 28 + 1:02}"), *PLAIN), []),
+    "a code of missing values": (
+        rows(("x", lambda i: -999 if i % 9 == 0 else number(i)), ("y", amount)),
+        ["'x' is -999 in 5"],
+    ),
+    "words of missing values": (
+        rows(("x", lambda i: ["NA", "?", "null", "-"][i % 4] if i % 5 == 0 else number(i)), ("y", amount)),
+        [],
+    ),
+    "copies of rows": (rows(*PLAIN) + rows(*PLAIN, n=20).split("\n", 1)[1], ["20 of 60 rows are copies"]),
+    "the target again": (rows(*PLAIN, ("again", lambda i: 3 - 2 * amount(i))), ["'again' tells 'y' exactly"]),
+    "two spellings": (rows(("c", lambda i: ["Yes", "yes", "no"][i % 3]), *PLAIN), ["'Yes' and 'yes'"]),
+    "percentages": (rows(("p", lambda i: f"{number(i)}%"), *PLAIN), ["'p' was left out: its fields look like"]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_is_read_and_what_is_odd_is_said(name, monkeypatch, tmp_path):
+    def fitted(problem, *_):
+        assert all(bool(x.isfinite().all()) for x in problem.x.values())
+        raise Fitted
+
+    content, words = ODD[name]
+    monkeypatch.setattr(fitting, "chosen", fitted)
+    (tmp_path / "data.csv").write_bytes(content.encode())
+    said = []
+    with pytest.raises(Fitted):
+        fit_file(tmp_path / "data.csv", "y", say=said.append)
+    for word in words:
+        assert word in " ".join(said)
 
 
 @pytest.mark.parametrize(("path", "words"), [("gone.csv", "there is no file"), (".", "is a folder")])

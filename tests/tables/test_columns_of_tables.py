@@ -129,7 +129,7 @@ def test_far_beyond_the_range_an_input_stays():
     ("values", "task", "words"),
     [
         (["a", "b"] * 20, "classification", "words"),
-        ([True, False] * 20, "classification", "words"),
+        ([True, False] * 20, "classification", "true and false"),
         ([3, 9] * 20, "classification", "two values"),
         ([0, 1, 2] * 20, "classification", "whole numbers 0 to 2"),
         ([3, 4, 5] * 20, "regression", "3 different"),

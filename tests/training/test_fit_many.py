@@ -205,6 +205,25 @@ def test_feed_reads_what_single_fits_read():
             assert torch.equal(rows, x)
 
 
+def test_the_curve_of_held_out_data_is_that_of_single_fits():
+    loaders, held_out = [data(40), data(56, seed=1)], [list(data(20, seed=8)), list(data(20, seed=9))]
+    posteriors, others = made(2), made(2)
+    results = vi.fit_many(posteriors, loaders, validation=held_out, steps=20, at_once=True, progress=False)
+    for m, (result, other) in enumerate(zip(results, others, strict=True)):
+        single = other.fit(loaders[m], steps=20, seed=m, validation=held_out[m], progress=False)
+        curve, alone_ = result.history["held_out"], single.history["held_out"]
+        assert int(curve.isfinite().sum()) == (6, 4)[m]  # epochs of 3 and 4 steps that are whole and not the last
+        assert torch.allclose(curve, alone_, rtol=1e-8, atol=0, equal_nan=True)
+
+
+def test_a_long_curve_is_thinned():
+    held_out = [list(data(20, seed=8))] * 2
+    (result, _) = vi.fit_many(made(2), [data(16)] * 2, validation=held_out, steps=200, at_once=True, progress=False)
+    points = result.history["held_out"].isfinite().nonzero().flatten()  # an epoch is a step
+    assert 30 <= len(points) <= 34
+    assert int(points.diff().max()) <= 7
+
+
 # ------------------------------------------------------------------------------------------------------------ members
 
 

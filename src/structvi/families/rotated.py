@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
-from ..couplings import naive
+from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from .basis import Basis
 from .density import Detached, Draws
@@ -48,12 +48,16 @@ class RotatedDensity(Gaussian):
     def accurate(self) -> bool:
         return self.inner.accurate
 
-    def draw_scored(self, groups=1, coupling=naive, generator=None) -> tuple[Draws, Tensor | None]:
+    def draw_scored(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> tuple[Draws, Tensor | None]:
         """Draws of ξ, turned: log q at them is that of ξ."""
         draws, log_q = self.inner.draw_scored(groups, coupling, generator)
         return Draws(self.basis(draws.theta), draws.weight), log_q
 
-    def draw_detached(self, groups=1, coupling=naive, generator=None) -> Detached | None:
+    def draw_detached(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> Detached | None:
         inner = self.inner.draw_detached(groups, coupling, generator)
         if inner is None:
             return None

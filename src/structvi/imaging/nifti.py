@@ -33,12 +33,14 @@ class Scan:
         affine: [4, 4], from voxels to millimetres.
         header: nibabel's, as it was read.
         path: the file.
+        whole: whole numbers [channels, x, y, z] that `values` could not hold: in float32 those beyond 2²⁴.
     """
 
     values: Tensor
     affine: np.ndarray
     header: Any
     path: Path
+    whole: Tensor | None = None
 
     @property
     def spacing(self) -> tuple[float, float, float]:
@@ -49,6 +51,8 @@ class Scan:
     @property
     def labels(self) -> Tensor:
         """The voxels of a file of one channel as class labels, [x, y, z] of integers."""
+        if self.whole is not None and len(self.whole) == 1:
+            return self.whole[0]
         whole = self.values.round()
         if len(whole) != 1 or not bool((self.values - whole).abs().max() <= 1e-3):  # NaN is no whole number
             raise ValueError(
@@ -65,7 +69,7 @@ class Scan:
         )
 
 
-def read_nifti(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Scan:
+def read_nifti(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Scan:
     """The voxels of a .nii or .nii.gz file, scaled as its header says, with affine and header.
 
     Args:
@@ -97,7 +101,16 @@ def read_nifti(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> S
         )
     values = np.moveaxis(values[..., None] if values.ndim == 3 else values, -1, 0)
     tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(dtype)
-    return Scan(tensor, np.array(image.affine), image.header.copy(), Path(path))
+    return Scan(tensor, np.array(image.affine), image.header.copy(), Path(path), _lost(values, tensor))
+
+
+def _lost(values: np.ndarray, tensor: Tensor) -> Tensor | None:
+    """The numbers as integers, where all are whole and the tensor does not hold them all."""
+    is_whole = values.dtype.kind in "iu" or bool((values == np.round(values)).all())  # NaN is no whole number
+    if not is_whole or values.size == 0 or not -(2.0**63) < values.min() <= values.max() < 2.0**63:
+        return None
+    integers = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+    return None if torch.equal(tensor.double().long(), integers) else integers
 
 
 def _holds(kind: type, array: np.ndarray) -> bool:
@@ -106,7 +119,7 @@ def _holds(kind: type, array: np.ndarray) -> bool:
     return bool(limits.min <= array.min() and array.max() <= limits.max)
 
 
-def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan, words: str = "") -> Path:
+def write_nifti(path: str | os.PathLike[str], values: Tensor | np.ndarray, like: Scan, words: str = "") -> Path:
     """Voxels into a file with the affine and header of a scan: codes, units and extensions are kept.
 
     Args:
@@ -148,7 +161,7 @@ def write_nifti(path: str | os.PathLike, values: Tensor | np.ndarray, like: Scan
     return path
 
 
-def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike) -> dict[str, Path]:
+def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike[str]) -> dict[str, Path]:
     """Every map as a file beside the others: NAME_label.nii.gz, NAME_probability.nii.gz, NAME_epistemic.nii.gz, ..
 
     Args:
@@ -165,8 +178,8 @@ def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike) -> dict[str, P
 
 def predict_scan(
     posterior: PosteriorBase | NetworkMixtureBase,
-    path: str | os.PathLike,
-    folder: str | os.PathLike,
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     *,
     prepare: Callable[[Tensor], Tensor] | None = None,
     names: Sequence[str] | None = None,

@@ -43,7 +43,7 @@ td, th { padding: .1rem .8rem .1rem 0; text-align: left; }
 
 
 def write_page(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     volume: Tensor,
     maps: Maps,
     *,

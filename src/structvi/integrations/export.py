@@ -140,13 +140,16 @@ def export_predictive(
             lambda leaf: leaf.repeat_interleave(2, 0) if isinstance(leaf, Tensor) else leaf, example
         )
     arguments, keywords = ((), dict(example)) if isinstance(example, dict) else (_tuple(example), {})
-    batch = {0: Dim("batch")} if dynamic_batch else None
+    # an end: where a dimension is sliced, torch 2.6 asks that the size is not the largest number there is
+    batch = {0: Dim("batch", max=2**31 - 1)} if dynamic_batch else None
     if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
         module.forward = _with_signature(module.forward, keywords)
     given = keywords or {"arguments": arguments}  # as `forward` names them
     shapes = pytree.tree_map(lambda leaf: batch if isinstance(leaf, Tensor) else None, given)
     try:
-        with warnings.catch_warnings():  # an LSTM keeps a list of its weights, and gets it back after every draw
+        # without gradients: `no_grad` inside would be a part of the program, which torch 2.6 cannot read again
+        with torch.no_grad(), warnings.catch_warnings():
+            # an LSTM keeps a list of its weights, and gets it back after every draw
             warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
             return torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
     except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks

@@ -1,5 +1,6 @@
 """Bayesian multilayer perceptrons for tables as scikit-learn estimators, for Pipelines and cross-validations."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Self
@@ -74,14 +75,16 @@ class _Estimator(BaseEstimator):
 
     def _fit(self, X: np.ndarray, t: Tensor, outputs: int, likelihood: Likelihood) -> None:
         """X [N, F] as it came, t [N, ..] as the likelihood takes it."""
-        self._inputs = _Standard(X)
+        self._inputs = _Inputs(X)
+        self.missing_ = self._inputs.missing
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self._auto = None
         if isinstance(self.hidden, str):
             self._fit_auto(X, t, outputs)
+            self.result_.notes += _notes(X)
             return
         generator = torch.Generator().manual_seed(self._seed)
-        sizes = [X.shape[1], *_sizes(self.hidden), outputs]
+        sizes = [self._inputs.width, *_sizes(self.hidden), outputs]
         with borrowed_stream(generator):
             layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
         net = nn.Sequential(*[part for layer in layers for part in (layer, nn.ReLU())][:-1])
@@ -94,6 +97,7 @@ class _Estimator(BaseEstimator):
         self.result_ = self.posterior_.fit(
             loader, epochs=epochs, lr=self.lr, groups=self.groups, seed=self._seed, progress=self.verbose
         )
+        self.result_.notes += _notes(X)
 
     def _fit_auto(self, X: np.ndarray, t: Tensor, outputs: int) -> None:
         """The way of `structvi fit`; "StructuredPrecision", the default, stands for its own default."""
@@ -119,7 +123,14 @@ class _Estimator(BaseEstimator):
     def predictive(self, X: Any) -> Iterable[Predictive | Pooled]:
         """Predictive distributions of the standardised target, `ROWS` rows at a time, all from the same draws."""
         check_is_fitted(self, "posterior_")
-        raw = np.asarray(validate_data(self, X, reset=False, dtype=np.float64))
+        raw = np.asarray(validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite="allow-nan"))
+        new = np.flatnonzero(np.isnan(raw).any(0) & ~self.missing_)
+        if len(new):
+            warnings.warn(
+                f"values are missing in columns {_few(new)}, where none was when the model was fitted: their means are "
+                "taken, and the predictions do not know that",
+                stacklevel=3,
+            )
         if self._auto is not None:
             each = max(1, self.draws // sum(len(part.posteriors) for part in self._auto.parts))
             for start in range(0, len(raw), ROWS):
@@ -129,6 +140,11 @@ class _Estimator(BaseEstimator):
         for rows in x.split(ROWS):
             generator = torch.Generator().manual_seed(self._seed)
             yield self.posterior_.predict(rows, draws=self.draws, generator=generator)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
 
     def _refuse(self, refused: dict[str, Any]) -> None:
         if refused:
@@ -142,7 +158,9 @@ class _Estimator(BaseEstimator):
 class BayesianRegressor(RegressorMixin, _Estimator):
     """Regression with uncertainty: a multilayer perceptron, a posterior over its weights, and a learned noise.
 
-    Inputs and target are standardised inside; predictions are in the target's own unit.
+    Inputs and target are standardised inside; predictions are in the target's own unit. Missing values (NaN) of X are
+    taken as `structvi fit` takes them: the column's mean, and an input of its own that says where; `missing_` and
+    `result_.notes` tell of which columns.
 
     Args:
         hidden: the widths of the hidden layers; () for a linear model; "auto" to try linear and additive models and
@@ -161,6 +179,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
     Attributes:
         posterior_: the fitted `Posterior`, of standardised data.
         result_: what the fit came to; `print(model.result_)`.
+        missing_: in which columns of X values were missing, [F].
 
     Example:
         >>> X = np.linspace(-1, 1, 40)[:, None]
@@ -172,7 +191,9 @@ class BayesianRegressor(RegressorMixin, _Estimator):
 
     def fit(self, X: Any, y: Any, **refused: Any) -> Self:
         self._refuse(refused)
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        X, y = validate_data(
+            self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_all_finite="allow-nan"
+        )
         rows = np.asarray(y, dtype=np.float64).reshape(len(X), -1)  # [N, D]
         self._targets, self._flat = _Standard(rows), y.ndim == 1
         self._fit(X, self._targets.forth(rows), rows.shape[1], Gaussian("point"))
@@ -195,7 +216,8 @@ class BayesianRegressor(RegressorMixin, _Estimator):
 class BayesianClassifier(ClassifierMixin, _Estimator):
     """Classification with uncertainty: a multilayer perceptron and a posterior over its weights.
 
-    Inputs are standardised inside. Arguments and attributes are those of `BayesianRegressor`, and `classes_`.
+    Inputs are standardised inside, and missing ones taken as by `BayesianRegressor`. Arguments and attributes are those
+    of it, and `classes_`.
 
     Example:
         >>> X = np.linspace(-1, 1, 40)[:, None]
@@ -209,7 +231,7 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
     def fit(self, X: Any, y: Any, **refused: Any) -> Self:
         self._refuse(refused)
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite="allow-nan")
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -228,11 +250,35 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
         return self.classes_[best]
 
 
+class _Inputs:
+    """Standardised columns [N, F], zero where missing, and an input for each column in which values were missing."""
+
+    def __init__(self, x: np.ndarray):
+        self.missing = np.isnan(x).any(0)
+        self.standard = _Standard(x)
+
+    @property
+    def width(self) -> int:
+        return len(self.missing) + int(self.missing.sum())
+
+    def forth(self, x: np.ndarray) -> Tensor:
+        gone = np.isnan(x)
+        z = torch.where(torch.as_tensor(gone), 0.0, self.standard.forth(x))
+        return torch.cat([z, torch.as_tensor(gone[:, self.missing], dtype=torch.float32)], 1)
+
+
 class _Standard:
     """(x − mean)/std of each column of an array [N, F], in float32; a constant column is only shifted."""
 
     def __init__(self, x: np.ndarray):
-        self.mean, std = x.mean(0), x.std(0)
+        if np.isnan(x).any():
+            there = ~np.isnan(x)
+            count = np.maximum(there.sum(0), 1)
+            self.mean = np.where(there, x, 0.0).sum(0) / count
+            x = np.where(there, x, self.mean)
+            std = np.sqrt(np.square(x - self.mean).sum(0) / count)
+        else:
+            self.mean, std = x.mean(0), x.std(0)
         # of a constant, up to rounding of its mean
         self.scale = np.where(std > 1e-12 * np.abs(x).max(0), std, 1.0)
 
@@ -241,6 +287,23 @@ class _Standard:
 
     def back(self, x: np.ndarray) -> np.ndarray:
         return x * self.scale + self.mean
+
+
+def _few(columns: np.ndarray) -> str:
+    shown = ", ".join(str(column) for column in columns[:8])
+    return shown if len(columns) <= 8 else f"{shown} and {len(columns) - 8} others"
+
+
+def _notes(X: np.ndarray) -> list[str]:
+    """Which values are missing, in words."""
+    gone = np.isnan(X)
+    columns = np.flatnonzero(gone.any(0))
+    if not len(columns):
+        return []
+    return [
+        f"{int(gone.sum())} values are missing, in columns {_few(columns)}: the mean is taken, and an input of each "
+        "column says where"
+    ]
 
 
 def _sizes(hidden: Any) -> list[int]:

@@ -41,7 +41,7 @@ def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
     )
 
 
-def taken(batch: Mapping, keys: str | tuple[str, ...]) -> Any:
+def taken(batch: Mapping[Any, Any], keys: str | tuple[str, ...]) -> Any:
     """The entry of a dict, or a tuple of several."""
     names = (keys,) if isinstance(keys, str) else keys
     if missing := [name for name in names if name not in batch]:

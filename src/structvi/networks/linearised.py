@@ -100,6 +100,7 @@ def _load_rules() -> None:
     """At its first use torch compiles rules of forward mode, by a means of its own that it warns of."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # of newer torch, a FutureWarning
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 

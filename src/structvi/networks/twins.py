@@ -57,7 +57,7 @@ class Twin:
                     )
         self.buffers = list(first.values())
         #: where the tensor of a name is: the dictionary of its module, and the key in it
-        self.places = {
+        self.places: dict[str, tuple[dict[str, Any], str]] = {
             f"{prefix}.{key}".removeprefix("."): (holder, key)
             for prefix, module in self.net.named_modules()
             for holder in (module._parameters, module._buffers)

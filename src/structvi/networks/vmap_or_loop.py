@@ -105,13 +105,13 @@ class Evaluation:
         return self._last[1] if self._last else None
 
     @property
-    def record(self) -> tuple[dict[Hashable, tuple], tuple | None]:
+    def record(self) -> tuple[dict[Hashable, tuple[Any, ...]], tuple[Any, ...] | None]:
         """All choices and the last one, to be kept: one that is set again is used as it is."""
         choices, last = self._choices.copy(), self._last  # another thread may add one
         return {key: tuple(choice) for key, choice in choices.items()}, last and tuple(last)
 
     @record.setter
-    def record(self, record: tuple[dict[Hashable, tuple], tuple | None]) -> None:
+    def record(self, record: tuple[dict[Hashable, tuple[Any, ...]], tuple[Any, ...] | None]) -> None:
         choices, last = record
         self._choices = {key: Choice(*choice) for key, choice in choices.items()}
         self._last = Choice(*last) if last else None

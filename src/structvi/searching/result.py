@@ -1,5 +1,6 @@
 """What `vi.fit` hands back, and how it judges what a search came to."""
 
+import os
 from dataclasses import dataclass, field
 from math import isinf
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +20,7 @@ from .drawing import DRAWS, sample
 from .improper import Runaway
 from .low_rank_matrix import LowRankMatrix
 from .modes import Mode
+from .saving import save_fit
 from .summary import Summary, summarise
 
 if TYPE_CHECKING:
@@ -178,6 +180,23 @@ class DensityFit(Result):
         names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
         drawn = self.sample(draws, corrected=corrected, generator=generator)
         return inference_data({name: drawn[name] for name in names})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fit to one safetensors file without code: the family, ELBO, verdict, counts, trace and modes.
+
+        The log density is a function and is not in it: `vi.load_fit(path, target)` is given it again. The file is
+        written whole or not at all.
+
+        Example:
+            >>> import tempfile
+            >>> from structvi import FullNormal, LogDensity, Parameters, fit, load_fit
+            >>> path = os.path.join(tempfile.mkdtemp(), "fit.safetensors")
+            >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), Parameters({"z": torch.zeros(2)}))
+            >>> fit(target, FullNormal(), progress=False).save(path)
+            >>> print(load_fit(path, target).status)
+            converged
+        """
+        save_fit(self, path)
 
 
 def judge(

@@ -15,6 +15,8 @@ from .fit_checkpoint import KIND as FIT
 from .header import CheckpointError, brief
 
 KIND = "posterior"
+#: of a fit of a log density, see `searching/result_file.py`
+DENSITY_FIT = "density fit"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 _FIELDS = {
     "kind", *PARTS, "forward", "random", "held", "hashes", "num_data", "dropout", "batch_norm",
@@ -54,6 +56,8 @@ class Saved(NamedTuple):
             raise CheckpointError(
                 f"{path} is a checkpoint of a fit, not a posterior: go on with fit(resume=its folder) and save then"
             )
+        if kind == DENSITY_FIT:
+            raise CheckpointError(f"{path} is the fit of a log density: vi.load_fit(path, target) reads it")
         if kind != KIND:
             raise CheckpointError(f"{path} holds no posterior: its description is of kind {brief(kind)}")
         # a description with the right hash that `save` did not write: another version's, or made by hand

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..basics.patterns import few
-from ..families.basis import is_orthogonal
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
@@ -21,14 +20,13 @@ from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, Stud
 from ..models.priors.base import Prior, SeparablePrior
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
-from .describe import Kind, OfYourOwn, check, decode, encode
+from .describe import Kind, check, decode, encode
 from .file import CheckpointError, digest, opened, write
-from .header import Entry, brief
+from .header import Entry
 from .implied import tensors_of_family
+from .parts import any_start, check_values, describe_part, differences, set_tensors, shown, under
 from .posterior_description import KIND, PARTS, Saved, Table, most_patterns, refusing
 
-#: lines of differences in a message
-_LINES = 20
 #: the tensors at which a network is linearised
 LINEARISED = "linearised"
 #: the scores of conformal sets
@@ -54,7 +52,7 @@ def save(posterior: PosteriorBase, path: str | os.PathLike[str], network: Litera
     if model.linearised_at is not None:
         tensors |= {f"{LINEARISED}.{n}": t for n, t in model.net_space.unravel(model.linearised_at).items()}
     for part in PARTS:  # what `load` would refuse
-        if not bool(all(x.isfinite().all() for x in _under(part, tensors).values() if x.is_floating_point())):
+        if not bool(all(x.isfinite().all() for x in under(part, tensors).values() if x.is_floating_point())):
             raise ValueError(
                 f"the {part} has values that are not finite, and a file of it could not be loaded: save a posterior "
                 "whose fit has not failed"
@@ -65,7 +63,7 @@ def save(posterior: PosteriorBase, path: str | os.PathLike[str], network: Litera
     evaluation = model.evaluation
     description = {
         "kind": KIND,
-        **{part: _describe(value) for part, value in parts.items()},
+        **{part: describe_part(value) for part, value in parts.items()},
         "forward": model.user_forward is not None,
         "random": encode(_table(random)),
         "held": encode(_table(held)),
@@ -126,35 +124,30 @@ def load(
         )  # fmt: skip
         model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
         if family is not None:
-            parts["family"] = family if family.is_bound else family.bind(model.space, _any_start())
+            parts["family"] = family if family.is_bound else family.bind(model.space, any_start())
         for part in PARTS:
-            _check_part(saved, part, parts.get(part), _under(part, stored.table), model, given, path)
+            _check_part(saved, part, parts.get(part), under(part, stored.table), model, given, path)
         tensors = stored.tensors()
     calibration = _calibration(saved, tensors, model.likelihood, path)
     if model.linearised_at is not None:
-        _check_values(_under(LINEARISED, tensors), f"{path}: the network's values")
-        model.linearised_at = space.ravel(_under(LINEARISED, tensors)).to(model.linearised_at)
+        check_values(under(LINEARISED, tensors), f"{path}: the network's values")
+        model.linearised_at = space.ravel(under(LINEARISED, tensors)).to(model.linearised_at)
     for part in PARTS:
         if given[part] is None:
-            _check_values(_under(part, tensors), f"{path}: the {part}")
+            check_values(under(part, tensors), f"{path}: the {part}")
     if family is None:
         with refusing(path):
-            parts["family"] = _part(saved, "family", path).bind(model.space, _any_start())
+            parts["family"] = _part(saved, "family", path).bind(model.space, any_start())
     for part in PARTS:
-        _set_tensors(parts[part], _under(part, tensors), f"{path}: the {part} ({type(parts[part]).__name__})")
+        set_tensors(parts[part], under(part, tensors), f"{path}: the {part} ({type(parts[part]).__name__})")
         if isinstance(parts[part], nn.Module):
             parts[part].to(space.device)
     with torch.no_grad():
-        for name, tensor in _under("network", tensors).items():
+        for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
     posterior = PosteriorBase(model, parts["family"], dropout=saved.dropout, batch_norm=saved.batch_norm)
     posterior.calibration, posterior.chosen_on = calibration, saved.chosen_on
     return posterior if device is None else posterior.to(device)
-
-
-def _any_start() -> torch.Generator:
-    """For a family whose values come from the file."""
-    return torch.Generator().manual_seed(0)
 
 
 def _part(saved: Saved, part: Kind, path: Any) -> Any:
@@ -169,13 +162,6 @@ def _check_prior(prior: nn.Module, space: Parameters) -> None:
             module.check(space)
 
 
-def _describe(part: Any) -> dict[str, Any]:
-    try:
-        return {"value": encode(part)}
-    except OfYourOwn as name:
-        return {"own": str(name)}
-
-
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters of these names, as far as there are such, and all else that the network's state dict has."""
     parameters: dict[str, Tensor] = dict(net.named_parameters())
@@ -187,29 +173,6 @@ def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor]
 
 def _table(tensors: Mapping[str, Tensor]) -> Table:
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-
-
-def _under(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-
-
-def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    lines = [f"  missing: {_shown(name)} {_text(saved[name])}" for name in saved if name not in here]
-    lines += [f"  extra: {_shown(name)} {_text(here[name])}" for name in here if name not in saved]
-    lines += [
-        f"  {_shown(name)}: {_text(saved[name])} in the file, {_text(here[name])} here"
-        for name in saved
-        if name in here and saved[name] != here[name]
-    ]
-    return lines if len(lines) <= _LINES else [*lines[:_LINES], f"  … and {len(lines) - _LINES} more"]
-
-
-def _shown(name: str) -> str:
-    return name if name.isprintable() and len(name) <= 200 else brief(name)
-
-
-def _text(entry: tuple) -> str:
-    return " ".join(_shown(str(list(item) if isinstance(item, tuple) else item)) for item in entry)
 
 
 def _check_given(saved: Saved, given: Mapping[str, Any], path: Any) -> None:
@@ -226,14 +189,14 @@ def _check_given(saved: Saved, given: Mapping[str, Any], path: Any) -> None:
 
 def _check_held(saved: Saved, table: Mapping[str, Entry], path: Any) -> None:
     """The network's tensors in the file are those that its description speaks of, and none belongs to nobody."""
-    stray = [_shown(name) for name in table if name.split(".")[0] not in (*PARTS, "network", LINEARISED, SCORES)]
+    stray = [shown(name) for name in table if name.split(".")[0] not in (*PARTS, "network", LINEARISED, SCORES)]
     inside = {
-        part: {name: (entry.shape, str(entry.dtype)) for name, entry in _under(part, table).items()}
+        part: {name: (entry.shape, str(entry.dtype)) for name, entry in under(part, table).items()}
         for part in ("network", LINEARISED, SCORES)
     }
-    different = _differences(saved.held if saved.hashes is None else {}, inside["network"])
-    different += _differences(saved.random if saved.linearised else {}, inside[LINEARISED])
-    different += _differences(_scores(saved), inside[SCORES])
+    different = differences(saved.held if saved.hashes is None else {}, inside["network"])
+    different += differences(saved.random if saved.linearised else {}, inside[LINEARISED])
+    different += differences(_scores(saved), inside[SCORES])
     if stray or different:
         raise CheckpointError(
             f"{path} does not hold the tensors that it describes: {few(stray)}\n" + "\n".join(different)
@@ -268,7 +231,7 @@ def check_calibration(calibration: Calibration, likelihood: Any) -> None:
 
 
 def _check_network(saved: Saved, random: Mapping[str, Tensor], held: Mapping[str, Tensor], path: Any) -> None:
-    different = _differences({**saved.random, **saved.held}, _table({**random, **held}))
+    different = differences({**saved.random, **saved.held}, _table({**random, **held}))
     if different:
         raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
     if saved.hashes is not None:
@@ -299,7 +262,7 @@ def _check_part(
         shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
         what = type(module).__name__
     file = {name: (entry.shape,) for name, entry in table.items()}
-    if different := _differences(file, {name: (shape,) for name, shape in shapes.items()}):
+    if different := differences(file, {name: (shape,) for name, shape in shapes.items()}):
         text = f"{path}: the {part} ({what}) is not the one that was saved. Its tensors are\n" + "\n".join(different)
         raise (CheckpointError if given[part] is None and given["likelihood"] is None else ValueError)(text)
     if given[part] is None:
@@ -317,28 +280,3 @@ def _check_part(
 
 def _floats(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
-
-
-def _check_values(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Of our families, likelihoods and priors: what was learned is finite, and so are scales; units are positive, and
-    axes at right angles.
-    """
-    for name, tensor in tensors.items():
-        last = name.split(".")[-1]
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{what} has values that are not finite in {name}: save one whose fit has not failed")
-        if last.startswith("log_") and not tensor.exp().isfinite().all():
-            raise CheckpointError(f"{what} has scales that are not finite: {name} goes up to {tensor.max().item():g}")
-        if last == "unit" and not (tensor > 0).all():
-            raise CheckpointError(f"{what} has scales that are not positive in {name}")
-        if ".basis." in f".{name}" and not is_orthogonal(tensor):
-            raise CheckpointError(f"{what} has axes that are not orthogonal: {name}")
-
-
-def _set_tensors(module: Any, tensors: Mapping[str, Tensor], what: str) -> None:
-    if not tensors:
-        return
-    try:
-        module.load_state_dict(tensors, assign=True)  # assign: with the dtype of the file
-    except RuntimeError as error:
-        raise ValueError(f"{what} does not take the tensors of the file: {error}") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .oddities import written_numbers
 from .reading import Table, TableError, Values, pandas_module
 
 #: bins of a number, levels of a category that are told apart, rows that a level must have
@@ -18,6 +19,7 @@ FAR = 10.0
 #: a column with more distinct numbers than this is one of numbers, though some of it be text
 MANY = 20
 LARGEST = 1e100
+AS_NUMBERS = "Write them with digits and a point alone, 12345.6, without units and signs of thousands"
 
 
 @dataclass
@@ -180,6 +182,9 @@ def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
         raise TableError(_text_in_numbers(name, present[number.isna()]))
     if _dates(series) is not None:
         return "date", ""
+    example = written_numbers(present.astype(str).str.strip().unique().tolist()) if distinct > LEVELS else ""
+    if example:
+        return "", f"its fields look like numbers, such as {example!r}, and are text. {AS_NUMBERS}"
     if distinct > max(LEVELS, 0.5 * len(present)):
         return "", f"nearly every row has a text of its own ({distinct} in {rows} rows): an identifier or free text"
     return "category", ""
@@ -188,6 +193,8 @@ def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
 def _kind_of_numbers(present: Values, name: str, rows: int) -> tuple[str, str]:
     values = present.to_numpy(dtype=np.float64)
     if np.ptp(values) == 0 and np.isfinite(values).all():
+        if present.nunique() > 1:
+            return "", "its numbers are so large that they cannot be told apart: an identifier"
         return "", "it has one value only"
     whole = len(values) == rows and rows > MANY and np.isfinite(values).all() and (values % 1 == 0).all()
     if whole and (np.diff(values) == 1).all():

@@ -13,6 +13,7 @@ from .choosing import Tried, chosen
 from .columns import FAR, Columns, values_of
 from .members import folds_of
 from .model import TableModel
+from .oddities import oddities
 from .reading import Table, TableError
 from .recipes import NOISES, Problem, family_of
 from .target import Split, Target, split, target_of, with_target
@@ -122,6 +123,7 @@ def fit_table(
     features = table.drop(columns=target)
     columns = Columns.of(features, given, rows.tolist())
     notes += [f"{name!r} was left out: {why}." for name, why in columns.left_out.items()]
+    notes += oddities(table, target, [column.name for column in columns.columns])
     notes.append(_split_in_words(parts, goal, seed))
     t = _encoded_target(goal, table, rows, notes)
     for note in notes:

@@ -105,15 +105,22 @@ def _text(path: Path, encoding: str, notes: list[str]) -> Table:
         if raw.startswith(start):
             raise TableError(f"{path} is no text but {what}")
     text = _decoded(raw, encoding, path)
+    if "\r" in text:  # of Windows, and of old Macs
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     lines = text.split("\n", 2)
     if not text.strip():
         raise TableError(f"{path} is empty: a table has a line of column names and a line for each row")
+    if (other := _other_text(text)) is not None:
+        raise TableError(f"{path} is no table but {other}: export it as CSV")
     first = next((line for line in io.StringIO(text) if line.strip()), lines[0]).rstrip("\r\n")
     separator = max(SEPARATORS, key=lambda s: (len(next(csv.reader([first], delimiter=s))), s == ","))
     names = [name.strip() for name in next(csv.reader([first], delimiter=separator))]
     if separator != ",":
         notes.append(f"The columns are separated by {SEPARATORS[separator]}.")
-    _check_names(names, path)
+    if len(names) == 1 and len(names[0].split()) == len(text.splitlines()[-1].split()) > 1:
+        raise TableError(f"{path}: the columns seem to be separated by spaces: save it with commas between them")
+    unnamed = _unnamed_end(names)
+    _check_names(names[: len(names) - unnamed], path)
     decimal = "."
     if separator != "," and re.search(r"(^|[;\t|\n\"])-?\d+,\d+($|[;\t|\r\n\"])", text[len(first) : 100_000]):
         decimal = ","
@@ -128,6 +135,11 @@ def _text(path: Path, encoding: str, notes: list[str]) -> Table:
     except (pandas.errors.ParserError, pandas.errors.ParserWarning, pandas.errors.EmptyDataError) as error:
         raise TableError(_ragged(path, text, separator, len(names), str(error))) from None
     table.columns = names
+    if unnamed:
+        if bool(table.iloc[:, -unnamed:].notna().any(axis=None)):
+            raise TableError(f"{path}: column {len(names) - unnamed + 1} has no name: give it one in the first line")
+        table = table.iloc[:, :-unnamed]
+        notes.append("Lines end in a separator: the empty column behind it was left out.")
     if names[0] == "":  # what pandas writes above its index
         notes.append("The first column has no name: it was taken to be a row number and left out.")
         table = table.iloc[:, 1:]
@@ -166,11 +178,33 @@ def _check_names(names: list[str], path: Path) -> None:
         )
 
 
+def _other_text(text: str) -> str | None:
+    """What a text is in place of a table."""
+    start = text.lstrip()[:200].lower()
+    if start.startswith(("<!doctype", "<html", "<?xml", "<table")):
+        return "a page of HTML or XML"
+    return "JSON" if re.match(r'[\[{]\s*[\[{"]', start) else None
+
+
+def _unnamed_end(names: list[str]) -> int:
+    """How many columns at the end have no name, of several that have."""
+    count = next((i for i, name in enumerate(reversed(names)) if name), 0)
+    return count if count < len(names) - 1 else 0
+
+
 def _ragged(path: Path, text: str, separator: str, columns: int, said: str) -> str:
+    rows = [len(row) for row in csv.reader(io.StringIO(text), delimiter=separator) if row]
+    if rows[0] != (usual := max(set(rows), key=rows.count)) and usual > columns:
+        return (
+            f"{path}: the first line has {columns} names, most others {usual} fields: is it a title or a comment? "
+            "Column names must be in the first line"
+        )
     for number, row in enumerate(csv.reader(io.StringIO(text), delimiter=separator), 1):
         if len(row) > columns:
             return (
                 f"{path}: line {number} has {len(row)} fields, the first line {columns} names: is a text with "
                 f"{SEPARATORS[separator]} in it without quotes?"
             )
+    if match := re.search(r"EOF inside string starting at row (\d+)", said):
+        return f"{path}: a quote that begins in row {match[1]} is not closed: close it, or remove it"
     return f"{path} cannot be read as a table: {said.splitlines()[0]}"

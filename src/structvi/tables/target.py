@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .columns import kind_of, values_of
+from .columns import AS_NUMBERS, kind_of, values_of
 from .reading import Table, TableError, pandas_module
 
 TASKS = ("auto", "regression", "classification")
@@ -121,7 +121,11 @@ def _task_of(series: Any, name: str, rows: int) -> tuple[str, str]:
     pandas = pandas_module()
 
     if not pandas.api.types.is_numeric_dtype(series) or pandas.api.types.is_bool_dtype(series):
-        kind = "category" if pandas.api.types.is_bool_dtype(series) else kind_of(series, name, rows)[0]
+        if pandas.api.types.is_bool_dtype(series):
+            return "classification", "its values are true and false"
+        kind, why = kind_of(series, name, rows)
+        if AS_NUMBERS in why:
+            raise TableError(f"the target {name!r} cannot be read: {why}")
         if kind == "number":
             return "regression", "its values are numbers"
         if kind == "date":

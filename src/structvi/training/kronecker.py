@@ -82,7 +82,9 @@ def multiplied(x: Tensor, matrices: Tensor, axis: int) -> Tensor:
     return (matrices @ moved.flatten(2)).view(moved.shape).movedim(1, axis + 1)
 
 
-def turned(x: Tensor, groups: Sequence[Alike], matrices: Mapping[str, Tensor], *, back: bool, squared: bool = False):
+def turned(
+    x: Tensor, groups: Sequence[Alike], matrices: Mapping[str, Tensor], *, back: bool, squared: bool = False
+) -> Tensor:
     """Q x of a vector [P], or Qᵀ x (`back`: into the coordinates), also with the squares of all elements of Q.
 
     Example:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite, nan
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of
 from .constant_predictor import Watched
 from .loop import AVERAGED, COMPARISON_GROUPS, FAILURES, FIRST_STAGE, Run
 from .progress import Progress
-from .result import FitResult, Skipped
+from .result import COLUMNS, FitResult, Skipped
 from .stacked_batches import Feed, Read, with_masked_row
 from .stacked_elbo import StackedElbo, serves
 from .stacked_step import Outcomes, Plan, StackedStep
 from .step import AS_ASKED
+from .validation import FEW_DRAWS
 
+#: points of a member's curve of held-out densities, about, where it has more epochs
+CURVE = 32
 NOT_FINITE = "the loss or its gradient is not finite"
+HELD_OUT = COLUMNS.index("held_out")
 
 
 class Member:
@@ -33,6 +38,7 @@ class Member:
         self.rows, self.failures, self.averaged, self.snapshot_step = 0, 0, 0, -1
         self.skipped: list[Skipped] = []
         self.failed = False
+        self.watched = 0  # the step of the last point of its curve
         self.told: list[list[float]] = []  # rows of the history that it does not have yet
         self.every, self.last_part = run.snapshots.every, run.last_part
         self.stride, self.check = max(1, self.last_part // AVERAGED), max(1, self.last_part // 4)
@@ -41,7 +47,7 @@ class Member:
         #: members for which this is the same have the same learning rate and λ at every step
         self.pace = self._pace()
 
-    def _pace(self) -> tuple:
+    def _pace(self) -> tuple[Any, ...]:
         settings = self.run.settings
         times = settings.total, self.cooling, self.end, settings.warmup, settings.kl_warmup
         return *times, settings.temperature, self.run.schedule.highest[0]
@@ -65,6 +71,17 @@ class Member:
         self.cooling, self.end = step, step + self.last_part
         self.pace = self._pace()
         return True
+
+    def watch(self, step: int) -> None:
+        """The held-out density after the last step of an epoch, into the history, as of a fit alone."""
+        run = self.run
+        if run.watch is None or step < self.watched + self.end // CURVE:
+            return
+        run.choice.last, self.watched = run.watch.of(run.posterior, FEW_DRAWS).mean, step
+        if self.told:
+            self.told[-1][HELD_OUT] = run.choice.last
+        else:
+            run.state.history.set_last("held_out", run.choice.last)
 
     def flush(self, step: int) -> None:
         """The run's state after this step, as far as all is known of it between two steps."""
@@ -139,7 +156,11 @@ class Together:
         started, step = time.monotonic(), self.made
         self._stages(active)
         due, before = self._due(active)
+        epochs = list(self.feed.epochs)
         read = self.feed.read(active)
+        for m, one in enumerate(self.members):
+            if active[m] and self.feed.epochs[m] > epochs[m]:
+                one.watch(step)
         plan, paces = self._plan(read, active)
         outcomes = self.step(read.batch, plan)
         self.made += 1
@@ -164,7 +185,7 @@ class Together:
     def _plan(self, read: Read, active: Sequence[bool]) -> tuple[Plan, list[tuple[float, float]]]:
         """What the step has to know, and λ and the learning rate of each member."""
         padded, step, N = read.padded, self.made, self.step.num_data
-        known: dict[tuple, tuple[float, float]] = {}
+        known: dict[tuple[Any, ...], tuple[float, float]] = {}
         table, paces = [], []
         for one, rows, goes_on in zip(self.members, read.rows, active, strict=True):
             if (pace := known.get(one.pace)) is None:

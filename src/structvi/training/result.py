@@ -37,7 +37,7 @@ NEXT = {
 
 
 @contextmanager
-def _writer(to: "str | os.PathLike | SummaryWriter") -> "Iterator[SummaryWriter]":
+def _writer(to: "str | os.PathLike[str] | SummaryWriter") -> "Iterator[SummaryWriter]":
     """One that is given stays open; one that is made for a folder is closed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +64,7 @@ class History:
     """One row a step: the ELBO in nats for the whole data set at λ = 1, its standard error over groups, and the rest.
 
     `held_out` is the log density of held-out data in nats for each number, at the last step of an epoch, of a fit with
-    `validation=`; nan elsewhere.
+    `validation=`; nan elsewhere. Fits made at once have it at some 32 epochs, where there are more.
 
     `history["elbo"]` is a column as a float64 tensor. Steps that were undone have an ELBO of nan.
 
@@ -260,7 +260,7 @@ class FitResult(Result):
             return "it is below a constant output: are inputs and targets scaled? print(result.details) has what to try"
         return NEXT.get(self.status, "print(result.details) says what is missing")
 
-    def to_tensorboard(self, to: "str | os.PathLike | SummaryWriter", prefix: str = "fit") -> None:
+    def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
         """The history, and what was kept: ELBO, held-out log density, and that of the network. Needs tensorboard."""
         self.history.to_tensorboard(to, prefix)
         final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept), "held_out_network": self.network}

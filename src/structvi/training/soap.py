@@ -1,6 +1,6 @@
 """Preconditioned means: Adam in Kronecker coordinates (SOAP) for the weights' means, plain Adam for all else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -103,12 +103,12 @@ class SoapAdam(Adam):
     @torch.no_grad()
     def step(
         self,
-        closure=None,
+        closure: Callable[[], Any] | None = None,
         *,
         thin: Thin = MappingProxyType({}),
         coefficient: Tensor | float = 1.0,
         make: Tensor | None = None,
-    ):
+    ) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 
-class Loader(Sized, Iterable, Protocol):
+class Loader(Sized, Iterable[Any], Protocol):
     """Batches, of a known number."""
 
 

@@ -24,7 +24,7 @@ EPOCHS, BATCH = 100, 50
 RANK = 16
 
 
-def loader(data: Data) -> DataLoader:
+def loader(data: Data) -> DataLoader[Any]:
     return DataLoader(TensorDataset(data.x, data.t), batch_size=BATCH, shuffle=True)
 
 

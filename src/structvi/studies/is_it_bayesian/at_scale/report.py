@@ -71,7 +71,7 @@ class ScaleReport:
         head = {"version": __version__, "weights": self.weights, "size": self.size, "teachers": self.teachers}
         return head | {"seed": self.seed, "constant": self.constant, "rows": rows}
 
-    def save(self, folder: str | os.PathLike) -> list[Path]:
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write at_scale.txt, at_scale.json and at_scale.html, together; the page needs matplotlib."""
         with folder_lock(folder, "structvi check"):
             return self.write(Path(folder))
