@@ -63,7 +63,8 @@ def fit(
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
     With a `loader` the log density is seen in minibatches, `fn(parameters, batch)` an unbiased estimate of the whole:
-    log prior + (N/B) Σ log likelihood. That is a fit by Adam, with a number of steps (`minibatches.py`).
+    log prior + (N/B) Σ log likelihood, B the rows of the batch. That is a fit by Adam, with a number of steps
+    (`minibatches.py`).
 
     Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
     `cholesky_correlation`; the log density is written of their values.
