@@ -10,6 +10,7 @@ from ..couplings import Noise
 from ..families.family import Family
 from ..models.target import Target
 from .coordinates import Moved, standard, to_theta
+from .hops import WAYS, Hops
 from .lbfgs import minimise
 from .newton import Normal, triangular
 from .result import Found
@@ -20,9 +21,8 @@ RIDGE = 1e-6
 TOLERANCE = 1e-5
 #: and of the many from several starts
 ROUGH = 1e-3
-#: searches near the best optimum at most, and so many in a row without a better one; a number begins again where a
-#: normal number is above, one of twenty
-HOPS, FAILED, FEW_AGAIN = 200, 40, 1.645
+#: searches near the best optimum at most, and so many in a row without a better one
+HOPS, FAILED = 200, 40
 #: nats between optima that count as two
 SAME = 0.02
 #: with more numbers than this there are fewer searches
@@ -92,7 +92,7 @@ class Approximation:
     def __init__(self, q: Family, place: Moved, noise: Callable[[], Tensor], polish: Polish):
         self.q, self.place, self.noise, self.polish = q, place, noise, polish
         self._begun = False
-        #: share of the last searches near the best optimum that ended in a worse one
+        #: share of the last searches near the best optimum, without those that hold others, that ended in a worse one
         self.elsewhere = 0.0
         self.plain = q.mean_and_scale() is not None
         #: searches cost P³: of many numbers there are fewer
@@ -144,19 +144,19 @@ class Approximation:
         return self.normal() if self.hop(normal) > SAME else self(average)
 
     def _hop(self, mean: Tensor, precision: Tensor, best: float) -> float:
-        """Searches near the best, in which scales of a few numbers begin again between conditional and marginal."""
-        if self.starts == 1 or self._log_scale is None:
+        """Searches near the best: see `Hops`."""
+        form = self.q.relative_form()
+        if self.starts == 1 or self._log_scale is None or form is None:
             return best
-        state, failed, ends = self._state(), 0, []
-        conditional = -0.5 * precision.diagonal().log()
-        wider = 0.5 * torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal().log() - conditional
-        for _ in range(HOPS):
-            few = self.noise().double() > FEW_AGAIN
-            again = conditional + torch.special.ndtr(self.noise().double()) * wider
-            self._log_scale = torch.where(few, again, self._log_scale if self._log_scale is not None else again)
+        hops, state, failed, ends = Hops(precision, form.of_precision, self.noise), self._state(), 0, []
+        for index in range(HOPS):
+            found = self.q.profile(self._log_scale, precision)
+            assert found is not None
+            self._log_scale = hops.start(index, self._log_scale, found.factor)
             kl = self._search(mean, precision, ROUGH)
             failed = 0 if kl < best - ROUGH else failed + 1
-            ends.append(kl)
+            if index % WAYS < 2:
+                ends.append(kl)
             if kl < best:
                 best, state = kl, self._state()
             self.load(state)
