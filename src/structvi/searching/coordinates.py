@@ -42,8 +42,14 @@ class Counted:
     @contextmanager
     def half(self) -> Iterator[None]:
         """Within it, half of the evaluations that are left. After it there are others: it is not `exhausted`."""
+        with self.part(0.5):
+            yield
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Within it, this share of the evaluations that are left."""
         limit = self.limit
-        self.limit = (self.evaluations + limit) / 2
+        self.limit = self.evaluations + share * (limit - self.evaluations)
         try:
             yield
         finally:

@@ -276,6 +276,11 @@ class Search:
             return normal  # it reaches where log p is not finite, as the verdict will say
         return max(found, key=lambda one: -inf if one[0] is None else one[0].elbo)[1]
 
+    def hold(self) -> None:
+        """Keep evaluations for the end of a search that has a part of the limit."""
+        self.held = 3 * HELD if self.target.limit - self.target.evaluations > 16 * HELD else 0
+        self.target.limit -= self.held
+
     def release(self) -> int:
         """How many evaluations were held; from now on they are not."""
         held, self.held = self.held, 0
