@@ -2,7 +2,7 @@
 
     python -m benchmarks.multimodal_others [--first 0] [--last 12] [--apart mean widest narrowest]
 
-`vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"))` from zeros. Two to six parts in 2, 5, 10 and 20 numbers,
+`vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"))` from zeros. Two to six parts of 2, 5, 10, 20 numbers,
 standard deviations evenly from 1 to 3, round or turned ellipsoids, weights of at least 0.05, all together 0, 10 or 30
 away from the start. Centres are 4 to 12 deviations apart, in the mean of the two parts' mean ones, in the widest of
 all axes of both, or in the narrowest. The evidence is one; short is more than 0.02 nats below it.

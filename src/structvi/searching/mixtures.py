@@ -6,7 +6,7 @@ modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round
 """
 
 from contextlib import suppress
-from math import inf
+from math import exp, inf, log1p
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ LEAST = 4 * POINTS
 FITS, MORE = 3, 8
 #: nats that a further part must gain
 GAIN = 0.05
+#: nats that a shoulder must hold beside a fit, whose draws may never go there
+BESIDE = 0.02
 #: nats by which p at a mode may be above q
 COVERED = 2.0
 #: share of the mass at modes without a part from which on a fit has not converged
@@ -119,8 +121,8 @@ def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     for _ in range(MORE):
         try:
             elbo, evidence = weighted(found.family, mixing.target, mixing.run.seed)
-            trial = _another(mixing, seen, found, evidence - elbo > GAIN, draws)
-            if trial is None or weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + GAIN:
+            trial, gain = _another(mixing, seen, found, evidence - elbo, draws)
+            if trial is None or weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + gain:
                 break
         except Limit:  # before the trial could be compared
             break
@@ -128,16 +130,22 @@ def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     return found
 
 
-def _another(mixing: Mixing, seen: Modes, found: Found, leaves: bool, draws: int | None) -> Found | None:
-    """A fit with parts at modes that a look has found or, where the fit leaves some, at what it leaves."""
+def _another(mixing: Mixing, seen: Modes, found: Found, left: float, draws: int | None) -> tuple[Found | None, float]:
+    """A fit with parts at modes that a look has found or, where the fit leaves some, at what it leaves; and the nats
+    that it must gain.
+
+    Its own draws tell what it leaves where they go, `left` nats; the mass of shoulders tells what it leaves elsewhere.
+    """
     if look(mixing, seen, found):
         seen.refine()
         modes, _ = mixing.places(seen)
-        return mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws)
-    if leaves and seen.shoulders and not mixing.run.target.exhausted:
-        places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
-        return mixing.fit(mixing.added(found.family, places), draws)
-    return None
+        return mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws), GAIN
+    places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
+    beside = log1p(exp(min(0.0, max((place.log_mass for place in places), default=-inf) - found.elbo)))
+    if places and max(left - GAIN, beside - BESIDE) > 0 and not mixing.run.target.exhausted:
+        gain = GAIN if left > GAIN else min(GAIN, beside / 2)
+        return mixing.fit(mixing.added(found.family, places), draws), gain
+    return None, GAIN
 
 
 def look(mixing: Mixing, seen: Modes, found: Found) -> bool:
