@@ -18,6 +18,7 @@ from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
 from .coordinates import Counted
 from .fixed_draws import least_draws
 from .fresh_draws import fresh_draws
+from .hills import NOTE
 from .improper import runaway
 from .large import CHUNK, LARGE_LEAST, fit_large
 from .large_member import large_form
@@ -123,8 +124,9 @@ def fit(
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
+    seen = [NOTE.format(hills=run.hills)] if run.hills > 1 else []
     return DensityFit(
-        target=target, notes=_notes(target) + ([] if mixed is None else mixed.notes),
+        target=target, notes=_notes(target) + (seen if mixed is None else mixed.notes),
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
