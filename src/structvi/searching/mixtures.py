@@ -17,7 +17,7 @@ from ..families.gaussian import Gaussian
 from ..result import Status
 from .choosing import weighted
 from .coordinates import Limit
-from .mixing import Mixing, in_theta
+from .mixing import Chosen, Mixing, in_theta
 from .modes import POINTS, Mode, Modes
 from .peaks import Peak
 from .result import FRESH, Found
@@ -115,13 +115,13 @@ def _so_many(mixing: Mixing, seen: Modes, number: int, draws: int | None) -> Fou
 
 def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     """A part for each mode that counts, then one for what the fit leaves, as long as that gains."""
-    modes, _ = mixing.places(seen)
+    modes, before = mixing.places(seen)
     heavy = mixing.heavy(modes, modes)
-    found = mixing.fit(mixing.worth(mixing.chosen(heavy, [], len(heavy))), draws)
+    found = mixing.fit(_exact(mixing, heavy, before) or mixing.worth(mixing.chosen(heavy, [], len(heavy))), draws)
     for _ in range(MORE):
         try:
             elbo, evidence = weighted(found.family, mixing.target, mixing.run.seed)
-            trial, gain = _another(mixing, seen, found, evidence - elbo, draws)
+            trial, gain = _another(mixing, seen, found, before, evidence - elbo, draws)
             if trial is None or weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + gain:
                 break
         except Limit:  # before the trial could be compared
@@ -130,11 +130,26 @@ def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     return found
 
 
-def _another(mixing: Mixing, seen: Modes, found: Found, left: float, draws: int | None) -> tuple[Found | None, float]:
+def _exact(mixing: Mixing, modes: list[Peak], shoulders: list[Peak]) -> Chosen | None:
+    """Parts at all of them, where p is just these normals: with fewer a part would stretch over two modes."""
+    if not shoulders:
+        return None
+    chosen = mixing.worth(mixing.chosen(modes, shoulders, len(modes) + len(shoulders)))
+    try:
+        elbo, evidence = weighted(mixing.recipe.of_parts(*chosen), mixing.target, mixing.run.seed)
+    except Limit:
+        return None
+    return chosen if evidence - elbo < BESIDE else None
+
+
+def _another(
+    mixing: Mixing, seen: Modes, found: Found, before: list[Peak], left: float, draws: int | None
+) -> tuple[Found | None, float]:
     """A fit with parts at modes that a look has found or, where the fit leaves some, at what it leaves; and the nats
     that it must gain.
 
     Its own draws tell what it leaves where they go, `left` nats; the mass of shoulders tells what it leaves elsewhere.
+    Shoulders from `before` the fit are places for a part too: a fit that has stretched over one hides it.
     """
     if look(mixing, seen, found):
         seen.refine()
@@ -144,7 +159,7 @@ def _another(mixing: Mixing, seen: Modes, found: Found, left: float, draws: int 
     beside = log1p(exp(min(0.0, max((place.log_mass for place in places), default=-inf) - found.elbo)))
     if places and max(left - GAIN, beside - BESIDE) > 0 and not mixing.run.target.exhausted:
         gain = GAIN if left > GAIN else min(GAIN, beside / 2)
-        return mixing.fit(mixing.added(found.family, places), draws), gain
+        return mixing.fit(mixing.added(found.family, places + before), draws), gain
     return None, GAIN
 
 
