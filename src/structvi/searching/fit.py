@@ -15,7 +15,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.log_density import LogDensity
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
-from .coordinates import Counted
+from .coordinates import RANDOM, Counted
 from .fixed_draws import least_draws
 from .fresh_draws import fresh_draws
 from .hills import NOTE
@@ -124,9 +124,10 @@ def fit(
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
+    random = [RANDOM.format(*counted.differ)] if counted.differ else []
     seen = [NOTE.format(hills=run.hills)] if run.hills > 1 else []
     return DensityFit(
-        target=target, notes=_notes(target) + (seen if mixed is None else mixed.notes),
+        target=target, notes=_notes(target) + random + (seen if mixed is None else mixed.notes),
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
