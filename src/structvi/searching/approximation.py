@@ -21,8 +21,10 @@ RIDGE = 1e-6
 TOLERANCE = 1e-5
 #: and of the many from several starts
 ROUGH = 1e-3
-#: searches near the best optimum at most, and so many in a row without a better one
-HOPS, FAILED = 200, 40
+#: searches near the best optimum at most, and so many in a row without a better one: one for each number, within these
+HOPS, FAILED = 300, (40, 80)
+#: tolerance of these at first, in nats, and how far from the best one that ends so is gone on with
+SHORT, NEAR = 2e-2, 0.1
 #: nats between optima that count as two
 SAME = 0.02
 #: with more numbers than this there are fewer searches
@@ -96,8 +98,10 @@ class Approximation:
         self.elsewhere = 0.0
         self.plain = q.mean_and_scale() is not None
         #: searches cost P³: of many numbers there are fewer
-        effort = min(1.0, (MANY / q.bound_space().size) ** 2)
-        self.starts, self.failed = min(q.starts, max(2, round(effort * q.starts))), max(2, round(effort * FAILED))
+        P = q.bound_space().size
+        effort = min(1.0, (MANY / P) ** 2)
+        failed = min(max(FAILED[0], P), FAILED[1])
+        self.starts, self.failed = min(q.starts, max(2, round(effort * q.starts))), max(2, round(effort * failed))
         self._log_scale: Tensor | None = None
 
     def __call__(self, normal: Normal) -> Normal:
@@ -153,7 +157,9 @@ class Approximation:
             found = self.q.profile(self._log_scale, precision)
             assert found is not None
             self._log_scale = hops.start(index, self._log_scale, found.factor)
-            kl = self._search(mean, precision, ROUGH)
+            kl = self._search(mean, precision, SHORT)
+            if kl < best + NEAR:
+                kl = self._search(mean, precision, ROUGH)
             failed = 0 if kl < best - ROUGH else failed + 1
             if index % WAYS < 2:
                 ends.append(kl)

@@ -24,7 +24,7 @@ from .search import GROWTH, Search
 #: parts of "auto", at most
 MOST = 4
 #: evaluations for each of P numbers that a part must have, where there is a limit
-EACH = 1000
+EACH = 2000
 #: nats that a further part must gain
 GAIN = 0.05
 
@@ -34,7 +34,7 @@ def fit_rough(
 ) -> Found:
     """The best mixture of fits of the part family, in θ: never less than the best of them by itself.
 
-    With a limit of evaluations there are as many fits as may have a thousand for each number, and each has its share:
+    With a limit of evaluations there are as many fits as may have 2000 for each number, and each has its share:
     parts at different modes gain log C nats together, which is more than the end of a long fit does. Without one each
     has what it takes.
 
