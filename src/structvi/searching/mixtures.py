@@ -6,11 +6,12 @@ modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round
 """
 
 from contextlib import suppress
-from math import exp, inf, log1p
+from math import exp, inf, log, log1p
 from typing import NamedTuple
 
 import torch
 
+from ..families.density import Density
 from ..families.family import Family
 from ..families.forms import PartsSought
 from ..families.gaussian import Gaussian
@@ -35,6 +36,8 @@ GAIN = 0.05
 BESIDE = 0.02
 #: nats by which p at a mode may be above q
 COVERED = 2.0
+#: a part is a mode's within so many standard deviations of its curvature, and so many times as wide at most
+AT, WIDER = 1.0, 3.0
 #: share of the mass at modes without a part from which on a fit has not converged
 MISSED = 0.01
 
@@ -200,8 +203,18 @@ def _normals(mixing: Mixing, seen: Modes, found: Found) -> list[Peak]:
 
 @torch.no_grad()
 def missed(found: Found, modes: list[Peak]) -> float:
-    """The share of the mass that is at modes where p is more than seven times q."""
+    """The share of the mass that is at modes where p is more than seven times q, and that are no part's."""
     total = torch.tensor([mode.log_mass for mode in modes]).logsumexp(0).clamp(min=found.elbo)
     log_q = found.family().log_prob(torch.stack([mode.at for mode in modes])).tolist()
-    lost = [mode.log_mass for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
+    over = [mode for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
+    parts = [part() for part in found.family.mixture_parts()[0]] if over else []
+    lost = [mode.log_mass for mode in over if not any(_is_at(part, mode) for part in parts)]
     return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()
+
+
+def _is_at(part: Density, mode: Peak) -> bool:
+    """Whether a normal is at the mode and about as wide: of a mode with heavy tails it is wider than the curvature."""
+    if not isinstance(part, Gaussian) or float(mode.distance(part.mean.unsqueeze(0))) > AT:
+        return False
+    wider = (part.covariance().logdet() / 2 - mode.root.diagonal().log().sum()).item()
+    return wider < len(mode.at) * log(WIDER)
