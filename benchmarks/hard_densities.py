@@ -23,7 +23,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log, pi
 from pathlib import Path
 
@@ -106,10 +106,11 @@ def logistic_target(X: Tensor, y: Tensor, prior: float = 1.0) -> Known:
     return Known(X.shape[1], log_density)
 
 
-def logistic(seeds: int) -> list[dict]:
+def logistic(seeds: int, families: Sequence[str] = ()) -> list[dict]:
     recipes: dict[str, vi.Family] = {"full": vi.FullNormal(), "mean field": vi.MeanField()}
     recipes |= {f"covariance {rank}": vi.StructuredNormal(rank) for rank in RANKS}
     recipes |= {f"precision {rank}": vi.StructuredPrecision(rank) for rank in RANKS}
+    recipes = {name: recipe for name, recipe in recipes.items() if not families or name in families}
     rows = []
     for kind in ("factors", "columns"):
         rows += over_seeds(kind, logistic_target(*logistic_data(kind)), recipes, seeds, first=not rows)
@@ -241,8 +242,13 @@ def network_cases() -> list[tuple[str, vi.Family, dict]]:
     return [*cases, ("full", vi.FullNormal(), {}), ("mixture, auto", mixture, {})]
 
 
-def network(seeds: int) -> list[dict]:
+def case_name(name: str, recipe: vi.Family, options: dict) -> str:
+    return f"{name} {options.get('max_evaluations', 'none')}"
+
+
+def network(seeds: int, families: Sequence[str] = ()) -> list[dict]:
     rows = []
+    cases = [case for case in network_cases() if not families or case_name(*case) in families]
     for data in range(2):
         target = Network(data)
         truth = reference(target)
@@ -251,7 +257,7 @@ def network(seeds: int) -> list[dict]:
             "acceptance {accepted:.2f}, {evaluations} evaluations, {seconds:.0f} s".format(data=data, **truth),
             flush=True,
         )
-        for name, recipe, options in network_cases():
+        for name, recipe, options in cases:
             for seed in range(seeds):
                 row = {"data": data, "family": name, "options": str(options), "seed": seed}
                 rows.append(row | network_fit(target, recipe, options, seed, truth))
@@ -325,6 +331,7 @@ def main(arguments: list[str] | None = None) -> dict:
     every = [*SECTIONS, "posteriordb"]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}; all by default")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--families", nargs="*", default=[], help='"precision 20", "mixture, auto 200000": these alone')
     parser.add_argument("--data", type=Path, help="the folder that holds posteriordb/")
     parser.add_argument("--out", type=Path, help="write all rows as JSON")
     options = parser.parse_args(arguments)
@@ -338,9 +345,10 @@ def main(arguments: list[str] | None = None) -> dict:
     for name in options.names or every:
         if name == "posteriordb" and not options.data:
             continue
-        print(f"\n{name}")
+        print(f"\n{name}", flush=True)
+        own = (options.families,) if name in ("logistic", "network") else ()
         rows[name] = (
-            posteriordb(options.seeds, options.data) if name == "posteriordb" else SECTIONS[name](options.seeds)
+            posteriordb(options.seeds, options.data) if name == "posteriordb" else SECTIONS[name](options.seeds, *own)
         )
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1))

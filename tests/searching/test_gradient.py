@@ -80,3 +80,20 @@ def test_data_of_another_precision_are_told():
     target = vi.LogDensity(lambda p: -(design @ p["b"]).square().sum() - p["s"], space)
     with pytest.raises(TypeError, match=r"mixes precisions: .* the parameters are torch.float64, give the data"):
         vi.fit(target, vi.MeanField(), progress=False)
+
+
+def test_a_random_log_density_is_told():
+    space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
+    generator = torch.Generator().manual_seed(0)
+
+    class Noisy:
+        """Monte Carlo inside: N(0, 1) and noise of a nat."""
+
+        def __init__(self, noise):
+            self.space, self.noise = space, noise
+
+        def log_joint(self, theta, batch=None):
+            return -0.5 * theta.square().sum(-1) + self.noise * torch.randn((), generator=generator)
+
+    assert any("is random" in note for note in vi.fit(Noisy(1.0), vi.FullNormal(), progress=False).notes)
+    assert vi.fit(Noisy(0.0), vi.FullNormal(), progress=False).notes == []

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.searching.minibatches import shares
 
 N, NOISE = 240, 0.5
 
@@ -86,3 +87,33 @@ def test_what_it_needs():
         vi.fit(target, vi.MeanField(), iter([(x, t)]), steps=100)
     with pytest.raises(ValueError, match="gives no batch"):
         vi.fit(target, vi.MeanField(), [], steps=100)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_smaller_last_batch_counts_as_its_rows_do(shuffle):
+    """100 numbers in batches of 32, the last four far off: equal weights of batches would move the mean by 11 sd.
+
+    The posterior of the mean is N(x̄, 1/100); Adam's last steps are small, and a hundredth of a standard deviation is
+    ten times what seeds differ by.
+    """
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[96:] += 5
+    batches = TensorDataset(x)
+    loader = DataLoader(batches, batch_size=32, shuffle=shuffle, generator=torch.Generator().manual_seed(1))
+
+    def of_batch(p, batch):
+        return -0.5 * 100 / len(batch[0]) * (batch[0] - p["m"]).square().sum()
+
+    target = vi.LogDensity(of_batch, vi.Parameters({"m": torch.tensor(1.0, dtype=torch.float64)}))
+    result = vi.fit(target, vi.FullNormal(), loader, steps=800, progress=False)
+    assert abs(result.family().mean.item() - x.mean().item()) < 0.01 * 0.1
+    theta = torch.tensor([[0.3]], dtype=torch.float64)
+    torch.testing.assert_close(result.target.log_joint(theta), -0.5 * (x - 0.3).square().sum().view(1))
+    evidence = -0.5 * (x - x.mean()).square().sum() + 0.5 * torch.tensor(2 * torch.pi / 100).log()
+    assert result.elbo.value == pytest.approx(evidence.item(), abs=0.01)
+
+
+def test_shares_of_batches():
+    assert shares([40, 40, 40]) == [1.0, 1.0, 1.0]
+    assert shares([32, None, 4]) == [1.0, 1.0, 1.0]
+    assert sum(shares([5, 3, 1])) == pytest.approx(3)

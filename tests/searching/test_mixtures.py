@@ -160,3 +160,17 @@ def test_more_modes_than_a_limit_has_evaluations_for(components):
     assert result.status is vi.Status.STOPPED
     assert result.evaluations <= 36_000
     assert result.elbo.value > -12.0  # each number at one of its two modes: about −0.9 nats
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wide_part_without_a_maximum_that_draws_never_reach_has_a_part(seed):
+    """0.83 N(0, 2.2²) + 0.17 N(c, 2.9²), |c| = 10, twenty numbers: draws of the first part know nothing of the second.
+
+    Without it the ELBO is 0.19 nats below the evidence, which is one; 0.02 is what a mixture of normals must reach.
+    """
+    centres = torch.stack([torch.zeros(20), torch.full((20,), 10 / 20**0.5)])
+    target = Normals(centres, [2.2, 2.9], [0.83, 0.17])
+    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), seed=seed, progress=False)
+    assert result.converged
+    assert len(result.family.mixture_parts()[0]) == 2
+    assert result.elbo.value > -0.02

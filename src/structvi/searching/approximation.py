@@ -10,6 +10,7 @@ from ..couplings import Noise
 from ..families.family import Family
 from ..models.target import Target
 from .coordinates import Moved, standard, to_theta
+from .hops import WAYS, Hops
 from .lbfgs import minimise
 from .newton import Normal, triangular
 from .result import Found
@@ -20,9 +21,10 @@ RIDGE = 1e-6
 TOLERANCE = 1e-5
 #: and of the many from several starts
 ROUGH = 1e-3
-#: searches near the best optimum at most, and so many in a row without a better one; a number begins again where a
-#: normal number is above, one of twenty
-HOPS, FAILED, FEW_AGAIN = 200, 40, 1.645
+#: searches near the best optimum at most, and so many in a row without a better one: one for each number, within these
+HOPS, FAILED = 300, (40, 80)
+#: tolerance of these at first, in nats, and how far from the best one that ends so is gone on with
+SHORT, NEAR = 2e-2, 0.1
 #: nats between optima that count as two
 SAME = 0.02
 #: with more numbers than this there are fewer searches
@@ -92,12 +94,14 @@ class Approximation:
     def __init__(self, q: Family, place: Moved, noise: Callable[[], Tensor], polish: Polish):
         self.q, self.place, self.noise, self.polish = q, place, noise, polish
         self._begun = False
-        #: share of the last searches near the best optimum that ended in a worse one
+        #: share of the last searches near the best optimum, without those that hold others, that ended in a worse one
         self.elsewhere = 0.0
         self.plain = q.mean_and_scale() is not None
         #: searches cost P³: of many numbers there are fewer
-        effort = min(1.0, (MANY / q.bound_space().size) ** 2)
-        self.starts, self.failed = min(q.starts, max(2, round(effort * q.starts))), max(2, round(effort * FAILED))
+        P = q.bound_space().size
+        effort = min(1.0, (MANY / P) ** 2)
+        failed = min(max(FAILED[0], P), FAILED[1])
+        self.starts, self.failed = min(q.starts, max(2, round(effort * q.starts))), max(2, round(effort * failed))
         self._log_scale: Tensor | None = None
 
     def __call__(self, normal: Normal) -> Normal:
@@ -144,19 +148,21 @@ class Approximation:
         return self.normal() if self.hop(normal) > SAME else self(average)
 
     def _hop(self, mean: Tensor, precision: Tensor, best: float) -> float:
-        """Searches near the best, in which scales of a few numbers begin again between conditional and marginal."""
-        if self.starts == 1 or self._log_scale is None:
+        """Searches near the best: see `Hops`."""
+        form = self.q.relative_form()
+        if self.starts == 1 or self._log_scale is None or form is None:
             return best
-        state, failed, ends = self._state(), 0, []
-        conditional = -0.5 * precision.diagonal().log()
-        wider = 0.5 * torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal().log() - conditional
-        for _ in range(HOPS):
-            few = self.noise().double() > FEW_AGAIN
-            again = conditional + torch.special.ndtr(self.noise().double()) * wider
-            self._log_scale = torch.where(few, again, self._log_scale if self._log_scale is not None else again)
-            kl = self._search(mean, precision, ROUGH)
+        hops, state, failed, ends = Hops(precision, form.of_precision, self.noise), self._state(), 0, []
+        for index in range(HOPS):
+            found = self.q.profile(self._log_scale, precision)
+            assert found is not None
+            self._log_scale = hops.start(index, self._log_scale, found.factor)
+            kl = self._search(mean, precision, SHORT)
+            if kl < best + NEAR:
+                kl = self._search(mean, precision, ROUGH)
             failed = 0 if kl < best - ROUGH else failed + 1
-            ends.append(kl)
+            if index % WAYS < 2:
+                ends.append(kl)
             if kl < best:
                 best, state = kl, self._state()
             self.load(state)

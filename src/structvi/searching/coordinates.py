@@ -14,19 +14,32 @@ from .gradient import checked_log_joint
 
 F = TypeVar("F", bound=Family)
 
+#: relative difference that rounding may make between two values of a log density at one point
+SAME = 1e-4
+RANDOM = (
+    "the log density is random, {:.6g} and {:.6g} at the same point: make its random numbers once, before the fit, or "
+    "give the data in batches, by a loader"
+)
+
 
 class Limit(Exception):
     """No evaluation is left."""
 
 
 class Counted:
-    """A target that counts the points at which its log density is asked for; the first answer is looked at."""
+    """A target that counts the points at which its log density is asked for; the first answer is looked at.
 
-    def __init__(self, target: Target, limit: float):
+    If `twice`, the first point is asked for once more: a log density that is another each time has no maximum.
+    """
+
+    def __init__(self, target: Target, limit: float, twice: bool = False):
         self.target, self.space, self.limit = target, target.space, limit
         self.evaluations, self.exhausted, self.known = 0, False, False
         #: whether a search ended at a part of the limit
         self.shortened = False
+        self.twice = twice
+        #: two values at one point, where they are not the same
+        self.differ: tuple[float, float] | None = None
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         if self.evaluations + len(theta) > self.limit:
@@ -37,13 +50,24 @@ class Counted:
             return self.target.log_joint(theta)
         value = checked_log_joint(self.target, theta)
         self.known = True
+        if self.twice and self.evaluations < self.limit:
+            self.evaluations += 1
+            with torch.no_grad():
+                one, other = value[0].item(), self.target.log_joint(theta[:1].detach()).item()
+            self.differ = (one, other) if abs(one - other) > SAME * (1 + abs(one)) else None
         return value
 
     @contextmanager
     def half(self) -> Iterator[None]:
         """Within it, half of the evaluations that are left. After it there are others: it is not `exhausted`."""
+        with self.part(0.5):
+            yield
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Within it, this share of the evaluations that are left."""
         limit = self.limit
-        self.limit = (self.evaluations + limit) / 2
+        self.limit = self.evaluations + share * (limit - self.evaluations)
         try:
             yield
         finally:

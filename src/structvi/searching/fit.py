@@ -15,9 +15,10 @@ from ..models.bayesian_model import BayesianModel
 from ..models.log_density import LogDensity
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
-from .coordinates import Counted
+from .coordinates import RANDOM, Counted
 from .fixed_draws import least_draws
 from .fresh_draws import fresh_draws
+from .hills import NOTE
 from .improper import runaway
 from .large import CHUNK, LARGE_LEAST, fit_large
 from .large_member import large_form
@@ -63,7 +64,8 @@ def fit(
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
     With a `loader` the log density is seen in minibatches, `fn(parameters, batch)` an unbiased estimate of the whole:
-    log prior + (N/B) Σ log likelihood. That is a fit by Adam, with a number of steps (`minibatches.py`).
+    log prior + (N/B) Σ log likelihood, B the rows of the batch. That is a fit by Adam, with a number of steps
+    (`minibatches.py`).
 
     Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
     `cholesky_correlation`; the log density is written of their values.
@@ -122,8 +124,10 @@ def fit(
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
+    random = [RANDOM.format(*counted.differ)] if counted.differ else []
+    seen = [NOTE.format(hills=run.hills)] if run.hills > 1 else []
     return DensityFit(
-        target=target, notes=_notes(target) + ([] if mixed is None else mixed.notes),
+        target=target, notes=_notes(target) + random + (seen if mixed is None else mixed.notes),
         status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
         seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
         check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,

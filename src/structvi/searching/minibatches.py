@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..basics.batch_rows import rows_of
 from ..basics.checks import check_integer, check_iterable, check_positive
 from ..basics.live import is_live
 from ..couplings import paired
@@ -29,16 +30,51 @@ ERRORS, LEAST = 3.0, 0.02
 
 
 class OverBatches:
-    """A log density of all data, the mean over batches of its estimates: `log_joint` reads all of them."""
+    """A log density of all data, the mean over batches of its estimates: `log_joint` reads all of them.
+
+    Estimates of batches count as their rows do: with (N/B) Σ in each, the mean over unequal ones is not the whole.
+
+    Example:
+        >>> from structvi import LogDensity, Parameters
+        >>> target = LogDensity(lambda p, x: p["z"] * 3 / len(x) * x.sum(), Parameters({"z": torch.zeros(())}))
+        >>> OverBatches(target, [torch.tensor([1.0, 2.0]), torch.tensor([4.0])]).log_joint(torch.ones(1, 1))
+        tensor([7.])
+    """
 
     def __init__(self, target: Target, loader: Iterable[Any]):
         self.target, self.loader, self.space = target, loader, target.space
 
     def log_joint(self, theta: Tensor, batch: Any = None, **options: Any) -> Tensor:
-        values = [
-            self.target.log_joint(theta, own, **options) for own in ([batch] if batch is not None else self.loader)
-        ]
-        return torch.stack(values).mean(0)
+        if batch is not None:
+            return self.target.log_joint(theta, batch, **options)
+        values, rows = [], []
+        for own in self.loader:
+            values.append(self.target.log_joint(theta, own, **options))
+            rows.append(rows_of(own))
+        return torch.stack([share * value for share, value in zip(shares(rows), values, strict=True)]).mean(0)
+
+
+class Weighted:
+    """A log density times a number."""
+
+    def __init__(self, target: Target, weight: float):
+        self.target, self.weight, self.space = target, weight, target.space
+
+    def log_joint(self, theta: Tensor, batch: Any = None, **options: Any) -> Tensor:
+        return self.weight * self.target.log_joint(theta, batch, **options)
+
+
+def shares(rows: list[int | None]) -> list[float]:
+    """Rows of batches relative to their mean: 1 where all are equal, or some are not known.
+
+    Example:
+        >>> shares([32, 32, 32, 4])
+        [1.28, 1.28, 1.28, 0.16]
+    """
+    known = [n for n in rows if n]
+    if len(known) < len(rows):
+        return [1.0] * len(rows)
+    return [n * len(known) / sum(known) for n in known]
 
 
 class Fitted(NamedTuple):
@@ -66,7 +102,7 @@ def fit_minibatches(
     batches = _endless(loader)
     bar = tqdm(range(steps), unit=" steps", disable=not (progress and is_live()))
     for step in bar:
-        run.step(step, next(batches))
+        run.step(step, *next(batches))
     for part in q.families():
         part.learn_all()
     last, half = run.values(), run.averaged()
@@ -109,7 +145,7 @@ class _Run:
             for part in q.families():
                 part.first_stage()
 
-    def step(self, index: int, batch: Any) -> None:
+    def step(self, index: int, batch: Any, weight: float) -> None:
         if self.waits and index == int(FIRST_STAGE * self.steps):
             for part in self.q.families():
                 if part.has_stages:
@@ -119,7 +155,8 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * rate
         self.optimizer.zero_grad()
-        value = elbo(self.q, self.target, batch, groups=GROUPS, coupling=paired, generator=self.generator)
+        target = self.target if weight == 1 else Weighted(self.target, weight)
+        value = elbo(self.q, target, batch, groups=GROUPS, coupling=paired, generator=self.generator)
         if bool(value.isfinite()):
             (-value).backward()
             self.clip()
@@ -157,7 +194,7 @@ class _Run:
     def on_all(self, loader: Iterable[Any], values: list[Tensor]) -> Estimate:
         """The mean over all batches, on draws that are the same for all."""
         self.load(values)
-        total, count = torch.zeros(FRESH_GROUPS, dtype=torch.float64), 0
+        values_of, rows = [], []
         try:
             for batch in loader:
                 generator = torch.Generator(self.target.space.device).manual_seed(1)
@@ -165,18 +202,26 @@ class _Run:
                     self.q, self.target, batch, groups=FRESH_GROUPS, coupling=paired, estimator="log_q",
                     generator=generator,
                 )  # fmt: skip
-                total, count = total + own.double().cpu(), count + 1
+                values_of.append(own.double().cpu())
+                rows.append(rows_of(batch))
                 self.evaluations += 2 * FRESH_GROUPS
         except NonFiniteError:
             return not_finite(FRESH_GROUPS)
-        return Estimate.of(total / max(1, count))
+        total = torch.zeros(FRESH_GROUPS, dtype=torch.float64)
+        for share, value in zip(shares(rows), values_of, strict=True):  # log q is the same for all
+            total = total + share * value
+        return Estimate.of(total / max(1, len(rows)))
 
 
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+def _endless(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Batches, and what each counts: its rows relative to the mean of the last time, at first of those so far."""
+    mean = None
     while True:
-        empty = True
+        rows = []
         for batch in loader:
-            empty = False
-            yield batch
-        if empty:
+            rows.append(rows_of(batch))
+            yield batch, shares(rows)[-1] if mean is None or not rows[-1] else rows[-1] / mean
+        known = [n for n in rows if n]
+        mean = sum(known) / len(known) if known and len(known) == len(rows) else None
+        if not rows:
             raise ValueError("the loader gives no batch; is the data set empty?")

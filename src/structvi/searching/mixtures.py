@@ -6,18 +6,19 @@ modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round
 """
 
 from contextlib import suppress
-from math import inf
+from math import exp, inf, log, log1p
 from typing import NamedTuple
 
 import torch
 
+from ..families.density import Density
 from ..families.family import Family
 from ..families.forms import PartsSought
 from ..families.gaussian import Gaussian
 from ..result import Status
 from .choosing import weighted
 from .coordinates import Limit
-from .mixing import Mixing, in_theta
+from .mixing import Chosen, Mixing, in_theta
 from .modes import POINTS, Mode, Modes
 from .peaks import Peak
 from .result import FRESH, Found
@@ -31,8 +32,12 @@ LEAST = 4 * POINTS
 FITS, MORE = 3, 8
 #: nats that a further part must gain
 GAIN = 0.05
+#: nats that a shoulder must hold beside a fit, whose draws may never go there
+BESIDE = 0.02
 #: nats by which p at a mode may be above q
 COVERED = 2.0
+#: a part is a mode's within so many standard deviations of its curvature, and so many times as wide at most
+AT, WIDER = 1.0, 3.0
 #: share of the mass at modes without a part from which on a fit has not converged
 MISSED = 0.01
 
@@ -113,14 +118,14 @@ def _so_many(mixing: Mixing, seen: Modes, number: int, draws: int | None) -> Fou
 
 def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     """A part for each mode that counts, then one for what the fit leaves, as long as that gains."""
-    modes, _ = mixing.places(seen)
+    modes, before = mixing.places(seen)
     heavy = mixing.heavy(modes, modes)
-    found = mixing.fit(mixing.worth(mixing.chosen(heavy, [], len(heavy))), draws)
+    found = mixing.fit(_exact(mixing, heavy, before) or mixing.worth(mixing.chosen(heavy, [], len(heavy))), draws)
     for _ in range(MORE):
         try:
             elbo, evidence = weighted(found.family, mixing.target, mixing.run.seed)
-            trial = _another(mixing, seen, found, evidence - elbo > GAIN, draws)
-            if trial is None or weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + GAIN:
+            trial, gain = _another(mixing, seen, found, before, evidence - elbo, draws)
+            if trial is None or weighted(trial.family, mixing.target, mixing.run.seed)[0] < elbo + gain:
                 break
         except Limit:  # before the trial could be compared
             break
@@ -128,16 +133,37 @@ def _as_many_as_pay(mixing: Mixing, seen: Modes, draws: int | None) -> Found:
     return found
 
 
-def _another(mixing: Mixing, seen: Modes, found: Found, leaves: bool, draws: int | None) -> Found | None:
-    """A fit with parts at modes that a look has found or, where the fit leaves some, at what it leaves."""
+def _exact(mixing: Mixing, modes: list[Peak], shoulders: list[Peak]) -> Chosen | None:
+    """Parts at all of them, where p is just these normals: with fewer a part would stretch over two modes."""
+    if not shoulders:
+        return None
+    chosen = mixing.worth(mixing.chosen(modes, shoulders, len(modes) + len(shoulders)))
+    try:
+        elbo, evidence = weighted(mixing.recipe.of_parts(*chosen), mixing.target, mixing.run.seed)
+    except Limit:
+        return None
+    return chosen if evidence - elbo < BESIDE else None
+
+
+def _another(
+    mixing: Mixing, seen: Modes, found: Found, before: list[Peak], left: float, draws: int | None
+) -> tuple[Found | None, float]:
+    """A fit with parts at modes that a look has found or, where the fit leaves some, at what it leaves; and the nats
+    that it must gain.
+
+    Its own draws tell what it leaves where they go, `left` nats; the mass of shoulders tells what it leaves elsewhere.
+    Shoulders from `before` the fit are places for a part too: a fit that has stretched over one hides it.
+    """
     if look(mixing, seen, found):
         seen.refine()
         modes, _ = mixing.places(seen)
-        return mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws)
-    if leaves and seen.shoulders and not mixing.run.target.exhausted:
-        places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
-        return mixing.fit(mixing.added(found.family, places), draws)
-    return None
+        return mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws), GAIN
+    places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
+    beside = log1p(exp(min(0.0, max((place.log_mass for place in places), default=-inf) - found.elbo)))
+    if places and max(left - GAIN, beside - BESIDE) > 0 and not mixing.run.target.exhausted:
+        gain = GAIN if left > GAIN else min(GAIN, beside / 2)
+        return mixing.fit(mixing.added(found.family, places + before), draws), gain
+    return None, GAIN
 
 
 def look(mixing: Mixing, seen: Modes, found: Found) -> bool:
@@ -177,8 +203,18 @@ def _normals(mixing: Mixing, seen: Modes, found: Found) -> list[Peak]:
 
 @torch.no_grad()
 def missed(found: Found, modes: list[Peak]) -> float:
-    """The share of the mass that is at modes where p is more than seven times q."""
+    """The share of the mass that is at modes where p is more than seven times q, and that are no part's."""
     total = torch.tensor([mode.log_mass for mode in modes]).logsumexp(0).clamp(min=found.elbo)
     log_q = found.family().log_prob(torch.stack([mode.at for mode in modes])).tolist()
-    lost = [mode.log_mass for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
+    over = [mode for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
+    parts = [part() for part in found.family.mixture_parts()[0]] if over else []
+    lost = [mode.log_mass for mode in over if not any(_is_at(part, mode) for part in parts)]
     return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()
+
+
+def _is_at(part: Density, mode: Peak) -> bool:
+    """Whether a normal is at the mode and about as wide: of a mode with heavy tails it is wider than the curvature."""
+    if not isinstance(part, Gaussian) or float(mode.distance(part.mean.unsqueeze(0))) > AT:
+        return False
+    wider = (part.covariance().logdet() / 2 - mode.root.diagonal().log().sum()).item()
+    return wider < len(mode.at) * log(WIDER)

@@ -22,7 +22,9 @@ from .result import Found
 from .search import GROWTH, Search
 
 #: parts of "auto", at most
-MOST = 3
+MOST = 4
+#: evaluations for each of P numbers that a part must have, where there is a limit
+EACH = 2000
 #: nats that a further part must gain
 GAIN = 0.05
 
@@ -32,25 +34,30 @@ def fit_rough(
 ) -> Found:
     """The best mixture of fits of the part family, in θ: never less than the best of them by itself.
 
-    The first fit has all evaluations; another is made where as many are left as it took.
+    With a limit of evaluations there are as many fits as may have 2000 for each number, and each has its share:
+    parts at different modes gain log C nats together, which is more than the end of a long fit does. Without one each
+    has what it takes.
 
     Args:
         run: the target and its count.
         recipe: of the mixture.
-        sought: its parts, all alike, and how many; None for as many as gain, up to three.
+        sought: its parts, all alike, and how many; None for as many as gain, up to four.
         coordinates: of the parts.
         starts: of each fit.
         draws: a fixed number of them, or None.
     """
-    fits, took = [], 0
-    for _ in range(min(MOST, sought.number or MOST)):
-        before = run.target.evaluations
-        if fits and run.target.limit - before < took:
-            break
-        fits.append(run.gaussian(sought.recipes[0], coordinates, starts, draws))
-        took = max(took, run.target.evaluations - before)
-        if run.target.exhausted:
-            break
+    fits, number = [], min(MOST, sought.number or MOST)
+    run.release()
+    if run.target.limit < inf:
+        left = run.target.limit - run.target.evaluations
+        number = max(1, min(number, int(left // (EACH * run.space.size))))
+    choosing = number * GROWTH * least_draws(2 * run.space.size) if number > 1 else 0
+    run.target.limit -= choosing
+    for index in range(number):
+        with run.target.part(1 / (number - index)):
+            run.hold()
+            fits.append(run.gaussian(sought.recipes[0], coordinates, starts, draws))
+    run.target.limit += choosing
     families, log_weights, elbo = _mixed(run, fits)
     found = fits[0]._replace(elbo=elbo, converged=all(fit.converged for fit in fits))
     if found.converged and not run.target.exhausted and len(families) > 1:

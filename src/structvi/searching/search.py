@@ -35,6 +35,7 @@ from .averaging import (
 from .climb import climb
 from .coordinates import Counted, Limit, Moved, NormalTarget, standard
 from .fixed_draws import FixedDraws, fixed_elbo, least_draws
+from .hills import hills
 from .lbfgs import Curvature, flat, minimise
 from .most_mass import HANDFUL, most_mass
 from .newton import (
@@ -81,7 +82,7 @@ class Search:
     def __init__(self, target: Target, limit: float, seed: int, tolerance: float, progress: bool):
         #: evaluations that are kept for the end of a search that the limit ends
         self.held = 0 if limit < 16 * HELD else 3 * HELD
-        self.target = Counted(target, limit - self.held)
+        self.target = Counted(target, limit - self.held, twice=True)
         self.space = target.space
         self.seed, self.tolerance = seed, tolerance
         self.generator = torch.Generator().manual_seed(seed)
@@ -89,6 +90,8 @@ class Search:
         self.stage, self.draws = "start", 0
         #: share of searches near the family's optimum that ended in another one
         self.elsewhere = 0.0
+        #: hills that the starts ended on, where a normal was fitted
+        self.hills = 0
         self.bar = tqdm(unit=" evaluations", disable=not (progress and is_live()))
 
     def gaussian(self, recipe: Family, coordinates: Coordinates, starts: int, draws: int | None) -> Found:
@@ -141,7 +144,7 @@ class Search:
                 f"the log density is not finite around any of {tried} give the parameters values at which it is "
                 "finite: Parameters({name: value, ..})"
             )
-        self.stage, best, stages, settled = "start", -inf, [], False
+        self.stage, best, stages, settled, fits = "start", -inf, [], False, []
         noise = self.draws_of(2 * self.space.size)
         for points in ends:
             half = torch.stack([self.noise().double() for _ in range(HANDFUL // 2)])
@@ -152,8 +155,10 @@ class Search:
                 continue
             steps = SECOND if stages else STEPS
             ended = ascend_normals(self.target, at, noise, full, ROUGH, self.record_local, steps=steps)
+            fits.append((ended.at.elbo, ended.normal))
             if ended.at.elbo > best:
                 best, settled, stages = ended.at.elbo, ended.settled, [at.normal, ended.normal]
+        self.hills = hills([fit for fit in fits if not is_far(fit[1], self.space)])
         return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1], settled
 
     def around(self, normal: Normal, noise: Tensor, project: Project) -> Local | None:
@@ -275,6 +280,11 @@ class Search:
         if found[-1][0] is None and not stopped:
             return normal  # it reaches where log p is not finite, as the verdict will say
         return max(found, key=lambda one: -inf if one[0] is None else one[0].elbo)[1]
+
+    def hold(self) -> None:
+        """Keep evaluations for the end of a search that has a part of the limit."""
+        self.held = 3 * HELD if self.target.limit - self.target.evaluations > 16 * HELD else 0
+        self.target.limit -= self.held
 
     def release(self) -> int:
         """How many evaluations were held; from now on they are not."""

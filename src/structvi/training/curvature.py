@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from ..basics.batch_rows import rows_of
 from ..couplings import naive
 from ..families.density import Density
 from ..models.batch import batch_size
@@ -245,12 +246,3 @@ def _cut(batch: Any, size: int) -> Iterator[tuple[Any, int | None]]:
     for start in range(0, rows, size):
         part = tree_map(lambda x, start=start: x[start : start + size], batch)
         yield part, min(size, rows - start)
-
-
-def rows_of(batch: Any) -> int | None:
-    """The number of observations, where every leaf of the batch is a tensor with one row for each."""
-    leaves = tree_leaves(batch)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
-        return None
-    rows = {leaf.shape[0] for leaf in leaves}
-    return rows.pop() if len(rows) == 1 else None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_map
 
+from ..basics.batch_rows import rows_of
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, Likelihood, StudentT, split_mask
@@ -24,7 +25,6 @@ from .curvature import (
     diagonal_curvature,
     draws_of,
     leading_columns,
-    rows_of,
     rows_of_part,
     rows_used,
 )
