@@ -7,7 +7,7 @@ import sys
 # the interpreter has to be asked for before Triton is imported
 CHECK = """
 import torch, structvi as vi
-from structvi.families.numerics import triton_adam as kernels
+from structvi.families.numerics import triton_adam as kernels, triton_lanes as lanes
 from structvi.families.numerics.fused import kernels_serve
 from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
 
@@ -19,6 +19,17 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
         for got, expected in zip(*both, strict=True):
             close(got, expected, 1e-4)
+    # a row of the factor in each thread, where it lies row by row as on a GPU
+    for rank, groups in ((4, 1), (16, 2)):
+        q = family(form(rank), torch.float32)
+        q.factor.data = q.factor.data.contiguous()
+        assert lanes.serve(2 * groups, q.factor)
+        both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+        for got, expected in zip(*both, strict=True):
+            close(got, expected, 1e-4)
+        one = thin_gradient(q, vi.paired, groups)
+        torch.testing.assert_close(one.square.float(), one.dense().square().sum(), rtol=1e-5, atol=0.0)
+    q = family(form(3), torch.float32)
     gradient = thin_gradient(q, vi.paired, 2)
     dense = gradient.dense()
     torch.testing.assert_close(gradient.square.float(), dense.square().sum())
@@ -69,8 +80,11 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
 # slope·θ is added to the gradient at the draws, θ·θ comes with them, and the norm of all three gradients
 from structvi.training.adam import gradient_norm
 for form in (vi.StructuredNormal, vi.StructuredPrecision):
-    for groups in (1, 3):  # one draw after the other, and tiles
-        q = family(form(3), torch.float32)
+    # one draw after the other, tiles, and a row in each thread
+    for groups, rank in ((1, 3), (3, 3), (1, 4), (3, 4)):
+        q = family(form(rank), torch.float32)
+        if rank == 4:
+            q.factor.data = q.factor.data.contiguous()
         detached = q().draw_detached(groups, vi.paired, torch.Generator().manual_seed(5))
         theta, S = detached.draws.theta.detach(), 2 * groups
         close(detached.squares, theta.double().square().sum(-1), 1e-6)

@@ -113,7 +113,12 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
     mean, log_scale, factor, unit, precision, reduce = state
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
     compute, P = _passes(factor), len(mean)
-    scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
+    drawn = None
+    if compute.joins(len(epsilon), factor.shape[-1], precision):
+        scale, *of_weights, theta, squares = compute.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
+        drawn = theta, squares
+    else:
+        scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
     sums = Sums(*of_weights).reduced(reduce)
     if reduce is not None:
         P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
@@ -121,7 +126,7 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
         u, log_q, inverse = compute.solve(*sums, z, precision, P)
     else:
         u, log_q, inverse = _solve(sums, z, precision, P)
-    theta, squares = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+    theta, squares = drawn or compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
     squares = squares if reduce is None else None
     return theta, log_q, squares, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
 
@@ -224,6 +229,10 @@ class _Slabs:
 
     @staticmethod
     def solves(K):
+        return False
+
+    @staticmethod
+    def joins(S, K, precision):
         return False
 
     @staticmethod
