@@ -89,7 +89,8 @@ class PosteriorBase(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the variational parameters are."""
-        return next(self.parameters()).device
+        own = next(self.family.parameters(), None)  # a walk over all, past the network's, takes longer than a small step
+        return next(self.parameters()).device if own is None else own.device
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
