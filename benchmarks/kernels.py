@@ -59,31 +59,21 @@ def sums(data: Data) -> Iterator[Choice]:
         kernels.DOT = shape
         return kernels.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
 
-    ieee = kernels.Dot(128, 1, "ieee", 1, 1024)
-    for one in [ieee, *(kernels.Dot(64, w, "tf32x3", 1, 1024) for w in (1, 2)), *dots(kernels.Dot)]:
-        yield Choice(_words(one), lambda s=one: run(s))
+    for one in (kernels.Dot(128, 1, "ieee"), kernels.Dot(64, 1, "tf32x3")):
+        yield Choice(f"{one.rows} rows, {one.warps} warps, {one.precision}", lambda s=one: run(s))
 
 
 def joined(data: Data) -> Iterator[Choice]:
-    """The sums and the draws in one pass."""
-    from structvi.families.numerics import triton_sums as kernels
+    """The sums and the draws together, a row of the factor in each thread."""
+    from structvi.families.numerics import triton_lane_sums as kernels
 
-    def run(shape: Any) -> Any:
-        kernels.JOINED = shape
-        return kernels.sums_and_draws(data.mean, data.log_scale, data.factor, data.unit, data.epsilon, data.z)[5]
+    def run(most: int) -> Any:
+        kernels._MOST = most
+        found = kernels.sums_and_draws(data.mean, data.log_scale, data.factor, data.unit, data.epsilon, data.z)
+        return found[1], found[2], found[5]
 
-    for one in dots(kernels.Dot):
-        yield Choice(_words(one), lambda s=one: run(s))
-
-
-def dots(dot: Any) -> list[Any]:
-    """Shapes of matrix products."""
-    ahead = [dot(32, 1, "tf32x3", *rest) for rest in product((1, 3), (256, 512, 1024))]
-    return [*ahead, dot(32, 2, "tf32x3", 1, 512)]
-
-
-def _words(one: Any) -> str:
-    return f"{one.rows} rows of {one.weights}, {one.warps} warps, {one.precision}, {one.stages} stages"
+    for most in (512, 1024, 2048):
+        yield Choice(f"at most {most} rows a program", lambda m=most: run(m))
 
 
 def tiled(data: Data, tile: str, lanes: str | None, call: Callable[[Any], Any]) -> Iterator[Choice]:
@@ -140,7 +130,7 @@ def adam(data: Data) -> Iterator[Choice]:
 #: name → choices, and the tensors that are read or written
 PASSES: dict[str, tuple[Callable[[Data], Iterator[Choice]], tuple[tuple[str, int], ...]]] = {
     "sums": (sums, (("factor", 1), ("epsilon", 1), ("mean", 3))),
-    "joined": (joined, (("factor", 1), ("epsilon", 2), ("mean", 4))),
+    "joined": (joined, (("factor", 2), ("epsilon", 2), ("mean", 6))),
     "place": (place, (("factor", 1), ("epsilon", 2), ("mean", 3))),
     "back": (back, (("factor", 1), ("epsilon", 4), ("mean", 4))),
     "precision": (precision, (("factor", 1), ("epsilon", 4), ("mean", 4))),
@@ -155,7 +145,8 @@ def reference(name: str, data: Data) -> Any:
     if name == "sums":
         return plain.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
     if name in ("place", "joined"):
-        return plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)[0]
+        drawn = plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)[0]
+        return drawn if name == "place" else (*reference("sums", data), drawn)
     common = s, data.factor, data.unit, data.epsilon, data.z, data.z, data.g
     if name == "back":
         return plain.back_covariance(*common, data.g_q, data.g, data.g_q)[:3]

@@ -89,7 +89,7 @@ class PosteriorBase(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the variational parameters are."""
-        own = next(self.family.parameters(), None)  # a walk over all, past the network's, takes longer than a small step
+        own = next(self.family.parameters(), None)  # past all of the network's it is a long walk
         return next(self.parameters()).device if own is None else own.device
 
     def named_parameters(

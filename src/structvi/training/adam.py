@@ -143,6 +143,12 @@ class Adam(torch.optim.Adam):
             clip: the largest norm of the gradient.
             make: 0 to leave everything as it is.
         """
+        if self._by_kernel and elbo.is_contiguous() and elbo.dtype == norm.dtype == torch.float64:
+            from ..families.numerics import triton_adam  # Triton takes long to import
+
+            coefficient, make = triton_adam.clipped(elbo, norm, clip, make)
+            self.step(thin=thin, coefficient=coefficient, make=make)
+            return
         finite = torch.isfinite(elbo.sum() + norm).float()
         coefficient = (clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
         self.step(thin=thin, coefficient=coefficient, make=finite if make is None else make * finite)

@@ -54,6 +54,19 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         factor, first, second, gradient.A, gradient.Z, torch.tensor(4.0), lr, clip, torch.zeros(()), (0.9, 0.999), 1e-8
     )
     assert torch.equal(factor, before)
+# by how much a gradient is clipped, and whether the step is made
+for elbo, norm, clip, make, expected in (
+    ([-3.0, -4.0, 1.0], 20.0, 10.0, None, (0.5, 1.0)),
+    ([-3.0], 2.0, 10.0, 1.0, (1.0, 1.0)),
+    ([-3.0], 0.0, 10.0, 0.0, (1.0, 0.0)),
+    ([-3.0, float("inf")], 20.0, 10.0, 1.0, (0.5, 0.0)),
+    ([float("nan")] * 5, 1.0, 10.0, 1.0, (1.0, 0.0)),
+    ([-3.0], float("nan"), 10.0, None, (1.0, 0.0)),
+    ([-3.0], float("inf"), 10.0, None, (0.0, 0.0)),
+):
+    numbers = [torch.tensor(x, dtype=torch.float64) for x in (elbo, norm)]
+    got = kernels.clipped(*numbers, clip, None if make is None else torch.tensor(make))
+    assert tuple(x.item() for x in got) == expected, (elbo, norm, got)
 # a factor with mean and scale beside it, in one launch: as torch's Adam on the clipped gradient; none where make is 0
 from structvi.training.adam import Adam
 for form in (vi.StructuredNormal, vi.StructuredPrecision):

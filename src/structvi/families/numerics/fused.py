@@ -116,7 +116,7 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
     compute, P = _passes(factor), len(mean)
     drawn = None
-    if compute.joins(len(epsilon), factor.shape[-1], precision):
+    if compute.joins(len(epsilon), factor, precision):
         scale, *of_weights, theta, squares = compute.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
         drawn = theta, squares
     else:
@@ -234,7 +234,7 @@ class _Slabs:
         return False
 
     @staticmethod
-    def joins(S, K, precision):
+    def joins(S, factor, precision):
         return False
 
     @staticmethod

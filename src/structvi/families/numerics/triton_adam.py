@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +40,20 @@ def adam(
     )  # fmt: skip
 
 
+def clipped(elbo: Tensor, norm: Tensor, clip: float, make: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the gradient is multiplied by, min(1, clip/norm); and `make` where ELBO and norm are finite, else 0.
+
+    A dozen launches of torch otherwise, each on one number.
+    """
+    out = elbo.new_empty(2, dtype=torch.float32)
+    groups = elbo.numel()
+    _clipped[(1,)](
+        elbo, norm, out, norm if make is None else make, clip,
+        GROUPS=groups, PADDED=triton.next_power_of_2(groups), MAKE=make is not None, num_warps=1,
+    )  # fmt: skip
+    return out[0], out[1]
+
+
 class Moved(NamedTuple):
     """A parameter with its moments, its count of steps and its learning rate, a number or on the device."""
 
@@ -64,6 +79,19 @@ def adam_family(
         R=len(A), K=K, KP=triton.next_power_of_2(K), BLOCK=block, ON_DEVICE=isinstance(factor.lr, Tensor),
         BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), EPS=eps,
     )  # fmt: skip
+
+
+@triton.jit
+def _clipped(elbo, norm, out, make, clip, GROUPS: tl.constexpr, PADDED: tl.constexpr, MAKE: tl.constexpr):
+    at = tl.arange(0, PADDED)
+    size = tl.load(norm)
+    total = tl.sum(tl.load(elbo + at, mask=at < GROUPS, other=0.0), 0) + size
+    finite = tl.where(total - total == 0, 1.0, 0.0)  # not so of nan and ±∞
+    ratio = clip / tl.where(size > 1e-30, size, 1e-30)
+    tl.store(out, tl.where(ratio < 1.0, ratio, 1.0).to(tl.float32))
+    if MAKE:
+        finite *= tl.load(make)
+    tl.store(out + 1, finite.to(tl.float32))
 
 
 @triton.jit

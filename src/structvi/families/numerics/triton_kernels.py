@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_lanes, triton_tiles
+from .triton_lane_sums import joins, sums_and_draws
 from .triton_solve import solve, solves
-from .triton_sums import DRAWS, joins, load_factor, ratio_of, sums, sums_and_draws
+from .triton_sums import DRAWS, load_factor, ratio_of, sums
 from .triton_tiles import padded
 
 __all__ = ["back_covariance", "back_precision", "joins", "place", "pull", "solve", "solves", "sums", "sums_and_draws"]

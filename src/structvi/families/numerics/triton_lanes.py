@@ -66,7 +66,7 @@ def _four(x, rows, at: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(factor, p, inside, K: tl.constexpr):
+def rows_of(factor, p, inside, K: tl.constexpr):
     """The rows of the factor at weights p, four numbers of each at a time."""
     rows = ()
     for k in tl.static_range(0, K, 4):
@@ -75,7 +75,7 @@ def _rows_of(factor, p, inside, K: tl.constexpr):
 
 
 @triton.jit
-def _vectors(x, p, inside, P, S: tl.constexpr):
+def vectors_of(x, p, inside, P, S: tl.constexpr):
     """x[draw, p] of all draws, read before anything is stored."""
     vectors = ()
     for draw in tl.static_range(0, S):
@@ -84,7 +84,7 @@ def _vectors(x, p, inside, P, S: tl.constexpr):
 
 
 @triton.jit
-def _times(rows, a, p, K: tl.constexpr):
+def times(rows, a, p, K: tl.constexpr):
     """F a of a [K] in memory: [BLOCK]."""
     total = tl.sum(rows[0] * tl.load(_four(a, 0 * p, 0, K)), 1)
     for k in tl.static_range(4, K, 4):
@@ -99,14 +99,14 @@ def _place(
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = p < P
-    rows = _rows_of(factor, p, inside, K)
-    noise = _vectors(epsilon, p, inside, P, S)
+    rows = rows_of(factor, p, inside, K)
+    noise = vectors_of(epsilon, p, inside, P, S)
     m = tl.load(mean + p, mask=inside, other=0.0)
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
     weight = s * s / s0 if PRECISION else s0
     for draw in tl.static_range(0, S):
-        value = m + s * noise[draw] + weight * _times(rows, a + draw * K, p, K)
+        value = m + s * noise[draw] + weight * times(rows, a + draw * K, p, K)
         tl.store(theta + draw * P.to(tl.int64) + p, value, mask=inside)
         tl.store(squares + tl.program_id(0) * S + draw, tl.sum(tl.where(inside, value * value, 0.0)))
 
@@ -118,17 +118,17 @@ def _back_covariance(
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = p < P
-    rows = _rows_of(factor, p, inside, K)
-    noise = _vectors(epsilon, p, inside, P, S)
-    given = _vectors(g, p, inside, P, S)
-    drawn = _vectors(theta, p, inside, P, S)
+    rows = rows_of(factor, p, inside, K)
+    noise = vectors_of(epsilon, p, inside, P, S)
+    given = vectors_of(g, p, inside, P, S)
+    drawn = vectors_of(theta, p, inside, P, S)
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
     mean_gradient = tl.zeros((BLOCK,), tl.float32)
     scale_gradient = tl.zeros((BLOCK,), tl.float32)
     sides = ()
     for draw in tl.static_range(0, S):
-        t = noise[draw] + s0 / s * _times(rows, u + draw * K, p, K)
+        t = noise[draw] + s0 / s * times(rows, u + draw * K, p, K)
         pulled = given[draw] - tl.load(g_q + draw) * t / s + tl.load(slope + draw) * drawn[draw]
         mean_gradient += pulled
         scale_gradient += pulled * noise[draw]

@@ -1,6 +1,6 @@
-"""Sums over the weights that the K×K algebra needs, GᵀG and Gᵀε, as Triton kernels; draws in the same pass.
+"""Sums over the weights that the K×K algebra needs, GᵀG and Gᵀε, as Triton kernels.
 
-Sums are taken in float32 over a thousand weights at most and added in float64, as everywhere.
+Sums are taken in float32 over 1024 weights and added in float64, as everywhere.
 """
 
 # Triton's decorators hide what is called with what:
@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_tiles
 from .triton_tiles import padded
 
 _ROWS = 1024  # weights whose products are added in float32
@@ -24,18 +23,14 @@ DRAWS = 32  # draws that a program takes: with hundreds it would have thousands 
 
 
 class Dot(NamedTuple):
-    """How the sums GᵀG and Gᵀε are made."""
+    """How the matrix products GᵀG and Gᵀε are made."""
 
-    rows: int  # of one matrix product
+    rows: int  # of one product
     warps: int
     precision: str
-    stages: int  # products whose operands are read ahead
-    weights: int  # that one program adds up
 
 
-WIDE = Dot(128, 1, "ieee", 1, 1024)  # of ranks above 16
-DOT = Dot(32, 1, "tf32x3", 1, 512)
-JOINED: Dot | None = None  # the same with the draws in one pass; None for a pass of their own
+DOT = Dot(128, 1, "ieee")
 
 
 def sums(
@@ -47,55 +42,20 @@ def sums(
         scale, gram, _, _, total = parts[0]
         return scale, gram, torch.cat([one[2] for one in parts]), torch.cat([one[3] for one in parts]), total
     S, (P, K) = len(epsilon), factor.shape
-    if _multiplies(S, K):
-        dot = DOT if K <= 16 else WIDE
-        return _by_products(dot, log_scale, factor, unit, precision, epsilon)[:5]
-    k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
     programs, sizes = triton.cdiv(P, _ROWS), [K * K, S * K, S, 1]
     scale, partial = log_scale.exp(), factor.new_empty(programs, sum(sizes))
-    _sums_small[(programs,)](
-        log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride(),
-        S=S, K=K, PRECISION=precision, ROWS=_ROWS, WIDTH=sum(sizes), KP=k, SP=draws, BLOCK=128,
-    )  # fmt: skip
+    arguments = log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride()
+    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS, "WIDTH": sum(sizes)}
+    k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
+    if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
+        _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
+    else:
+        _sums[(programs,)](
+            *arguments, **common, KP=padded(K), SP=padded(S),
+            BLOCK=DOT.rows, DOT=DOT.precision, num_warps=DOT.warps, num_stages=1,
+        )  # fmt: skip
     gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
     return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
-
-
-def joins(S: int, K: int, precision: bool) -> bool:
-    """Whether `sums_and_draws` is used: in the covariance form draws need nothing of the sums."""
-    return JOINED is not None and not precision and triton_tiles.SERVES <= S <= DRAWS and K <= 16 and _multiplies(S, K)
-
-
-def _multiplies(S: int, K: int) -> bool:
-    """Whether sums are matrix products: of few draws and columns they would mostly be padding."""
-    k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
-    return k * max(k, draws) > _SMALL
-
-
-def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor):
-    """`sums` and `place` of the covariance form in one pass: s, GᵀG, Gᵀε, ε·ε, Σ log s, θ and θ·θ."""
-    assert JOINED is not None
-    return _by_products(JOINED, log_scale, factor, unit, False, epsilon, mean, z)
-
-
-def _by_products(
-    dot: Dot, log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor,
-    mean: Tensor | None = None, z: Tensor | None = None,
-):  # fmt: skip
-    """The sums by matrix products, and with a mean and z the draws too."""
-    S, (P, K), epsilon = len(epsilon), factor.shape, epsilon.contiguous()
-    placed = mean is not None and z is not None
-    programs, sizes = triton.cdiv(P, dot.weights), [K * K, S * K, S, S, 1]
-    scale, partial = log_scale.exp(), factor.new_empty(programs, sum(sizes))
-    theta = torch.empty_like(epsilon) if placed else epsilon
-    _sums[(programs,)](
-        log_scale, scale, factor, unit, epsilon, mean if placed else scale, z.contiguous() if placed else scale, theta,
-        partial, P, *factor.stride(),
-        S=S, K=K, KP=padded(K), SP=padded(S), PRECISION=precision, PLACED=placed, ROWS=dot.weights, WIDTH=sum(sizes),
-        BLOCK=dot.rows, DOT=dot.precision, num_warps=dot.warps, num_stages=dot.stages,
-    )  # fmt: skip
-    gram, projection, squares, of_draws, total = partial.sum(0, dtype=torch.float64).split(sizes)
-    return scale, gram.view(K, K), projection.view(S, K), squares, total.view(()), theta, of_draws
 
 
 @triton.jit
@@ -113,46 +73,37 @@ def ratio_of(s, s0, PRECISION: tl.constexpr):
 
 @triton.jit
 def _sums(
-    log_scale, scale, factor, unit, epsilon, mean, z, theta, out, P, along, across,
+    log_scale, scale, factor, unit, epsilon, out, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    PLACED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     k, draws = tl.arange(0, KP), tl.arange(0, SP)
     gram = tl.zeros((KP, KP), tl.float32)
     projection = tl.zeros((SP, KP), tl.float32)
     squares = tl.zeros((SP,), tl.float32)
-    of_draws = tl.zeros((SP,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    if PLACED:
-        mask = (draws < S)[:, None] & (k < K)[None, :]
-        Z = tl.load(z + draws[:, None] * K + k[None, :], mask=mask, other=0.0)
     for start in range(0, ROWS, BLOCK):
         p = program * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
         total += tl.load(log_scale + p, mask=inside, other=0.0)
-        s = tl.load(scale + p, mask=inside, other=1.0)
-        s0 = tl.load(unit + p, mask=inside, other=1.0)
-        F = load_factor(factor, p, k, inside, along, across, K)
-        G = F * ratio_of(s, s0, PRECISION)[:, None]
+        if K > 0:
+            s = tl.load(scale + p, mask=inside, other=1.0)
+            s0 = tl.load(unit + p, mask=inside, other=1.0)
+            G = load_factor(factor, p, k, inside, along, across, K) * ratio_of(s, s0, PRECISION)[:, None]
         at = draws[:, None].to(tl.int64) * P + p[None, :]
-        both = (draws < S)[:, None] & inside[None, :]
-        e = tl.load(epsilon + at, mask=both, other=0.0)
-        if PLACED:
-            value = tl.load(mean + p, mask=inside, other=0.0)[None, :] + s[None, :] * e
-            value += s0[None, :] * tl.dot(Z, tl.trans(F), input_precision=DOT)
-            tl.store(theta + at, value, mask=both)
-            of_draws += tl.sum(tl.where(both, value * value, 0.0), 1)
+        e = tl.load(epsilon + at, mask=(draws < S)[:, None] & inside[None, :], other=0.0)
         squares += tl.sum(e * e, 1)
-        projection += tl.dot(e, G, input_precision=DOT)
-        gram += tl.dot(tl.trans(G), G, input_precision=DOT)
+        if K > 0:
+            projection += tl.dot(e, G, input_precision=DOT)
+            gram += tl.dot(tl.trans(G), G, input_precision=DOT)
     out += program.to(tl.int64) * WIDTH
-    both = (k < K)[:, None] & (k < K)[None, :]
-    tl.store(out + k[:, None] * K + k[None, :], gram, mask=both)
-    at = K * K + draws[:, None] * K + k[None, :]
-    tl.store(out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
+    if K > 0:
+        both = (k < K)[:, None] & (k < K)[None, :]
+        tl.store(out + k[:, None] * K + k[None, :], gram, mask=both)
+        at = K * K + draws[:, None] * K + k[None, :]
+        tl.store(out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
     tl.store(out + K * K + S * K + draws, squares, mask=draws < S)
-    tl.store(out + K * K + S * K + S + draws, of_draws, mask=draws < S)
     tl.store(out + WIDTH - 1, tl.sum(total, 0))
 
 
