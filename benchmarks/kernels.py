@@ -53,46 +53,64 @@ class Data(NamedTuple):
 
 
 def sums(data: Data) -> Iterator[Choice]:
-    from structvi.families.numerics import triton_kernels as kernels
+    from structvi.families.numerics import triton_sums as kernels
 
-    def run(rows: int, warps: int, dot: str) -> Any:
-        kernels.DOT_ROWS, kernels.DOT_WARPS, kernels.DOT_PRECISION = rows, warps, dot
+    def run(shape: Any) -> Any:
+        kernels.DOT = shape
         return kernels.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
 
-    for rows, warps, dot in product((64, 128), (1, 2, 4), ("ieee", "tf32x3")):
-        yield Choice(f"{rows} rows, {warps} warps, {dot}", lambda r=rows, w=warps, d=dot: run(r, w, d))
+    for one in (kernels.Dot(128, 1, "ieee"), kernels.Dot(64, 1, "tf32x3")):
+        yield Choice(f"{one.rows} rows, {one.warps} warps, {one.precision}", lambda s=one: run(s))
 
 
-def tiled(data: Data, constant: str, call: Callable[[Any], Any]) -> Iterator[Choice]:
-    """One draw after the other; and tiles of so many weights in so many warps."""
+def joined(data: Data) -> Iterator[Choice]:
+    """The sums and the draws together, a row of the factor in each thread."""
+    from structvi.families.numerics import triton_lane_sums as kernels
+
+    def run(most: int) -> Any:
+        kernels._MOST = most
+        found = kernels.sums_and_draws(data.mean, data.log_scale, data.factor, data.unit, data.epsilon, data.z)
+        return found[1], found[2], found[5]
+
+    for most in (512, 1024, 2048):
+        yield Choice(f"at most {most} rows a program", lambda m=most: run(m))
+
+
+def tiled(data: Data, tile: str, lanes: str | None, call: Callable[[Any], Any]) -> Iterator[Choice]:
+    """One draw after the other; tiles of so many weights in so many warps; and a row of the factor in each thread."""
     from structvi.families.numerics import triton_kernels as kernels
-    from structvi.families.numerics import triton_tiles as tiles
+    from structvi.families.numerics import triton_lanes, triton_tiles
 
-    def run(shape: tuple[int, int] | None) -> Any:
-        tiles.SERVES = 10**6 if shape is None else 1
+    def run(shape: tuple[int, int] | None, warps: int | None) -> Any:
+        triton_tiles.SERVES = 10**6 if shape is None else 1
+        triton_lanes.SERVES = 10**6 if warps is None else 1
         if shape is not None:
-            setattr(tiles, constant, tiles.Shape(*shape))
+            setattr(triton_tiles, tile, triton_tiles.Shape(*shape))
+        if warps is not None and lanes is not None:
+            setattr(triton_lanes, lanes, warps)
         return call(kernels)
 
-    yield Choice("one draw after the other", lambda: run(None))
-    for shape in product((32, 64, 128), (1, 2, 4)):
-        yield Choice(f"tiles of {shape[0]}, {shape[1]} warps", lambda s=shape: run(s))
+    yield Choice("one draw after the other", lambda: run(None, None))
+    for shape in ((32, 1), (64, 1), (64, 4), (128, 4)):
+        yield Choice(f"tiles of {shape[0]}, {shape[1]} warps", lambda s=shape: run(s, None))
+    for warps in (1, 2, 4) if lanes is not None else ():
+        yield Choice(f"rows in threads, {warps} warps", lambda w=warps: run(None, w))
 
 
 def place(data: Data) -> Iterator[Choice]:
     arguments = data.mean, data.log_scale.exp(), data.factor, data.unit, False, data.epsilon, data.z
-    return tiled(data, "PLACE", lambda kernels: kernels.place(*arguments)[0])
+    return tiled(data, "PLACE", "PLACE_WARPS", lambda kernels: kernels.place(*arguments)[0])
 
 
 def back(data: Data) -> Iterator[Choice]:
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g, data.g_q
     arguments += data.epsilon, torch.zeros_like(data.g_q)
-    return tiled(data, "COVARIANCE", lambda kernels: kernels.back_covariance(*arguments))
+    return tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
 
 
 def precision(data: Data) -> Iterator[Choice]:
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g
-    return tiled(data, "PRECISION", lambda kernels: kernels.back_precision(*arguments))
+    return tiled(data, "PRECISION", None, lambda kernels: kernels.back_precision(*arguments))
 
 
 def adam(data: Data) -> Iterator[Choice]:
@@ -112,6 +130,7 @@ def adam(data: Data) -> Iterator[Choice]:
 #: name → choices, and the tensors that are read or written
 PASSES: dict[str, tuple[Callable[[Data], Iterator[Choice]], tuple[tuple[str, int], ...]]] = {
     "sums": (sums, (("factor", 1), ("epsilon", 1), ("mean", 3))),
+    "joined": (joined, (("factor", 2), ("epsilon", 2), ("mean", 6))),
     "place": (place, (("factor", 1), ("epsilon", 2), ("mean", 3))),
     "back": (back, (("factor", 1), ("epsilon", 4), ("mean", 4))),
     "precision": (precision, (("factor", 1), ("epsilon", 4), ("mean", 4))),
@@ -125,8 +144,9 @@ def reference(name: str, data: Data) -> Any:
     plain: Any = fused._Slabs
     if name == "sums":
         return plain.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3]
-    if name == "place":
-        return plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)[0]
+    if name in ("place", "joined"):
+        drawn = plain.place(data.mean, s, data.factor, data.unit, False, data.epsilon, data.z)[0]
+        return drawn if name == "place" else (*reference("sums", data), drawn)
     common = s, data.factor, data.unit, data.epsilon, data.z, data.z, data.g
     if name == "back":
         return plain.back_covariance(*common, data.g_q, data.g, data.g_q)[:3]
@@ -162,10 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> dict:
                     timing.warm(choice.run)
                     spent = min(timing.seconds(choice.run, STEPS, device) for _ in range(3))
                 except Exception as failed:  # what a compiler raises is of many kinds
-                    rows.append([name, str(P), str(K), str(S), choice.name, type(failed).__name__, "", ""])
-                    continue
-                figures = [f"{1e6 * spent:.1f}", f"{1e6 * least:.1f}", error]
+                    figures = [type(failed).__name__, "", ""]
+                else:
+                    figures = [f"{1e6 * spent:.1f}", f"{1e6 * least:.1f}", error]
                 rows.append([name, str(P), str(K), str(S), choice.name, *figures])
+                print(*rows[-1], flush=True)
     header = ["pass", "P", "K", "S", "choice", "µs", "least µs", "off"]
     results = {"machine": timing.machine(device), "table": timing.markdown(rows, header)}
     print(results["table"])

@@ -89,7 +89,8 @@ class PosteriorBase(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the variational parameters are."""
-        return next(self.parameters()).device
+        own = next(self.family.parameters(), None)  # past all of the network's it is a long walk
+        return next(self.parameters()).device if own is None else own.device
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

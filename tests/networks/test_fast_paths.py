@@ -97,6 +97,20 @@ def test_a_forward_of_the_users_own_is_not_put_into_training_mode():
         assert not twin.attends
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, OwnForward])
+@pytest.mark.parametrize("family", [vi.MAP(), vi.MeanField()])
+def test_no_recurrent_module_keeps_the_drawn_weights(kind, family):
+    """With them the graph of the call would stay, and a captured step meets its nodes, which are of another stream."""
+    torch.manual_seed(0)
+    net = nn.Sequential(kind(3, 4, batch_first=True))
+    bayes = vi.variationalize(net, lambda y, t: -y[0].square().sum((1, 2)), family, num_data=4, evaluation="loop")
+    bayes.loss((X, torch.zeros(4))).backward()
+    with bayes.model.twins.borrowed() as twin:
+        kept = [weight for module in twin.flattened for weight in module._flat_weights]
+    assert len(kept) == 4
+    assert all(any(weight is own for own in net.parameters()) for weight in kept)
+
+
 def test_attention_is_plain_until_the_last_thread_has_left():
     inside, leave = threading.Event(), threading.Event()
 

@@ -8,7 +8,7 @@ from ..parameters import Parameters
 from .density import MAX_DENSE
 from .family import Coordinates, Family
 from .gaussian import Gaussian, LowRank
-from .numerics.algebra import sum_weights
+from .numerics.algebra import solve, sum_weights
 from .starts import check_start, initial_mean
 
 #: of a larger normal a start from the curvature has the diagonal alone
@@ -26,7 +26,7 @@ class FullNormalDensity(Gaussian):
         return diagonal @ self.cholesky.mT
 
     def precision_product(self, x: Tensor) -> Tensor:
-        return torch.cholesky_solve(x.mT, self.cholesky).mT
+        return solve(self.cholesky, x)
 
     def quadratic(self, x: Tensor) -> Tensor:
         return sum_weights(torch.linalg.solve_triangular(self.cholesky, x.mT, upper=False).mT.square())

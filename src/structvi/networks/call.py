@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from .fast_paths import kernels_that_serve
+from .fast_paths import forgotten, kernels_that_serve
 from .mixed_precision import GradientScale, is_floating, times_gradient
 from .twins import Twin
 
@@ -56,7 +56,7 @@ def call_network(
         buffers = twin.copied_buffers()
         every = {**held, **buffers, **tensors}
         direct = functional is functional_call and twin.private and not tied and every.keys() <= twin.places.keys()
-        with kernels_that_serve(twin, some), _autocast(some.device, precision):
+        with forgotten(twin.flattened), kernels_that_serve(twin, some), _autocast(some.device, precision):
             if direct:
                 output = twin.called(every, arguments, keywords)
             else:

@@ -45,6 +45,30 @@ def kernels_that_serve(net: _Network, some: Tensor) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forgotten(recurrent: Sequence[nn.Module]) -> Iterator[None]:
+    """Afterwards, modules hold the list of weights that they had before.
+
+    torch's recurrent modules keep the weights of their last call in a list of their own: drawn weights would stay in
+    memory, and with them the graph that they come from, whose nodes belong to the stream of that call.
+
+    Example:
+        >>> gru = nn.GRU(1, 1)
+        >>> before = gru._flat_weights
+        >>> with forgotten([gru]):
+        ...     gru._init_flat_weights()
+        >>> gru._flat_weights is before
+        True
+    """
+    names = ("_flat_weights", "_flat_weight_refs")
+    had = [(vars(module), {name: vars(module)[name] for name in names if name in vars(module)}) for module in recurrent]
+    try:
+        yield
+    finally:
+        for own, before in had:
+            own.update(before)
+
+
 def on_a_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 

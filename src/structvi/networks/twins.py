@@ -45,6 +45,8 @@ class Twin:
         self.originals = list(self.twins.original.modules())
         self.modules = list(self.net.modules())
         self.recurrent = [module for module in self.modules if is_recurrent(module)]
+        #: those that keep a list of the weights of their last call
+        self.flattened = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self.attends = any(isinstance(module, nn.MultiheadAttention) for module in self.modules)
         self.parameters = list(self.net.named_parameters())
         first: dict[int, _Buffer] = {}  # a buffer with several names is tied by `functional_call`

@@ -24,6 +24,8 @@ DEFAULT_LR = 0.02
 FACTOR_RATE = 2.5
 #: Numbers of a factor's gradient that are made at once on a CPU.
 _COLUMNS = 2**18
+#: Rows of such a gradient's sides that are added one by one.
+_FEW = 3
 
 
 class Adam(torch.optim.Adam):
@@ -89,6 +91,22 @@ class Adam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step(thin, coefficient, make)
+        return loss
+
+    @torch.no_grad()
+    def unheard_step(self, thin: Thin, coefficient: float) -> None:
+        """`step`, past the wrapper that torch puts around it for hooks and profilers, where there are none."""
+        heard = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or "step" in vars(self)
+        if heard or not self.plain:
+            self.step(thin=thin, coefficient=coefficient)
+        else:
+            self._step(thin, coefficient, None)
+
+    #: whether `step` is what is here; a class with one of its own says no
+    plain = True
+
+    def _step(self, thin: Thin, coefficient: Tensor | float, make: Tensor | None) -> None:
         if self.gpu is not None and make is None:  # the kernels of a captured step, and so its bits
             make = torch.ones((), device=self.gpu)
             coefficient = torch.full((), float(coefficient), device=self.gpu)
@@ -115,7 +133,6 @@ class Adam(torch.optim.Adam):
                         self._step_low_rank(parameter, gradient.A, gradient.Z, group, coefficient, make)
                     else:
                         self._step_columns(parameter, gradient.A, gradient.Z * coefficient, group)
-        return loss
 
     def step_clipped(self, elbo: Tensor, norm: Tensor, thin: Thin, clip: float, make: Tensor | None = None) -> None:
         """One step of which the host reads nothing: clipped on the device, and left out there where it is not finite.
@@ -126,6 +143,12 @@ class Adam(torch.optim.Adam):
             clip: the largest norm of the gradient.
             make: 0 to leave everything as it is.
         """
+        if self._by_kernel and elbo.is_contiguous() and elbo.dtype == norm.dtype == torch.float64:
+            from ..families.numerics import triton_adam  # Triton takes long to import
+
+            coefficient, make = triton_adam.clipped(elbo, norm, clip, make)
+            self.step(thin=thin, coefficient=coefficient, make=make)
+            return
         finite = torch.isfinite(elbo.sum() + norm).float()
         coefficient = (clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
         self.step(thin=thin, coefficient=coefficient, make=finite if make is None else make * finite)
@@ -169,7 +192,12 @@ class Adam(torch.optim.Adam):
         for start in range(0, K, most):
             some = slice(start, min(start + most, K))
             z, gradient = Z[:, some].mT, columns[: some.stop - start]  # [k, R], [k, P]
-            torch.mul(z, A, out=gradient) if len(A) == 1 else torch.mm(z, A, out=gradient)
+            if len(A) <= _FEW:  # row by row: a matrix product of so few takes longer
+                torch.mul(z[:, :1], A[0], out=gradient)
+                for row, side in zip(z.mT[1:], A[1:], strict=True):
+                    gradient.addcmul_(side, row.unsqueeze(-1))
+            else:
+                torch.mm(z, A, out=gradient)
             value, first, second = (x.mT[some] for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
             _fused([value], [gradient], [first], [second], [state["step"]], group)
 

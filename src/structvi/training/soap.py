@@ -100,6 +100,8 @@ class SoapAdam(Adam):
         self.add_param_group({"params": list(self.means), "lr": recipe.lr, "betas": recipe.betas})
         self.param_groups.insert(0, self.param_groups.pop())  # the rate that a history tells is the means'
 
+    plain = False
+
     @torch.no_grad()
     def step(
         self,

@@ -176,7 +176,7 @@ class Step:
     def _move(self, size: float, thin: Thin) -> None:
         """The optimizer's step, with the gradient, of this norm, clipped."""
         if isinstance(self.optimizer, Adam):
-            self.optimizer.step(thin=thin, coefficient=min(1.0, self.clip / max(size, 1e-30)))
+            self.optimizer.unheard_step(thin, min(1.0, self.clip / max(size, 1e-30)))
             return
         if size > self.clip:
             for parameter in self.named.values():

@@ -75,13 +75,13 @@ class Stepper:
         if not batches:
             raise ValueError("step(batch) takes a batch, or several that share the step; got none")
         check_positive(temperature, "temperature")
-        posterior = self.posterior
-        if posterior.device != self.generator.device:
+        posterior, device = self.posterior, self.posterior.device
+        if device != self.generator.device:
             raise ValueError(
-                f"the posterior is on {posterior.device} and was on {self.generator.device} when the stepper was made: "
+                f"the posterior is on {device} and was on {self.generator.device} when the stepper was made: "
                 "call bayes.stepper(..) after bayes.to(device)"
             )
-        moved = [_on_device(batch, posterior.device) for batch in batches]
+        moved = [_on_device(batch, device) for batch in batches]
         counts = [rows(batch) for batch in moved]
         mean = self.observations or float(sum(counts))
         with borrowed_stream(self.generator), self._network(), uninterrupted():
@@ -98,6 +98,9 @@ class Stepper:
     def _network(self) -> Iterator[None]:
         """Inside, the network runs in the precision, and compiled, as asked."""
         model = self.posterior.model
+        if self.precision is None and self._compiled is None:
+            yield
+            return
         before, model.precision = model.precision, self.precision or model.precision
         model.compiled = self._compiled
         try:
@@ -173,4 +176,6 @@ def stepper(
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, tuple) and all(isinstance(x, Tensor) and x.device == device for x in batch):
+        return batch
     return pytree.tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)

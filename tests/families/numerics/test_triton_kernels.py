@@ -7,7 +7,7 @@ import sys
 # the interpreter has to be asked for before Triton is imported
 CHECK = """
 import torch, structvi as vi
-from structvi.families.numerics import triton_adam as kernels
+from structvi.families.numerics import triton_adam as kernels, triton_lanes as lanes
 from structvi.families.numerics.fused import kernels_serve
 from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
 
@@ -19,6 +19,17 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
         for got, expected in zip(*both, strict=True):
             close(got, expected, 1e-4)
+    # a row of the factor in each thread, where it lies row by row as on a GPU
+    for rank, groups in ((4, 1), (16, 2)):
+        q = family(form(rank), torch.float32)
+        q.factor.data = q.factor.data.contiguous()
+        assert lanes.serve(2 * groups, q.factor)
+        both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+        for got, expected in zip(*both, strict=True):
+            close(got, expected, 1e-4)
+        one = thin_gradient(q, vi.paired, groups)
+        torch.testing.assert_close(one.square.float(), one.dense().square().sum(), rtol=1e-5, atol=0.0)
+    q = family(form(3), torch.float32)
     gradient = thin_gradient(q, vi.paired, 2)
     dense = gradient.dense()
     torch.testing.assert_close(gradient.square.float(), dense.square().sum())
@@ -43,6 +54,19 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         factor, first, second, gradient.A, gradient.Z, torch.tensor(4.0), lr, clip, torch.zeros(()), (0.9, 0.999), 1e-8
     )
     assert torch.equal(factor, before)
+# by how much a gradient is clipped, and whether the step is made
+for elbo, norm, clip, make, expected in (
+    ([-3.0, -4.0, 1.0], 20.0, 10.0, None, (0.5, 1.0)),
+    ([-3.0], 2.0, 10.0, 1.0, (1.0, 1.0)),
+    ([-3.0], 0.0, 10.0, 0.0, (1.0, 0.0)),
+    ([-3.0, float("inf")], 20.0, 10.0, 1.0, (0.5, 0.0)),
+    ([float("nan")] * 5, 1.0, 10.0, 1.0, (1.0, 0.0)),
+    ([-3.0], float("nan"), 10.0, None, (1.0, 0.0)),
+    ([-3.0], float("inf"), 10.0, None, (0.0, 0.0)),
+):
+    numbers = [torch.tensor(x, dtype=torch.float64) for x in (elbo, norm)]
+    got = kernels.clipped(*numbers, clip, None if make is None else torch.tensor(make))
+    assert tuple(x.item() for x in got) == expected, (elbo, norm, got)
 # a factor with mean and scale beside it, in one launch: as torch's Adam on the clipped gradient; none where make is 0
 from structvi.training.adam import Adam
 for form in (vi.StructuredNormal, vi.StructuredPrecision):
@@ -69,8 +93,11 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
 # slope·θ is added to the gradient at the draws, θ·θ comes with them, and the norm of all three gradients
 from structvi.training.adam import gradient_norm
 for form in (vi.StructuredNormal, vi.StructuredPrecision):
-    for groups in (1, 3):  # one draw after the other, and tiles
-        q = family(form(3), torch.float32)
+    # one draw after the other, tiles, and a row in each thread
+    for groups, rank in ((1, 3), (3, 3), (1, 4), (3, 4)):
+        q = family(form(rank), torch.float32)
+        if rank == 4:
+            q.factor.data = q.factor.data.contiguous()
         detached = q().draw_detached(groups, vi.paired, torch.Generator().manual_seed(5))
         theta, S = detached.draws.theta.detach(), 2 * groups
         close(detached.squares, theta.double().square().sum(-1), 1e-6)

@@ -122,6 +122,9 @@ def capacitance(factor: Tensor, ratio: Tensor) -> Tensor:
 
 def solve(cholesky: Tensor, x: Tensor) -> Tensor:
     """x M⁻¹ for M = L Lᵀ: [K, K], [S, K] → [S, K]."""
+    if cholesky.is_cuda:  # of many matrices at once, under vmap, `cholesky_solve` cannot be captured as a CUDA graph
+        half = torch.linalg.solve_triangular(cholesky, x.mT, upper=False)
+        return torch.linalg.solve_triangular(cholesky.mT, half, upper=True).mT
     return torch.cholesky_solve(x.mT, cholesky).mT
 
 

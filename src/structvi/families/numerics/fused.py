@@ -58,6 +58,8 @@ class LowRankGradient(NamedTuple):
         """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ), in float64."""
         if self.square is not None:
             return self.square
+        if len(self.A) == 1:
+            return SumSquares.forward(self.A[0]) * SumSquares.forward(self.Z[0])
         return ((self.A @ self.A.mT).double() * (self.Z @ self.Z.mT).double()).sum()
 
 
@@ -113,7 +115,12 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
     mean, log_scale, factor, unit, precision, reduce = state
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
     compute, P = _passes(factor), len(mean)
-    scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
+    drawn = None
+    if compute.joins(len(epsilon), factor, precision):
+        scale, *of_weights, theta, squares = compute.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
+        drawn = theta, squares
+    else:
+        scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
     sums = Sums(*of_weights).reduced(reduce)
     if reduce is not None:
         P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
@@ -121,7 +128,7 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
         u, log_q, inverse = compute.solve(*sums, z, precision, P)
     else:
         u, log_q, inverse = _solve(sums, z, precision, P)
-    theta, squares = compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+    theta, squares = drawn or compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
     squares = squares if reduce is None else None
     return theta, log_q, squares, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
 
@@ -227,16 +234,19 @@ class _Slabs:
         return False
 
     @staticmethod
+    def joins(S, factor, precision):
+        return False
+
+    @staticmethod
     def sums(log_scale, factor, unit, precision, epsilon):
-        K, scale = factor.shape[-1], log_scale.exp()
-        gram = factor.new_zeros(K, K, dtype=torch.float64)
-        projection = factor.new_zeros(len(epsilon), K, dtype=torch.float64)
-        if K:
-            for at in _slabs(scale):
-                G = factor[at] * ratio(scale[at], unit[at], precision).unsqueeze(-1)
-                gram += project(G.mT, G)
-                projection += project(epsilon[:, at], G)
-        return scale, gram, projection, SumSquares.forward(epsilon), sum_weights(log_scale)
+        S, K, scale = len(epsilon), factor.shape[-1], log_scale.exp()
+        both = factor.new_zeros(K + S, K, dtype=torch.float64)
+        for at in _slabs(scale) if K else ():
+            rows = factor.new_empty(K + S, scale[at].shape[0])  # Gᵀ and ε: their products with G are one
+            torch.mul(factor[at].mT, ratio(scale[at], unit[at], precision), out=rows[:K])
+            rows[K:] = epsilon[:, at]
+            both += project(rows, rows[:K].mT)
+        return scale, both[:K], both[K:], SumSquares.forward(epsilon), sum_weights(log_scale)
 
     @staticmethod
     def place(mean, scale, factor, unit, precision, epsilon, a):
@@ -253,18 +263,20 @@ class _Slabs:
 
         One draw after the other: a vector stays in the cache from one operation to the next, and none is made anew.
         """
-        g = _sloped(g, theta, slope)
+        own_g, g = theta is not g, _sloped(g, theta, slope)
         if g.is_cuda:
             return _back_at_once(scale, factor, unit, epsilon, u, g, g_q)
-        mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
         S, K = len(g), factor.shape[-1]
+        # in its place, where nobody else has it
+        mean_gradient = g[0] if own_g and S == 1 else torch.empty_like(scale)
+        scale_gradient = torch.empty_like(scale)
         A = torch.empty_like(g) if K else g
         cotangents = g_q.tolist()
         for at in _slabs(scale):
             s, s0 = scale[at], unit[at]
             to_mean, to_scale = mean_gradient[at], scale_gradient[at]
             ratio = s0 / s if K else s
-            pulled = torch.empty_like(s) if S > 1 else to_mean
+            pulled = torch.empty_like(s) if S > 1 else to_mean  # of the draws after the first
             for draw, product in enumerate(_products(u, factor[at])):
                 e = epsilon[draw, at]
                 t = e if product is None else torch.addcmul(e, product, ratio)

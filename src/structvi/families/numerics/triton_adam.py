@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +40,20 @@ def adam(
     )  # fmt: skip
 
 
+def clipped(elbo: Tensor, norm: Tensor, clip: float, make: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the gradient is multiplied by, min(1, clip/norm); and `make` where ELBO and norm are finite, else 0.
+
+    A dozen launches of torch otherwise, each on one number.
+    """
+    out = elbo.new_empty(2, dtype=torch.float32)
+    groups = elbo.numel()
+    _clipped[(1,)](
+        elbo, norm, out, norm if make is None else make, clip,
+        GROUPS=groups, PADDED=triton.next_power_of_2(groups), MAKE=make is not None, num_warps=1,
+    )  # fmt: skip
+    return out[0], out[1]
+
+
 class Moved(NamedTuple):
     """A parameter with its moments, its count of steps and its learning rate, a number or on the device."""
 
@@ -67,6 +82,19 @@ def adam_family(
 
 
 @triton.jit
+def _clipped(elbo, norm, out, make, clip, GROUPS: tl.constexpr, PADDED: tl.constexpr, MAKE: tl.constexpr):
+    at = tl.arange(0, PADDED)
+    size = tl.load(norm)
+    total = tl.sum(tl.load(elbo + at, mask=at < GROUPS, other=0.0), 0) + size
+    finite = tl.where(total - total == 0, 1.0, 0.0)  # not so of nan and ±∞
+    ratio = clip / tl.where(size > 1e-30, size, 1e-30)
+    tl.store(out, tl.where(ratio < 1.0, ratio, 1.0).to(tl.float32))
+    if MAKE:
+        finite *= tl.load(make)
+    tl.store(out + 1, finite.to(tl.float32))
+
+
+@triton.jit
 def _adam_sizes(step, lr, ON_DEVICE: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr):
     """Of a step t: the rate over 1 − β₁ᵗ, and √(1 − β₂ᵗ)."""
     t = tl.load(step).to(tl.float64)
@@ -76,15 +104,15 @@ def _adam_sizes(step, lr, ON_DEVICE: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.
 
 @triton.jit
 def _adam_at(
-    value, first, second, at, mask, gradient, size, root,
+    value, first, second, at, mask, stored, gradient, size, root,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     m = BETA1 * tl.load(first + at, mask=mask, other=0.0) + (1 - BETA1) * gradient
     v = BETA2 * tl.load(second + at, mask=mask, other=0.0) + (1 - BETA2) * gradient * gradient
     moved = tl.load(value + at, mask=mask, other=0.0) - size * m / (tl.sqrt(v) / root + EPS)
-    tl.store(first + at, m, mask=mask)
-    tl.store(second + at, v, mask=mask)
-    tl.store(value + at, moved, mask=mask)
+    tl.store(first + at, m, mask=stored)
+    tl.store(second + at, v, mask=stored)
+    tl.store(value + at, moved, mask=stored)
 
 
 @triton.jit
@@ -110,12 +138,12 @@ def _adam(
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = p < P
     k = tl.arange(0, KP)
-    if tl.load(make) > 0:
-        size, root = _adam_sizes(step, lr, True, LOG1, LOG2)
-        at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-        gradient = _product(A, Z, p, k, inside, P, R, K, KP, BLOCK) * tl.load(coefficient)
-        mask = inside[:, None] & (k < K)[None, :]
-        _adam_at(factor, first, second, at, mask, gradient, size, root, BETA1, BETA2, EPS)
+    moves = p < tl.where(tl.load(make) > 0, P, 0)  # and no branch: nothing that is read waits for it
+    size, root = _adam_sizes(step, lr, True, LOG1, LOG2)
+    at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
+    gradient = _product(A, Z, p, k, inside, P, R, K, KP, BLOCK) * tl.load(coefficient)
+    mask, stored = inside[:, None] & (k < K)[None, :], moves[:, None] & (k < K)[None, :]
+    _adam_at(factor, first, second, at, mask, stored, gradient, size, root, BETA1, BETA2, EPS)
 
 
 @triton.jit
@@ -130,16 +158,15 @@ def _adam_family(
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = p < P
     k = tl.arange(0, KP)
-    if tl.load(make) > 0:
-        clip = tl.load(coefficient)
-        size, root = _adam_sizes(step, lr, ON_DEVICE, LOG1, LOG2)
-        at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-        gradient = _product(A, Z, p, k, inside, P, R, K, KP, BLOCK) * clip
-        mask = inside[:, None] & (k < K)[None, :]
-        _adam_at(factor, first, second, at, mask, gradient, size, root, BETA1, BETA2, EPS)
-        size, root = _adam_sizes(mean_step, mean_lr, ON_DEVICE, LOG1, LOG2)
-        gradient = tl.load(to_mean + p, mask=inside, other=0.0) * clip
-        _adam_at(mean, mean_first, mean_second, p, inside, gradient, size, root, BETA1, BETA2, EPS)
-        size, root = _adam_sizes(scale_step, scale_lr, ON_DEVICE, LOG1, LOG2)
-        gradient = tl.load(to_scale + p, mask=inside, other=0.0) * clip
-        _adam_at(scale, scale_first, scale_second, p, inside, gradient, size, root, BETA1, BETA2, EPS)
+    moves, clip = p < tl.where(tl.load(make) > 0, P, 0), tl.load(coefficient)
+    size, root = _adam_sizes(step, lr, ON_DEVICE, LOG1, LOG2)
+    at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
+    gradient = _product(A, Z, p, k, inside, P, R, K, KP, BLOCK) * clip
+    mask, stored = inside[:, None] & (k < K)[None, :], moves[:, None] & (k < K)[None, :]
+    _adam_at(factor, first, second, at, mask, stored, gradient, size, root, BETA1, BETA2, EPS)
+    size, root = _adam_sizes(mean_step, mean_lr, ON_DEVICE, LOG1, LOG2)
+    gradient = tl.load(to_mean + p, mask=inside, other=0.0) * clip
+    _adam_at(mean, mean_first, mean_second, p, inside, moves, gradient, size, root, BETA1, BETA2, EPS)
+    size, root = _adam_sizes(scale_step, scale_lr, ON_DEVICE, LOG1, LOG2)
+    gradient = tl.load(to_scale + p, mask=inside, other=0.0) * clip
+    _adam_at(scale, scale_first, scale_second, p, inside, moves, gradient, size, root, BETA1, BETA2, EPS)

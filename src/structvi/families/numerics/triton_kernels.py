@@ -14,58 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_tiles
+from . import triton_lanes, triton_tiles
+from .triton_lane_sums import joins, sums_and_draws
 from .triton_solve import solve, solves
+from .triton_sums import DRAWS, load_factor, ratio_of, sums
 from .triton_tiles import padded
 
-__all__ = ["back_covariance", "back_precision", "place", "pull", "solve", "solves", "sums"]
+__all__ = ["back_covariance", "back_precision", "joins", "place", "pull", "solve", "solves", "sums", "sums_and_draws"]
 
 _ROWS = 1024  # weights whose products are added in float32
-DOT_ROWS, DOT_WARPS, DOT_PRECISION = 128, 1, "ieee"  # rows of one matrix product, and how it is made
-_SMALL = 32  # sums of products that a thread holds one by one
 _TILE = 2048  # numbers of the factor that one program holds
-_DRAWS = 32  # draws that a program takes: with hundreds it would have thousands of registers, and minutes to compile
-
-
-def sums(
-    log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """s = exp(log s) [P]; and GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s in float64."""
-    if len(epsilon) > _DRAWS:
-        parts = [sums(log_scale, factor, unit, precision, some) for some in epsilon.split(_DRAWS)]
-        scale, gram, _, _, total = parts[0]
-        return scale, gram, torch.cat([one[2] for one in parts]), torch.cat([one[3] for one in parts]), total
-    S, (P, K) = len(epsilon), factor.shape
-    programs = triton.cdiv(P, _ROWS)
-    sizes = [K * K, S * K, S, 1]
-    scale, partial = log_scale.exp(), factor.new_empty(programs, sum(sizes))
-    arguments = log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride()
-    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS, "WIDTH": sum(sizes)}
-    k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
-    if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
-        _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
-    else:
-        _sums[(programs,)](
-            *arguments,
-            **common,
-            KP=padded(K),
-            SP=padded(S),
-            BLOCK=DOT_ROWS,
-            DOT=DOT_PRECISION,
-            num_warps=DOT_WARPS,
-            num_stages=1,
-        )
-    gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
-    return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
     """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
-    if len(epsilon) > _DRAWS:
-        some = zip(epsilon.split(_DRAWS), a.split(_DRAWS), strict=True)
+    if len(epsilon) > DRAWS:
+        some = zip(epsilon.split(DRAWS), a.split(DRAWS), strict=True)
         parts = [place(mean, scale, factor, unit, precision, *one) for one in some]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
     S, (P, K) = len(epsilon), factor.shape
+    if triton_lanes.serve(S, factor):
+        return triton_lanes.place(mean, scale, factor, unit, precision, epsilon, a)
     if triton_tiles.serve(S, K):
         return triton_tiles.place(mean, scale, factor, unit, precision, epsilon, a)
     block = _block(K)
@@ -84,11 +53,13 @@ def back_covariance(
 ):  # fmt: skip
     """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score, and the squares of all three, |AᵀZ|² the
     last; of many draws None in their place."""
-    if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, z, g, g_q, theta, slope)), strict=True)
+    if len(epsilon) > DRAWS:
+        some = zip(*(x.split(DRAWS) for x in (epsilon, u, z, g, g_q, theta, slope)), strict=True)
         means, scales, rows, _ = zip(*(back_covariance(scale, factor, unit, *one) for one in some), strict=True)
         return sum(means), sum(scales), torch.cat(rows) if factor.shape[-1] else g, None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_lanes.serve(S, factor):
+        return triton_lanes.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope)
     if triton_tiles.serve(S, K):
         return triton_tiles.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q, theta, slope)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
@@ -109,8 +80,8 @@ def pull(
     theta: Tensor, slope: Tensor,
 ):  # fmt: skip
     """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
-    if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, z, g, g_q, theta, slope)), strict=True)
+    if len(epsilon) > DRAWS:
+        some = zip(*(x.split(DRAWS) for x in (epsilon, z, g, g_q, theta, slope)), strict=True)
         return tuple(map(torch.cat, zip(*(pull(scale, factor, unit, *one) for one in some), strict=True)))
     S, (P, K) = len(epsilon), factor.shape
     pulled = torch.empty_like(epsilon)
@@ -127,8 +98,8 @@ def pull(
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
     """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and the squares
     of all three; of many draws None in their place."""
-    if len(epsilon) > _DRAWS:
-        some = zip(*(x.split(_DRAWS) for x in (epsilon, u, v, g)), strict=True)
+    if len(epsilon) > DRAWS:
+        some = zip(*(x.split(DRAWS) for x in (epsilon, u, v, g)), strict=True)
         means, scales, rows, _ = zip(*(back_precision(scale, factor, unit, *one) for one in some), strict=True)
         sides = zip(*(A.chunk(2) for A in rows), strict=True)
         return sum(means), sum(scales), torch.cat([one for side in sides for one in side]), None
@@ -154,90 +125,6 @@ def _block(K: int) -> int:
 
 
 @triton.jit
-def _load_factor(factor, p, k, inside, along, across, K: tl.constexpr):
-    at = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-    return tl.load(factor + at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _ratio(s, s0, PRECISION: tl.constexpr):
-    if PRECISION:
-        return s / s0
-    return s0 / s
-
-
-@triton.jit
-def _sums(
-    log_scale, scale, factor, unit, epsilon, out, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    k, draws = tl.arange(0, KP), tl.arange(0, SP)
-    gram = tl.zeros((KP, KP), tl.float32)
-    projection = tl.zeros((SP, KP), tl.float32)
-    squares = tl.zeros((SP,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, ROWS, BLOCK):
-        p = program * ROWS + start + tl.arange(0, BLOCK)
-        inside = p < P
-        total += tl.load(log_scale + p, mask=inside, other=0.0)
-        if K > 0:
-            s = tl.load(scale + p, mask=inside, other=1.0)
-            s0 = tl.load(unit + p, mask=inside, other=1.0)
-            G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
-        at = draws[:, None].to(tl.int64) * P + p[None, :]
-        e = tl.load(epsilon + at, mask=(draws < S)[:, None] & inside[None, :], other=0.0)
-        squares += tl.sum(e * e, 1)
-        if K > 0:
-            projection += tl.dot(e, G, input_precision=DOT)
-            gram += tl.dot(tl.trans(G), G, input_precision=DOT)
-    out += program.to(tl.int64) * WIDTH
-    if K > 0:
-        both = (k < K)[:, None] & (k < K)[None, :]
-        tl.store(out + k[:, None] * K + k[None, :], gram, mask=both)
-        at = K * K + draws[:, None] * K + k[None, :]
-        tl.store(out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
-    tl.store(out + K * K + S * K + draws, squares, mask=draws < S)
-    tl.store(out + WIDTH - 1, tl.sum(total, 0))
-
-
-@triton.jit
-def _sums_small(
-    log_scale, scale, factor, unit, epsilon, out, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    k, draws = tl.arange(0, KP), tl.arange(0, SP)
-    gram = tl.zeros((BLOCK, KP, KP), tl.float32)
-    projection = tl.zeros((BLOCK, SP, KP), tl.float32)
-    squares = tl.zeros((BLOCK, SP), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, ROWS, BLOCK):
-        p = program * ROWS + start + tl.arange(0, BLOCK)
-        inside = p < P
-        total += tl.load(log_scale + p, mask=inside, other=0.0)
-        at = draws[None, :].to(tl.int64) * P + p[:, None]
-        e = tl.load(epsilon + at, mask=inside[:, None] & (draws < S)[None, :], other=0.0)
-        squares += e * e
-        if K > 0:
-            s = tl.load(scale + p, mask=inside, other=1.0)
-            s0 = tl.load(unit + p, mask=inside, other=1.0)
-            G = _load_factor(factor, p, k, inside, along, across, K) * _ratio(s, s0, PRECISION)[:, None]
-            gram += G[:, :, None] * G[:, None, :]
-            projection += e[:, :, None] * G[:, None, :]
-    out += program.to(tl.int64) * WIDTH
-    if K > 0:
-        both = (k < K)[:, None] & (k < K)[None, :]
-        tl.store(out + k[:, None] * K + k[None, :], tl.sum(gram, 0), mask=both)
-        at = K * K + draws[:, None] * K + k[None, :]
-        tl.store(out + at, tl.sum(projection, 0), mask=(draws < S)[:, None] & (k < K)[None, :])
-    tl.store(out + K * K + S * K + draws, tl.sum(squares, 0), mask=draws < S)
-    tl.store(out + WIDTH - 1, tl.sum(total, 0))
-
-
-@triton.jit
 def _place(
     mean, scale, factor, unit, epsilon, a, theta, squares, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
@@ -248,8 +135,8 @@ def _place(
     m = tl.load(mean + p, mask=inside, other=0.0)
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
-    weight = s * _ratio(s, s0, PRECISION)
-    F = _load_factor(factor, p, k, inside, along, across, K)
+    weight = s * ratio_of(s, s0, PRECISION)
+    F = load_factor(factor, p, k, inside, along, across, K)
     for draw in tl.range(0, S, loop_unroll_factor=8):
         at = draw * P.to(tl.int64) + p
         value = m + s * tl.load(epsilon + at, mask=inside, other=0.0)
@@ -270,7 +157,7 @@ def _back_covariance(
     k = tl.arange(0, KP)
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
-    F = _load_factor(factor, p, k, inside, along, across, K)
+    F = load_factor(factor, p, k, inside, along, across, K)
     mean_gradient = tl.zeros((BLOCK,), tl.float32)
     scale_gradient = tl.zeros((BLOCK,), tl.float32)
     gradient = tl.zeros((BLOCK, KP), tl.float32)
@@ -316,7 +203,7 @@ def _pull(
         s = tl.load(scale + p, mask=inside, other=1.0)
         s0 = tl.load(unit + p, mask=inside, other=1.0)
         r = s / s0
-        F = _load_factor(factor, p, k, inside, along, across, K)
+        F = load_factor(factor, p, k, inside, along, across, K)
         at = draws[:, None].to(tl.int64) * P + p[None, :]
         both = some[:, None] & inside[None, :]
         t = tl.load(epsilon + at, mask=both, other=0.0)
@@ -340,7 +227,7 @@ def _back_precision(
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
     r = s / s0
-    F = _load_factor(factor, p, k, inside, along, across, K)
+    F = load_factor(factor, p, k, inside, along, across, K)
     mean_gradient = tl.zeros((BLOCK,), tl.float32)
     scale_gradient = tl.zeros((BLOCK,), tl.float32)
     gradient = tl.zeros((BLOCK, KP), tl.float32)

@@ -1,0 +1,131 @@
+"""Draws of the covariance form and the sums over the weights, with a row of the factor in each thread.
+
+Each thread adds up Gᵀε and GᵀG over its own rows in registers, and a program adds its threads' once at its end: two
+kernels, as a thread has no room for both. As matrix products of 16×16 both sums wait for shared memory
+(`triton_sums.py`). In the covariance form θ needs nothing of the sums, and comes with Gᵀε.
+"""
+
+# Triton's decorators hide what is called with what:
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+# ruff: noqa: RUF005 (Triton adds tuples, and does not unpack them)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_lanes
+from .triton_lanes import rows_of, times, vectors_of
+
+#: from so many draws on
+SERVES = 2
+_SUMS = 128  # numbers of Gᵀε that a thread adds up
+_BLOCK = 32  # threads of a program
+_PROGRAMS, _FEWEST, _MOST = 1320, 256, 2048  # that an H200 has at once; rows of a program
+
+
+def joins(S: int, factor: Tensor, precision: bool) -> bool:
+    """Whether `sums_and_draws` is used."""
+    return not precision and S >= SERVES and S * factor.shape[-1] <= _SUMS and triton_lanes.serve(S, factor)
+
+
+def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor):
+    """s = exp(log s) [P]; GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s; θ = μ + s∘(ε + G z) [S, P] and θ·θ [S]."""
+    S, (P, K), scale = len(epsilon), factor.shape, log_scale.exp()
+    rows = min(_MOST, max(_FEWEST, _BLOCK * triton.cdiv(P, _BLOCK * _PROGRAMS)))
+    programs, sizes = triton.cdiv(P, rows), [S * K, S, S, 1]
+    theta, partial = torch.empty_like(epsilon), scale.new_empty(programs, sum(sizes))
+    shape = {"K": K, "ROWS": rows, "BLOCK": _BLOCK, "num_warps": 1}
+    _draw[(programs,)](
+        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, P,
+        S=S, WIDTH=sum(sizes), **shape,
+    )  # fmt: skip
+    squares = scale.new_empty(programs, K * K)
+    _gram[(programs,)](scale, factor, unit, squares, P, **shape)
+    projection, noise, drawn, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    gram = squares.sum(0, dtype=torch.float64).view(K, K)
+    return scale, gram, projection.view(S, K), noise, total.view(()), theta, drawn
+
+
+@triton.jit
+def _draw(
+    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P,
+    S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    zero, four = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, 4), tl.float32)
+    products, squares, drawn, total = (), (), (), zero
+    for _ in tl.static_range(0, S):
+        squares, drawn = squares + (zero,), drawn + (zero,)
+    for _ in tl.static_range(0, S * K, 4):
+        products = products + (four,)
+    for start in range(0, ROWS, BLOCK):
+        p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        rows = rows_of(factor, p, inside, K)
+        noise = vectors_of(epsilon, p, inside, P, S)
+        m = tl.load(mean + p, mask=inside, other=0.0)
+        s = tl.load(scale + p, mask=inside, other=1.0)
+        s0 = tl.load(unit + p, mask=inside, other=1.0)
+        total += tl.load(log_scale + p, mask=inside, other=0.0)
+        now, of_noise, of_draws = (), (), ()
+        for draw in tl.static_range(0, S):
+            e = noise[draw]
+            value = m + s * e + s0 * times(rows, z + draw * K, p, K)
+            tl.store(theta + draw * P.to(tl.int64) + p, value, mask=inside)
+            of_noise = of_noise + (squares[draw] + e * e,)
+            of_draws = of_draws + (drawn[draw] + tl.where(inside, value * value, 0.0),)
+            weighted = (s0 / s * e)[:, None]
+            for k in tl.static_range(0, K, 4):
+                now = now + (products[(draw * K + k) // 4] + weighted * rows[k // 4],)
+        products, squares, drawn = now, of_noise, of_draws
+    out += tl.program_id(0).to(tl.int64) * WIDTH
+    for draw in tl.static_range(0, S):
+        for k in tl.static_range(0, K, 4):
+            tl.store(out + draw * K + k + tl.arange(0, 4), tl.sum(products[(draw * K + k) // 4], 0))
+        tl.store(out + S * K + draw, tl.sum(squares[draw]))
+        tl.store(out + S * K + S + draw, tl.sum(drawn[draw]))
+    tl.store(out + WIDTH - 1, tl.sum(total))
+
+
+@triton.jit
+def _columns(tile, BLOCK: tl.constexpr):
+    """The columns of a tile [BLOCK, 4]."""
+    even, odd = tl.split(tl.reshape(tile, (BLOCK, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _gram(
+    scale, factor, unit, out, P,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Blocks of four columns on the diagonal and above; those below are their mirror images."""
+    products = ()
+    for k in tl.static_range(0, K):
+        for _ in tl.static_range(k // 4 * 4, K, 4):
+            products = products + (tl.zeros((BLOCK, 4), tl.float32),)
+    for start in range(0, ROWS, BLOCK):
+        p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        rows = rows_of(factor, p, inside, K)
+        r = tl.load(unit + p, mask=inside, other=1.0) / tl.load(scale + p, mask=inside, other=1.0)
+        now = ()
+        for own in tl.static_range(0, K, 4):
+            columns = _columns(rows[own // 4] * (r * r)[:, None], BLOCK)
+            for k in tl.static_range(0, 4):
+                for other in tl.static_range(own, K, 4):
+                    now = now + (products[len(now)] + columns[k][:, None] * rows[other // 4],)
+        products = now
+    out += tl.program_id(0).to(tl.int64) * (K * K)
+    stored = ()
+    for k in tl.static_range(0, K):
+        for other in tl.static_range(k // 4 * 4, K, 4):
+            row = tl.sum(products[len(stored)], 0)
+            tl.store(out + k * K + other + tl.arange(0, 4), row)
+            if other > k:
+                tl.store(out + (other + tl.arange(0, 4)) * K + k, row)
+            stored = stored + (k,)
