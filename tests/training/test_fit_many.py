@@ -167,6 +167,18 @@ def test_forms_are_told_apart():
     assert differ(single, a[0]) < 1e-12
 
 
+def test_what_is_held_is_not_learned_with_the_others():
+    loader, starts = data(40), made(4)
+    for held in starts[1:3]:
+        held.model.prior.log_scale.requires_grad_(False).fill_(-1.0)
+    at_once, one_by_one = copy.deepcopy(starts), copy.deepcopy(starts)
+    results = vi.fit_many(at_once, loader, steps=20, progress=False)
+    singles = alone(one_by_one, [loader] * 4, steps=20)
+    assert float(at_once[1].model.prior.log_scale.detach()) == -1.0
+    assert float(at_once[0].model.prior.log_scale.detach()) != 0.0
+    assert_same(at_once, one_by_one, results, singles)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
