@@ -86,8 +86,7 @@ def test_scores_are_in_the_data_s_units(folder):
 
 @pytest.fixture
 def short(monkeypatch):
-    for name in ("STEPS", "POINT"):
-        monkeypatch.setattr(uci, name, 10)
+    monkeypatch.setattr(uci, "STEPS", 10)
     for name, values in (("LEARNED", (1.0,)), ("DECAYED", (0.1,)), ("WIDE", (0.25,)), ("RATES", (0.01, 0.1))):
         monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
