@@ -144,7 +144,8 @@ class NetworkMixture(NetworkMixtureBase):
                 each member's choices are made on them.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
                 problem). By their ELBOs they would be zero but for one.
-            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c.
+            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c. `temperature` may be a
+                list, one for each member.
 
         Example:
             >>> from structvi import MeanField, likelihoods
@@ -159,12 +160,16 @@ class NetworkMixture(NetworkMixtureBase):
             raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
         seed = options.pop("seed", 0)
         self.calibration = None  # it was that of another mixture
+        temperatures = self._temperatures(options)
         together = fit_together(self.posteriors, loader, validation=validation, seed=seed, **options)
         if together is None:
             count = range(len(self.members))
             if (device := options.pop("device", None)) is not None:
                 self.to(device)
-            own = [options_of(**options, validation=validation, seed=seed + c) for c in count]
+            options.pop("temperature", None)
+            own = [
+                options_of(**options, validation=validation, seed=seed + c, temperature=temperatures[c]) for c in count
+            ]
             results = fit_each(self.posteriors, [loader for _ in count], own, label=f"{len(count)} members")
         else:
             results = together.members
@@ -186,6 +191,20 @@ class NetworkMixture(NetworkMixtureBase):
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results), notes=notes,
             members=results, weights=self.weights.tolist(), held_out=held_out, mixture=self,
         )  # fmt: skip
+
+    def _temperatures(self, options: dict[str, Any]) -> list[Any]:
+        """λ of each member; in the options the first of several stays."""
+        given = options.get("temperature", 1.0)
+        if not isinstance(given, list | tuple):
+            return [given] * len(self.members)
+        if len(given) != len(self.members):
+            raise ValueError(
+                f"temperature must have one entry for each of {len(self.members)} members, got {len(given)}"
+            )
+        options["temperature"] = given[0]
+        if len(set(given)) > 1 and options.get("epochs") is None and options.get("steps") is None:
+            raise ValueError("a list of temperatures is for fits of so many epochs= or steps=")
+        return list(given)
 
     def _elbo(self, results: Sequence[FitResult]) -> Estimate:
         w = self.weights.cpu()

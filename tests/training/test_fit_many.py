@@ -249,6 +249,22 @@ def test_members_by_stacking_and_from_a_fraction():
         made(1)[0].fit(data(60), steps=2, members=2, weights="stacked", progress=False)
 
 
+def test_members_at_several_temperatures():
+    bayes, loader = made(1)[0], data(60)
+    singles = members_of(copy.deepcopy(bayes), 3, seed=2)
+    mixture = bayes.fit(loader, steps=20, members=3, temperature=[1.0, 0.1], seed=2, progress=False).mixture
+    pairs = zip(mixture.posteriors, singles, (1.0, 0.1, 1.0), strict=True)
+    for c, (one, single, temperature) in enumerate(pairs):
+        single.fit(loader, steps=20, seed=2 + c, temperature=temperature, progress=False)
+        assert differ(one, single) < 1e-11
+    with pytest.raises(ValueError, match="temperature= has 2 entries, one for a member, and there are members=1"):
+        made(1)[0].fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
+    with pytest.raises(ValueError, match="one entry for each of 3 members, got 2"):
+        mixture.fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
+    with pytest.raises(ValueError, match="for fits of so many epochs= or steps="):
+        mixture.fit(loader, validation=data(20, seed=9), temperature=[1.0, 0.1, 1.0], progress=False)
+
+
 @pytest.mark.parametrize(
     "family", [vi.MAP(), vi.MCDropout(), vi.FullNormal(), vi.FittedDropout(), vi.Mixture(vi.MeanField(), components=2)]
 )
