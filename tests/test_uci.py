@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import structvi as vi
-from benchmarks import uci, uci_methods, uci_tables
+from benchmarks import uci, uci_methods, uci_tables, uci_tried
 from benchmarks.uci_data import load
 from benchmarks.uci_methods import Candidate, Job, Method, Predicted
 
@@ -152,3 +152,20 @@ def test_differences_are_paired_and_marked():
     assert uci_tables.verdict([1.0, 1.1, 0.9]) == "**1.000 ± 0.058**"
     assert uci_tables.verdict([-1.0, -1.1, -0.9]) == "-1.000 ± 0.058 (worse)"
     assert uci_tables.verdict([1.0, -1.1, 0.9]) == "0.267 ± 0.684"
+
+
+def test_rules_are_scored_on_the_other_half():
+    """One of two candidates is right on every row: picked or stacked it has all of the weight."""
+    rows = torch.stack([torch.full((10,), -1.0), torch.full((10,), -9.0)]).double()
+    assert uci_tried.halves(rows, 0) == pytest.approx((-1.0, -1.0), abs=1e-2)
+    half = torch.stack([torch.arange(2000) % 2 * -9.0, (torch.arange(2000) + 1) % 2 * -9.0]).double()
+    picked, stacked = uci_tried.halves(half, 0)
+    assert picked == pytest.approx(-4.5, abs=0.3)  # standard error 9/2/√1000 = 0.14
+    assert stacked == pytest.approx(-log(2), abs=0.01)  # both with one half, up to the share of the halves
+
+
+def test_what_was_tried_is_a_table(folder, short):
+    given = ["--set", "yacht", "--splits", "1", "--length", "0.01", "--rows", "prior scales by ELBO", "deep ensemble"]
+    lines = uci_tried.main(["--data", str(folder), *given]).splitlines()
+    assert lines[0].startswith("| yacht, normal, held-out |")
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| prior scales by ELBO", "| deep ensemble"]
