@@ -46,7 +46,7 @@ from .uci_tables import report
 #: steps of every fit, where a step has all of the data, and where it has a minibatch
 STEPS, MANY_STEPS = 1000, 3000
 #: learning rates: of posteriors, of point estimates; of posteriors whose prior is held, relative to the first
-LR, POINT_LR, PACE = 0.05, 0.02, 0.4
+LR, POINT_LR, PACE = 0.02, 0.02, 1.0
 #: members of a candidate when it is tried, and of each part of ours in the end
 TRIED, PARTS = 2, 2
 #: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
