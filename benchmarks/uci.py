@@ -45,8 +45,7 @@ from .uci_tables import report
 
 #: steps of every fit, where a step has all of the data, and where it has a minibatch
 STEPS, MANY_STEPS = 1000, 3000
-#: learning rates: of posteriors, of point estimates; of posteriors whose prior is held, relative to the first
-LR, POINT_LR, PACE = 0.02, 0.02, 1.0
+LR, POINT_LR = 0.02, 0.02
 #: members of a candidate when it is tried, and of each part of ours in the end
 TRIED, PARTS = 2, 2
 #: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
@@ -83,8 +82,8 @@ class Bench:
     def stacked(self, noise: str) -> None:
         family = lambda _: vi.MeanField()  # noqa: E731
         method = self._method(noise, family, LR, 1)
-        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, λ**0.5, pace=PACE) for λ in DECAYED]
-        candidates += [Candidate(λ, 2 * λ**0.5, pace=PACE) for λ in WIDE]
+        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, λ**0.5) for λ in DECAYED]
+        candidates += [Candidate(λ, 2 * λ**0.5) for λ in WIDE]
         self._chosen("validated", "stacked", noise, method, candidates, TRIED, PARTS)
 
     def ensemble(self, noise: str) -> None:

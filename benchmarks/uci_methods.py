@@ -31,15 +31,11 @@ FULL_BATCH, BATCH = 1500, 512
 
 
 class Candidate(NamedTuple):
-    """What can be chosen: λ, the prior's scale in units of 1/√fan_in (None: by the ELBO, one a tensor), a drop rate.
-
-    `pace` is the learning rate, relative to the method's.
-    """
+    """What can be chosen: λ, the prior's scale in units of 1/√fan_in (None: by the ELBO, one a tensor), a drop rate."""
 
     temperature: float
     scale: float | None
     rate: float = 0.0
-    pace: float = 1.0
 
 
 class Job(NamedTuple):
@@ -133,9 +129,8 @@ def fit(splits: Splits, jobs: Sequence[Job], method: Method, device: str) -> lis
     data = {r: _loader(splits[r]) for r in {job.split for job in jobs}}
     results = vi.fit_many(
         posteriors, [data[job.split] for job in jobs], seeds=seeds,
-        each={"temperature": [method.temperature(job.candidate) for job in jobs],
-              "lr": [method.lr * job.candidate.pace for job in jobs]},
-        steps=method.steps, groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False, device=device,
+        each={"temperature": [method.temperature(job.candidate) for job in jobs]}, steps=method.steps, lr=method.lr,
+        groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False, device=device,
     )  # fmt: skip
     found = [predict(one, splits[job.split], method.draws) for one, job in zip(posteriors, jobs, strict=True)]
     return [(one, result.elbo.value) for one, result in zip(found, results, strict=True)]

@@ -32,7 +32,7 @@ class Way(NamedTuple):
     family: Callable[[Candidate], vi.Family]
     candidates: Sequence[Candidate]
     steps: int = uci.STEPS
-    lr: float = uci.LR
+    lr: float = 0.05
     groups: int = 1
     count: int = 2
     is_point: bool = False
@@ -47,6 +47,7 @@ HELD = [Candidate(λ, λ**0.5) for λ in LAMBDAS]
 UNIT = [Candidate(λ, 1.0) for λ in LAMBDAS[:-1]]
 WAYS: dict[str, Way] = {
     "prior scales by ELBO": Way(_mean_field, [Candidate(λ, None) for λ in uci.LEARNED]),
+    "prior scales by ELBO, learning rate 0.02": Way(_mean_field, [Candidate(λ, None) for λ in uci.LEARNED], lr=0.02),
     "prior variance λ/fan_in": Way(_mean_field, HELD),
     "the same, learning rate 0.02": Way(_mean_field, HELD, lr=0.02),
     "the same, three times the steps": Way(_mean_field, HELD, steps=3 * uci.STEPS),
