@@ -1,28 +1,36 @@
 """UCI regression with a network of one hidden layer: test log-likelihood and RMSE of posteriors and their rivals.
 
     python -m benchmarks.uci --data DIR [--sets yacht energy] [--splits 0 1 2] [--noise normal] [--gap] [--device cuda]
-                             [--length 1.0] [--out results.json]
-    python -m benchmarks.uci --merge a.json b.json [--data DIR]          # the table of earlier runs
+                             [--length 1.0] [--methods stacked ..] [--chunk 5] [--out results.json]
+    python -m benchmarks.uci --merge a.json b.json [--data DIR]          # the tables of earlier runs
 
 DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "published", published.md. The network has
-50 rectified units; inputs and targets are standardised on the training part. All fits of a kind, over splits, members
-and λ, are one call of `vi.fit_many`. Nothing is chosen on test data.
+50 rectified units; inputs and targets are standardised on the training part. Fits of one form, over splits, members and
+λ, are one call of `vi.fit_many`. Nothing is chosen on test data; `held-out` is a fifth of each training set, left out
+of a first fit of every candidate; what is chosen is then fitted again to the whole training set.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `validated λ`: the same at that λ of 1, 0.3, 0.1, 0.03 at which a held-out fifth of the training set is most likely.
-- `precision 5`: rank 5, λ = 1, five members.
-- `deep ensemble`: five networks; their prior scale, 1 or 4 times 1/√fan_in, on the same held-out fifth.
-- `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale likewise.
+- `stacked`: ours. Candidates: λ = 1, 0.3, 0.1, 0.03 with prior scales by the ELBO, λ = 0.5, 0.1, 0.03 with the prior's
+  variance λ/fan_in (so that λ KL pulls means as weight decay does, at any λ), and λ = 1, 0.25, 0.06 with 4 λ/fan_in;
+  each an equal mixture of two members. The weights of the candidates are those with the highest held-out log
+  density (stacking). `validated` is the one best candidate instead.
+- `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
+- `deep ensemble`: five networks; their prior scale, 0.5, 1 or 4 times 1/√fan_in, by the held-out log density.
+- `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale 1 or 4 likewise.
+- `deep ensemble, stacked`, `MC dropout, stacked`: the same weights for the rivals' candidates.
 
 Each with three kinds of noise: normal, Student-t (degrees of freedom learned), heteroscedastic (a second output). The
-noise too is chosen: by ELBO (`ours, by ELBO`, among posteriors at λ = 1) or on the held-out fifth (`.., validated`).
+noise too is chosen split by split: by ELBO (`ours, by ELBO`, among posteriors at λ = 1) or by the held-out log density.
+
+The file of `--out` is written after every method of every `--chunk` of splits; what it has already is not made again,
+so a run that was ended goes on where it was.
 """
 
 import argparse
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,127 +40,185 @@ import structvi as vi
 
 from . import uci_methods as methods
 from .uci_data import SETS, Split, load
-from .uci_methods import MEMBERS, NOISE, RATES, SCALES, TEMPERATURES, Job, Method, Predicted
+from .uci_methods import MEMBERS, NOISE, Candidate, Method
 from .uci_tables import report
 
-#: steps of a posterior, of one on validation data; of a point estimate and of MC dropout likewise
-STEPS, TRIAL, POINT, POINT_TRIAL = 3000, 2000, 3000, 1500
-LR, POINT_LR = 0.05, 0.02
-#: λ = 1/s² for the prior scales s of point estimates
-PRIORS = tuple(1 / s**2 for s in SCALES)
+#: steps of every fit, where a step has all of the data, and where it has a minibatch
+STEPS, MANY_STEPS = 1000, 3000
+LR, POINT_LR = 0.02, 0.02
+#: members of a candidate when it is tried, and of each part of ours in the end
+TRIED, PARTS = 2, 2
+#: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
+LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.1, 0.03), (0.5, 0.1, 0.03), (1.0, 0.25, 0.06)
+#: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
+ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
+#: candidates of ours that weigh less are left out
+LEAST = 0.02
+METHODS = ("stacked", "ensemble", "dropout", "mean field", "precision")
+Keep = Callable[[str, int, dict[str, Any]], None]
 
 
 class Bench:
-    """One set: `rows` has for each method its test scores, split by split.
+    """Some splits of one set: every method, kept split by split.
 
     Args:
-        splits: of the set.
-        noises: which kinds of noise.
+        splits: by number.
         length: of all numbers of steps, the factor.
         device: where.
-        keep: called with the rows whenever there are more.
+        keep: called with a method's name, a split's number and what was found.
     """
 
-    def __init__(self, splits: Sequence[Split], noises: Sequence[str], length: float, device: str, keep: Any):
-        self.splits, self.noises, self.length, self.device, self.keep = splits, noises, length, device, keep
-        self.rows: dict[str, dict[str, Any]] = {}
+    def __init__(self, splits: dict[int, Split], length: float, device: str, keep: Keep):
+        self.splits, self.length, self.device, self.keep = splits, length, device, keep
+        self.inner = {r: split.validation() for r, split in splits.items()}
         self.started = time.monotonic()
-        #: (method, noise) → split → what it predicts, its ELBO, its held-out log density
-        self.found: dict[tuple[str, str], list[tuple[Predicted, float, float]]] = {}
 
-    def run(self) -> dict[str, dict[str, Any]]:
-        for noise in self.noises:
-            self.posteriors(noise)
-            self.ensembles(noise)
-            self.dropout(noise)
-        for noise in self.noises:
-            self.low_rank(noise)
-        elbo = [("mean field x5", n) for n in self.noises] + [("precision 5 x5", n) for n in self.noises]
-        self.best("ours, by ELBO", elbo, 1)
-        for name, method in (("ours", "validated λ x5"), ("MC dropout", "MC dropout"), ("deep ensemble",) * 2):
-            self.best(f"{name}, validated", [(method, noise) for noise in self.noises], 2)
-        return self.rows
+    def run(self, method: str, noise: str) -> None:
+        {
+            "stacked": self.stacked, "ensemble": self.ensemble, "dropout": self.dropout, "mean field": self.mean_field,
+            "precision": self.precision,
+        }[method](noise)  # fmt: skip
 
-    def _method(self, noise: str, family: Any, learned: bool, steps: int, lr: float, groups: int, draws: int) -> Method:
-        return Method(noise, family, learned, max(10, round(self.length * steps)), lr, groups, draws)
+    def stacked(self, noise: str) -> None:
+        family = lambda _: vi.MeanField()  # noqa: E731
+        method = self._method(noise, family, LR, 1)
+        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, λ**0.5) for λ in DECAYED]
+        candidates += [Candidate(λ, 2 * λ**0.5) for λ in WIDE]
+        self._chosen("validated", "stacked", noise, method, candidates, TRIED, PARTS)
 
-    def posteriors(self, noise: str) -> None:
-        trial = self._method(noise, lambda _: vi.MeanField(), True, TRIAL, LR, 2, methods.DRAWS)
-        held = methods.tried(self.splits, trial, TEMPERATURES, self.device)
-        best = [job.temperature for job, _ in methods.best_of(held)]
-        jobs = [Job(r, λ, m) for r, own in enumerate(best) for λ in sorted({1.0, own}) for m in range(MEMBERS)]
-        found = methods.fit(self.splits, jobs, trial._replace(steps=self._steps(STEPS)), self.device)
-        parts = dict(zip(jobs, found, strict=True))
-        for name, λs, count in (("mean field", [1.0] * len(best), 1), ("mean field x5", [1.0] * len(best), MEMBERS),
-                                ("validated λ x5", best, MEMBERS)):  # fmt: skip
-            rows = [[parts[Job(r, λ, m)] for m in range(count)] for r, λ in enumerate(λs)]
-            values = [held[r][Job(r, λ)] for r, λ in enumerate(λs)]
-            self.add(name, noise, rows, values, temperatures=λs)
-
-    def low_rank(self, noise: str) -> None:
-        method = self._method(noise, lambda _: vi.StructuredPrecision(5), True, STEPS, LR, 2, methods.DRAWS)
-        self._members("precision 5 x5", noise, method, [(Job(r, 1.0), float("nan")) for r in range(len(self.splits))])
-
-    def ensembles(self, noise: str) -> None:
-        trial = self._method(noise, lambda _: vi.MAP(), False, POINT_TRIAL, POINT_LR, 1, 1)
-        best = methods.best_of(methods.tried(self.splits, trial, PRIORS, self.device))
-        self._members("deep ensemble", noise, trial._replace(steps=self._steps(POINT)), best)
+    def ensemble(self, noise: str) -> None:
+        method = self._method(noise, lambda _: vi.MAP(), POINT_LR, 1, 1, True)
+        candidates = [Candidate(1.0, s) for s in ENSEMBLE]
+        self._chosen("deep ensemble", "deep ensemble, stacked", noise, method, candidates, TRIED, MEMBERS)
 
     def dropout(self, noise: str) -> None:
-        make = lambda job: methods.Dropout(job.rate)  # noqa: E731
-        trial = self._method(noise, make, False, POINT_TRIAL, POINT_LR, 4, methods.DRAWS)
-        best = methods.best_of(methods.tried(self.splits, trial, PRIORS, self.device, RATES))
-        self._members("MC dropout", noise, trial._replace(steps=self._steps(POINT)), best, 1)
+        method = self._method(noise, lambda one: methods.Dropout(one.rate), POINT_LR, 2, None, True)
+        candidates = [Candidate(1.0, s, rate) for s in DROPOUT for rate in RATES]
+        self._chosen("MC dropout", "MC dropout, stacked", noise, method, candidates, 1, 1)
 
-    def _members(
-        self, name: str, noise: str, method: Method, best: Sequence[tuple[Job, float]], count: int | None = None
-    ) -> None:
-        count = MEMBERS if count is None else count
-        jobs = [job._replace(member=m) for job, _ in best for m in range(count)]
-        found = iter(methods.fit(self.splits, jobs, method, self.device))
-        rows = [[next(found) for _ in range(count)] for _ in best]
-        chosen = {"temperatures": [job.temperature for job, _ in best], "rates": [job.rate for job, _ in best]}
-        self.add(name, noise, rows, [value for _, value in best], **chosen)
+    def mean_field(self, noise: str) -> None:
+        method = self._method(noise, lambda _: vi.MeanField(), LR, 1)
+        self._members("mean field", noise, method)
 
-    def _steps(self, steps: int) -> int:
-        return max(10, round(self.length * steps))
+    def precision(self, noise: str) -> None:
+        method = self._method(noise, lambda _: vi.StructuredPrecision(5), LR, 1)
+        self._members("precision 5", noise, method)
 
-    def add(self, name: str, noise: str, rows: Sequence[Any], held: Sequence[float], **more: Any) -> None:
-        """Mixtures of the parts of each split."""
-        own = [
-            (methods.mixed([p for p, _ in parts]), sum(elbo for _, elbo in parts) / len(parts), value)
-            for parts, value in zip(rows, held, strict=True)
-        ]
-        self.found[name, noise] = own
-        self._keep(f"{name}, {noise}", [p for p, _, _ in own], elbo=[e for _, e, _ in own], held_out=list(held), **more)
+    def _method(
+        self, noise: str, family: Any, lr: float, groups: int, draws: int | None = None, point: bool = False
+    ) -> Method:
+        N = len(next(iter(self.splits.values())).t)
+        steps = max(10, round(self.length * (STEPS if N <= methods.FULL_BATCH else MANY_STEPS)))
+        return Method(noise, family, steps, lr, groups, methods.DRAWS if draws is None else draws, point)
 
-    def best(self, title: str, candidates: Sequence[tuple[str, str]], by: int) -> None:
-        """Split by split the candidate with the highest ELBO (1) or held-out log density (2)."""
-        known = [key for key in candidates if key in self.found]
-        if not known:
-            return
-        picked = [max(known, key=lambda key, r=r: self.found[key][r][by]) for r in range(len(self.splits))]
-        self._keep(
-            title, [self.found[key][r][0] for r, key in enumerate(picked)], picked=[", ".join(k) for k in picked]
+    def _chosen(
+        self, best: str, stacked: str, noise: str, method: Method, candidates: Sequence[Candidate],
+        tried: int, count: int,
+    ) -> None:  # fmt: skip
+        """Two rows: the candidate with the highest held-out log density, and the mixture of all by stacking."""
+        jobs = [(r, one) for r in self.splits for one in candidates]
+        held = methods.members(self.inner, jobs, method, tried, self.device)
+        weights, wanted = {}, {}
+        for r in self.splits:
+            rows = torch.stack([held[r, one].predicted.log_density for one in candidates])
+            w = methods.stacking(rows)
+            w = torch.where(w < LEAST, 0.0, w) / w[w >= LEAST].sum()
+            first = int(rows.mean(1).argmax())
+            value = (rows + w.log().unsqueeze(-1)).logsumexp(0).mean()
+            weights[r] = first, float(rows[first].mean()), w.tolist(), float(value)
+            wanted[r] = [one for i, one in enumerate(candidates) if w[i] > 0 or i == first]
+        found = methods.members(
+            self.splits, [(r, one) for r in wanted for one in wanted[r]], method, count, self.device
         )
+        for r, (first, value, w, stacked_value) in weights.items():
+            own = [found.get((r, one)) for one in candidates]
+            parts = [(part.predicted, weight) for part, weight in zip(own, w, strict=True) if part and weight > 0]
+            one, chosen = own[first], candidates[first]._asdict()
+            assert one is not None
+            row = {"held_out": value, "elbo": one.elbo, "chosen": chosen}
+            self._keep(f"{best}, {noise}", r, one.predicted, **row)
+            self._keep(f"{stacked}, {noise}", r, methods.mixed(parts), held_out=stacked_value, weights=w)
 
-    def _keep(self, title: str, predicted: Sequence[Predicted], **more: Any) -> None:
-        pairs = [methods.scores(one, split) for one, split in zip(predicted, self.splits, strict=True)]
-        values, errors = [list(column) for column in zip(*pairs, strict=True)]
-        self.rows[title] = {"log_likelihood": values, "rmse": errors, **more}
-        mean, error = sum(values) / len(values), sum(errors) / len(errors)
-        print(f"{title:38} {mean:8.3f} {error:8.4f} {time.monotonic() - self.started:6.1f} s", flush=True)
-        self.keep(self.rows)
+    def _members(self, name: str, noise: str, method: Method) -> None:
+        """λ = 1, prior scales by the ELBO: one member, and all."""
+        jobs = [(r, Candidate(1.0, None)) for r in self.splits]
+        for (r, _), one in methods.members(self.splits, jobs, method, MEMBERS, self.device).items():
+            self._keep(f"{name}, {noise}", r, one.first, elbo=one.elbo)
+            self._keep(f"{name} x5, {noise}", r, one.predicted, elbo=one.elbo)
+
+    def _keep(self, title: str, r: int, predicted: methods.Predicted, **more: Any) -> None:
+        value, error = methods.scores(predicted, self.splits[r])
+        self.keep(title, r, {"log_likelihood": value, "rmse": error, **more})
 
 
-def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
-    """One file of several: sets, and methods of one set, come together."""
+#: the last row that each method writes
+LAST = {
+    "stacked": "stacked", "ensemble": "deep ensemble, stacked", "dropout": "MC dropout, stacked",
+    "mean field": "mean field x5", "precision": "precision 5 x5",
+}  # fmt: skip
+
+
+def merged(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One file of several: sets, methods of a set, and splits of a method come together."""
     sets: dict[str, Any] = {}
     for file in files:
         for name, one in file["sets"].items():
-            before = sets.get(name, {"methods": {}})
-            sets[name] = before | one | {"methods": before["methods"] | one["methods"]}
+            own = sets.setdefault(name, {"N": one["N"], "methods": {}})
+            for method, rows in one["methods"].items():
+                own["methods"].setdefault(method, {}).update(rows)
     return {**files[0], "sets": sets}
+
+
+class Book:
+    """The results of a run, in a file where there is one.
+
+    Args:
+        path: of the file, or None.
+        head: what the run is; a file with another head is refused.
+    """
+
+    def __init__(self, path: Path | None, head: dict[str, Any]):
+        self.path, self.results = path, {**head, "sets": {}}
+        if path is not None and path.exists():
+            found = json.loads(path.read_text())
+            for name in ("gap", "length"):
+                if found[name] != head[name]:
+                    raise ValueError(f"{path} is of a run with {name} {found[name]}, got {head[name]}: give another")
+            self.results = found
+
+    def open(self, name: str, N: int) -> dict[str, Any]:
+        return self.results["sets"].setdefault(name, {"N": N, "methods": {}})["methods"]
+
+    def write(self) -> None:
+        if self.path is not None:
+            beside = self.path.with_suffix(".part")
+            beside.write_text(json.dumps(self.results, indent=1))
+            beside.replace(self.path)
+
+
+def run_set(book: Book, name: str, splits: dict[int, Split], options: argparse.Namespace) -> None:
+    """All methods of one set, a chunk of splits after another."""
+    rows = book.open(name, len(next(iter(splits.values())).t))
+    numbers, started = list(splits), time.monotonic()
+    size = options.chunk or len(numbers)
+    print(f"{name}: {len(numbers)} splits of {book.results['sets'][name]['N']}", flush=True)
+
+    def keep(title: str, r: int, row: dict[str, Any]) -> None:
+        rows.setdefault(title, {})[str(r)] = row
+
+    for begin in range(0, len(numbers), size):
+        for noise in options.noise:
+            for method in options.methods:
+                last = rows.get(f"{LAST[method]}, {noise}", {})
+                wanted = {r: splits[r] for r in numbers[begin : begin + size] if str(r) not in last}
+                if not wanted:
+                    continue
+                Bench(wanted, options.length, options.device, keep).run(method, noise)
+                book.write()
+                own = rows[f"{LAST[method]}, {noise}"]
+                mean = sum(one["log_likelihood"] for one in own.values()) / len(own)
+                title = f"{LAST[method]}, {noise}"
+                print(f"{title:40} {len(own):3} {mean:8.3f} {time.monotonic() - started:6.1f} s", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -161,11 +227,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--splits", nargs="+", type=int, help="all by default")
     parser.add_argument("--noise", nargs="+", choices=list(NOISE), default=list(NOISE))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--gap", action="store_true", help="the gap splits: test data between the training data")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--length", type=float, default=1.0, help="of all fits: the factor of their steps")
-    parser.add_argument("--out", type=Path, help="write everything as JSON, after every method")
-    parser.add_argument("--merge", nargs="+", type=Path, help="no fits: the table of these files")
+    parser.add_argument("--chunk", type=int, help="splits at a time; all by default")
+    parser.add_argument("--out", type=Path, help="write everything as JSON as it comes, and go on from it")
+    parser.add_argument("--merge", nargs="+", type=Path, help="no fits: the tables of these files")
     options = parser.parse_args(arguments)
     if options.merge:
         results = merged([json.loads(path.read_text()) for path in options.merge])
@@ -173,21 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if options.data is None:
             parser.error("give --data DIR, the folder with NAME.npz")
         versions = {"torch": torch.__version__, "python": platform.python_version(), "structvi": vi.__version__}
-        results = {"gap": options.gap, "versions": versions, "device": options.device, "length": options.length}
-        results["sets"] = {}
+        head = {"gap": options.gap, "length": options.length, "device": options.device, "versions": versions}
+        book = Book(options.out, head)
         for name in options.sets:
-            splits = load(options.data, name, options.splits, options.gap)
-            started = time.monotonic()
-
-            def keep(rows: dict[str, Any], name: str = name, splits: Any = splits, started: float = started) -> None:
-                seconds = time.monotonic() - started
-                own = {"N": len(splits[0].t), "splits": len(splits), "seconds": seconds, "methods": rows}
-                results["sets"][name] = own
-                if options.out:
-                    options.out.write_text(json.dumps(results, indent=1))
-
-            print(f"{name}: {len(splits)} splits of {len(splits[0].t)}", flush=True)
-            Bench(splits, options.noise, options.length, options.device, keep).run()
+            run_set(book, name, load(options.data, name, options.splits, options.gap), options)
+        results = book.results
     print(report(results, options.data))
     return results
 

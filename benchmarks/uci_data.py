@@ -27,15 +27,15 @@ class Split(NamedTuple):
         return Split(self.x[train], self.t[train], self.x[held], self.t[held], self.unit)
 
 
-def load(folder: Path, name: str, splits: list[int] | None = None, gap: bool = False) -> list[Split]:
-    """A set's splits; all by default. `name`.npz holds X [n, D], y [n] and the test rows of each split, as bits."""
+def load(folder: Path, name: str, splits: list[int] | None = None, gap: bool = False) -> dict[int, Split]:
+    """A set's splits, all by default. `name`.npz holds X [n, D], y [n] and the test rows of each split, as bits."""
     with np.load(folder / f"{name}.npz") as file:
         X, y, n = torch.from_numpy(file["X"]), torch.from_numpy(file["y"]), int(file["n"])
         bits = np.unpackbits(file["test_mask_gap" if gap else "test_mask_standard"], axis=1)[:, :n].astype(bool)
     wanted = list(range(len(bits))) if splits is None else splits
     if not all(0 <= split < len(bits) for split in wanted):
         raise ValueError(f"{name} has the splits 0 to {len(bits) - 1}, got {wanted}")
-    return [_standardised(X, y, torch.from_numpy(bits[split])) for split in wanted]
+    return {split: _standardised(X, y, torch.from_numpy(bits[split])) for split in wanted}
 
 
 def _standardised(X: Tensor, y: Tensor, test: Tensor) -> Split:

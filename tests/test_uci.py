@@ -1,16 +1,17 @@
 """benchmarks.uci: its data, its fits by the library, its choices and tables."""
 
+import copy
 import json
-from math import log
+from math import exp, log
 
 import numpy as np
 import pytest
 import torch
 
 import structvi as vi
-from benchmarks import uci, uci_methods, uci_tables
+from benchmarks import uci, uci_methods, uci_tables, uci_tried
 from benchmarks.uci_data import load
-from benchmarks.uci_methods import Job, Method, Predicted
+from benchmarks.uci_methods import Candidate, Job, Method, Predicted
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def folder(tmp_path):
 
 def test_splits_are_standardised_on_their_training_part(folder):
     splits = load(folder, "yacht")
-    assert [tuple(split.x.shape) for split in splits] == [(36, 2), (36, 2)]
-    for split in splits:
+    assert [tuple(split.x.shape) for split in splits.values()] == [(36, 2), (36, 2)]
+    for split in splits.values():
         assert split.t_test.shape == (4, 1)
         torch.testing.assert_close(split.x[:, 0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
         torch.testing.assert_close(split.t.std(correction=0), torch.tensor(1.0))
@@ -45,18 +46,30 @@ def test_a_job_is_a_fit_of_the_library(folder, monkeypatch):
     """What all of them come to at once is what `posterior.fit` and `predict` come to for one."""
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     splits = load(folder, "yacht")
-    method = Method("normal", lambda _: vi.MeanField(), True, steps=8, lr=0.05)
-    jobs = [Job(0, 1.0), Job(1, 0.3, 1)]
+    method = Method("normal", lambda _: vi.MeanField(), steps=8, lr=0.05)
+    jobs = [Job(0, Candidate(1.0, None)), Job(1, Candidate(0.3, None), 1), Job(0, Candidate(0.3, 0.5))]
     found = uci_methods.fit(splits, jobs, method, "cpu")
-    split = splits[1]
-    one = uci_methods.started(uci_methods.template(2, method, jobs[1]), 101)
-    data = torch.utils.data.TensorDataset(split.x, split.t)
-    loader = torch.utils.data.DataLoader(data, batch_size=36, shuffle=True)
-    result = one.fit(loader, steps=8, lr=0.05, temperature=0.3, seed=101, kl_warmup=0.1, stop=False, progress=False)
-    predicted, elbo = found[1]
-    assert elbo == pytest.approx(result.elbo.value, rel=1e-4)  # float32
-    own = uci_methods.predict(one, split, uci_methods.DRAWS)
-    torch.testing.assert_close(predicted.log_density, own.log_density, rtol=1e-3, atol=1e-3)
+    loaders = [
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(one.x, one.t), batch_size=36, shuffle=True)
+        for one in splits.values()
+    ]
+    options = {"steps": 8, "lr": 0.05, "temperature": 0.3, "kl_warmup": 0.1, "stop": False, "progress": False}
+    for job, (predicted, elbo), seed in zip(jobs[1:], found[1:], (101, 0), strict=True):
+        one = uci_methods.started(uci_methods.template(2, method, job.candidate), seed)
+        if job.candidate.scale is not None:  # a prior that is held is the prior without parameters
+            net, likelihood = copy.deepcopy(one.net), vi.likelihoods.Gaussian("point")
+            one = vi.variationalize(net, likelihood, vi.MeanField(), vi.NormalPrior.fan_in(0.5), evaluation="vmap")
+            one = uci_methods.started(one, seed)
+        result = one.fit(loaders[job.split], seed=seed, **options)
+        assert elbo == pytest.approx(result.elbo.value, rel=1e-4)  # float32
+        own = uci_methods.predict(one, splits[job.split], uci_methods.DRAWS)
+        torch.testing.assert_close(predicted.log_density, own.log_density, rtol=1e-3, atol=1e-3)
+
+
+def test_a_prior_scale_of_a_point_estimate_is_part_of_its_temperature():
+    method = Method("normal", lambda _: vi.MAP(), 8, 0.02, is_point=True)
+    assert method.temperature(Candidate(1.0, 4.0)) == 1 / 16
+    assert method._replace(is_point=False).temperature(Candidate(0.3, 4.0)) == 0.3
 
 
 def test_scores_are_in_the_data_s_units(folder):
@@ -65,40 +78,94 @@ def test_scores_are_in_the_data_s_units(folder):
     value, error = uci_methods.scores(predicted, split)
     assert value == pytest.approx(-1.0 - log(split.unit))
     assert error == pytest.approx(0.5 * split.unit)
-    both = uci_methods.mixed([predicted, Predicted(torch.full((4,), -3.0).double(), predicted.mean)])
-    expected = log((2.718281828459045**-1 + 2.718281828459045**-3) / 2)
+    both = uci_methods.mixed([(predicted, 0.25), (Predicted(torch.full((4,), -3.0).double(), predicted.mean), 0.75)])
+    expected = log(0.25 * exp(-1) + 0.75 * exp(-3))
     torch.testing.assert_close(both.log_density, torch.full((4,), expected).double())
+    torch.testing.assert_close(both.mean, predicted.mean)
 
 
-def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, monkeypatch, capsys):
-    for name in ("STEPS", "TRIAL", "POINT", "POINT_TRIAL"):
-        monkeypatch.setattr(uci, name, 10)
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(uci, "STEPS", 10)
+    for name, values in (("LEARNED", (1.0,)), ("DECAYED", (0.1,)), ("WIDE", (0.25,)), ("RATES", (0.01, 0.1))):
+        monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     monkeypatch.setattr(uci, "MEMBERS", 2)
-    monkeypatch.setattr(uci, "RATES", (0.01, 0.1))
+
+
+def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, short, capsys):
     table = "| method | yacht | wine |\n| --- | --- | --- |\n| PBP | −1.63 | – |\n"
     (folder / uci_tables.PUBLISHED).write_text(table)
     out = tmp_path / "out.json"
-    results = uci.main(["--data", str(folder), "--sets", "yacht", "--noise", "normal", "heteroscedastic",
-                        "--out", str(out)])  # fmt: skip
+    noises = ("normal", "heteroscedastic")
+    results = uci.main(["--data", str(folder), "--sets", "yacht", "--noise", *noises, "--out", str(out)])
     methods = results["sets"]["yacht"]["methods"]
-    names = ("mean field", "mean field x5", "validated λ x5", "precision 5 x5", "MC dropout", "deep ensemble")
-    expected = {f"{name}, {noise}" for name in names for noise in ("normal", "heteroscedastic")}
-    chosen = {"ours, by ELBO", "ours, validated", "MC dropout, validated", "deep ensemble, validated"}
-    assert set(methods) == expected | chosen
-    assert all(len(one["log_likelihood"]) == 2 and np.isfinite(one["rmse"]).all() for one in methods.values())
-    for r, picked in enumerate(methods["ours, validated"]["picked"]):
-        held = {name: methods[name]["held_out"][r] for name in methods if name.startswith("validated λ")}
-        assert picked == max(held, key=held.get)
-        assert methods["ours, validated"]["log_likelihood"][r] == methods[picked]["log_likelihood"][r]
-    assert json.loads(out.read_text())["sets"].keys() == {"yacht"}
+    names = ("mean field", "mean field x5", "validated", "stacked", "precision 5", "precision 5 x5", "MC dropout",
+             "MC dropout, stacked", "deep ensemble", "deep ensemble, stacked")  # fmt: skip
+    assert set(methods) == {f"{name}, {noise}" for name in names for noise in noises}
+    for rows in methods.values():
+        assert list(rows) == ["0", "1"]
+        assert all(np.isfinite([one["log_likelihood"], one["rmse"]]).all() for one in rows.values())
+    for noise in noises:
+        for r in ("0", "1"):
+            row = methods[f"stacked, {noise}"][r]
+            assert sum(row["weights"]) == pytest.approx(1.0)
+            assert row["held_out"] >= methods[f"validated, {noise}"][r]["held_out"] - 0.02  # small weights are left out
+    rows = uci_tables.chosen(methods)
+    assert {name for name in rows if name not in methods} == set(uci_tables.CHOICES)
+    for r, row in rows["ours, noise validated"].items():
+        held = {noise: methods[f"stacked, {noise}"][r]["held_out"] for noise in noises}
+        assert row is methods[f"stacked, {max(noises, key=lambda noise: held[noise])}"][r]
+    assert json.loads(out.read_text())["sets"]["yacht"]["methods"] == methods
     first = capsys.readouterr().out
     assert "| *PBP* | -1.63 |" in first
     uci.main(["--merge", str(out), str(out), "--data", str(folder)])
     assert capsys.readouterr().out.strip() in first
 
 
+def test_a_run_goes_on_from_its_file_with_what_is_missing(folder, tmp_path, short, monkeypatch):
+    out, made = tmp_path / "out.json", []
+    command = ["--data", str(folder), "--sets", "yacht", "--noise", "normal", "--methods", "stacked", "--out", str(out)]
+    whole = uci.main(command[:-2])["sets"]["yacht"]["methods"]
+    uci.main([*command, "--splits", "1"])
+    real = uci.Bench.stacked
+    monkeypatch.setattr(uci.Bench, "stacked", lambda self, noise: (made.append(list(self.splits)), real(self, noise)))
+    found = uci.main([*command, "--chunk", "1"])["sets"]["yacht"]["methods"]
+    assert made == [[0]]
+    for name, rows in whole.items():
+        for r, row in rows.items():  # splits together or apart: rounding alone
+            assert found[name][r]["log_likelihood"] == pytest.approx(row["log_likelihood"], rel=1e-3)
+    with pytest.raises(ValueError, match=r"of a run with length 1\.0, got 0\.5"):
+        uci.main([*command, "--length", "0.5"])
+
+
+def test_splits_of_several_files_come_together():
+    one = {"gap": False, "sets": {"yacht": {"N": 36, "methods": {"stacked, normal": {"0": {"rmse": 1.0}}}}}}
+    two = {"gap": False, "sets": {"yacht": {"N": 36, "methods": {"stacked, normal": {"1": {"rmse": 2.0}}}}}}
+    assert uci.merged([one, two])["sets"]["yacht"]["methods"]["stacked, normal"] == {
+        "0": {"rmse": 1.0},
+        "1": {"rmse": 2.0},
+    }
+
+
 def test_differences_are_paired_and_marked():
     assert uci_tables.verdict([1.0, 1.1, 0.9]) == "**1.000 ± 0.058**"
     assert uci_tables.verdict([-1.0, -1.1, -0.9]) == "-1.000 ± 0.058 (worse)"
     assert uci_tables.verdict([1.0, -1.1, 0.9]) == "0.267 ± 0.684"
+
+
+def test_rules_are_scored_on_the_other_half():
+    """One of two candidates is right on every row: picked or stacked it has all of the weight."""
+    rows = torch.stack([torch.full((10,), -1.0), torch.full((10,), -9.0)]).double()
+    assert uci_tried.halves(rows, 0) == pytest.approx((-1.0, -1.0), abs=1e-2)
+    half = torch.stack([torch.arange(2000) % 2 * -9.0, (torch.arange(2000) + 1) % 2 * -9.0]).double()
+    picked, stacked = uci_tried.halves(half, 0)
+    assert picked == pytest.approx(-4.5, abs=0.3)  # standard error 9/2/√1000 = 0.14
+    assert stacked == pytest.approx(-log(2), abs=0.01)  # both with one half, up to the share of the halves
+
+
+def test_what_was_tried_is_a_table(folder, short):
+    given = ["--set", "yacht", "--splits", "1", "--length", "0.01", "--rows", "prior scales by ELBO", "deep ensemble"]
+    lines = uci_tried.main(["--data", str(folder), *given]).splitlines()
+    assert lines[0].startswith("| yacht, normal, held-out |")
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| prior scales by ELBO", "| deep ensemble"]

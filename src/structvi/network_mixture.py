@@ -145,7 +145,8 @@ class NetworkMixture(NetworkMixtureBase):
                 each member's choices are made on them; also a fraction of the loader's data set, the same for all.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
                 problem). By their ELBOs they would be zero but for one.
-            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c.
+            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c. `temperature` may be a
+                list, one for each member.
 
         Example:
             >>> from structvi import MeanField, likelihoods
@@ -159,6 +160,7 @@ class NetworkMixture(NetworkMixtureBase):
         if weights == "stacked" and validation is None:
             raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
         device, seed = options.pop("device", None), options.pop("seed", 0)
+        temperatures = self._temperatures(options)
         # one split for all
         loader, chosen = held_out_of(loader, options_of(**options, validation=validation, seed=seed))
         if device is not None:
@@ -166,7 +168,7 @@ class NetworkMixture(NetworkMixtureBase):
         self.calibration = None  # it was that of another mixture
         together = fit_together(self.posteriors, loader, chosen)
         if together is None:
-            own = [replace(chosen, seed=seed + c) for c in range(len(self.members))]
+            own = [replace(chosen, seed=seed + c, temperature=one) for c, one in enumerate(temperatures)]
             results = fit_each(self.posteriors, [loader] * len(own), own, label=f"{len(own)} members")
         else:
             results = together.members
@@ -189,6 +191,20 @@ class NetworkMixture(NetworkMixtureBase):
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results), notes=notes,
             members=results, weights=self.weights.tolist(), held_out=held_out, mixture=self,
         )  # fmt: skip
+
+    def _temperatures(self, options: dict[str, Any]) -> list[Any]:
+        """λ of each member; in the options the first of several stays."""
+        given = options.get("temperature", 1.0)
+        if not isinstance(given, list | tuple):
+            return [given] * len(self.members)
+        if len(given) != len(self.members):
+            raise ValueError(
+                f"temperature must have one entry for each of {len(self.members)} members, got {len(given)}"
+            )
+        options["temperature"] = given[0]
+        if len(set(given)) > 1 and options.get("epochs") is None and options.get("steps") is None:
+            raise ValueError("a list of temperatures is for fits of so many epochs= or steps=")
+        return list(given)
 
     def _elbo(self, results: Sequence[FitResult]) -> Estimate:
         w = self.weights.cpu()

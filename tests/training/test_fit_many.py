@@ -167,6 +167,18 @@ def test_forms_are_told_apart():
     assert differ(single, a[0]) < 1e-12
 
 
+def test_what_is_held_is_not_learned_with_the_others():
+    loader, starts = data(40), made(4)
+    for held in starts[1:3]:
+        held.model.prior.log_scale.requires_grad_(False).fill_(-1.0)
+    at_once, one_by_one = copy.deepcopy(starts), copy.deepcopy(starts)
+    results = vi.fit_many(at_once, loader, steps=20, progress=False)
+    singles = alone(one_by_one, [loader] * 4, steps=20)
+    assert float(at_once[1].model.prior.log_scale.detach()) == -1.0
+    assert float(at_once[0].model.prior.log_scale.detach()) != 0.0
+    assert_same(at_once, one_by_one, results, singles)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -254,6 +266,22 @@ def test_members_by_stacking_and_from_a_fraction():
     assert result.held_out is not None
     with pytest.raises(ValueError, match="give validation="):
         made(1)[0].fit(data(60), steps=2, members=2, weights="stacked", progress=False)
+
+
+def test_members_at_several_temperatures():
+    bayes, loader = made(1)[0], data(60)
+    singles = members_of(copy.deepcopy(bayes), 3, seed=2)
+    mixture = bayes.fit(loader, steps=20, members=3, temperature=[1.0, 0.1], seed=2, progress=False).mixture
+    pairs = zip(mixture.posteriors, singles, (1.0, 0.1, 1.0), strict=True)
+    for c, (one, single, temperature) in enumerate(pairs):
+        single.fit(loader, steps=20, seed=2 + c, temperature=temperature, progress=False)
+        assert differ(one, single) < 1e-11
+    with pytest.raises(ValueError, match="temperature= has 2 entries, one for a member, and there are members=1"):
+        made(1)[0].fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
+    with pytest.raises(ValueError, match="one entry for each of 3 members, got 2"):
+        mixture.fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
+    with pytest.raises(ValueError, match="for fits of so many epochs= or steps="):
+        mixture.fit(loader, validation=data(20, seed=9), temperature=[1.0, 0.1, 1.0], progress=False)
 
 
 @pytest.mark.parametrize(

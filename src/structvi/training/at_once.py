@@ -103,6 +103,7 @@ def _groups(
         # a family of your own is told apart by what it prints; its tensors are each member's own
         unknown = [part for name, part in parts.items() if any(name in text for text in form.unchecked)]
         shared = [repr(getattr(options[m], name)) for name in SHARED]
+        shared += [name for name, parameter in one.named_parameters() if not parameter.requires_grad]  # what is held
         forms.setdefault((*form.parts.values(), *shared, str(one.device), *map(id, unknown)), []).append(m)
     return [(members, None if len(members) > 1 else "no other has its form") for members in forms.values()]
 

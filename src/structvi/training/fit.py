@@ -10,7 +10,7 @@ from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
 from ..posterior import PosteriorBase
-from .members import fit_members
+from .members import fit_members, temperatures_of
 from .optimizers import OptimizerLike
 from .options import FitOptions
 from .result import FitResult, History
@@ -31,7 +31,7 @@ def fit(
     clip: float | None = 10.0,
     accumulate: int = 1,
     kl_warmup: float | Literal["auto"] = "auto",
-    temperature: float | Literal["validated"] = 1.0,
+    temperature: float | Sequence[float] | Literal["validated"] = 1.0,
     groups: int = 1,
     coupling: Coupling = paired,
     estimator: Estimator = "path",
@@ -85,6 +85,7 @@ def fit(
         temperature: λ. Other than one, what is found is not the posterior; the reported ELBO is always at λ = 1.
             "validated": a path of fits from λ = 0.01 through 1, each from the one before and of as many steps; for
             likelihoods of pixels on to their number. The best by held-out density is kept, and `result.at_one`.
+            With members=, also a list: member c has the c-th of them, and from the first on again.
         groups, coupling, estimator: as in `elbo`.
         staged: of families with a low-rank factor first mean and scales, then after 40 % of the steps the factor too.
             "auto": where nothing has been learned yet.
@@ -132,7 +133,8 @@ def fit(
             initialisation, with seeds seed, seed + 1, ..; small networks all at once, see `fit_many`. What comes back
             is a `MixtureResult`, whose `mixture` predicts, evaluates and saves: a `NetworkMixture` with these as its
             parts. This posterior is its first part. Not with checkpoint=, resume= and callback=.
-        weights: of the members: "equal", or "stacked" on the held-out data of validation=.
+        weights: of the members: "equal", or "stacked" on the held-out data of validation=. Members at several
+            temperatures, stacked, need no λ to be chosen: `members=8, temperature=[1, 0.3, 0.1, 0.03]`.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -143,10 +145,12 @@ def fit(
         >>> result.steps, result.verdict
         (8, 'too few steps to tell whether it has converged')
     """
-    apart = ("posterior", "loader", "device", "members", "weights")
-    options = FitOptions(**{name: value for name, value in locals().items() if name not in (*apart, "apart")})
+    apart = ("posterior", "loader", "device", "members", "weights", "temperature")
+    given = {name: value for name, value in locals().items() if name not in (*apart, "apart")}
+    temperatures = temperatures_of(temperature, members)
+    options = FitOptions(**given, temperature=temperatures[0])
     if device is not None:
         posterior.to(device)
     if members != 1 or weights != "equal":
-        return fit_members(posterior, loader, options, members, weights)  # pyright: ignore[reportReturnType]
+        return fit_members(posterior, loader, options, members, weights, temperatures)  # pyright: ignore[reportReturnType]
     return run_fit(posterior, loader, options)

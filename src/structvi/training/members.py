@@ -1,13 +1,13 @@
 """Members of a fit: the same posterior from several starts."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from ..basics.checks import check_integer, check_one_of
+from ..basics.checks import check_integer, check_one_of, check_positive
 from ..posterior import PosteriorBase
 from ..result import Result
 from .options import FitOptions
@@ -49,8 +49,33 @@ def members_of(posterior: PosteriorBase, count: int, seed: int = 0) -> list[Post
     return made
 
 
+def temperatures_of(given: Any, members: int) -> list[Any]:
+    """λ of each member, of one or of several that are given.
+
+    Example:
+        >>> temperatures_of([1.0, 0.3], 3)
+        [1.0, 0.3, 1.0]
+    """
+    check_integer("members", members)
+    if not isinstance(given, list | tuple):
+        return [given] * members
+    if not given or members < len(given):
+        raise ValueError(
+            f"temperature= has {len(given)} entries, one for a member, and there are members={members}: give at least "
+            "as many members, or one number"
+        )
+    for one in given:
+        check_positive(one, "temperature", "and so must every entry of a list be")
+    return [given[c % len(given)] for c in range(members)]
+
+
 def fit_members(
-    posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions, members: int, weights: str
+    posterior: PosteriorBase,
+    loader: Iterable[Any],
+    options: FitOptions,
+    members: int,
+    weights: str,
+    temperatures: Sequence[Any],
 ) -> Result:
     """`fit(.., members=M)`: the result of the mixture of them, which it has as `mixture`."""
     check_one_of("weights", weights, ("equal", "stacked"))
@@ -61,4 +86,5 @@ def fit_members(
         )
     given = {one.name: getattr(options, one.name) for one in fields(options)}
     mixture = posterior.mixed_by(members_of(posterior, members, options.seed))
-    return mixture.fit(loader, weights=weights, **given)
+    given.pop("temperature")
+    return mixture.fit(loader, weights=weights, temperature=list(temperatures), **given)
