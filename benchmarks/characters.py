@@ -52,11 +52,13 @@ class Setting:
     refresh: int = 20
     initial_scale: float = 0.1  # of START
     rise: float = 0.25
+    paced: bool = False
     warmup: float = 0.05
     dropout: float = 0.2
     decay: float = 0.1
     ess: float = 1.0  # of IVON, in characters of the training text
     h0: float = 0.01
+    radius: float = math.inf  # of its steps
     beta1: float = 0.9
     beta2: float = 0.99995
     steps: int = 2000
@@ -72,7 +74,7 @@ class Setting:
     def read(cls, text: str) -> "Setting":
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         pairs = [pair.split("=") for pair in filter(None, text.strip().split(","))]
-        return cls(**{name: kinds[name](value) for name, value in pairs})
+        return cls(**{name: bool(int(value)) if kinds[name] is bool else kinds[name](value) for name, value in pairs})
 
     @property
     def name(self) -> str:
@@ -275,9 +277,9 @@ def fit_ours(text: Text, setting: Setting, device: torch.device) -> tuple[list[D
         optimizer, lr = vi.Soap(setting.lr, setting.scale_lr, setting.refresh), None
     result = bayes.fit(
         Stretches(text.train, setting, setting.steps), steps=setting.steps, optimizer=optimizer, lr=lr,
-        temperature=setting.lam, coupling=vi.naive, kl_warmup=setting.rise, warmup=setting.warmup, stop=False,
-        restarts=0, clip=float(setting.length), compare=0.1, progress=False, seed=setting.seed,
-        precision=torch.bfloat16 if device.type == "cuda" else None,
+        temperature=setting.lam, coupling=vi.naive, kl_warmup="paced" if setting.paced else setting.rise,
+        warmup=setting.warmup, stop=False, restarts=0, clip=float(setting.length), compare=0.1, progress=False,
+        seed=setting.seed, precision=torch.bfloat16 if device.type == "cuda" else None,
     )  # fmt: skip
     log_s = log_scale.detach()
     thetas = bayes.family().draw(setting.draws, vi.naive, torch.Generator(device).manual_seed(0)).theta.detach()
@@ -303,7 +305,7 @@ def ivon(text: Text, setting: Setting, device: torch.device) -> tuple[list[Draw]
         mean, scale, details = fit_ivon(
             net, Stretches(text.train, setting, setting.steps), 1, lr=setting.lr, ess=setting.ess * len(text.train),
             h0=setting.h0, decay=setting.decay, beta1=setting.beta1, beta2=setting.beta2, warmup=setting.warmup,
-            seed=setting.seed, loss=loss,
+            seed=setting.seed, radius=setting.radius, loss=loss,
         )  # fmt: skip
     noise = torch.Generator(device).manual_seed(0)
     thetas = mean + scale * torch.randn(setting.draws, len(mean), generator=noise, device=device)

@@ -117,16 +117,16 @@ class Adam(torch.optim.Adam):
                         self._step_columns(parameter, gradient.A, gradient.Z * coefficient, group)
         return loss
 
-    def step_clipped(self, elbo: Tensor, norm: Tensor, thin: Thin, clip: float, make: Tensor | None = None) -> None:
+    def step_clipped(self, told: Tensor, norm: Tensor, thin: Thin, clip: float, make: Tensor | None = None) -> None:
         """One step of which the host reads nothing: clipped on the device, and left out there where it is not finite.
 
         Args:
-            elbo, norm: of the step, [groups] and [], in float64.
+            told, norm: ELBO and log likelihood of the step's groups, and the gradient's norm [], in float64.
             thin: as in `step`.
             clip: the largest norm of the gradient.
             make: 0 to leave everything as it is.
         """
-        finite = torch.isfinite(elbo.sum() + norm).float()
+        finite = torch.isfinite(told.sum() + norm).float()
         coefficient = (clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
         self.step(thin=thin, coefficient=coefficient, make=finite if make is None else make * finite)
 
