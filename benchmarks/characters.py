@@ -74,7 +74,10 @@ class Setting:
     def read(cls, text: str) -> "Setting":
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         pairs = [pair.split("=") for pair in filter(None, text.strip().split(","))]
-        return cls(**{name: bool(int(value)) if kinds[name] is bool else kinds[name](value) for name, value in pairs})
+        values: dict[str, Any] = {
+            name: bool(int(value)) if kinds[name] is bool else kinds[name](value) for name, value in pairs
+        }
+        return cls(**values)
 
     @property
     def name(self) -> str:
