@@ -8,8 +8,8 @@
 13,000 images to train, 2,000 for validation, 5,000 to test; 25 epochs of batches of 100, images mirrored and shifted,
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
-`ivon` (written after its paper); optimizers `soap` (`vi.Soap`) and `adam`; scales by `adam` or by `newton`, natural-
-gradient steps (`benchmarks.newton_scales`). Each run is one line of JSON, and a file of `--out`. Every choice (λ,
+`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton` (means and scales by natural-
+gradient steps, `benchmarks.newton_scales`); with `soap` scales by `adam` or by `newton`. Each run is one line of JSON, and a file of `--out`. Every choice (λ,
 temperature of the networks) is made on the validation images: tables say which.
 
 ELBO: at λ = 1 on the training images as they are, in nats; gain: how far above the best constant predictor's.
@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +174,14 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     bayes = posterior(shop.net(setting.seed), setting, shop, family(setting))
     begun = None if setting.method == "map" else log_scales(bayes)
     optimizer, lr = None, setting.lr
-    if setting.optimizer == "soap":
+    if setting.optimizer in ("soap", "newton"):
         betas = setting.beta1, setting.beta2
         turn = setting.turn or None
         optimizer = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram)
         lr = None
-        if setting.scales == "newton":
-            recipe, nats = optimizer, len(shop.x) / setting.lam
-            optimizer = lambda parameters: NewtonScales(parameters, recipe, bayes.family, nats)  # noqa: E731
+        if "newton" in (setting.scales, setting.optimizer):
+            natural = partial(NewtonScales, nats=len(shop.x) / setting.lam, means=setting.optimizer == "newton")
+            optimizer = partial(natural, recipe=optimizer, family=bayes.family)
     result = bayes.fit(
         shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,

@@ -1,4 +1,4 @@
-"""Natural-gradient steps of the scales (variational online Newton), beside SOAP's of the mean, to compare with Adam's.
+"""Natural-gradient steps (variational online Newton) of scales, and of means, to compare with Adam's and SOAP's.
 
 With L = −(E log lik − λ KL)/N and q = N(m, diag(s²)), E ∂²/∂θ² of −(log lik + λ log prior)/N is (∂L/∂log s + λ/N)/s²;
 the precision's natural-gradient step of rate ρ is towards N/λ times that. Kept positive as IVON keeps it (Lin, Schmidt
@@ -6,7 +6,8 @@ and Khan 2020) it is
 
     1/s² ← (1 + u + u²/2)/s²,   u = ρ (N/λ) ∂L/∂log s,   or   log s ← log s − ½ log(1 + u + u²/2)
 
-The gradient is that of a step of `bayes.fit`, whatever its estimator: both ways have one objective and the same draws.
+and the mean's, of rate α with the average g of its gradients, m ← m − α (N/λ) s² g. The gradients are those of a step
+of `bayes.fit`, whatever its estimator: all ways have one objective and the same draws.
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class NewtonScales(SoapAdam):
         recipe: rates and averages.
         family: a normal without a factor, also rotated.
         nats: N/λ.
+        means: their steps too, with `lr` as α; else SOAP's.
 
     Example:
         >>> import structvi as vi
@@ -41,11 +43,16 @@ class NewtonScales(SoapAdam):
         tensor([-0.4581,  0.0000])
     """
 
-    def __init__(self, parameters: Sequence[Tensor], recipe: Soap, family: Family, nats: float):
+    def __init__(self, parameters: Sequence[Tensor], recipe: Soap, family: Family, nats: float, means: bool = False):
         super().__init__(parameters, recipe, (), means_of(family))
         self.nats = nats
-        scales = [p for name, p in family.named_parameters() if name.endswith("log_scale")]
-        self.scales = [p for p in parameters if any(p is scale for scale in scales)]
+        named = dict(family.named_parameters())
+        pairs = [
+            (named[name.removesuffix("log_scale") + "mean"], p) for name, p in named.items() if "log_scale" in name
+        ]
+        self.scales = [scale for _, scale in pairs]
+        #: with the averages of their gradients, and how many there are
+        self.moved = [(m, s, torch.zeros_like(m), torch.zeros_like(m[:1])) for m, s in pairs] if means else []
 
     @torch.no_grad()
     def step(
@@ -56,14 +63,21 @@ class NewtonScales(SoapAdam):
         coefficient: Tensor | float = 1.0,
         make: Tensor | None = None,
     ):
-        gradients = {scale: scale.grad for scale in self.scales if scale.grad is not None}
-        for scale in gradients:
-            scale.grad = None  # not Adam's
+        own = [*self.scales, *(mean for mean, *_ in self.moved)]
+        gradients = {p: p.grad for p in own if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None  # not Adam's
         loss = super().step(closure, thin=thin, coefficient=coefficient, make=make)
-        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
-        for scale, gradient in gradients.items():
-            u = gradient * (coefficient * groups[scale]["lr"] * self.nats)
+        rates = {parameter: group["lr"] for group in self.param_groups for parameter in group["params"]}
+        made = torch.ones(()) if make is None else make
+        for mean, scale, average, count in self.moved:
+            (beta, _), gradient = self.recipe.betas, gradients[mean] * coefficient
+            average.add_(torch.where(made > 0, (gradient - average) * (1 - beta), 0.0))
+            count.add_(made)
+            variance = (2 * scale).exp()
+            mean.sub_(rates[mean] * self.nats * variance * average / (1 - beta**count).clamp_min(1e-12) * made)
+        for scale in self.scales:
+            u = gradients[scale] * (coefficient * rates[scale] * self.nats)
             change = 0.5 * (u + 0.5 * u.square()).log1p()
             scale.sub_(change if make is None else torch.where(make > 0, change, 0.0))
-            scale.grad = gradient
         return loss
