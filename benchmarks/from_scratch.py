@@ -9,8 +9,8 @@
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
 `ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton` (means and scales by natural-
-gradient steps, `benchmarks.newton_scales`); with `soap` scales by `adam` or by `newton`. Each run is one line of JSON, and a file of `--out`. Every choice (λ,
-temperature of the networks) is made on the validation images: tables say which.
+gradient steps, `benchmarks.newton_scales`); with `soap` scales by `adam` or by `newton`. Each run is one line of JSON,
+and a file of `--out`. Every choice (λ, temperature of the networks) is made on the validation images: tables say which.
 
 ELBO: at λ = 1 on the training images as they are, in nats; gain: how far above the best constant predictor's.
 moved: the mean of |log s − log s₀| over the weights, s₀ the scales at the start.

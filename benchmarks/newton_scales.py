@@ -19,6 +19,7 @@ from torch import Tensor
 from structvi import Family, Soap
 from structvi.families.means import means_of
 from structvi.training.adam import Thin
+from structvi.training.kronecker import turned
 from structvi.training.soap import SoapAdam
 
 
@@ -48,7 +49,9 @@ class NewtonScales(SoapAdam):
         self.nats = nats
         named = dict(family.named_parameters())
         pairs = [
-            (named[name.removesuffix("log_scale") + "mean"], p) for name, p in named.items() if "log_scale" in name
+            (named[name.removesuffix("log_scale") + "mean"], scale)
+            for name, scale in named.items()
+            if name.endswith("log_scale")
         ]
         self.scales = [scale for _, scale in pairs]
         #: with the averages of their gradients, and how many there are
@@ -72,6 +75,8 @@ class NewtonScales(SoapAdam):
         made = torch.ones(()) if make is None else make
         for mean, scale, average, count in self.moved:
             (beta, _), gradient = self.recipe.betas, gradients[mean] * coefficient
+            if mean in self.turns:
+                self._average_grams(self._moments(mean), self.means[mean], gradient, made * (1 - self.recipe.gram_beta))
             average.add_(torch.where(made > 0, (gradient - average) * (1 - beta), 0.0))
             count.add_(made)
             variance = (2 * scale).exp()
@@ -81,3 +86,9 @@ class NewtonScales(SoapAdam):
             change = 0.5 * (u + 0.5 * u.square()).log1p()
             scale.sub_(change if make is None else torch.where(make > 0, change, 0.0))
         return loss
+
+    def _turn(self, parameter: Tensor) -> None:
+        for mean, _, average, _ in self.moved:
+            if mean is parameter:
+                average.copy_(turned(average, self.means[mean], self._basis(mean), back=True))
+        super()._turn(parameter)
