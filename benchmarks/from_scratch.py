@@ -8,9 +8,10 @@
 13,000 images to train, 2,000 for validation, 5,000 to test; 25 epochs of batches of 100, images mirrored and shifted,
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
-`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton` (means and scales by natural-
-gradient steps, `benchmarks.newton_scales`); with `soap` scales by `adam` or by `newton`. Each run is one line of JSON,
-and a file of `--out`. Every choice (λ, temperature of the networks) is made on the validation images: tables say which.
+`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton` (`vi.NaturalGradient`; of
+rotated families `benchmarks.newton_scales`); with `soap` scales by `adam` or by `newton`, natural-gradient steps too.
+Each run is one line of JSON, and a file of `--out`. Every choice (λ, temperature of the networks) is made on the
+validation images: tables say which.
 
 ELBO: at λ = 1 on the training images as they are, in nats; gain: how far above the best constant predictor's.
 moved: the mean of |log s − log s₀| over the weights, s₀ the scales at the start.
@@ -182,6 +183,8 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         if "newton" in (setting.scales, setting.optimizer):
             natural = partial(NewtonScales, nats=len(shop.x) / setting.lam, means=setting.optimizer == "newton")
             optimizer = partial(natural, recipe=optimizer, family=bayes.family)
+        if setting.optimizer == "newton" and setting.method == "mean_field":
+            optimizer = vi.NaturalGradient(setting.lr, setting.scale_lr, setting.beta1)
     result = bayes.fit(
         shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,

@@ -96,7 +96,8 @@ class Run:
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
+        nats = settings.num_data / settings.temperature
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family, nats)
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
         self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
