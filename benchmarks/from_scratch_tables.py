@@ -59,7 +59,7 @@ def rotated_runs(setting: Callable[..., Any]) -> list[Any]:
 
 
 def steps_runs(setting: Callable[..., Any]) -> list[Any]:
-    """Adam, SOAP and natural gradients under one objective, mean field; and how λ rises: on the digits, without --data."""
+    """Adam, SOAP and natural gradients under one objective; and how λ rises: mean field, the digits, without --data."""
     ways = [
         *({"optimizer": "adam", "lr": lr} for lr in (0.02, 0.05)),
         {"lr": 0.01, "scale_lr": 0.05},
