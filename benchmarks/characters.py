@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import mean as average
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -337,19 +338,25 @@ def short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of each method the setting of the lowest mean validation loss, over its seeds."""
+    """All settings, mean ± deviation over seeds; bold: of each method that of the lowest validation loss at seed 0."""
     columns = ("loss", "ece", "accuracy", "auroc", "other_loss", "validation", "ms", "gib")
     lines = ["| method | setting | seeds | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 3) + "|"]
     for method in dict.fromkeys((row["method"], row["optimizer"]) for row in rows):
         own: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row["seed"]):
             if (row["method"], row["optimizer"]) == method:
-                setting = Setting(**{field.name: row[field.name] for field in fields(Setting)})
+                setting = Setting(**{field.name: row.get(field.name, field.default) for field in fields(Setting)})
                 own.setdefault(replace(setting, seed=0).name, []).append(row)
-        name, best = min(own.items(), key=lambda pair: average(row["validation"] for row in pair[1]))
-        cells = [f"{average(row[key] for row in best):.4f}" for key in columns]
-        lines.append(f"| {' '.join(method)} | {name} | {len(best)} | " + " | ".join(cells) + " |")
+        best = min(own, key=lambda name: own[name][0]["validation"])
+        for name, some in own.items():
+            cells = [cell([row[key] for row in some]) for key in columns]
+            chosen = f"**{name}**" if name == best else name
+            lines.append(f"| {' '.join(method)} | {chosen} | {len(some)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def cell(values: list[float]) -> str:
+    return f"{average(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
