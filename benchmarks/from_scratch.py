@@ -8,8 +8,8 @@
 13,000 images to train, 2,000 for validation, 5,000 to test; 25 epochs of batches of 100, images mirrored and shifted,
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
-`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton` (`vi.NaturalGradient`; of
-rotated families `benchmarks.newton_scales`); with `soap` scales by `adam` or by `newton`, natural-gradient steps too.
+`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton`
+(`vi.NaturalGradient`); with `soap` scales by `adam` or by `newton`, natural-gradient steps, `benchmarks.newton_scales`.
 Each run is one line of JSON, and a file of `--out`. Every choice (λ, temperature of the networks) is made on the
 validation images: tables say which.
 
@@ -62,6 +62,7 @@ class Setting:
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
+    radius: float = 10.0  # of newton
     initial_scale: float = 0.1
     warmup: float = 0.05
     rise: float = 0.25  # part of the steps in which λ rises
@@ -180,11 +181,12 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         turn = setting.turn or None
         optimizer = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram)
         lr = None
-        if "newton" in (setting.scales, setting.optimizer):
-            natural = partial(NewtonScales, nats=len(shop.x) / setting.lam, means=setting.optimizer == "newton")
-            optimizer = partial(natural, recipe=optimizer, family=bayes.family)
-        if setting.optimizer == "newton" and setting.method == "mean_field":
-            optimizer = vi.NaturalGradient(setting.lr, setting.scale_lr, setting.beta1)
+        if setting.scales == "newton":
+            natural = partial(NewtonScales, recipe=optimizer, family=bayes.family)
+            optimizer = partial(natural, nats=len(shop.x) / setting.lam)
+        if setting.optimizer == "newton":
+            rates = setting.lr, setting.scale_lr, setting.beta1, setting.radius
+            optimizer = vi.NaturalGradient(*rates, refresh=setting.refresh, turn=turn, gram_beta=setting.gram)
     result = bayes.fit(
         shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 
-RECIPE = vi.NaturalGradient(lr=0.3, scale_lr=0.2, beta=0.5)
+RECIPE = vi.NaturalGradient(lr=0.3, scale_lr=0.2, beta=0.5, refresh=2)
 NATS = 10.0
 
 
