@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import mean as average
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ class Setting:
     refresh: int = 20
     initial_scale: float = 0.1  # of START
     rise: float = 0.25
+    paced: bool = False
     warmup: float = 0.05
     dropout: float = 0.2
     decay: float = 0.1
     ess: float = 1.0  # of IVON, in characters of the training text
     h0: float = 0.01
+    radius: float = math.inf  # of its steps
     beta1: float = 0.9
     beta2: float = 0.99995
     steps: int = 2000
@@ -72,7 +75,10 @@ class Setting:
     def read(cls, text: str) -> "Setting":
         kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
         pairs = [pair.split("=") for pair in filter(None, text.strip().split(","))]
-        return cls(**{name: kinds[name](value) for name, value in pairs})
+        values: dict[str, Any] = {
+            name: bool(int(value)) if kinds[name] is bool else kinds[name](value) for name, value in pairs
+        }
+        return cls(**values)
 
     @property
     def name(self) -> str:
@@ -275,9 +281,9 @@ def fit_ours(text: Text, setting: Setting, device: torch.device) -> tuple[list[D
         optimizer, lr = vi.Soap(setting.lr, setting.scale_lr, setting.refresh), None
     result = bayes.fit(
         Stretches(text.train, setting, setting.steps), steps=setting.steps, optimizer=optimizer, lr=lr,
-        temperature=setting.lam, coupling=vi.naive, kl_warmup=setting.rise, warmup=setting.warmup, stop=False,
-        restarts=0, clip=float(setting.length), compare=0.1, progress=False, seed=setting.seed,
-        precision=torch.bfloat16 if device.type == "cuda" else None,
+        temperature=setting.lam, coupling=vi.naive, kl_warmup="paced" if setting.paced else setting.rise,
+        warmup=setting.warmup, stop=False, restarts=0, clip=float(setting.length), compare=0.1, progress=False,
+        seed=setting.seed, precision=torch.bfloat16 if device.type == "cuda" else None,
     )  # fmt: skip
     log_s = log_scale.detach()
     thetas = bayes.family().draw(setting.draws, vi.naive, torch.Generator(device).manual_seed(0)).theta.detach()
@@ -303,7 +309,7 @@ def ivon(text: Text, setting: Setting, device: torch.device) -> tuple[list[Draw]
         mean, scale, details = fit_ivon(
             net, Stretches(text.train, setting, setting.steps), 1, lr=setting.lr, ess=setting.ess * len(text.train),
             h0=setting.h0, decay=setting.decay, beta1=setting.beta1, beta2=setting.beta2, warmup=setting.warmup,
-            seed=setting.seed, loss=loss,
+            seed=setting.seed, radius=setting.radius, loss=loss,
         )  # fmt: skip
     noise = torch.Generator(device).manual_seed(0)
     thetas = mean + scale * torch.randn(setting.draws, len(mean), generator=noise, device=device)
@@ -332,19 +338,25 @@ def short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of each method the setting of the lowest mean validation loss, over its seeds."""
+    """All settings, mean ± deviation over seeds; bold: of each method that of the lowest validation loss at seed 0."""
     columns = ("loss", "ece", "accuracy", "auroc", "other_loss", "validation", "ms", "gib")
     lines = ["| method | setting | seeds | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 3) + "|"]
     for method in dict.fromkeys((row["method"], row["optimizer"]) for row in rows):
         own: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row["seed"]):
             if (row["method"], row["optimizer"]) == method:
-                setting = Setting(**{field.name: row[field.name] for field in fields(Setting)})
+                setting = Setting(**{field.name: row.get(field.name, field.default) for field in fields(Setting)})
                 own.setdefault(replace(setting, seed=0).name, []).append(row)
-        name, best = min(own.items(), key=lambda pair: average(row["validation"] for row in pair[1]))
-        cells = [f"{average(row[key] for row in best):.4f}" for key in columns]
-        lines.append(f"| {' '.join(method)} | {name} | {len(best)} | " + " | ".join(cells) + " |")
+        best = min(own, key=lambda name: own[name][0]["validation"])
+        for name, some in own.items():
+            cells = [cell([row[key] for row in some]) for key in columns]
+            chosen = f"**{name}**" if name == best else name
+            lines.append(f"| {' '.join(method)} | {chosen} | {len(some)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def cell(values: list[float]) -> str:
+    return f"{average(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:

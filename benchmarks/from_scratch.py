@@ -8,8 +8,10 @@
 13,000 images to train, 2,000 for validation, 5,000 to test; 25 epochs of batches of 100, images mirrored and shifted,
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
-`ivon` (written after its paper); optimizers `soap` (`vi.Soap`) and `adam`. Each run is one line of JSON, and a file of
-`--out`. Every choice (λ, temperature of the networks) is made on the validation images: tables say which.
+`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton`
+(`vi.NaturalGradient`); with `soap` scales by `adam` or by `newton`, natural-gradient steps, `benchmarks.newton_scales`.
+Each run is one line of JSON, and a file of `--out`. Every choice (λ, temperature of the networks) is made on the
+validation images: tables say which.
 
 ELBO: at λ = 1 on the training images as they are, in nats; gain: how far above the best constant predictor's.
 moved: the mean of |log s − log s₀| over the weights, s₀ the scales at the start.
@@ -21,6 +23,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from .networks_data import Data
 from .networks_measures import Meter, Predictor, assess, cases, log_probabilities
 from .networks_methods import of_network, of_posterior
 from .networks_nets import TASKS, Task, train
+from .newton_scales import NewtonScales
 
 BATCH = 100
 #: groups of antithetic draws for the ELBO
@@ -49,16 +53,20 @@ class Setting:
     optimizer: str = "soap"
     lam: float = 1.0
     prior: float = 1.0  # scale of NormalPrior.fan_in
+    learn: bool = False  # its scale, for each tensor
     lr: float = 0.003
     scale_lr: float = 0.02
+    scales: str = "adam"  # or "newton": natural-gradient steps of the scales, of rate scale_lr
     refresh: int = 10
     turn: int = 10  # refreshes between two turns of a rotated family; 0 for none
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
+    radius: float = 10.0  # of newton
     initial_scale: float = 0.1
     warmup: float = 0.05
     rise: float = 0.25  # part of the steps in which λ rises
+    paced: bool = False  # λ waits where the likelihood falls, and rises in a tenth to a half of the steps
     average: bool = True
     watch: bool = False  # the last step or the average by validation images; else by the ELBO
     rank: int = 4
@@ -148,6 +156,8 @@ def log_scales(bayes: vi.Posterior) -> Tensor:
 
 def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> vi.Posterior:
     prior = vi.NormalPrior.fan_in(setting.prior)
+    if setting.learn:
+        prior = vi.NormalPrior.fan_in({name: setting.prior for name, _ in net.named_parameters()}, learn=True)
     return vi.variationalize(
         net, vi.likelihoods.Categorical(), own, prior, num_data=len(shop.x),
         generator=torch.Generator().manual_seed(setting.seed),
@@ -166,14 +176,21 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     bayes = posterior(shop.net(setting.seed), setting, shop, family(setting))
     begun = None if setting.method == "map" else log_scales(bayes)
     optimizer, lr = None, setting.lr
-    if setting.optimizer == "soap":
+    if setting.optimizer in ("soap", "newton"):
         betas = setting.beta1, setting.beta2
         turn = setting.turn or None
         optimizer = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram)
         lr = None
+        if setting.scales == "newton":
+            natural = partial(NewtonScales, recipe=optimizer, family=bayes.family)
+            optimizer = partial(natural, nats=len(shop.x) / setting.lam)
+        if setting.optimizer == "newton":
+            rates = setting.lr, setting.scale_lr, setting.beta1, setting.radius
+            optimizer = vi.NaturalGradient(*rates, refresh=setting.refresh, turn=turn, gram_beta=setting.gram)
     result = bayes.fit(
         shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
-        warmup=setting.warmup, kl_warmup=setting.rise, average=setting.average, stop=False, restarts=0, compare=2.0,
+        warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,
+        stop=False, restarts=0, compare=2.0,
         progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
     )  # fmt: skip
     seconds = result.history["seconds"]

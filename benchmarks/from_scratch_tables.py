@@ -58,7 +58,25 @@ def rotated_runs(setting: Callable[..., Any]) -> list[Any]:
     return found
 
 
-PLANS: dict[str, Callable[[Callable[..., Any]], list[Any]]] = {"table": table_runs, "rotated": rotated_runs}
+def steps_runs(setting: Callable[..., Any]) -> list[Any]:
+    """Adam, SOAP and natural gradients under one objective; and how λ rises: mean field, the digits, without --data."""
+    ways = [
+        *({"optimizer": "adam", "lr": lr} for lr in (0.02, 0.05)),
+        {"lr": 0.01, "scale_lr": 0.05},
+        *({"lr": 0.01, "scales": "newton", "scale_lr": rate} for rate in (0.1, 0.3)),
+        *({"optimizer": "newton", "lr": rate, "scale_lr": rate, "beta1": 0.9} for rate in (0.1, 0.3)),
+        *({"lr": 0.01, "scale_lr": 0.05, "rise": rise} for rise in (0.02, 0.1, 0.5)),
+        {"lr": 0.01, "scale_lr": 0.05, "paced": True},
+    ]
+    common = {"epochs": 100, "draws": 64}
+    return [setting(seed=seed, lam=lam, **way, **common) for seed in SEEDS for way in ways for lam in (1.0, 0.1)]
+
+
+PLANS: dict[str, Callable[[Callable[..., Any]], list[Any]]] = {
+    "table": table_runs,
+    "rotated": rotated_runs,
+    "steps": steps_runs,
+}
 
 
 def plan(name: str, setting: Callable[..., Any]) -> list[Any]:

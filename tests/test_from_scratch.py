@@ -4,8 +4,11 @@ import gzip
 import json
 
 import pytest
+import torch
 
+import structvi as vi
 from benchmarks import characters, from_scratch, from_scratch_tables
+from benchmarks.newton_scales import NewtonScales
 
 
 def test_settings_are_read_and_named():
@@ -28,6 +31,19 @@ def test_from_scratch_runs_and_goes_on_from_its_folder(tmp_path, capsys):
     from_scratch.main(["--out", str(tmp_path), "--table"])
     assert "mean_field" in capsys.readouterr().out
     assert len(from_scratch_tables.read(tmp_path)) == 6
+
+
+def test_natural_gradient_steps_of_scales_end_at_those_of_a_normal():
+    """L = Σ Λ (m² + s²)/2 − (λ/N) log s, minimal at s² = (λ/N)/Λ."""
+    q = vi.MeanField().bind(vi.Parameters({"w": torch.ones(3, dtype=torch.float64)}))
+    precision, nats = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64), 10.0
+    optimizer = NewtonScales(list(q.parameters()), vi.Soap(scale_lr=0.5), q, nats=nats)
+    for _ in range(60):
+        optimizer.zero_grad()
+        variance = (2 * q.log_scale).exp()
+        (0.5 * (precision * (q.mean.square() + variance)).sum() - q.log_scale.sum() / nats).backward()
+        optimizer.step()
+    torch.testing.assert_close((2 * q.log_scale).exp().detach(), 1 / (nats * precision))
 
 
 def test_characters(tmp_path, capsys):

@@ -44,6 +44,7 @@ from .predicting.predictive import Predictive
 from .result import Result, Status
 from .storing.file import CheckpointError
 from .training.fit_many import fit_many
+from .training.natural import NaturalGradient
 from .training.result import FitResult, History
 from .training.soap import Soap
 
@@ -97,6 +98,7 @@ __all__ = [
     "Metrics",
     "Mixture",
     "MixtureResult",
+    "NaturalGradient",
     "NetworkMixture",
     "Noise",
     "NonFiniteError",

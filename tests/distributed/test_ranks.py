@@ -151,6 +151,9 @@ def ranks_of_a_fit(rank, size):
     out["fit result"], out["fit"] = posterior.fit(loader(size), **ADAM), learned(posterior)
     posterior = make(seed=rank)
     out["empty result"], out["empty"] = plain_fit(posterior, loader(size, n=17)).history, learned(posterior)
+    paced = {**ADAM, "epochs": 20, "kl_warmup": "paced"}
+    out["paced"] = make(seed=rank).fit(loader(size), **paced).history
+    out["paced draws"] = make(seed=rank).fit(loader(), **paced, parallel="draws").history
     with pytest.raises(ValueError, match=r"the same options.*groups: 1 on rank 0, 2 on rank 1"):
         plain_fit(make(), loader(size), groups=1 + rank)
     posterior = make()
@@ -225,6 +228,15 @@ def test_a_fit_agrees_with_that_of_one_process(ranks):
         for column in ("elbo", "standard_error", "gradient_norm", "lr"):
             torch.testing.assert_close(theirs.history[column], ranks[0]["fit result"].history[column], atol=0, rtol=0)
             torch.testing.assert_close(theirs.history[column], result.history[column], atol=1e-6, rtol=1e-6)
+
+
+def test_a_rise_that_waits_for_the_likelihood_waits_on_all(ranks):
+    """By the likelihood of all parts, which one process has too."""
+    alone = make().fit(loader(), **{**ADAM, "epochs": 20, "kl_warmup": "paced"}).history["temperature"]
+    for out in ranks:
+        torch.testing.assert_close(out["paced"]["temperature"], alone)
+        for name in ("paced", "paced draws"):
+            assert torch.equal(out[name]["temperature"], ranks[0][name]["temperature"])
 
 
 def test_what_is_not_finite_on_one_rank_is_undone_on_all(ranks):

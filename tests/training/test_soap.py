@@ -111,10 +111,10 @@ def test_a_refresh_changes_coordinates_and_not_the_momentum():
     for _ in range(5):
         point.grad = torch.randn(106, generator=noise, dtype=torch.float64)
         ours.step()
-    before = turned(ours.state[point]["exp_avg"], ours.means[point], ours._basis(point), back=False)
+    before = turned(ours.state[point]["exp_avg"], ours.means[point], ours.basis(point), back=False)
     for _ in range(5):
         ours.after_step()
-    basis = ours._basis(point)
+    basis = ours.basis(point)
     after = turned(ours.state[point]["exp_avg"], ours.means[point], basis, back=False)
     torch.testing.assert_close(before, after)
     for name, Q in basis.items():

@@ -170,7 +170,7 @@ class Ranks:
         return _Together(self)
 
     def reduce(self, named: Mapping[str, Tensor], values: Tensor) -> Tensor:
-        """Sum gradients over ranks, in place, and the values of the groups of draws [groups], weighted by share.
+        """Sum gradients over ranks, in place, and values of the groups of draws [.., groups], weighted by share.
 
         With "draws" the groups of all ranks stand side by side: their spread is the standard error of the mean. The
         gradients of sharded parameters are sums already.
@@ -179,7 +179,7 @@ class Ranks:
             return values
         sum_gradients([parameter for name, parameter in named.items() if name not in self.sharded])
         if self.mode == "draws":
-            return torch.cat(all_gather(values * self.size))
+            return torch.cat(all_gather(values * self.size), -1)
         return all_reduce(values)
 
     def norm(self, named: Mapping[str, Tensor], norm: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:

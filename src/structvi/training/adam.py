@@ -134,22 +134,22 @@ class Adam(torch.optim.Adam):
                     else:
                         self._step_columns(parameter, gradient.A, gradient.Z * coefficient, group)
 
-    def step_clipped(self, elbo: Tensor, norm: Tensor, thin: Thin, clip: float, make: Tensor | None = None) -> None:
+    def step_clipped(self, told: Tensor, norm: Tensor, thin: Thin, clip: float, make: Tensor | None = None) -> None:
         """One step of which the host reads nothing: clipped on the device, and left out there where it is not finite.
 
         Args:
-            elbo, norm: of the step, [groups] and [], in float64.
+            told, norm: ELBO and log likelihood of the step's groups, and the gradient's norm [], in float64.
             thin: as in `step`.
             clip: the largest norm of the gradient.
             make: 0 to leave everything as it is.
         """
-        if self._by_kernel and elbo.is_contiguous() and elbo.dtype == norm.dtype == torch.float64:
+        if self._by_kernel and told.is_contiguous() and told.dtype == norm.dtype == torch.float64:
             from ..families.numerics import triton_adam  # Triton takes long to import
 
-            coefficient, make = triton_adam.clipped(elbo, norm, clip, make)
+            coefficient, make = triton_adam.clipped(told, norm, clip, make)
             self.step(thin=thin, coefficient=coefficient, make=make)
             return
-        finite = torch.isfinite(elbo.sum() + norm).float()
+        finite = torch.isfinite(told.sum() + norm).float()
         coefficient = (clip / norm.clamp_min(1e-30)).clamp_max(1.0).nan_to_num(1.0).float()
         self.step(thin=thin, coefficient=coefficient, make=finite if make is None else make * finite)
 

@@ -111,6 +111,8 @@ def _groups(
 def _against_options(options: FitOptions) -> str | None:
     if options.is_around or options.temperature == "validated":
         return "they are no fits of so many steps"
+    if options.kl_warmup == "paced":
+        return "kl_warmup='paced'"
     for name, usual in ALONE.items():
         if getattr(options, name) not in usual:
             return f"{name}={getattr(options, name)!r}"

@@ -14,6 +14,7 @@ from .batches import Batches
 from .fingerprint import fingerprint
 from .loop import Run
 from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
+from .pace import SLOWEST
 from .validation import Watch
 from .warm_start import ROUNDS, start_trained, takes_directions, trained_values
 
@@ -78,6 +79,8 @@ def _settings(posterior: PosteriorBase, batches: Batches, options: FitOptions, f
     if kl_warmup == "auto":
         fresh = then["kl_warmup"] if then else KL_WARMUP if options.start is None and _fresh(posterior) else 0.0
         kl_warmup = float(fresh)
+    elif kl_warmup == "paced":
+        kl_warmup = SLOWEST
     staged = bool(staged and families and steps >= FEWEST_STAGED)
     return options.settings(steps, kl_warmup, staged, posterior.model.num_data)
 

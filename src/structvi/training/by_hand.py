@@ -19,6 +19,7 @@ class AtDraws(NamedTuple):
     """What a batch says at the draws."""
 
     elbo: Tensor  # [groups], float64, at λ = 1
+    fit: Tensor  # [groups], float64: its log likelihood
     theta: Tensor  # the gradient at the draws, [S, P]
     log_q: Tensor  # that at log q, [S]
     slope: Tensor | None  # [S]: times the draws it is still to be added to the first; None for nothing
@@ -61,8 +62,10 @@ def gradient_at(
             slope = to_prior * prior.slope
         elif prior is not None:
             prior.add(g, to_prior)
-        values = log_likelihood.detach().double() * upscaled + log_prior.detach() - log_q
-        return AtDraws(per_group(values, density, draws, groups), g, -to_prior, slope)
+        fit = log_likelihood.detach().double() * upscaled
+        values = fit + log_prior.detach() - log_q
+        elbo, fit = (per_group(one, density, draws, groups) for one in (values, fit))
+        return AtDraws(elbo, fit, g, -to_prior, slope)
 
 
 def rounded(number: Any, like: Tensor) -> Any:

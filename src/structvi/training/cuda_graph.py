@@ -11,12 +11,13 @@ from torch.utils import _pytree as pytree
 from ..basics.garbage import uncollected
 from .adam import Adam, Thin
 
-#: (batches, weights, λ, generator) → the ELBO of each group, the gradient's norm, and what of it is not in `.grad`
+#: (batches, weights, λ, generator) → ELBO and log likelihood of each group, [2, groups], the gradient's norm, and what
+#: of it is not in `.grad`
 Gradient = Callable[[Sequence[Any], Sequence[Any], Any, torch.Generator], tuple[Tensor, Tensor, Thin]]
 
 
 class CapturedStep:
-    """A step captured for batches of one shape: called, it copies the batch in, replays, and gives ELBO and norm.
+    """A step captured for batches of one shape: called, it copies the batch in, replays, and gives what the step tells.
 
     Args:
         gradient: the step without its optimizer.
@@ -64,13 +65,13 @@ class CapturedStep:
         self.graph = torch.cuda.CUDAGraph()
         self.graph.register_generator_state(self.generator)  # pyright: ignore[reportAttributeAccessIssue]
         with uncollected(), torch.cuda.graph(self.graph), self.optimizer.rates(self.rates):
-            self.elbo, self.norm = self._body(gradient)
+            self.told, self.norm = self._body(gradient)
 
     def _body(self, gradient: Gradient) -> tuple[Tensor, Tensor]:
         self.optimizer.zero_grad(set_to_none=True)
-        elbo, norm, thin = gradient([self.batch], (self.weight,), self.temperature, self.generator)
-        self.optimizer.step_clipped(elbo, norm, thin, self.clip, self.make)
-        return elbo, norm
+        told, norm, thin = gradient([self.batch], (self.weight,), self.temperature, self.generator)
+        self.optimizer.step_clipped(told, norm, thin, self.clip, self.make)
+        return told, norm
 
     def __call__(self, batch: Any, weight: float, temperature: float) -> tuple[Tensor, Tensor]:
         for own, new in zip(pytree.tree_leaves(self.batch), pytree.tree_leaves(batch), strict=True):
@@ -83,4 +84,4 @@ class CapturedStep:
         self.generator.set_state(self.common.get_state())
         self.graph.replay()
         self.common.set_state(self.generator.get_state())
-        return self.elbo, self.norm
+        return self.told, self.norm

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..basics.batch_rows import rows_of
 from ..couplings import naive

@@ -30,7 +30,7 @@ def fit(
     warmup: float = 0.05,
     clip: float | None = 10.0,
     accumulate: int = 1,
-    kl_warmup: float | Literal["auto"] = "auto",
+    kl_warmup: float | Literal["auto", "paced"] = "auto",
     temperature: float | Sequence[float] | Literal["validated"] = 1.0,
     groups: int = 1,
     coupling: Coupling = paired,
@@ -82,6 +82,8 @@ def fit(
         accumulate: how many batches share one step.
         kl_warmup: the fraction of the steps in which λ rises from zero. "auto": a quarter where nothing has been
             learned yet, none otherwise. At λ = 1 from the start, units are switched off before they have learned.
+            "paced": in a tenth of the steps where the likelihood of the data bears it; where that has just fallen by a
+            twentieth of what was learned, λ waits, and rises within half of the steps at the latest.
         temperature: λ. Other than one, what is found is not the posterior; the reported ELBO is always at λ = 1.
             "validated": a path of fits from λ = 0.01 through 1, each from the one before and of as many steps; for
             likelihoods of pixels on to their number. The best by held-out density is kept, and `result.at_one`.

@@ -96,7 +96,8 @@ class Run:
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
+        nats = settings.num_data / settings.temperature
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family, nats)
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
         self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
@@ -183,7 +184,7 @@ class Run:
     def _advanced(self, state: FitState, taken: Taken, started: float) -> FitState:
         """The state after one step of the optimizer, or after none where something is not finite."""
         settings = self.settings
-        lam = settings.temperature if state.begun else settings.temperature_at(state.step)
+        lam = self._temperature(state)
         row = {"step": state.step, "epoch": state.epoch, "temperature": lam, "stage": state.stage}
         begun, cooling = state.begun, state.cooling
         rate = self.schedule.before(
@@ -219,6 +220,9 @@ class Run:
                 **row, elbo=estimate.value, standard_error=estimate.standard_error, lr=rate, gradient_norm=norm,
                 seconds=time.monotonic() - started,
             )  # fmt: skip
+            if settings.paced and not state.begun:
+                fit = self.make_step.fit / settings.num_data
+                state = replace(state, pace=state.pace.after(state.step, settings.total, fit))
             stride = max(1, self.last_part // AVERAGED)
             if settings.average and state.step >= state.end - self.last_part and state.step % stride == 0:
                 iterates = averaged(state.average, state.averaged, self.named)
@@ -227,6 +231,14 @@ class Run:
         return replace(
             state, step=state.step + 1, index=state.index + len(taken.batches), stream=self.generator.get_state()
         )
+
+    def _temperature(self, state: FitState) -> float:
+        """λ of the next step."""
+        if state.begun:
+            return self.settings.temperature
+        if self.settings.paced:
+            return self.settings.temperature * state.pace.at(state.step, self.settings.total)
+        return self.settings.temperature_at(state.step)
 
     def _left_out(self, state: FitState, reason: str) -> FitState:
         """A batch without a finite loss changes nothing; from the second in a row on an older state is gone back to."""

@@ -1,4 +1,4 @@
-"""Which optimizer moves the parameters of a fit: the default one, Soap, or the user's."""
+"""Which optimizer moves the parameters of a fit: the default one, Soap, NaturalGradient, or the user's."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 from ..families.family import Family
 from ..families.means import means_of
 from .adam import DEFAULT_LR, Adam
+from .natural import NaturalAdam, NaturalGradient
 from .soap import Soap, SoapAdam
 
-OptimizerLike = Optimizer | Soap | Callable[[list[Tensor]], Optimizer]
+OptimizerLike = Optimizer | Soap | NaturalGradient | Callable[[list[Tensor]], Optimizer]
 
 
 def make_optimizer(
@@ -19,14 +20,16 @@ def make_optimizer(
     optimizer: OptimizerLike | None,
     lr: float | None,
     family: Family,
+    nats: float = 1.0,
 ) -> Optimizer:
-    """Adam, Soap, or the user's own, which must hold these parameters and leave the posterior what it is.
+    """Adam, Soap, NaturalGradient, or the user's own, which must hold these parameters and keep the optimum.
 
     Args:
         parameters: all that is learned.
         optimizer: what was asked for; None for Adam.
         lr: of Adam.
         family: which of the parameters are its factors and means.
+        nats: N/λ.
     """
     if optimizer is None:
         return Adam(parameters, lr=DEFAULT_LR if lr is None else lr, factors=family.factors())
@@ -34,6 +37,8 @@ def make_optimizer(
         raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
     if isinstance(optimizer, Soap):
         return optimizer.make(parameters, family.factors(), means_of(family))
+    if isinstance(optimizer, NaturalGradient):
+        return optimizer.make(parameters, family.factors(), family, nats)
     made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(made, Optimizer):
         raise TypeError(
@@ -56,4 +61,4 @@ def make_optimizer(
 
 def described(optimizer: Optimizer) -> str:
     """What a resumed fit must share, beside learning rates."""
-    return str(optimizer.recipe) if isinstance(optimizer, SoapAdam) else type(optimizer).__name__
+    return str(optimizer.recipe) if isinstance(optimizer, SoapAdam | NaturalAdam) else type(optimizer).__name__

@@ -33,7 +33,7 @@ class FitOptions:
     warmup: float
     clip: float | None
     accumulate: int
-    kl_warmup: float | Literal["auto"]
+    kl_warmup: float | Literal["auto", "paced"]
     temperature: float | Literal["validated"]
     groups: int
     coupling: Coupling
@@ -83,7 +83,10 @@ class FitOptions:
         check_integer("restarts", self.restarts, least=0)
         check_seed(self.seed)
         check_fraction("warmup", self.warmup)
-        check_fraction("kl_warmup", 0.0 if self.kl_warmup == "auto" else self.kl_warmup)
+        if isinstance(self.kl_warmup, str):
+            check_one_of("kl_warmup", self.kl_warmup, ("auto", "paced"))
+        else:
+            check_fraction("kl_warmup", self.kl_warmup)
         if self.temperature == "validated":
             if self.validation is None:
                 raise ValueError('temperature="validated" is chosen on held-out data: give validation=')
@@ -114,7 +117,7 @@ class FitOptions:
         return Settings(
             total, self.accumulate, self.groups, name_of(self.coupling), self.estimator, self.number(),
             kl_warmup, self.warmup, self.clip, staged, self.average, self.stop, str(self.precision), self.seed,
-            num_data, self.mean,
+            num_data, self.mean, self.kl_warmup == "paced",
         )  # fmt: skip
 
 
@@ -138,6 +141,8 @@ class Settings:
     seed: int
     num_data: int
     mean: str = "learned"
+    #: whether λ waits for the likelihood: its rise then takes at most `kl_warmup` of the steps
+    paced: bool = False
 
     def temperature_at(self, step: int) -> float:
         """λ at this step: it rises to its value."""

@@ -87,8 +87,8 @@ def restarted(run: Run, loader: Iterable[Any], options: FitOptions, begun: dict[
     def fit_again(seed: int, name: str, label: str) -> FitResult:
         where = {key: folder(getattr(options, key), name) for key in ("checkpoint", "resume")}
         again = replace(
-            options, epochs=None, steps=settings.total, kl_warmup=settings.kl_warmup, staged=settings.staged,
-            restarts=0, seed=seed, **where,
+            options, epochs=None, steps=settings.total, kl_warmup="paced" if settings.paced else settings.kl_warmup,
+            staged=settings.staged, restarts=0, seed=seed, **where,
         )  # fmt: skip
         return run_fit(posterior, loader, again, label)
 

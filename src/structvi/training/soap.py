@@ -1,6 +1,6 @@
 """Preconditioned means: Adam in Kronecker coordinates (SOAP) for the weights' means, plain Adam for all else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor
 from ..basics.checks import check_integer, check_positive
 from ..families.forms import Factor
 from ..families.means import Mean
-from .adam import DEFAULT_LR, Adam, Thin
-from .kronecker import Alike, alike, along, by_size, turned
+from .adam import DEFAULT_LR, Thin
+from .kronecker import turned
+from .turning import TurningAdam
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,8 @@ class Soap:
         return SoapAdam(parameters, self, factors, means)
 
 
-class SoapAdam(Adam):
-    """The optimizer of `Soap`: see there.
-
-    The moments of a mean are those in its coordinates; beside them it has for each axis of each shape of tensors the
-    average of second moments and the basis, [n, s, s] for n tensors.
+class SoapAdam(TurningAdam):
+    """The optimizer of `Soap`: see there. The moments of a mean are those in its coordinates.
 
     Args:
         parameters: what is moved.
@@ -89,18 +87,9 @@ class SoapAdam(Adam):
     def __init__(
         self, parameters: Sequence[Tensor], recipe: Soap, factors: Sequence[Factor] = (), means: Sequence[Mean] = ()
     ):
-        super().__init__(parameters, recipe.scale_lr, factors)
+        super().__init__(parameters, recipe.scale_lr, factors, means, recipe.refresh, recipe.turn)
         self.recipe = recipe
-        self.means: dict[Tensor, list[Alike]] = {mean.parameter: alike(mean.tensors) for mean in means}
-        #: families that can take the coordinates of their means
-        self.turns = {mean.parameter: mean.turn for mean in means if mean.turn is not None}
-        for group in self.param_groups:
-            group["params"] = [p for p in group["params"] if p not in self.means]
-        self.param_groups = [group for group in self.param_groups if group["params"]]
-        self.add_param_group({"params": list(self.means), "lr": recipe.lr, "betas": recipe.betas})
-        self.param_groups.insert(0, self.param_groups.pop())  # the rate that a history tells is the means'
-
-    plain = False
+        self.move_apart(list(self.means), lr=recipe.lr, betas=recipe.betas)
 
     @torch.no_grad()
     def step(
@@ -128,26 +117,16 @@ class SoapAdam(Adam):
     def _moments(self, parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]
         if not state and parameter in self.means:
-            own: dict[str, Any] = {"made": 0}  # as `step`, known to the host
-            for group in self.means[parameter]:
-                n = len(group.starts)
-                for axis in group.axes:
-                    eye = torch.eye(axis.size, dtype=parameter.dtype, device=parameter.device)
-                    own[f"gram{axis.name}"] = torch.zeros_like(eye).repeat(n, 1, 1)
-                    own[f"basis{axis.name}"] = eye.repeat(n, 1, 1)
+            own = self.coordinates(parameter)
             super()._moments(parameter)
             state |= own
             return state
         return super()._moments(parameter)
 
-    def _basis(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        return {axis.name: state[f"basis{axis.name}"] for group in self.means[parameter] for axis in group.axes}
-
     def _move(self, parameter: Tensor, rates: dict, coefficient: Tensor | float, make: Tensor | None) -> None:
         """One step of a mean: as many kernels as there are shapes, and nothing that the host must wait for."""
         assert parameter.grad is not None
-        state, groups, basis = self.state[parameter], self.means[parameter], self._basis(parameter)
+        state, groups, basis = self.state[parameter], self.means[parameter], self.basis(parameter)
         like = {"dtype": parameter.dtype, "device": parameter.device}
         made = torch.ones((), **like) if make is None else make.to(**like)
         lr, clip = (
@@ -157,7 +136,7 @@ class SoapAdam(Adam):
         # a step that is left out has no gradient, and weights of zero in all averages
         gradient = torch.where(made > 0, parameter.grad * clip, 0.0)
         (beta1, beta2), beta3 = rates["betas"], self.recipe.gram_beta
-        self._average_grams(state, groups, gradient, made * (1 - beta3))
+        self.average_grams(state, groups, gradient, made * (1 - beta3))
         inside = turned(gradient, groups, basis, back=True)
         state["step"] += made.to(state["step"].dtype)
         first, second, steps = state["exp_avg"], state["exp_avg_sq"], state["step"].to(parameter.dtype)
@@ -167,51 +146,8 @@ class SoapAdam(Adam):
         size = (second / (1 - beta2**steps).clamp_min(1e-12)).sqrt() + rates["eps"]
         parameter.sub_(turned(unbiased / size, groups, basis, back=False) * (lr * made))
 
-    @staticmethod
-    def _average_grams(state: dict[str, Tensor], groups: Sequence[Alike], gradient: Tensor, weight: Tensor) -> None:
-        for group in groups:
-            G = group.of(gradient)
-            for axis in group.axes:
-                unfolded = along(G, axis.index)
-                state[f"gram{axis.name}"].lerp_(unfolded @ unfolded.mT, weight)
-
-    # --------------------------------------------------------------------------------------------- the coordinates
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """After a step that was made, captured or not: the coordinates are refreshed where it is time, in place."""
-        recipe = self.recipe
-        for parameter in self.means:
-            if parameter not in self.state:
-                continue
-            state = self.state[parameter]
-            state["made"] += 1
-            if state["made"] % recipe.refresh == 0:
-                self._refresh(parameter, first=state["made"] == recipe.refresh)
-            if recipe.turn and not self.settled and state["made"] % (recipe.refresh * recipe.turn) == 0:
-                self._turn(parameter)
-
-    def _refresh(self, parameter: Tensor, first: bool) -> None:
-        """The basis one step nearer to the eigenvectors, the moments in it: m exactly, v by the squares."""
-        state, groups, basis = self.state[parameter], self.means[parameter], self._basis(parameter)
-        new = by_size({name: state[f"gram{name}"] for name in basis}, basis, first)
-        change = {name: basis[name].mT @ Q for name, Q in new.items()}
+    def refreshed(self, parameter: Tensor, change: Mapping[str, Tensor]) -> None:
+        """The moments into the new basis: m exactly, v by the squares."""
+        state, groups = self.state[parameter], self.means[parameter]
         state["exp_avg"].copy_(turned(state["exp_avg"], groups, change, back=True))
         state["exp_avg_sq"].copy_(turned(state["exp_avg_sq"], groups, change, back=True, squared=True))
-        for name, Q in new.items():
-            basis[name].copy_(Q)
-
-    def _turn(self, parameter: Tensor) -> None:
-        """The family's coordinates become these: its mean, and what is known in them, stay what they are."""
-        turn, state = self.turns.get(parameter), self.state[parameter]
-        if turn is None:
-            return
-        change: dict[str, Tensor] = {}
-        for group in self.means[parameter]:
-            for axis in group.axes:
-                Q, moments = state[f"basis{axis.name}"], state[f"gram{axis.name}"]
-                change |= dict(zip(axis.members, Q, strict=True))
-                moments.copy_(Q.mT @ moments @ Q)
-        turn(change)
-        for Q in self._basis(parameter).values():
-            Q.copy_(torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device).expand_as(Q))

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,8 @@ class Step:
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         #: S of the last step; before the first, of a pair to a group
         self.draws = 2 * groups
+        #: log likelihood of the last step, in nats for the whole data set
+        self.fit = nan
         #: why the step is not captured; None where it is, or will be
         self.reason = self._why_not(capture)
         self._graphs: dict[Hashable, CapturedStep] = {}
@@ -135,26 +137,28 @@ class Step:
         evaluation = self.posterior.model.evaluation
         evaluation.captured = self.reason is None
         try:
-            graph, elbo, norm, thin = self._gradients(batches, weights, temperature)
+            graph, told, norm, thin = self._gradients(batches, weights, temperature)
             # where the host would wait for the device, the optimizer is launched before it does
             moved = graph is None and self._moves_unread
             if moved:
                 assert isinstance(self.optimizer, Adam)
-                self.optimizer.step_clipped(elbo, norm, thin, self.clip)
+                self.optimizer.step_clipped(told, norm, thin, self.clip)
         finally:
             evaluation.captured = False
         whole = sum(weights) if whole is None else whole
-        *values, size = torch.cat([elbo / whole, norm.reshape(1)]).tolist()  # the one time that the host waits
+        *values, size = torch.cat([(told / whole).flatten(), norm.reshape(1)]).tolist()  # the one time the host waits
         if not all(map(isfinite, [*values, size])):
             self.generator.set_state(stream)
             raise self._explained(batches, temperature, not isfinite(sum(values)))
+        elbo, fit = torch.tensor(values, dtype=torch.float64).view(2, -1)
+        self.fit = float(fit.mean())
         if graph is None and not moved:
             self._move(size, thin)
         if isinstance(self.optimizer, Adam):
             self.optimizer.after_step()
         if self.posterior.model.precision == torch.float16:
             self.posterior.model.scale.count()
-        return Outcome(torch.tensor(values, dtype=torch.float64), size)
+        return Outcome(elbo, size)
 
     def replay(self) -> None:
         """The step captured last once more, on the batch that it holds, without a look at what comes out."""
@@ -165,7 +169,7 @@ class Step:
     def _gradients(
         self, batches: Sequence[Any], weights: Sequence[float], temperature: float
     ) -> tuple[CapturedStep | None, Tensor, Tensor, Thin]:
-        """ELBO and norm, by a captured step, which has then moved the parameters too, or by `_gradient`."""
+        """What `_gradient` gives, or a captured step, which has then moved the parameters too."""
         graph = self._graph(batches, temperature)
         if graph is not None:
             return graph, *graph(batches[0], weights[0], temperature), {}
@@ -188,7 +192,7 @@ class Step:
         self, batches: Sequence[Any], weights: Sequence[float], temperature: Any, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Thin]:
         """Gradients of −(E log lik − λ KL)/N into the parameters' `.grad`, but for the thin ones, which are returned;
-        and the ELBO of each group, times the weights' sum, and the gradient's norm."""
+        and ELBO and log likelihood of each group, [2, groups], times the weights' sum, and the gradient's norm."""
         total: Tensor | float = 0.0
         thin: dict[Tensor, list[LowRankGradient]] = {}
         for offset, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
@@ -202,10 +206,10 @@ class Step:
                     detached = density.draw_detached(self.groups, self.coupling, generator)
             with self._named(offset):
                 if detached is not None:
-                    elbo = self._by_hand(density, detached, batch, factor, temperature, thin)
+                    told = self._by_hand(density, detached, batch, factor, temperature, thin)
                 else:
-                    elbo = self._by_graph(density, batch, factor, temperature, generator)
-            total = total + elbo * weight
+                    told = self._by_graph(density, batch, factor, temperature, generator)
+            total = total + told * weight
         assert isinstance(total, Tensor)
         total = self.ranks.reduce(self.named, total)
         joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}
@@ -224,18 +228,18 @@ class Step:
         self, density: Density, detached: Detached, batch: Any, factor: Any, temperature: Any,
         thin: dict[Tensor, list[LowRankGradient]],
     ) -> Tensor:  # fmt: skip
-        """The ELBO of each group; gradients of the parameters without a graph through the draws."""
+        """ELBO and log likelihood of each group; gradients of the parameters without a graph through the draws."""
         self.draws = detached.draws.weight.shape[0]
         model = self.posterior.model
         with unread(), self.posterior.network_mode():
             at = gradient_at(density, detached, model, batch, self.groups, factor, temperature)
         self._pull(detached, at, thin)
-        return at.elbo
+        return torch.stack([at.elbo, at.fit])
 
     def _by_graph(
         self, density: Density, batch: Any, factor: Any, temperature: Any, generator: torch.Generator
     ) -> Tensor:
-        """The ELBO of each group; gradients of the parameters through draws, network and objective."""
+        """ELBO and log likelihood of each group; gradients through draws, network and objective."""
         posterior = self.posterior
         with self.ranks.together():
             with unread(), posterior.network_mode():
@@ -247,7 +251,7 @@ class Step:
             if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
                 raise NonFiniteError("the loss is not finite")
         (objective * rounded(factor, objective)).backward()
-        return (terms.fit - terms.complexity).detach().double()
+        return torch.stack([terms.fit - terms.complexity, terms.fit]).detach().double()
 
     def _pull(self, detached: Detached, at: AtDraws, thin: dict[Tensor, list[LowRankGradient]]) -> None:
         """From the gradients at the draws to those of the parameters."""

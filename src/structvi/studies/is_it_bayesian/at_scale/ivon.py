@@ -28,6 +28,7 @@ def fit_ivon(
     beta2: float,
     warmup: float,
     seed: int,
+    radius: float = math.inf,
     loss: Any = cross_entropy,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Mean and scales [P] after so many epochs of one draw a step.
@@ -35,7 +36,7 @@ def fit_ivon(
     With g the gradient at θ ~ N(m, σ²), ĥ = g (θ − m)/σ²:
 
         g ← β₁ g + (1 − β₁) ĝ,   h ← β₂ h + (1 − β₂) ĥ + ½ (1 − β₂)² (h − ĥ)²/(h + δ)
-        m ← m − α (g/(1 − β₁ᵗ) + δ m)/(h + δ),   σ² = 1/(λ (h + δ))
+        m ← m − α clip((g/(1 − β₁ᵗ) + δ m)/(h + δ)),   σ² = 1/(λ (h + δ))
 
     Args:
         net: where the mean starts.
@@ -48,6 +49,7 @@ def fit_ivon(
         beta1, beta2: of the averages.
         warmup: the part of the steps in which the rate rises.
         seed: of the draws and of the order of the data.
+        radius: to which every number of the mean's step is clipped, before α.
         loss: of outputs and targets, the mean over a batch.
     """
     device = next(net.parameters()).device
@@ -71,7 +73,8 @@ def fit_ivon(
             correction = 0.5 * (1 - beta2) ** 2 * (h - curvature).square() / (h + decay)
             h.lerp_(curvature, 1 - beta2).add_(correction)
             rate = lr * schedule(step, total, warmup)
-            mean.sub_(rate * (momentum / (1 - beta1 ** (step + 1)) + decay * mean) / (h + decay))
+            change = (momentum / (1 - beta1 ** (step + 1)) + decay * mean) / (h + decay)
+            mean.sub_(rate * change.clamp_(-radius, radius))
             step += 1
     scale = (ess * (h + decay)).rsqrt()
     moved = float((scale / started).log().abs().mean())
