@@ -166,3 +166,13 @@ def test_separators_and_decimal_commas_are_told(tmp_path):
     assert list(found.columns) == ["x"]
     assert found["x"].isna().tolist() == [False, True]
     assert "row number" in notes[0]
+
+
+def test_dates_of_new_rows():
+    columns = Columns.of(pd.DataFrame({"d": pd.date_range("2024-01-01", periods=40).strftime("%Y-%m-%d")}), {})
+    assert not np.isnan(columns.encode(pd.DataFrame({"d": ["2024-02-01"]})).plain).any()
+    gone = columns.encode(pd.DataFrame({"d": [np.nan, np.nan]}))
+    assert (gone.plain == 0).all()
+    assert "missing in 2 rows" in gone.notes[0]
+    with pytest.raises(TableError, match=r"had dates.*'yesterday'.*2024-12-31"):
+        columns.encode(pd.DataFrame({"d": ["yesterday", "2024-01-01"]}))

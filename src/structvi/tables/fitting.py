@@ -22,6 +22,8 @@ from .target import Split, Target, split, target_of, with_target
 MOST_ROWS = 60_000
 #: folds, of a long table fewer
 FOLDS, FEW_FOLDS, LONG = 5, 3, 20_000
+#: columns that are told one by one
+SHOWN = 12
 
 
 def silent(_: str) -> None:
@@ -126,7 +128,7 @@ def fit_table(
     notes += oddities(table, target, [column.name for column in columns.columns])
     notes.append(_split_in_words(parts, goal, seed))
     t = _encoded_target(goal, table, rows, notes)
-    for note in notes:
+    for note in (*notes, _columns_in_words(columns)):
         say(note)
     model = TableModel(columns, goal, [], _ranges(columns, features, rows), level, seed)
     inputs = model.inputs(features.iloc[rows])
@@ -172,6 +174,12 @@ def _split_in_words(parts: Split, goal: Target, seed: int) -> str:
         f"{len(parts.test)} rows were drawn at random for the test{alike}; the other {len(parts.fit)} were dealt to "
         f"{count_of(parts)} folds: each model is fitted on all folds but one and judged by that one (seed {seed})."
     )
+
+
+def _columns_in_words(columns: Columns) -> str:
+    told = columns.describe()
+    more = f"; and {len(told) - SHOWN} others, see the page" if len(told) > SHOWN else ""
+    return f"Predicted from {'; '.join(told[:SHOWN])}{more}."
 
 
 def _ranges(columns: Columns, features: Table, rows: np.ndarray) -> dict[str, tuple[float, float]]:

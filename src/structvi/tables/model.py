@@ -70,6 +70,11 @@ class TableModel:
         pandas = pandas_module()
 
         inputs = self.inputs(table, notes)
+        known = {*(column.name for column in self.columns.columns), *self.columns.left_out, self.target.name}
+        more = [name for name in table.columns if name not in known]
+        if notes is not None and more:
+            shown = ", ".join(map(repr, more[:5])) + (", .." if len(more) > 5 else "")
+            notes.append(f"columns that the model was not fitted with are not used: {shown}")
         frames = []
         for start in range(0, len(table), ROWS):
             some = {name: x[start : start + ROWS] for name, x in inputs.items()}
