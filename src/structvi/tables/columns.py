@@ -101,7 +101,7 @@ def values_of(series: Values, kind: str, name: str) -> np.ndarray:
             if dates is None:
                 first = str(series.dropna().iloc[0])
                 raise TableError(
-                    f"column {name!r} had dates when the model was fitted, and now not all of it are, or not all in one "
+                    f"column {name!r} had dates when the model was fitted, and now not all of it are, or not in one "
                     f"form; the first is {first!r}. Write them as 2024-12-31, or leave the fields empty"
                 )
             series = dates
