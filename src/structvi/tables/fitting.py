@@ -14,7 +14,7 @@ from .columns import FAR, Columns, values_of
 from .members import folds_of
 from .model import TableModel
 from .oddities import oddities
-from .reading import Table, TableError
+from .reading import Table, TableError, as_table
 from .recipes import NOISES, Problem, family_of
 from .target import Split, Target, split, target_of, with_target
 
@@ -110,6 +110,7 @@ def fit_table(
     if noise != "auto" and noise not in NOISES:
         raise ValueError(f'noise must be "auto" or one of {NOISES}, got {noise!r}')
     recipe = family_of(family)
+    table, target = as_table(table).reset_index(drop=True), str(target)
     notes: list[str] = []
     given = dict(categories or {})
     unknown = [name for name in given if name not in table.columns]

@@ -15,7 +15,7 @@ from ..front_door import load
 from .columns import Columns, values_of
 from .members import network
 from .pooled import Pooled
-from .reading import Table, TableError, pandas_module
+from .reading import Table, TableError, as_table, pandas_module
 from .recipes import CLASSES, NOISES, Part, Recipe, pooled
 from .target import Target
 
@@ -68,7 +68,7 @@ class TableModel:
         row lies beyond what was fitted.
         """
         pandas = pandas_module()
-
+        table = as_table(table)
         inputs = self.inputs(table, notes)
         known = {*(column.name for column in self.columns.columns), *self.columns.left_out, self.target.name}
         more = [name for name in table.columns if name not in known]
