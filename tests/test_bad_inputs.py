@@ -524,6 +524,17 @@ TABLE = {
         r"LogDensity\(fn, parameters",
     ),
     "fit: no family": (lambda: vi.fit(TARGET, "full"), TypeError, r"expects a family, got str.*FullNormal\(\)"),
+    "fit: a class": (
+        lambda: vi.fit(TARGET, vi.FullNormal),
+        TypeError,
+        r"got the class FullNormal; write FullNormal\(\)",
+    ),
+    "load: a log density": (lambda: vi.load("a.safetensors", TARGET), TypeError, r"got LogDensity.*vi\.load_fit\(path"),
+    "evaluate: tensors": (
+        lambda: posterior().evaluate(X, T),
+        TypeError,
+        r"got a tensor: write evaluate\(\[\(x, t\)\]\)",
+    ),
     "fit: a density": (lambda: vi.fit(TARGET, density()), TypeError, r"expects a family, got StructuredNormalDensity"),
     "fit: a point mass": (lambda: vi.fit(TARGET, vi.MAP()), ValueError, r"has no density"),
     "fit: few draws": (lambda: vi.fit(TARGET, vi.StructuredNormal(2), draws=8), ValueError, r"2\(P \+ K\) = 10, got 8"),
@@ -1132,6 +1143,13 @@ def test_probabilities_in_place_of_logits_are_warned_of(last, likelihood):
     assert warning.filename == __file__
     message = rf"ends in {type(last).__name__} \('3'\), but likelihoods\.{type(likelihood).__name__} expects logits"
     assert re.search(f"{message}.*remove that layer", str(warning.message)), warning.message
+
+
+def test_a_name_that_is_no_parameter_is_told():
+    target = vi.LogDensity(lambda p: -p["c"].square().sum(), SPACE)
+    with pytest.raises(KeyError) as caught:
+        vi.fit(target, vi.MeanField(), progress=False)
+    assert "a dict of the parameters a, b" in caught.value.__notes__[0]
 
 
 def test_the_table_is_long_enough():

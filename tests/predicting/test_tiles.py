@@ -39,7 +39,7 @@ def setting():
     return bayes, volume, tiles
 
 
-@pytest.mark.parametrize("tile", [(8, 9, 7), (17, 12, 7), (20, 7, 8)])
+@pytest.mark.parametrize("tile", [(8, 9, 7), (17, 12, 7), (20, 7, 8), 8])
 def test_tiles_with_the_margin_of_what_the_network_sees_are_the_whole(setting, tile):
     bayes, volume, tiles = setting
     mean, times = assembled(volume, tiles=tiles, tile=tile, margin=3)

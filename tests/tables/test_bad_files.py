@@ -181,6 +181,7 @@ ODD = {
     "spaces in names": (rows((" height of x ", number), (" y ", amount)), []),
     "names in other scripts": (rows(("größe [m²]", number), ("年齢", number), ("y", amount)), []),
     "a line break in a field": (rows(("c", lambda i: '"one\ntwo"' if i % 2 else '"a, ""b"""'), *PLAIN), []),
+    "many kinds": (rows(("c", lambda i: "ab"[i % 2]), *PLAIN), ["'c': category, 2 levels; 'x': number"]),
     "an empty column": (rows(("gone", lambda i: ""), *PLAIN), ["'gone' was left out: all values are missing"]),
     "a constant column": (rows(("c", lambda i: 5), *PLAIN), ["'c' was left out: it has one value only"]),
     "rows too short": (rows(*PLAIN) + "1.5\n", ["1 rows without a value of 'y' were left out"]),

@@ -7,6 +7,7 @@ import pytest
 
 pd = pytest.importorskip("pandas")
 
+from structvi.tables import fit_table  # noqa: E402
 from structvi.tables.columns import Columns  # noqa: E402
 from structvi.tables.reading import TableError, read_table  # noqa: E402
 from structvi.tables.target import target_of, with_target  # noqa: E402
@@ -166,3 +167,23 @@ def test_separators_and_decimal_commas_are_told(tmp_path):
     assert list(found.columns) == ["x"]
     assert found["x"].isna().tolist() == [False, True]
     assert "row number" in notes[0]
+
+
+def test_dates_of_new_rows():
+    columns = Columns.of(pd.DataFrame({"d": pd.date_range("2024-01-01", periods=40).strftime("%Y-%m-%d")}), {})
+    assert not np.isnan(columns.encode(pd.DataFrame({"d": ["2024-02-01"]})).plain).any()
+    gone = columns.encode(pd.DataFrame({"d": [np.nan, np.nan]}))
+    assert (gone.plain == 0).all()
+    assert "missing in 2 rows" in gone.notes[0]
+    with pytest.raises(TableError, match=r"had dates.*'yesterday'.*2024-12-31"):
+        columns.encode(pd.DataFrame({"d": ["yesterday", "2024-01-01"]}))
+
+
+def test_tables_that_are_none_and_names_that_are_no_texts():
+    for wrong in ({"a": [1]}, "a.csv", np.zeros((3, 2))):
+        with pytest.raises(TypeError, match=r"expected a pandas table.*read_table"):
+            fit_table(wrong, "a")
+    with pytest.raises(TableError, match="more than one column is called 'a'"):
+        fit_table(pd.DataFrame([[1, 2]], columns=["a", "a"]), "a")
+    with pytest.raises(TableError, match="the target '2' has one value only"):
+        fit_table(pd.DataFrame(np.ones((40, 3)), index=[f"r{i}" for i in range(40)]), 2)

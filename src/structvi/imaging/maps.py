@@ -86,7 +86,7 @@ class Maps:
 def predict_maps(
     posterior: PosteriorBase | NetworkMixtureBase,
     volume: Tensor | np.ndarray,
-    tile: Sequence[int] | None = None,
+    tile: int | Sequence[int] | None = None,
     margin: int | Sequence[int] = 0,
     draws: int = 16,
     *,

@@ -254,7 +254,7 @@ class _Inputs:
     """Standardised columns [N, F], zero where missing, and an input for each column in which values were missing."""
 
     def __init__(self, x: np.ndarray):
-        self.missing: np.ndarray = np.asarray(np.isnan(x).any(0))
+        self.missing = np.asarray(np.isnan(x).any(0))
         self.standard = _Standard(x)
 
     @property

@@ -82,6 +82,9 @@ class LogDensity:
             return self.evaluation(one, theta)
         except ValueError as error:
             raise _told(error) from error
+        except KeyError as error:
+            error.add_note(f"the log density was given a dict of the parameters {', '.join(self.space.names)}")
+            raise
         except RuntimeError as error:
             if ".item()" in str(error):  # under vmap a distribution cannot say which value it does not take
                 for row in theta.detach():

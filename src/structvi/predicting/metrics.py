@@ -124,6 +124,10 @@ def evaluate(
         >>> sorted(dict(evaluate(bayes, [(torch.zeros(5, 3), torch.zeros(5, 1))], draws=4)))
         ['aurc', 'count', 'coverage', 'crps', 'draws', 'nlpd', 'nlpd_se', 'rmse']
     """
+    if isinstance(loader, Tensor):
+        raise TypeError(
+            "evaluate expects batches (input, target), got a tensor: write evaluate([(x, t)]), or a DataLoader"
+        )
     check_iterable(loader)
     if passes is not None:
         check_positive(passes, "passes")

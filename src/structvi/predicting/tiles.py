@@ -24,7 +24,7 @@ SMALL = 32
 def predict_tiles(
     posterior: PosteriorBase | NetworkMixtureBase,
     volume: Tensor | np.ndarray,
-    tile: Sequence[int],
+    tile: int | Sequence[int],
     margin: int | Sequence[int] = 0,
     draws: int = 64,
     *,
@@ -51,7 +51,7 @@ def predict_tiles(
     Args:
         posterior: of a network from [B, channels, ..] to outputs [B, .., ..] of the same spatial shape.
         volume: [channels, ..]; of a `np.memmap` only the tiles are read. Numbers of any dtype.
-        tile: its size on each spatial axis, margins included; where the volume is smaller, all of it.
+        tile: its size on each spatial axis, or one for all, margins included; where the volume is smaller, all of it.
         margin: cut off on both sides, but at the volume's own border; one for all axes, or one for each.
         pad: fill tiles up with the border's values where the volume is shorter than a tile, and cut that off again:
             for networks that do not take the volume's own length there.
@@ -67,7 +67,8 @@ def predict_tiles(
         >>> bool((uncertainty > 0).all())
         True
     """
-    sizes, tile = tuple(volume.shape[1:]), tuple(tile)
+    sizes = tuple(volume.shape[1:])
+    tile = (tile,) * len(sizes) if isinstance(tile, int) else tuple(tile)
     margins = (margin,) * len(tile) if isinstance(margin, int) else tuple(margin)
     if not len(tile) == len(margins) == len(sizes) > 0:
         raise ValueError(

@@ -240,4 +240,5 @@ def _check_types(target: Target, family: Family) -> None:
             "write LogDensity(fn, parameters)"
         )
     if not isinstance(family, Family):
-        raise TypeError(f"fit expects a family, got {type(family).__name__}; write FullNormal(), for example")
+        came = f"the class {family.__name__}" if isinstance(family, type) else type(family).__name__
+        raise TypeError(f"fit expects a family, got {came}; write FullNormal(), for example")

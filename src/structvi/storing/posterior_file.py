@@ -103,7 +103,10 @@ def load(
 ) -> PosteriorBase:
     """The posterior of a file, see `structvi.load`."""
     if not isinstance(net, nn.Module):
-        raise TypeError(f"load expects the network, an nn.Module, after the path, got {type(net).__name__}")
+        raise TypeError(
+            f"load expects the network, an nn.Module, after the path, got {type(net).__name__}; a fit of a log density "
+            "is read by vi.load_fit(path, target)"
+        )
     if family is not None and not isinstance(family, Family):
         raise TypeError(f"family must be a family such as MeanField(), got {family!r}")
     given = {"family": family, "likelihood": likelihood, "prior": prior, "forward": forward}

@@ -95,9 +95,16 @@ def values_of(series: Values, kind: str, name: str) -> np.ndarray:
         return _words(series)
     if kind == "date":
         if not pandas.api.types.is_datetime64_any_dtype(series):
-            series = _dates(series)
-            if series is None:
-                raise TableError(f"column {name!r} had dates when the model was fitted, and has other text now")
+            dates = _dates(series)
+            if dates is None and not series.notna().any():
+                return np.full(len(series), np.nan)
+            if dates is None:
+                first = str(series.dropna().iloc[0])
+                raise TableError(
+                    f"column {name!r} had dates when the model was fitted, and now not all of it are, or not in one "
+                    f"form; the first is {first!r}. Write them as 2024-12-31, or leave the fields empty"
+                )
+            series = dates
         days = (series.dt.tz_localize(None) - pandas.Timestamp(0)) / pandas.Timedelta(days=1)
         return days.to_numpy(dtype=np.float64, na_value=np.nan)
     if pandas.api.types.is_bool_dtype(series):

@@ -14,7 +14,7 @@ from .columns import FAR, Columns, values_of
 from .members import folds_of
 from .model import TableModel
 from .oddities import oddities
-from .reading import Table, TableError
+from .reading import Table, TableError, as_table
 from .recipes import NOISES, Problem, family_of
 from .target import Split, Target, split, target_of, with_target
 
@@ -22,6 +22,8 @@ from .target import Split, Target, split, target_of, with_target
 MOST_ROWS = 60_000
 #: folds, of a long table fewer
 FOLDS, FEW_FOLDS, LONG = 5, 3, 20_000
+#: columns that are told one by one
+SHOWN = 12
 
 
 def silent(_: str) -> None:
@@ -108,6 +110,7 @@ def fit_table(
     if noise != "auto" and noise not in NOISES:
         raise ValueError(f'noise must be "auto" or one of {NOISES}, got {noise!r}')
     recipe = family_of(family)
+    table, target = as_table(table).reset_index(drop=True), str(target)
     notes: list[str] = []
     given = dict(categories or {})
     unknown = [name for name in given if name not in table.columns]
@@ -126,7 +129,7 @@ def fit_table(
     notes += oddities(table, target, [column.name for column in columns.columns])
     notes.append(_split_in_words(parts, goal, seed))
     t = _encoded_target(goal, table, rows, notes)
-    for note in notes:
+    for note in (*notes, _columns_in_words(columns)):
         say(note)
     model = TableModel(columns, goal, [], _ranges(columns, features, rows), level, seed)
     inputs = model.inputs(features.iloc[rows])
@@ -172,6 +175,12 @@ def _split_in_words(parts: Split, goal: Target, seed: int) -> str:
         f"{len(parts.test)} rows were drawn at random for the test{alike}; the other {len(parts.fit)} were dealt to "
         f"{count_of(parts)} folds: each model is fitted on all folds but one and judged by that one (seed {seed})."
     )
+
+
+def _columns_in_words(columns: Columns) -> str:
+    told = columns.describe()
+    more = f"; and {len(told) - SHOWN} others, see the page" if len(told) > SHOWN else ""
+    return f"Predicted from {'; '.join(told[:SHOWN])}{more}."
 
 
 def _ranges(columns: Columns, features: Table, rows: np.ndarray) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,7 @@ from ..front_door import load
 from .columns import Columns, values_of
 from .members import network
 from .pooled import Pooled
-from .reading import Table, TableError, pandas_module
+from .reading import Table, TableError, as_table, pandas_module
 from .recipes import CLASSES, NOISES, Part, Recipe, pooled
 from .target import Target
 
@@ -68,8 +68,13 @@ class TableModel:
         row lies beyond what was fitted.
         """
         pandas = pandas_module()
-
+        table = as_table(table)
         inputs = self.inputs(table, notes)
+        known = {*(column.name for column in self.columns.columns), *self.columns.left_out, self.target.name}
+        more = [name for name in table.columns if name not in known]
+        if notes is not None and more:
+            shown = ", ".join(map(repr, more[:5])) + (", .." if len(more) > 5 else "")
+            notes.append(f"columns that the model was not fitted with are not used: {shown}")
         frames = []
         for start in range(0, len(table), ROWS):
             some = {name: x[start : start + ROWS] for name, x in inputs.items()}

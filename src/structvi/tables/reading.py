@@ -72,6 +72,24 @@ def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: lis
     return table
 
 
+def as_table(table: Any) -> Table:
+    """A pandas table with texts as names; TypeError where it is none, TableError where two columns have one name.
+
+    Example:
+        >>> import pandas
+        >>> list(as_table(pandas.DataFrame([[1, 2]])).columns)
+        ['0', '1']
+    """
+    if not isinstance(table, pandas_module().DataFrame):
+        raise TypeError(f"expected a pandas table, got {type(table).__name__}; read_table(path) makes one of a file")
+    if not all(isinstance(name, str) for name in table.columns):
+        table = table.rename(columns=str)
+    double = sorted(set(table.columns[table.columns.duplicated()]))
+    if double:
+        raise TableError(f"more than one column is called {', '.join(map(repr, double[:5]))}: rename all but one")
+    return table
+
+
 def pandas_module() -> Any:
     """pandas, imported when it is asked for; TableError where it is not installed."""
     try:
