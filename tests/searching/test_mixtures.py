@@ -174,3 +174,24 @@ def test_a_wide_part_without_a_maximum_that_draws_never_reach_has_a_part(seed):
     assert result.converged
     assert len(result.family.mixture_parts()[0]) == 2
     assert result.elbo.value > -0.02
+
+
+def test_a_part_around_another_has_no_mode_and_is_found():
+    """½ N(0, 1) + ½ N(0, 3²) in five numbers: one mode, and what is left is a shell. One normal is 0.5 nats short."""
+    target = Normals(torch.zeros(2, 5), [1.0, 3.0], [0.5, 0.5])
+    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
+    assert result.converged
+    assert result.elbo.value > -0.02
+
+
+def test_a_mode_with_heavy_tails_that_has_a_part_is_not_missed():
+    """Two Student-t modes, six degrees of freedom, ten numbers: at the modes p is over seven times a normal's."""
+    P, at = 10, torch.full((10,), 3.0, dtype=torch.float64)
+
+    def log_density(p):
+        each = [-0.5 * (6 + P) * torch.log1p((p["z"] - c).square().sum() / 6) for c in (at, -at)]
+        return torch.stack(each).logsumexp(0)
+
+    result = vi.fit(vi.LogDensity(log_density, space(P)), vi.Mixture(vi.FullNormal(), 2), progress=False)
+    assert len(result.modes) == 2
+    assert result.converged, result.verdict

@@ -20,11 +20,12 @@ from .choosing import weighted
 from .coordinates import Limit
 from .mixing import Chosen, Mixing, in_theta
 from .modes import POINTS, Mode, Modes
-from .peaks import Peak
+from .peaks import Peak, with_mass
 from .result import FRESH, Found
 from .rough_modes import fit_rough
 from .search import Search
 from .units import DENSE, View
+from .wider import wider
 
 #: with a lower limit of evaluations no modes are looked for
 LEAST = 4 * POINTS
@@ -158,7 +159,9 @@ def _another(
         seen.refine()
         modes, _ = mixing.places(seen)
         return mixing.fit(mixing.worth(mixing.chosen(modes, [], len(modes))), draws), GAIN
+    around = wider(found.family, mixing.target, found.elbo, mixing.run.seed + 3)
     places = [in_theta(seen.view, shoulder) for shoulder in seen.shoulders]
+    places += [with_mass(mixing.from_fit(one), one.log_mass) for one in around]
     beside = log1p(exp(min(0.0, max((place.log_mass for place in places), default=-inf) - found.elbo)))
     if places and max(left - GAIN, beside - BESIDE) > 0 and not mixing.run.target.exhausted:
         gain = GAIN if left > GAIN else min(GAIN, beside / 2)
@@ -195,9 +198,8 @@ def _normals(mixing: Mixing, seen: Modes, found: Found) -> list[Peak]:
             return []
         peak = mixing.from_fit(Peak(density.mean, 0.0, root))
         at = (peak.at - seen.view.centre) / seen.view.root
-        peak = Peak(at, 0.0, peak.root / seen.view.root.unsqueeze(-1))
         mass = weight + found.elbo - seen.view.root.log().sum().item()
-        made.append(peak._replace(value=mass - peak.log_mass))
+        made.append(with_mass(Peak(at, 0.0, peak.root / seen.view.root.unsqueeze(-1)), mass))
     return made
 
 

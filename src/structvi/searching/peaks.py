@@ -35,6 +35,11 @@ class Peak(NamedTuple):
         return torch.linalg.solve_triangular(self.root, (z - self.at).mT, upper=False).norm(dim=0)
 
 
+def with_mass(peak: Peak, log_mass: float) -> Peak:
+    """The peak as high as makes its mass this one."""
+    return peak._replace(value=peak.value + log_mass - peak.log_mass)
+
+
 def settle(function: RowFunction, z: Tensor, unit: Tensor) -> Peak | None:
     """The maximum above z [P], by Newton's method; None where there is none, or none with a curvature.
 
