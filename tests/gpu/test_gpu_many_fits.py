@@ -43,3 +43,12 @@ def test_at_once_is_one_by_one(family, kind, tolerance, device):
             assert float((x.detach() - theirs[name].detach()).abs().max()) < tolerance, name
     if device.type == "cuda":
         assert not [note for result in results for note in result.notes if "not captured" in note]
+
+
+@pytest.mark.parametrize("coupling", [vi.naive, vi.paired], ids=["naive", "paired"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_noise_of_all_generators_is_that_of_each(kind, coupling, gpu):
+    """In one launch, for a mixture's two calls; else a hundred fits wait for a hundred calls a step."""
+    from structvi.training.stacked_noise import is_right
+
+    assert is_right(((2, 101, 3), (1, 5003, 0)), coupling, kind, torch.device(gpu))

@@ -11,7 +11,7 @@ from ..couplings import Noise, paired
 from ..families.density import Density
 from ..objective import Estimate, log_q_at, not_finite
 from ..posterior import PosteriorBase
-from .stacked_step import AnyNoise, noise_calls
+from .stacked_noise import maker, noise_calls
 
 #: numbers that a call of all networks may make of one hidden unit: rows times draws times members
 AT_ONCE = 2**20
@@ -74,7 +74,7 @@ class StackedElbo:
         self.mask = torch.arange(longest) < self.seen.unsqueeze(-1)
         generators = [torch.Generator(self.device).manual_seed(seed + 1) for seed in seeds]
         calls, S = noise_calls(posterior.family(), groups, paired)
-        self.noise = tuple(AnyNoise(calls, paired, generators, posterior)())
+        self.noise = tuple(maker(calls, paired, generators, posterior.space.dtype)())
         self.rows = max(1, min(AT_ONCE // (len(indices) * S), posterior.model.num_data))
 
     @torch.no_grad()

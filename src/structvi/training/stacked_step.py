@@ -1,6 +1,6 @@
 """One training step of M posteriors at once: vmap over their parameters, noise and batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import nan
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from ..basics.host_reads import unread
-from ..couplings import Coupling, Noise, naive, paired
-from ..families.density import Density
+from ..couplings import Coupling, Noise
 from ..objective import Estimator, terms_at
 from ..posterior import PosteriorBase
 from .stacked import Stack, StackedAdam
 from .stacked_graph import StackedGraph, key_of
+from .stacked_noise import maker, noise_calls
 
 #: gradients both ways may differ by this many roots of the rounding, relative to the largest
 CLOSE = 3.0
@@ -104,8 +104,7 @@ class StackedStep:
         self.adam = StackedAdam(self.stack, rates)
         #: what noise one draw asks for, and S
         self.calls, self.size = noise_calls(posteriors[0].family(), groups, coupling)
-        self._noise = _PairedNoise if coupling is paired else AnyNoise
-        self.draws = self._noise(self.calls, coupling, generators, posteriors[0])
+        self.draws = maker(self.calls, coupling, generators, posteriors[0].space.dtype)
         #: why the step is not captured as a CUDA graph; None where it is, or will be
         self.reason = None if capture and posteriors[0].device.type == "cuda" else "not on a CUDA device, or as asked"
         self._graphs: dict[Any, StackedGraph] = {}
@@ -175,7 +174,7 @@ class StackedStep:
             counts: of each member, the rows that are its own.
         """
         other = [torch.Generator(one.device).manual_seed(m) for m, one in enumerate(self.generators)]
-        noise = self._noise(self.calls, self.coupling, other, self.posteriors[0])()
+        noise = maker(self.calls, self.coupling, other, self.posteriors[0].space.dtype)()
         try:
             found = self._gradients(noise, batch, plan)
         except (
@@ -217,49 +216,3 @@ def _close(a: Tensor, b: Tensor, kind: torch.dtype) -> bool:
     tolerance = CLOSE * torch.finfo(kind).eps ** 0.5
     size = b.where(b.isfinite(), 0.0).abs().max().item() if b.numel() else 0.0
     return bool(torch.isclose(a.double(), b.double(), rtol=0.0, atol=tolerance * size, equal_nan=True).all())
-
-
-# --------------------------------------------------------------------------------------------------------------- noise
-
-
-def noise_calls(density: Density, groups: int, coupling: Coupling) -> tuple[list[tuple[int, int, int]], int]:
-    """(groups, P, K) of every call of the coupling that `draw` makes, of a mixture one for each part; and S."""
-    calls: list[tuple[int, int, int]] = []
-
-    def recorded(groups: int, P: int, K: int, *rest: Any, **more: Any) -> Noise:
-        calls.append((groups, P, K))
-        return coupling(groups, P, K, *rest, **more)
-
-    with torch.no_grad():
-        drawn = density.draw(groups, recorded, torch.Generator(density.mean.device).manual_seed(0))
-    return calls, len(drawn.weight)
-
-
-class AnyNoise:
-    """Of each member from its own generator, as its own draw would make it: [M, S, P], [M, S, K] for every call."""
-
-    def __init__(
-        self,
-        calls: Sequence[tuple[int, int, int]],
-        coupling: Coupling,
-        generators: Sequence[torch.Generator],
-        like: PosteriorBase,
-    ):
-        self.calls, self.coupling, self.generators = calls, coupling, generators
-        self.dtype, self.device = like.space.dtype, like.device
-
-    def __call__(self) -> list[Noise]:
-        made = [list(self._member(generator)) for generator in self.generators]
-        return [Noise(*(torch.stack(side) for side in zip(*call, strict=True))) for call in zip(*made, strict=True)]
-
-    def _member(self, generator: torch.Generator) -> Iterator[Noise]:
-        for groups, P, K in self.calls:
-            yield self.coupling(groups, P, K, generator, self.dtype, self.device)
-
-
-class _PairedNoise(AnyNoise):
-    """Antithetic pairs, mirrored once for all members."""
-
-    def __call__(self) -> list[Noise]:
-        self.coupling: Callable[..., Noise] = naive
-        return [Noise(*(torch.stack([x, -x], dim=2).flatten(1, 2) for x in half)) for half in super().__call__()]

@@ -135,6 +135,31 @@ for groups in (2, 20):
     both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
     for got, expected in zip(*both, strict=True):
         close(got, expected, 1e-4)
+# normal numbers of many generators: Philox as it is defined, whose words for zeros are known, and Box-Muller
+from math import log, pi, sin, sqrt
+from structvi.families.numerics.triton_normals import normals
+def words(seed, counter, i):
+    c, k = [counter % 2**32, counter >> 32, i, 0], [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(q >> 32) ^ c[1] ^ k[0], q % 2**32, (p >> 32) ^ c[3] ^ k[1], p % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+assert words(0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+seeds, offsets, G, P, K = [3, 2**40 + 5], [0, 4 * (2**33 + 3)], 2, 5, 3
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+    diagonal, low_rank = normals(torch.tensor(seeds), torch.tensor(offsets), G, P, K, True, dtype)
+    assert diagonal.shape == (2, 2 * G, P) and low_rank.shape == (2, 2 * G, K)
+    for m in range(2):
+        expected = []
+        for a, b, c, d in (words(seeds[m], offsets[m] // 4, i) for i in range(G * (P + K))):
+            u, v = (a + 0.5) / 2**32, (b + 0.5) / 2**31
+            if dtype == torch.float64:
+                u, v = ((a ^ b << 21) + 0.5) / 2**53, ((c ^ d << 21) + 0.5) / 2**52
+            expected.append(sqrt(-2 * log(u)) * sin(pi * v))
+        expected = torch.tensor(expected, dtype=dtype)
+        for got, own in ((diagonal[m], expected[: G * P].view(G, P)), (low_rank[m], expected[G * P :].view(G, K))):
+            torch.testing.assert_close(got, torch.stack([own, -own], 1).flatten(0, 1), rtol=0, atol=tolerance)
 print("all right")
 """
 

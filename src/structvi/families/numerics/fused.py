@@ -206,11 +206,11 @@ class _Drawn(torch.autograd.Function):
 def kernels_serve(factor: Tensor) -> bool:
     """Whether Triton kernels are used for this factor [P, K]."""
     wanted = factor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return wanted and factor.dtype == torch.float32 and factor.shape[-1] <= 128 and _has_triton()
+    return wanted and factor.dtype == torch.float32 and factor.shape[-1] <= 128 and has_triton()
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None  # builds of torch for the CPU come without it
 
 
