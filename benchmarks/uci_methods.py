@@ -27,7 +27,7 @@ TENSORS = ("0.weight", "0.bias", "2.weight", "2.bias")
 #: nats that a fit which is no number counts for a row
 LOST = -1000.0
 #: sets with more data than this take minibatches
-FULL_BATCH, BATCH = 1500, 512
+FULL_BATCH, BATCH = 500, 256
 
 
 class Candidate(NamedTuple):
