@@ -12,8 +12,8 @@ of a first fit of every candidate; what is chosen is then fitted again to the wh
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
 - `stacked`: ours. Candidates: λ = 1, 0.3, 0.1, 0.03 with prior scales by the ELBO, λ = 0.5, 0.1, 0.03 with the prior's
   variance λ/fan_in (so that λ KL pulls means as weight decay does, at any λ), and λ = 1, 0.25, 0.06 with 4 λ/fan_in;
-  each an equal mixture of two members (one, when it is tried). The weights of the candidates are those with the highest held-out log
-  density (stacking). `validated` is the one best candidate instead.
+  each an equal mixture of two members (one, when it is tried). The weights of the candidates are those with the
+  highest held-out log density (stacking). `validated` is the one best candidate instead.
 - `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
 - `deep ensemble`: five networks; their prior scale, 0.5, 1 or 4 times 1/√fan_in, by the held-out log density.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale 1 or 4 likewise.
