@@ -22,12 +22,12 @@ NOISE: dict[str, tuple[Callable[[], Any], int]] = {
     "Student-t": (lambda: vi.likelihoods.StudentT(), 1),
     "heteroscedastic": (lambda: vi.likelihoods.Gaussian("head", bound=7.0), 2),
 }
-HIDDEN, MEMBERS, DRAWS = 50, 5, 200
+HIDDEN, MEMBERS, DRAWS = 50, 5, 100
 TENSORS = ("0.weight", "0.bias", "2.weight", "2.bias")
 #: nats that a fit which is no number counts for a row
 LOST = -1000.0
 #: sets with more data than this take minibatches
-FULL_BATCH, BATCH = 1500, 512
+FULL_BATCH, BATCH = 500, 256
 
 
 class Candidate(NamedTuple):

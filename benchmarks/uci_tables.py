@@ -85,6 +85,9 @@ def report(results: Mapping[str, Any], data: Path | None) -> str:
         if key == "log_likelihood":
             for method, own in literature.items():
                 rows.append([f"*{method}*", *(f"{own[n]:.2f}" if n in own else "–" for n in names)])
+            if literature:
+                best = [max((own[n] for own in literature.values() if n in own), default=None) for n in names]
+                rows.append(["*best published*", *("–" if x is None else f"{x:.2f}" for x in best)])
             rows.append(["splits", *(str(max(map(len, own.values()), default=0)) for own in sets.values())])
         tables.append(grid(title, names, rows))
     if results["gap"]:

@@ -43,11 +43,12 @@ def _mean_field(_: Candidate) -> vi.Family:
 
 
 LAMBDAS = (1.0, 0.5, 0.25, 0.1, 0.03)
+LEARNED = [Candidate(λ, None) for λ in (1.0, 0.3, 0.1, 0.03)]
 HELD = [Candidate(λ, λ**0.5) for λ in LAMBDAS]
 UNIT = [Candidate(λ, 1.0) for λ in LAMBDAS[:-1]]
 WAYS: dict[str, Way] = {
-    "prior scales by ELBO": Way(_mean_field, [Candidate(λ, None) for λ in uci.LEARNED]),
-    "prior scales by ELBO, learning rate 0.02": Way(_mean_field, [Candidate(λ, None) for λ in uci.LEARNED], lr=0.02),
+    "prior scales by ELBO": Way(_mean_field, LEARNED),
+    "prior scales by ELBO, learning rate 0.02": Way(_mean_field, LEARNED, lr=0.02),
     "prior variance λ/fan_in": Way(_mean_field, HELD),
     "the same, learning rate 0.02": Way(_mean_field, HELD, lr=0.02),
     "the same, three times the steps": Way(_mean_field, HELD, steps=3 * uci.STEPS),

@@ -94,7 +94,7 @@ def short(monkeypatch):
 
 
 def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, short, capsys):
-    table = "| method | yacht | wine |\n| --- | --- | --- |\n| PBP | −1.63 | – |\n"
+    table = "| method | yacht | wine |\n| --- | --- | --- |\n| PBP | −1.63 | – |\n| VI | −2.01 | – |\n"
     (folder / uci_tables.PUBLISHED).write_text(table)
     out = tmp_path / "out.json"
     noises = ("normal", "heteroscedastic")
@@ -119,6 +119,7 @@ def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, s
     assert json.loads(out.read_text())["sets"]["yacht"]["methods"] == methods
     first = capsys.readouterr().out
     assert "| *PBP* | -1.63 |" in first
+    assert "| *best published* | -1.63 |" in first
     uci.main(["--merge", str(out), str(out), "--data", str(folder)])
     assert capsys.readouterr().out.strip() in first
 
