@@ -151,7 +151,8 @@ def family(setting: Setting) -> vi.Family:
 
 
 def log_scales(bayes: vi.Posterior) -> Tensor:
-    return torch.cat([p.detach().flatten() for name, p in bayes.named_parameters() if name.endswith("log_scale")])
+    named = bayes.family.named_parameters()
+    return torch.cat([p.detach().flatten() for name, p in named if name.endswith("log_scale")])
 
 
 def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> vi.Posterior:
@@ -161,7 +162,7 @@ def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> v
     return vi.variationalize(
         net, vi.likelihoods.Categorical(), own, prior, num_data=len(shop.x),
         generator=torch.Generator().manual_seed(setting.seed),
-    )  # fmt: skip
+    ).to(shop.device)  # fmt: skip
 
 
 def bound(bayes: vi.Posterior, shop: Shop) -> dict[str, float]:
