@@ -62,7 +62,7 @@ class Setting:
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
-    radius: float = 10.0  # of newton
+    radius: float = 1.0  # of newton
     initial_scale: float = 0.1
     warmup: float = 0.05
     rise: float = 0.25  # part of the steps in which λ rises

@@ -64,7 +64,7 @@ def steps_runs(setting: Callable[..., Any]) -> list[Any]:
         *({"optimizer": "adam", "lr": lr} for lr in (0.02, 0.05)),
         {"lr": 0.01, "scale_lr": 0.05},
         *({"lr": 0.01, "scales": "newton", "scale_lr": rate} for rate in (0.1, 0.3)),
-        *({"optimizer": "newton", "lr": rate, "scale_lr": rate, "beta1": 0.9} for rate in (0.1, 0.3)),
+        *({"optimizer": "newton", "lr": lr, "scale_lr": 0.1, "beta1": 0.9} for lr in (0.1, 0.3)),
         *({"lr": 0.01, "scale_lr": 0.05, "rise": rise} for rise in (0.02, 0.1, 0.5)),
         {"lr": 0.01, "scale_lr": 0.05, "paced": True},
     ]
