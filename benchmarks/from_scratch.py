@@ -194,9 +194,10 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         stop=False, restarts=0, compare=2.0,
         progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
     )  # fmt: skip
-    seconds = result.history["seconds"]
+    seconds, lam = result.history["seconds"], result.history["temperature"]
     details: dict[str, Any] = {
         "kept": result.kept,
+        "risen": float((lam < lam[-1]).double().mean()),  # after which part of the steps λ has its value
         "ms": 1000 * float(torch.as_tensor(seconds).double().nanmedian()),
         "notes": [note for note in result.notes if "captured" in note or "undone" in note],
     }
