@@ -62,7 +62,7 @@ class Setting:
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
-    radius: float = 10.0  # of newton
+    radius: float = 1.0  # of newton
     initial_scale: float = 0.1
     warmup: float = 0.05
     rise: float = 0.25  # part of the steps in which λ rises
@@ -151,7 +151,8 @@ def family(setting: Setting) -> vi.Family:
 
 
 def log_scales(bayes: vi.Posterior) -> Tensor:
-    return torch.cat([p.detach().flatten() for name, p in bayes.named_parameters() if name.endswith("log_scale")])
+    named = bayes.family.named_parameters()
+    return torch.cat([p.detach().flatten() for name, p in named if name.endswith("log_scale")])
 
 
 def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> vi.Posterior:
@@ -161,7 +162,7 @@ def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> v
     return vi.variationalize(
         net, vi.likelihoods.Categorical(), own, prior, num_data=len(shop.x),
         generator=torch.Generator().manual_seed(setting.seed),
-    )  # fmt: skip
+    ).to(shop.device)  # fmt: skip
 
 
 def bound(bayes: vi.Posterior, shop: Shop) -> dict[str, float]:
@@ -193,9 +194,10 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         stop=False, restarts=0, compare=2.0,
         progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
     )  # fmt: skip
-    seconds = result.history["seconds"]
+    seconds, lam = result.history["seconds"], result.history["temperature"]
     details: dict[str, Any] = {
         "kept": result.kept,
+        "risen": float((lam < lam[-1]).double().mean()),  # after which part of the steps λ has its value
         "ms": 1000 * float(torch.as_tensor(seconds).double().nanmedian()),
         "notes": [note for note in result.notes if "captured" in note or "undone" in note],
     }

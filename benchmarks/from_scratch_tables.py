@@ -12,7 +12,8 @@ import torch
 #: what a line of JSON has of a run
 SHORT = (
     "method", "optimizer", "lam", "seed", "nll", "accuracy", "ece", "shift", "validation", "elbo", "gain", "moved",
-    "scale", "ms", "fit_seconds", "seconds", "kept", "T", "notes",
+    "scale", "ms", "fit_seconds", "seconds", "kept", "risen", "T",
+    "notes",
 )  # fmt: skip
 MEASURES = ("nll", "accuracy", "ece", "shift", "validation", "auroc")
 COLUMNS = {"nll": 4, "accuracy": 4, "ece": 3, "shift": 3, "validation": 4, "elbo": 0, "gain": 0, "moved": 2, "ms": 1}
@@ -64,7 +65,7 @@ def steps_runs(setting: Callable[..., Any]) -> list[Any]:
         *({"optimizer": "adam", "lr": lr} for lr in (0.02, 0.05)),
         {"lr": 0.01, "scale_lr": 0.05},
         *({"lr": 0.01, "scales": "newton", "scale_lr": rate} for rate in (0.1, 0.3)),
-        *({"optimizer": "newton", "lr": rate, "scale_lr": rate, "beta1": 0.9} for rate in (0.1, 0.3)),
+        *({"optimizer": "newton", "lr": lr, "scale_lr": 0.1, "beta1": 0.9} for lr in (0.1, 0.3)),
         *({"lr": 0.01, "scale_lr": 0.05, "rise": rise} for rise in (0.02, 0.1, 0.5)),
         {"lr": 0.01, "scale_lr": 0.05, "paced": True},
     ]

@@ -36,6 +36,18 @@ def test_two_steps_by_hand():
         torch.testing.assert_close(q.log_scale.detach(), log_scale, rtol=1e-6, atol=1e-7)
 
 
+def test_a_mean_moves_by_so_many_standard_deviations_at_most():
+    q = normal()
+    optimizer = optimizer_of(q, vi.NaturalGradient(lr=0.5, radius=2.0))
+    before, scale = q.mean.detach().clone(), q.log_scale.exp().detach()
+    q.mean.grad = torch.tensor([1e6, -1e6, 1e-3], dtype=torch.float64)
+    optimizer.step()
+    moved = (before - q.mean.detach()) / scale
+    torch.testing.assert_close(
+        moved, torch.stack([moved.new_tensor(1.0), moved.new_tensor(-1.0), 0.5 * 1e-3 * NATS * scale[2]])
+    )
+
+
 def test_the_fixed_point_is_the_posterior():
     """L = Σ Λ (m² + s²)/2 − (λ/N) log s: m = 0 and s² = (λ/N)/Λ, from scales far too wide and far too narrow."""
     q, precision = normal(), torch.tensor([0.01, 1.0, 40.0], dtype=torch.float64)

@@ -55,7 +55,7 @@ class NaturalGradient:
     lr: float = 0.1
     scale_lr: float = 0.1
     beta: float = 0.9
-    radius: float = 10.0
+    radius: float = 1.0
     rest_lr: float = DEFAULT_LR
     refresh: int = 10
     turn: int | None = 1
