@@ -146,7 +146,8 @@ class NetworkMixture(NetworkMixtureBase):
                 members, that which suits the mixture; the average over the networks themselves is a candidate. Else
                 each member's choices are made on them; also a fraction of the loader's data set, the same for all.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
-                problem), drawn to equal ones as by three more observations, see `stacking`. By their ELBOs they would be zero but for one.
+                problem), drawn to equal ones as by three more observations. By their ELBOs they would be zero but for
+                one.
             **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c. `temperature` may be a
                 list, one for each member.
 
