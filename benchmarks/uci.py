@@ -53,7 +53,7 @@ LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03), (0.5, 0.1), (0.25,)
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
 ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
-LEAST = 0.02
+LEAST = 0.004
 METHODS = ("stacked", "ensemble", "dropout", "mean field", "precision")
 Keep = Callable[[str, int, dict[str, Any]], None]
 

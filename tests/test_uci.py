@@ -110,7 +110,8 @@ def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, s
         for r in ("0", "1"):
             row = methods[f"stacked, {noise}"][r]
             assert sum(row["weights"]) == pytest.approx(1.0)
-            assert row["held_out"] >= methods[f"validated, {noise}"][r]["held_out"] - 0.02  # small weights are left out
+            best = methods[f"validated, {noise}"][r]["held_out"]
+            assert row["held_out"] >= best - log(3) - 0.02  # equal weights of three have that; small ones are left out
     rows = uci_tables.chosen(methods)
     assert {name for name in rows if name not in methods} == set(uci_tables.CHOICES)
     for r, row in rows["ours, noise validated"].items():
@@ -156,9 +157,11 @@ def test_differences_are_paired_and_marked():
 
 
 def test_rules_are_scored_on_the_other_half():
-    """One of two candidates is right on every row: picked or stacked it has all of the weight."""
+    """One of two candidates is right on every row: it is picked, and stacked it has all rows but half of the three that
+    all candidates share."""
     rows = torch.stack([torch.full((10,), -1.0), torch.full((10,), -9.0)]).double()
-    assert uci_tried.halves(rows, 0) == pytest.approx((-1.0, -1.0), abs=1e-2)
+    mixture = log((5 + 1.5) / 8 * exp(-1) + 1.5 / 8 * exp(-9))
+    assert uci_tried.halves(rows, 0) == pytest.approx((-1.0, mixture), abs=1e-3)
     half = torch.stack([torch.arange(2000) % 2 * -9.0, (torch.arange(2000) + 1) % 2 * -9.0]).double()
     picked, stacked = uci_tried.halves(half, 0)
     assert picked == pytest.approx(-4.5, abs=0.3)  # standard error 9/2/√1000 = 0.14

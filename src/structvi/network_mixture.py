@@ -44,6 +44,8 @@ WORST_FIRST = (
 )  # fmt: skip
 #: iterations of the search for weights, each of which gains
 ITERATIONS = 500
+#: of stacking: observations that all members share equally
+EQUAL_ROWS = 3.0
 
 
 @dataclass(repr=False, kw_only=True)
@@ -144,7 +146,8 @@ class NetworkMixture(NetworkMixtureBase):
                 members, that which suits the mixture; the average over the networks themselves is a candidate. Else
                 each member's choices are made on them; also a fraction of the loader's data set, the same for all.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
-                problem). By their ELBOs they would be zero but for one.
+                problem), drawn to equal ones as by three more observations. By their ELBOs they would be zero but for
+                one.
             **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c. `temperature` may be a
                 list, one for each member.
 
@@ -296,17 +299,27 @@ def _compared(together: Together) -> str:
     )
 
 
-def stacking(log_probs: Tensor) -> Tensor:
-    """The weights with the highest Σ_n log Σ_c w_c p_c(t_n): [C, n] → [C], by expectation maximisation.
+def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
+    """The weights with the highest Σ_n log Σ_c w_c p_c(t_n) + rows/C Σ_c log w_c: [C, n] → [C], by expectation
+    maximisation.
+
+    The second part holds them together where there are few data: as if so many more had been shared by all members.
+
+    Args:
+        log_probs: of each member and each observation.
+        rows: how many; 0 for the first part alone.
 
     Example:
-        >>> stacking(torch.tensor([[-1.0, -1.0], [-3.0, -3.0]]).double()).round(decimals=3).tolist()
+        >>> stacking(torch.tensor([[-1.0], [-3.0]]).double().expand(2, 97)).round(decimals=3).tolist()
+        [0.983, 0.017]
+        >>> stacking(torch.tensor([[-1.0], [-3.0]]).double(), rows=0).round(decimals=3).tolist()
         [1.0, 0.0]
     """
-    log_weights = log_probs.new_full((len(log_probs),), -log(len(log_probs)))
+    C, n = log_probs.shape
+    log_weights = log_probs.new_full((C,), -log(C))
     for _ in range(ITERATIONS):
         share = (log_weights.unsqueeze(-1) + log_probs).softmax(0)  # [C, n]
-        log_weights = share.mean(-1).clamp(min=1e-300).log()
+        log_weights = ((share.sum(-1) + rows / C) / (n + rows)).clamp(min=1e-300).log()
     return log_weights.exp() / log_weights.exp().sum()
 
 
