@@ -36,6 +36,10 @@ from .result import FitResult, History, PathPoint
 from .validation import NETWORK, PREFERRED
 from .warm_start import curvature_of, trained_values, with_residual_noise
 
+UNCERTAIN = (
+    "of every posterior the held-out data allow that it is worse than the network: what is kept is a narrow normal "
+    "around it; more held-out rows would tell more"
+)
 #: groups of draws of the ELBO that is reported; batches, at most, and the share of the data that they are at most
 GROUPS, BATCHES, SHARE = 2, 4, 0.1
 
@@ -99,7 +103,8 @@ def _placed(
     around.place_kept(kept, batches.everything(1))
     posterior = around.posterior
     if kept.name == NETWORK:
-        notes, candidates = [*notes, PREFERRED], [*candidates, kept] if candidates else []
+        note = UNCERTAIN if "prior" in posterior.left_open else PREFERRED
+        notes, candidates = [*notes, note], [*candidates, kept] if candidates else []
     on_data = of_network(*around.network, batches.everything(_few(batches)))
     trained = on_data.mean * float(on_data.count.sum()) / len(on_data.count) * posterior.model.num_data
     return _result(posterior, batches, options, notes, candidates, kept, network, trained)
@@ -195,7 +200,7 @@ def _result(
 
 def _verdict(kept: Candidate) -> str:
     if kept.name == NETWORK:
-        return "the network was kept: the held-out data prefer it to every posterior around it"
+        return "the network was kept: the held-out data show no posterior around it that is as good for certain"
     return f"placed around the network: {kept.name}"
 
 

@@ -217,7 +217,7 @@ class Rule:
 
     Spread makes predictions less sure. A network that is too sure gains by it, and the widest posterior that is as good
     as the best is taken. One that is not sure enough loses, by how much is hard to see on few data: there a
-    posterior is taken only where it gains half a standard error over the network.
+    posterior is taken only where it gains two standard errors over the network.
 
     Of few held-out rows chance makes the best, and the widest within a margin of it may be a bad one. So a posterior is
     as good only if held-out data say with 95 % that it is not more than `harm` nats worse than the network.
@@ -234,7 +234,7 @@ class Rule:
         if self.is_too_sure:
             return as_good(one.held_out, best)
         gain, error = one.held_out.gain_over(self.network)
-        return gain > 0.5 * error
+        return gain > 2 * error
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
         """Of those with the most rows; one that has seen fewer where it gains two standard errors on these."""
