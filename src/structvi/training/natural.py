@@ -31,8 +31,8 @@ class NaturalGradient:
     2018) with the gradients of the step's own estimator, and changes the way to the optimum, not the optimum.
 
     A `Rotated` family takes the eigenvectors of E GGᵀ and E GᵀG of its gradients for its coordinates, as with `Soap`,
-    until iterates are averaged: `Rotated(MeanField())` is what gains most at λ = 1 in deep networks. For small λ `Soap`
-    is the faster one.
+    until iterates are averaged. In deep networks at λ = 1 it is for `Rotated(MeanField())`, in whose coordinates the
+    curvature is nearly diagonal; elsewhere `Soap` is the faster one (docs/from_scratch.md).
 
     Args:
         lr: the highest rate of the means; 1 is a whole step.
@@ -52,7 +52,7 @@ class NaturalGradient:
         8
     """
 
-    lr: float = 0.1
+    lr: float = 0.3
     scale_lr: float = 0.1
     beta: float = 0.9
     radius: float = 1.0
