@@ -92,8 +92,8 @@ def tried(splits: dict[int, Split], noise: str, way: Way, length: float) -> tupl
     """Held-out log densities [C, n] of each split, and the RMSE of each candidate, on average over splits."""
     steps = max(10, round(length * way.steps))
     method = Method(noise, way.family, steps, way.lr, way.groups, is_point=way.is_point)
-    wanted = [(r, one) for r in splits for one in way.candidates]
-    got = uci_methods.members(splits, wanted, method, way.count, "cpu")
+    wanted = {(r, one): way.count for r in splits for one in way.candidates}
+    got = uci_methods.members(splits, wanted, method, "cpu")
     found = {r: torch.stack([got[r, one].predicted.log_density for one in way.candidates]) for r in splits}
     errors = [[uci_methods.scores(got[r, one].predicted, splits[r])[1] for one in way.candidates] for r in splits]
     return found, torch.tensor(errors).mean(0)
