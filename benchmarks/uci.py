@@ -10,7 +10,7 @@ DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "pub
 of a first fit of every candidate; what is chosen is then fitted again to the whole training set.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03 with prior scales by the ELBO, λ = 0.5, 0.1 with the prior's variance
+- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
   λ/fan_in (λ KL then pulls means as weight decay does, at any λ), and λ = 0.25 with 4 λ/fan_in; each an equal mixture
   of members: one when it is tried, in the end ten in all and two at least. The weights of the candidates are those with
   the highest held-out log density (stacking). `validated` is the one best candidate instead.
@@ -51,7 +51,7 @@ LR, POINT_LR = 0.02, 0.02
 #: it is tried
 SHARED, TRIED = 10, 2
 #: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
-LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03), (0.5, 0.1), (0.25,)
+LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03, 0.003), (0.5, 0.1), (0.25,)
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
 ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
