@@ -85,7 +85,8 @@ def row(
     best = int(each.argmax())
     rules = [[value - log(splits[r].unit) for value in halves(found[r], r)] for r in splits]
     picked, stacked = (mean(column) for column in zip(*rules, strict=True))
-    return [name, labels[best], f"{each[best]:.3f}", f"{errors[best]:.3f}", f"{picked:.3f}", f"{stacked:.3f}"]
+    every = ", ".join(f"{value:.2f}" for value in each)
+    return [name, every, labels[best], f"{errors[best]:.3f}", f"{picked:.3f}", f"{stacked:.3f}"]
 
 
 def tried(splits: dict[int, Split], noise: str, way: Way, length: float) -> tuple[dict[int, Tensor], Tensor]:
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
         every = {r: torch.cat(parts) for r, parts in ours.items()}
         rows.append(row("all of ours", every, torch.cat(wrong), splits, names))
     title = f"{options.set}, {options.noise}, held-out"
-    text = grid(title, ["best: λ; rate, scale", "log density", "RMSE", "picked", "stacked"], rows)
+    text = grid(title, ["candidates", "best: λ; rate, scale", "its RMSE", "picked", "stacked"], rows)
     print(text)
     return text
 
