@@ -10,10 +10,10 @@ DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "pub
 of a first fit of every candidate; what is chosen is then fitted again to the whole training set.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03 with prior scales by the ELBO, λ = 0.5, 0.1 with the prior's variance
+- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
   λ/fan_in (λ KL then pulls means as weight decay does, at any λ), and λ = 0.25 with 4 λ/fan_in; each an equal mixture
-  of two members (one, when it is tried). The weights of the candidates are those with the highest held-out log density
-  (stacking). `validated` is the one best candidate instead.
+  of members: one when it is tried, in the end ten in all and two at least. The weights of the candidates are those with
+  the highest held-out log density (stacking). `validated` is the one best candidate instead.
 - `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
 - `deep ensemble`: five networks; their prior scale, 0.5, 1 or 4 times 1/√fan_in, by the held-out log density.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale 1 or 4 likewise.
@@ -31,6 +31,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,11 @@ from .uci_tables import report
 #: steps of every fit, where a step has all of the data, and where it has a minibatch
 STEPS, MANY_STEPS = 1000, 1500
 LR, POINT_LR = 0.02, 0.02
-#: members: of each part of ours in the end (one when it is tried), of an ensemble when it is tried
-PARTS, TRIED = 2, 2
+#: members: of ours in the end, shared out to its parts, two at least each (one when it is tried); of an ensemble when
+#: it is tried
+SHARED, TRIED = 10, 2
 #: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
-LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03), (0.5, 0.1), (0.25,)
+LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03, 0.003), (0.5, 0.1), (0.25,)
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
 ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
@@ -84,7 +86,7 @@ class Bench:
         method = self._method(noise, family, LR, 1)
         candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, λ**0.5) for λ in DECAYED]
         candidates += [Candidate(λ, 2 * λ**0.5) for λ in WIDE]
-        self._chosen("validated", "stacked", noise, method, candidates, 1, PARTS)
+        self._chosen("validated", "stacked", noise, method, candidates, 1, None)
 
     def ensemble(self, noise: str) -> None:
         method = self._method(noise, lambda _: vi.MAP(), POINT_LR, 1, 1, True)
@@ -113,11 +115,12 @@ class Bench:
 
     def _chosen(
         self, best: str, stacked: str, noise: str, method: Method, candidates: Sequence[Candidate],
-        tried: int, count: int,
+        tried: int, count: int | None,
     ) -> None:  # fmt: skip
         """Two rows: the candidate with the highest held-out log density, and the mixture of all by stacking."""
-        jobs = [(r, one) for r in self.splits for one in candidates]
-        held = methods.members(self.inner, jobs, method, tried, self.device)
+        held = methods.members(
+            self.inner, {(r, one): tried for r in self.splits for one in candidates}, method, self.device
+        )
         weights, wanted = {}, {}
         for r in self.splits:
             rows = torch.stack([held[r, one].predicted.log_density for one in candidates])
@@ -127,9 +130,8 @@ class Bench:
             value = (rows + w.log().unsqueeze(-1)).logsumexp(0).mean()
             weights[r] = first, float(rows[first].mean()), w.tolist(), float(value)
             wanted[r] = [one for i, one in enumerate(candidates) if w[i] > 0 or i == first]
-        found = methods.members(
-            self.splits, [(r, one) for r in wanted for one in wanted[r]], method, count, self.device
-        )
+        again = {(r, one): count or max(2, ceil(SHARED / len(own))) for r, own in wanted.items() for one in own}
+        found = methods.members(self.splits, again, method, self.device)
         for r, (first, value, w, stacked_value) in weights.items():
             own = [found.get((r, one)) for one in candidates]
             parts = [(part.predicted, weight) for part, weight in zip(own, w, strict=True) if part and weight > 0]
@@ -141,8 +143,8 @@ class Bench:
 
     def _members(self, name: str, noise: str, method: Method) -> None:
         """λ = 1, prior scales by the ELBO: one member, and all."""
-        jobs = [(r, Candidate(1.0, None)) for r in self.splits]
-        for (r, _), one in methods.members(self.splits, jobs, method, MEMBERS, self.device).items():
+        jobs = {(r, Candidate(1.0, None)): MEMBERS for r in self.splits}
+        for (r, _), one in methods.members(self.splits, jobs, method, self.device).items():
             self._keep(f"{name}, {noise}", r, one.first, elbo=one.elbo)
             self._keep(f"{name} x5, {noise}", r, one.predicted, elbo=one.elbo)
 

@@ -137,14 +137,14 @@ def fit(splits: Splits, jobs: Sequence[Job], method: Method, device: str) -> lis
 
 
 def members(
-    splits: Splits, wanted: Sequence[tuple[int, Candidate]], method: Method, count: int, device: str
+    splits: Splits, counts: Mapping[tuple[int, Candidate], int], method: Method, device: str
 ) -> dict[tuple[int, Candidate], Members]:
     """Of each split and candidate the equal mixture of so many fits."""
-    jobs = [Job(r, one, m) for r, one in wanted for m in range(count)]
+    jobs = [Job(r, one, m) for (r, one), count in counts.items() for m in range(count)]
     found = iter(fit(splits, jobs, method, device))
-    parts = {key: [next(found) for _ in range(count)] for key in wanted}
+    parts = {key: [next(found) for _ in range(count)] for key, count in counts.items()}
     return {
-        key: Members(mixed([(p, 1 / count) for p, _ in own]), own[0][0], sum(elbo for _, elbo in own) / count)
+        key: Members(mixed([(p, 1 / len(own)) for p, _ in own]), own[0][0], sum(elbo for _, elbo in own) / len(own))
         for key, own in parts.items()
     }
 

@@ -20,7 +20,7 @@ CHOICES = {
     "deep ensemble, stacked, noise validated": ("held_out", ("deep ensemble, stacked",)),
 }
 #: quantiles 0.975 of Student's t, by degrees of freedom
-T975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 9: 2.26, 10: 2.23, 12: 2.18, 15: 2.13, 19: 2.09}
+T975 = {1: 12.71, 2: 4.3, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 9: 2.26, 10: 2.23, 12: 2.18, 14: 2.14, 15: 2.13, 19: 2.09}
 #: split → what was found
 Rows = Mapping[str, Mapping[str, Any]]
 

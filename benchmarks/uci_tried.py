@@ -85,15 +85,16 @@ def row(
     best = int(each.argmax())
     rules = [[value - log(splits[r].unit) for value in halves(found[r], r)] for r in splits]
     picked, stacked = (mean(column) for column in zip(*rules, strict=True))
-    return [name, labels[best], f"{each[best]:.3f}", f"{errors[best]:.3f}", f"{picked:.3f}", f"{stacked:.3f}"]
+    every = ", ".join(f"{value:.2f}" for value in each)
+    return [name, every, labels[best], f"{errors[best]:.3f}", f"{picked:.3f}", f"{stacked:.3f}"]
 
 
 def tried(splits: dict[int, Split], noise: str, way: Way, length: float) -> tuple[dict[int, Tensor], Tensor]:
     """Held-out log densities [C, n] of each split, and the RMSE of each candidate, on average over splits."""
     steps = max(10, round(length * way.steps))
     method = Method(noise, way.family, steps, way.lr, way.groups, is_point=way.is_point)
-    wanted = [(r, one) for r in splits for one in way.candidates]
-    got = uci_methods.members(splits, wanted, method, way.count, "cpu")
+    wanted = {(r, one): way.count for r in splits for one in way.candidates}
+    got = uci_methods.members(splits, wanted, method, "cpu")
     found = {r: torch.stack([got[r, one].predicted.log_density for one in way.candidates]) for r in splits}
     errors = [[uci_methods.scores(got[r, one].predicted, splits[r])[1] for one in way.candidates] for r in splits]
     return found, torch.tensor(errors).mean(0)
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
         every = {r: torch.cat(parts) for r, parts in ours.items()}
         rows.append(row("all of ours", every, torch.cat(wrong), splits, names))
     title = f"{options.set}, {options.noise}, held-out"
-    text = grid(title, ["best: λ; rate, scale", "log density", "RMSE", "picked", "stacked"], rows)
+    text = grid(title, ["candidates", "best: λ; rate, scale", "its RMSE", "picked", "stacked"], rows)
     print(text)
     return text
 

@@ -91,6 +91,7 @@ def short(monkeypatch):
         monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     monkeypatch.setattr(uci, "MEMBERS", 2)
+    monkeypatch.setattr(uci, "SHARED", 3)
 
 
 def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, short, capsys):

@@ -734,8 +734,29 @@ BAD = {
 }
 
 
+def writes_complex():
+    """safetensors before 0.5 does not."""
+    try:
+        checkpoint.serialise({"x": torch.zeros(1, dtype=torch.complex64)})
+    except KeyError:
+        return False
+    return True
+
+
+def test_numbers_that_safetensors_cannot_write_are_named(tmp_path, monkeypatch):
+    def serialise(tensors, metadata=None):
+        raise KeyError(torch.complex64)
+
+    monkeypatch.setattr(checkpoint, "serialise", serialise)
+    with pytest.raises(ValueError, match=r"writes no torch\.complex64, a newer one may"):
+        checkpoint.write(tmp_path / "q", {"x": torch.zeros(1, dtype=torch.complex64)}, {})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_said_of_a_file_with_the_right_hash(tmp_path, name):
+    if "complex64" in name and not writes_complex():
+        pytest.skip("this safetensors writes no complex numbers")
     posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2), num_data=12)
     path, net = tmp_path / "q", normalised(seed=1)
     posterior.save(path)

@@ -9,6 +9,7 @@ pd = pytest.importorskip("pandas")
 
 from structvi.tables import fit_table  # noqa: E402
 from structvi.tables.columns import Columns  # noqa: E402
+from structvi.tables.model import TableModel  # noqa: E402
 from structvi.tables.reading import TableError, read_table  # noqa: E402
 from structvi.tables.target import target_of, with_target  # noqa: E402
 
@@ -175,6 +176,7 @@ def test_dates_of_new_rows():
     gone = columns.encode(pd.DataFrame({"d": [np.nan, np.nan]}))
     assert (gone.plain == 0).all()
     assert "missing in 2 rows" in gone.notes[0]
+    assert "too narrow" in gone.notes[0]
     with pytest.raises(TableError, match=r"had dates.*'yesterday'.*2024-12-31"):
         columns.encode(pd.DataFrame({"d": ["yesterday", "2024-01-01"]}))
 
@@ -187,3 +189,10 @@ def test_tables_that_are_none_and_names_that_are_no_texts():
         fit_table(pd.DataFrame([[1, 2]], columns=["a", "a"]), "a")
     with pytest.raises(TableError, match="the target '2' has one value only"):
         fit_table(pd.DataFrame(np.ones((40, 3)), index=[f"r{i}" for i in range(40)]), 2)
+
+
+def test_what_is_missing_where_nothing_was_is_outside():
+    table = pd.DataFrame({"x": np.linspace(0, 1, 40), "c": ["a", "b"] * 20, "g": [np.nan, 1.0, 2.0, 3.0] * 10})
+    model = TableModel(Columns.of(table, {}), target_of(table, "x", "regression", []), [], {"x": (0.0, 1.0)})
+    rows = pd.DataFrame({"x": [0.5, np.nan, 2.0], "c": ["a", None, "z"], "g": [1.0, np.nan, np.nan]})
+    assert model.outside(rows) == ["", "x c", "x c"]

@@ -66,6 +66,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         data = serialise(plain, metadata={_ENTRY: text})
     except SafetensorError as error:  # with the names it is longer than that
         raise ValueError(f"cannot write {path}: {error}") from None
+    except KeyError as error:  # complex numbers, before 0.5
+        raise ValueError(f"cannot write {path}: this safetensors writes no {error}, a newer one may") from None
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:

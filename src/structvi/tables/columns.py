@@ -339,6 +339,7 @@ def _unseen(column: Column, values: np.ndarray) -> list[str]:
         notes.append(
             f"{column.name!r} is missing in {gone} rows and was never when the model was fitted: "
             + ("no level is taken" if column.kind == "category" else "the mean is taken")
+            + ", and the intervals of these rows are too narrow; see 'outside'"
         )
     new = sorted(set(values[~np.isin(values, [*column.levels, ""])].tolist())) if column.kind == "category" else []
     if new:

@@ -111,15 +111,16 @@ class TableModel:
         }
 
     def outside(self, table: Table) -> list[str]:
-        """The columns, with spaces between, in which a row is beyond the range or levels that were fitted."""
+        """The columns, with spaces between, in which a row is beyond the range or levels that were fitted, or has no
+        value where none was ever missing."""
         names = [[] for _ in range(len(table))]
         for column in self.columns.columns:
             values = values_of(table[column.name], column.kind, column.name)
             if column.kind == "category":
-                beyond = ~np.isin(values, [*column.levels, ""])
+                beyond = ~np.isin(values, [*column.levels, ""]) | ((values == "") & (not column.missing))
             else:
                 low, high = self.ranges.get(column.name, (-np.inf, np.inf))
-                beyond = (values < low) | (values > high)
+                beyond = (values < low) | (values > high) | (np.isnan(values) & (not column.missing))
             for row in np.flatnonzero(beyond):
                 names[row].append(column.name)
         return [" ".join(found) for found in names]
