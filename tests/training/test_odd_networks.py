@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 import structvi as vi
 from structvi.training.batches import Batches
 from structvi.training.curvature import diagonal_curvature
+from structvi.training.probing import RANDOM
 from structvi.training.validation import UNKNOWN
 from structvi.training.warm_start import curvature_of, trained_values
 
@@ -158,12 +159,62 @@ def test_weights_that_no_gradient_reaches_are_named(way):
         bayes.fit(train, steps=2, progress=False)  # a warning would be an error
 
 
+class Listed(nn.Module):
+    """The layer that is called last was made first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def test_the_last_layer_is_the_one_that_is_called_last():
+    train, held_out = loaders()
+    wrong = vi.variationalize_head(Listed(), vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match=r"the last that it calls is 'last': .*layer='last'"):
+        wrong.fit(train, validation=held_out, progress=False)
+    named = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="last")
+    named.fit(train, validation=held_out, progress=False)
+    asked = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="first")
+    asked.fit(train, validation=held_out, progress=False)  # as asked
+
+
+class AlwaysDropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = classifier()
+
+    def forward(self, x):
+        return self.net(nn.functional.dropout(x, 0.5))
+
+
+def test_random_numbers_in_forward_are_noted():
+    train, _ = loaders()
+    for net, noted in ((AlwaysDropping(), True), (nn.Sequential(nn.Dropout(0.5), classifier()), False)):
+        bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField())
+        assert (RANDOM in bayes.fit(train, steps=2, progress=False).notes) is noted
+
+
+def test_items_that_are_batches():
+    items = TensorDataset(X[:40].reshape(4, 10, 3), T[:40].reshape(4, 10))
+    as_they_are = DataLoader(items, batch_size=None)
+    _, result = placed(classifier(), vi.likelihoods.Categorical(), as_they_are, loaders()[1], num_data=40)
+    _, expected = placed(classifier(), vi.likelihoods.Categorical(), loaders(size=10)[0], loaders()[1])
+    assert result.network == expected.network
+    assert result.kept == expected.kept
+
+
 class Stream(IterableDataset):
-    def __init__(self, *rows):
-        self.rows = rows
+    def __init__(self, *rows, endless=False):
+        self.rows, self.endless = rows, endless
 
     def __iter__(self):
-        return ((X[i], T[i]) for i in range(*self.rows))
+        yield from ((X[i], T[i]) for i in range(*self.rows))
+        while self.endless:
+            yield from ((X[i], T[i]) for i in range(*self.rows))
 
 
 def with_nan(tensor, row):
@@ -194,6 +245,9 @@ REFUSED = {
     "an empty stream": (
         lambda: (classifier(), CATEGORICAL(), loaders()[0], DataLoader(Stream(0, 0), 5)), "validation= gives no batch",
     ),
+    "no end": (
+        lambda: (classifier(), CATEGORICAL(), DataLoader(Stream(0, 40, endless=True), 20), loaders()[1]), "not end",
+    ),
     "half precision": (lambda: (classifier().half(), CATEGORICAL(), *loaders(X.half())), r"net.float\(\)"),
 }  # fmt: skip
 
@@ -202,7 +256,7 @@ REFUSED = {
 def test_what_is_refused_says_what_to_do(name):
     make, words = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=words):
-        placed(*make())
+        placed(*make(), num_data=40)
 
 
 def test_held_out_data_that_say_nothing_are_noted():
