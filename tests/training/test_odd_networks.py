@@ -64,7 +64,7 @@ def test_one_number_for_each_row_with_and_without_an_axis():
         train, held_out = loaders(t=target)
         bayes, result = placed(Numbers(form), vi.likelihoods.Gaussian("point"), train, held_out)
         found.append((result.kept, result.held_out[result.kept], result.network, result.elbo.value))
-        assert bayes.predict(X).mean.shape == target.shape
+        assert bayes.predict(X).mean.shape == bayes.output_moments(X).mean.shape == target.shape
     assert found[0][0] == found[1][0]
     assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4)
 
