@@ -207,6 +207,30 @@ def test_items_that_are_batches():
     assert result.kept == expected.kept
 
 
+class Shuffled:
+    """Held-out rows in another order at each reading."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self):
+        for rows in (40 + torch.randperm(20, generator=self.generator)).split(5):
+            yield X[rows], T[rows]
+
+
+def test_candidates_are_compared_row_by_row_whatever_the_order():
+    train, held_out = loaders(size=5)
+    _, expected = placed(classifier(), vi.likelihoods.Categorical(), train, held_out)
+    _, found = placed(classifier(), vi.likelihoods.Categorical(), train, Shuffled())
+    assert found.kept == expected.kept
+    assert found.against_network == pytest.approx(expected.against_network, rel=0.1, abs=1e-4)  # of other draws
+    watched = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    result = watched.fit(train, epochs=2, start="trained", validation=Shuffled(), progress=False)
+    again = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    same = again.fit(train, epochs=2, start="trained", validation=held_out, progress=False)
+    assert result.against_network == pytest.approx(same.against_network, rel=1e-4, abs=1e-6)
+
+
 class Stream(IterableDataset):
     def __init__(self, *rows, endless=False):
         self.rows, self.endless = rows, endless

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ..basics.checks import check_iterable
@@ -15,6 +15,8 @@ from ..distributed.ranks import Ranks
 from ..models.batch import rows
 from .samplers import reachable, warn_of_weights
 
+#: numbers of a stream of held-out data that are kept
+KEPT = 2**26
 #: a stream that has given so many times N rows has no end
 ENDLESS = 20
 #: (r, w): the r-th of w parts
@@ -300,6 +302,23 @@ class Reread:
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches.everything(self.most)
+
+
+def held_out_batches(data: Iterable[Any], seed: int, device: torch.device) -> Reread:
+    """Held-out data, in every reading the same rows in the same order: candidates are compared row by row.
+
+    A stream may have another order each time: it is kept in memory, up to `KEPT` numbers.
+    """
+    batches = Batches(data, seed, device)
+    if isinstance(batches.loader, list | tuple) or batches.indices:
+        return Reread(batches)
+    kept, numbers = [], 0
+    for batch in batches.everything():
+        kept.append(batch)
+        numbers += sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        if numbers > KEPT:
+            return Reread(batches)
+    return Reread(Batches(kept, seed, device) if kept else batches)
 
 
 class _Order:
