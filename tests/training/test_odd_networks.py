@@ -95,10 +95,10 @@ def test_a_second_fit_is_around_the_weights_of_now():
 def test_a_network_that_has_left_its_linearisation_is_noted():
     net, (train, _) = classifier(), loaders()
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
-    assert not any("no longer" in note for note in bayes.fit(train, progress=False).notes)
+    assert not any("linearised at other" in note for note in bayes.fit(train, progress=False).notes)
     with torch.no_grad():
         net.weight.mul_(0.5)
-    assert any("variationalize it again" in note for note in bayes.fit(train, progress=False).notes)
+    assert any("linearised at other weights" in note for note in bayes.fit(train, progress=False).notes)
 
 
 def test_batch_norm_without_running_statistics_sees_whole_batches():

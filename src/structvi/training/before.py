@@ -136,8 +136,8 @@ def notes_on_network(posterior: PosteriorBase) -> list[str]:
         present = {name: p.detach() for name, p in posterior.net.named_parameters() if name in model.net_space}
         if not torch.equal(model.net_space.ravel(present), model.linearised_at):
             notes.append(
-                "the network's weights are no longer those at which it was linearised, and the posterior is that of "
-                "the old ones: after more training variationalize it again"
+                "the posterior is linearised at other weights than the network has now, and those count: after more "
+                "training variationalize the network again"
             )
     return notes
 
