@@ -290,7 +290,7 @@ def variationalize_head(
         net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,
         keys=keys,
     )  # fmt: skip
-    posterior.left_open = frozenset({"prior"} if prior is None else ())
+    posterior.left_open = frozenset(name for name, value in {"prior": prior, "layer": layer}.items() if value is None)
     return posterior
 
 

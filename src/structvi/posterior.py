@@ -55,7 +55,8 @@ class PosteriorBase(nn.Module):
         self.family = family
         self.dropout: Dropout = dropout
         self.batch_norm: BatchNorm = batch_norm
-        #: what the user has not asked for, of "family", "prior" and "linearise": a fit may choose it
+        #: what the user has not asked for, of "family", "prior", "linearise" and a head's "layer": a fit may choose it,
+        #: and looks whether the layer is the last one
         self.left_open: frozenset[str] = frozenset()
         #: what `calibrate` found: `predict` uses it; a fit drops it
         self.calibration: Calibration | None = None

@@ -65,6 +65,24 @@ def test_networks_and_programs_have_the_networks_row():
     assert torch.allclose(program.module()(WORDS), bayes.predict(WORDS, draws=2, generator=seeds[1]).mean)
 
 
+@pytest.mark.parametrize("network", ["store", "hash"])
+def test_a_file_has_the_networks_row(network, tmp_path):
+    bayes = posterior()
+    with torch.no_grad():
+        bayes.net.words.weight[0] = 0.7
+    bayes.save(tmp_path / "words.safetensors", network=network)
+    other = Sum()
+    if network == "hash":
+        with pytest.raises(ValueError, match=r"other values: .*words.weight.padding"):
+            vi.load(tmp_path / "words.safetensors", other)
+        other.load_state_dict(bayes.net.state_dict())
+    again = vi.load(tmp_path / "words.safetensors", other)
+    assert torch.equal(other.words.weight[0], torch.full((4,), 0.7))
+    seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
+    means = [one.predict(WORDS, draws=4, generator=seed).mean for one, seed in zip((bayes, again), seeds, strict=True)]
+    assert torch.equal(*means)
+
+
 def test_a_row_that_an_output_layer_shares_is_a_weight():
     assert padding_rows(Sum(), ["words.weight"]) == {"words.weight": 0}
     assert padding_rows(Tied(), ["words.weight"]) == {}

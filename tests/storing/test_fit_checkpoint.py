@@ -97,7 +97,7 @@ def break_at(monkeypatch, where, when, count):
         "write": (checkpoint, "_write_bytes"),
         "fsync": (checkpoint, "_fsync"),
         "rename": (checkpoint, "_rename"),
-        "step": (Adam, "step"),
+        "step": (Adam, "_step"),
     }[where]
     real, calls = getattr(owner, name), []
 
@@ -157,7 +157,7 @@ def killed_run(directory, where, count):
     if where == "rename":
         checkpoint._rename = killing(checkpoint._rename)
     if where == "optimizer":
-        Adam.step = killing(Adam.step)
+        Adam._step = killing(Adam._step)
     fit(directory, callback=lambda history: die() if where == "callback" and len(history) == count else None)
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 import structvi as vi
 from structvi.training.batches import Batches
 from structvi.training.curvature import diagonal_curvature
+from structvi.training.probing import RANDOM
 from structvi.training.validation import UNKNOWN
 from structvi.training.warm_start import curvature_of, trained_values
 
@@ -63,7 +64,7 @@ def test_one_number_for_each_row_with_and_without_an_axis():
         train, held_out = loaders(t=target)
         bayes, result = placed(Numbers(form), vi.likelihoods.Gaussian("point"), train, held_out)
         found.append((result.kept, result.held_out[result.kept], result.network, result.elbo.value))
-        assert bayes.predict(X).mean.shape == target.shape
+        assert bayes.predict(X).mean.shape == bayes.output_moments(X).mean.shape == target.shape
     assert found[0][0] == found[1][0]
     assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4)
 
@@ -94,10 +95,10 @@ def test_a_second_fit_is_around_the_weights_of_now():
 def test_a_network_that_has_left_its_linearisation_is_noted():
     net, (train, _) = classifier(), loaders()
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
-    assert not any("no longer" in note for note in bayes.fit(train, progress=False).notes)
+    assert not any("linearised at other" in note for note in bayes.fit(train, progress=False).notes)
     with torch.no_grad():
         net.weight.mul_(0.5)
-    assert any("variationalize it again" in note for note in bayes.fit(train, progress=False).notes)
+    assert any("linearised at other weights" in note for note in bayes.fit(train, progress=False).notes)
 
 
 def test_batch_norm_without_running_statistics_sees_whole_batches():
@@ -158,12 +159,86 @@ def test_weights_that_no_gradient_reaches_are_named(way):
         bayes.fit(train, steps=2, progress=False)  # a warning would be an error
 
 
-class Stream(IterableDataset):
-    def __init__(self, *rows):
-        self.rows = rows
+class Listed(nn.Module):
+    """The layer that is called last was made first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def test_the_last_layer_is_the_one_that_is_called_last():
+    train, held_out = loaders()
+    wrong = vi.variationalize_head(Listed(), vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match=r"the last that it calls is 'last': .*layer='last'"):
+        wrong.fit(train, validation=held_out, progress=False)
+    named = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="last")
+    named.fit(train, validation=held_out, progress=False)
+    asked = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="first")
+    asked.fit(train, validation=held_out, progress=False)  # as asked
+
+
+class AlwaysDropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = classifier()
+
+    def forward(self, x):
+        return self.net(nn.functional.dropout(x, 0.5))
+
+
+def test_random_numbers_in_forward_are_noted():
+    train, _ = loaders()
+    for net, noted in ((AlwaysDropping(), True), (nn.Sequential(nn.Dropout(0.5), classifier()), False)):
+        bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField())
+        assert (RANDOM in bayes.fit(train, steps=2, progress=False).notes) is noted
+
+
+def test_items_that_are_batches():
+    items = TensorDataset(X[:40].reshape(4, 10, 3), T[:40].reshape(4, 10))
+    as_they_are = DataLoader(items, batch_size=None)
+    _, result = placed(classifier(), vi.likelihoods.Categorical(), as_they_are, loaders()[1], num_data=40)
+    _, expected = placed(classifier(), vi.likelihoods.Categorical(), loaders(size=10)[0], loaders()[1])
+    assert result.network == expected.network
+    assert result.kept == expected.kept
+
+
+class Shuffled:
+    """Held-out rows in another order at each reading."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
 
     def __iter__(self):
-        return ((X[i], T[i]) for i in range(*self.rows))
+        for rows in (40 + torch.randperm(20, generator=self.generator)).split(5):
+            yield X[rows], T[rows]
+
+
+def test_candidates_are_compared_row_by_row_whatever_the_order():
+    train, held_out = loaders(size=5)
+    _, expected = placed(classifier(), vi.likelihoods.Categorical(), train, held_out)
+    _, found = placed(classifier(), vi.likelihoods.Categorical(), train, Shuffled())
+    assert found.kept == expected.kept
+    assert found.against_network == pytest.approx(expected.against_network, rel=0.1, abs=1e-4)  # of other draws
+    watched = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    result = watched.fit(train, epochs=2, start="trained", validation=Shuffled(), progress=False)
+    again = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    same = again.fit(train, epochs=2, start="trained", validation=held_out, progress=False)
+    assert result.against_network == pytest.approx(same.against_network, rel=1e-4, abs=1e-6)
+
+
+class Stream(IterableDataset):
+    def __init__(self, *rows, endless=False):
+        self.rows, self.endless = rows, endless
+
+    def __iter__(self):
+        yield from ((X[i], T[i]) for i in range(*self.rows))
+        while self.endless:
+            yield from ((X[i], T[i]) for i in range(*self.rows))
 
 
 def with_nan(tensor, row):
@@ -194,6 +269,9 @@ REFUSED = {
     "an empty stream": (
         lambda: (classifier(), CATEGORICAL(), loaders()[0], DataLoader(Stream(0, 0), 5)), "validation= gives no batch",
     ),
+    "no end": (
+        lambda: (classifier(), CATEGORICAL(), DataLoader(Stream(0, 40, endless=True), 20), loaders()[1]), "not end",
+    ),
     "half precision": (lambda: (classifier().half(), CATEGORICAL(), *loaders(X.half())), r"net.float\(\)"),
 }  # fmt: skip
 
@@ -202,7 +280,7 @@ REFUSED = {
 def test_what_is_refused_says_what_to_do(name):
     make, words = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=words):
-        placed(*make())
+        placed(*make(), num_data=40)
 
 
 def test_held_out_data_that_say_nothing_are_noted():

@@ -54,7 +54,7 @@ def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
         means, covariances, shape = [], [], torch.Size()
         for y, J in jacobians(posterior, theta, x):
             shape = y.shape[1:]
-            means.append(y.flatten(1) + J @ (density.mean - theta))
+            means.append(y.reshape(len(y), -1) + J @ (density.mean - theta))
             covariances.append(density.between(J, J))
         return OutputMoments(torch.cat(means).reshape(-1, *shape), torch.cat(covariances))
 

@@ -18,6 +18,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
+from ..networks.padding import padding_rows
 from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from .describe import Kind, check, decode, encode
@@ -40,6 +41,7 @@ def save(posterior: PosteriorBase, path: str | os.PathLike[str], network: Litera
         raise ValueError(f'network must be "store" or "hash", got {network!r}')
     model = posterior.model
     random, held = _tensors_of(model.net, model.net_space.names)
+    held |= _padding_of(model.net, random)
     parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
     tensors = {
         f"{part}.{name}": tensor
@@ -115,6 +117,7 @@ def load(
         _check_given(saved, given, path)
         _check_held(saved, stored.table, path)
         random, held = _tensors_of(net, saved.random)
+        held |= {name: row for name, row in _padding_of(net, random).items() if name in saved.held}  # not in old files
         _check_network(saved, random, held, path)
         parts = {part: _part(saved, part, path) if given[part] is None else given[part] for part in PARTS[1:]}
         space = Parameters(random, net=net)
@@ -172,6 +175,11 @@ def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor]
     buffers = {name: buffer for name, buffer in net.named_buffers() if name in persistent}
     random = {name: parameters.pop(name) for name in names if name in parameters}
     return random, {**parameters, **buffers}
+
+
+def _padding_of(net: nn.Module, random: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of random tensors that are held: views of the network's own."""
+    return {f"{name}.padding": random[name].detach()[row] for name, row in padding_rows(net, random).items()}
 
 
 def _table(tensors: Mapping[str, Tensor]) -> Table:

@@ -26,7 +26,7 @@ from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
-from .batches import Batches, Reread
+from .batches import Batches, Reread, held_out_batches
 from .candidates import RANK, WIDTH, Around, Candidate, Noise, candidates_of, chosen, relative_prior
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched
@@ -88,7 +88,7 @@ def fit_around_together(members: Sequence[tuple[PosteriorBase, Batches, list[str
 def _held_out(options: FitOptions, posterior: PosteriorBase) -> Reread:
     assert options.validation is not None
     assert not isinstance(options.validation, int | float)
-    return Reread(Batches(options.validation, options.seed, posterior.device))
+    return held_out_batches(options.validation, options.seed, posterior.device)
 
 
 def _placed(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ..basics.checks import check_iterable
@@ -15,6 +15,10 @@ from ..distributed.ranks import Ranks
 from ..models.batch import rows
 from .samplers import reachable, warn_of_weights
 
+#: numbers of a stream of held-out data that are kept
+KEPT = 2**26
+#: a stream that has given so many times N rows has no end
+ENDLESS = 20
 #: (r, w): the r-th of w parts
 Part = tuple[int, int]
 
@@ -52,6 +56,8 @@ class Batches:
         self.loader, self.seed, self.device, self.part = loader, seed, device, part
         #: N, where the loader knows it
         self.num_data: int | None = None
+        #: N of the model, where it is known: a stream that gives far more rows does not end
+        self.told: int | None = None
         #: why N cannot be told from the loader, where it has a data set with a length
         self.question: str | None = None
         #: batches to an epoch, where that is known before one is read
@@ -171,10 +177,17 @@ class Batches:
             part: (r, w): of map-style data the r-th of w parts, each of one batch at least.
         """
         if self._order is None:
+            seen = 0
             for index, batch in enumerate(self.loader):
                 if index == most:
                     return
                 yield self._moved(batch)
+                seen += rows(batch)
+                if self.length is None and self.told is not None and seen > ENDLESS * self.told:
+                    raise ValueError(
+                        f"the loader has given {seen} rows and does not end, where N = {self.told}: all data are read "
+                        "here. Give one that ends after a pass"
+                    )
             return
         self._order.lists = self.spread(most, part)
         for batch in self._order.loader:
@@ -236,6 +249,9 @@ class Batches:
             raise ValueError("the loader's data set is empty: there is nothing to fit to")
         found = reachable(loader)
         self.question, self.length = found.question, len(loader)
+        if loader.batch_size is None and loader.batch_sampler is None:  # items are batches: they come as they are
+            self.inexact = "the loader's items are batches, in an order of its own"
+            return
         if found.indices is not None:
             self._indices = found.indices
             self.num_data = None if found.question else len(found.indices)
@@ -286,6 +302,23 @@ class Reread:
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches.everything(self.most)
+
+
+def held_out_batches(data: Iterable[Any], seed: int, device: torch.device) -> Reread:
+    """Held-out data, in every reading the same rows in the same order: candidates are compared row by row.
+
+    A stream may have another order each time: it is kept in memory, up to `KEPT` numbers.
+    """
+    batches = Batches(data, seed, device)
+    if isinstance(batches.loader, list | tuple) or batches.indices:
+        return Reread(batches)
+    kept, numbers = [], 0
+    for batch in batches.everything():
+        kept.append(batch)
+        numbers += sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        if numbers > KEPT:
+            return Reread(batches)
+    return Reread(Batches(kept, seed, device) if kept else batches)
 
 
 class _Order:

@@ -14,8 +14,8 @@ from ..predicting.cases import fingerprint
 from ..result import Status
 from .batches import Batches
 from .options import FitOptions
+from .probing import probed
 from .seen import warn_of_seen
-from .unreached import warn_of_unreached
 from .validation import split_off
 
 
@@ -68,9 +68,9 @@ def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
 def notes_before(posterior: PosteriorBase, batches: Batches, options: FitOptions) -> list[str]:
     """N is set; what there is to say of it and of the network, and a warning of weights that cannot be learned."""
     notes = set_num_data(posterior, batches) + notes_on_network(posterior)
-    if options.estimator != "log_q" or options.is_around:  # which needs no gradient of the network
-        warn_of_unreached(posterior, batches)
-    return notes
+    batches.told = posterior.model.num_data
+    needs_gradients = options.estimator != "log_q" or options.is_around
+    return notes + probed(posterior, batches, needs_gradients)
 
 
 def set_num_data(posterior: PosteriorBase, batches: Batches) -> list[str]:
@@ -136,8 +136,8 @@ def notes_on_network(posterior: PosteriorBase) -> list[str]:
         present = {name: p.detach() for name, p in posterior.net.named_parameters() if name in model.net_space}
         if not torch.equal(model.net_space.ravel(present), model.linearised_at):
             notes.append(
-                "the network's weights are no longer those at which it was linearised, and the posterior is that of "
-                "the old ones: after more training variationalize it again"
+                "the posterior is linearised at other weights than the network has now, and those count: after more "
+                "training variationalize the network again"
             )
     return notes
 

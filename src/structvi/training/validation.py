@@ -12,7 +12,7 @@ from ..basics.checks import check_iterable
 from ..models.likelihoods import split_mask
 from ..posterior import PosteriorBase
 from .averaging import assign
-from .batches import Batches, Reread
+from .batches import held_out_batches
 from .held_out import DRAWS, HeldOut, of_network, of_posterior
 
 #: nats within which held-out densities count as equal
@@ -40,7 +40,7 @@ class Watch:
     """
 
     def __init__(self, data: Iterable[Any], seed: int, device: torch.device):
-        self.batches, self.seed = Reread(Batches(data, seed, device)), seed
+        self.batches, self.seed = held_out_batches(data, seed, device), seed
 
     def of(self, posterior: PosteriorBase, draws: int = DRAWS) -> HeldOut:
         return of_posterior(posterior, self.batches, self.seed, draws)

@@ -1,0 +1,129 @@
+"""A network called on two items before a fit: weights that no gradient reaches, random numbers, the last layer."""
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..basics.patterns import few
+from ..basics.random_streams import borrowed_stream
+from ..networks.quiet import with_stream
+from ..posterior import PosteriorBase
+from ..predicting.draws import on_device
+from .batches import Batches
+from .head_rows import LAYERS
+
+#: by how much weights are moved to see whether the output follows, in units of their root mean square
+STEP = 0.1
+RANDOM = (
+    "the network draws random numbers in its forward, though dropout is off: candidates are compared with noise. "
+    "F.dropout(x, p) is always on, F.dropout(x, p, self.training) is not"
+)
+
+
+def probed(posterior: PosteriorBase, batches: Batches, gradients: bool = True) -> list[str]:
+    """What there is to say of a network, found on two items of the data.
+
+    Args:
+        posterior: with the network.
+        batches: its data; of streams nothing is read.
+        gradients: warn of tensors without a gradient whose change changes the output: a fit moves them to the prior,
+            and a curvature knows nothing of them.
+    """
+    found, loader = batches.probe(), batches.loader
+    if found is not None:
+        batch = found[0]
+    elif isinstance(loader, list | tuple):
+        batch = loader[0]
+    else:
+        return []
+    batch = on_device(batch, posterior.device)
+    try:
+        names = unreached(posterior, batch) if gradients else []
+        called = _called(posterior, batch) if "layer" in posterior.left_open else []
+        draws = posterior.dropout == "off" and _draws_random_numbers(posterior, batch)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):  # the first step says what is wrong
+        return []
+    if names:
+        warnings.warn(
+            f"the network's output depends on {few(names)}, but no gradient reaches them: torch.no_grad() or detach() "
+            "in its forward? As random tensors they would be drawn from the prior. Hold them: requires_grad_(False) "
+            "before variationalize, or variationalize(.., exclude=[..])",
+            stacklevel=2,
+        )
+    owner = posterior.model.net_space.names[0].rpartition(".")[0]
+    if called and called[-1] != owner:
+        raise ValueError(
+            f"variationalize_head took {owner!r}, the last layer that the network lists, and the last that it calls is "
+            f"{called[-1]!r}: name the one you mean, variationalize_head(.., layer={called[-1]!r})"
+        )
+    return [RANDOM] if draws else []
+
+
+def unreached(posterior: PosteriorBase, batch: Any) -> list[str]:
+    """Names of random tensors that have no gradient on a batch, and change its output."""
+    own = _own(posterior)
+    leaves = {name: tensor.requires_grad_() for name, tensor in own.items()}
+    with torch.enable_grad():
+        outputs = [leaf for leaf in _outputs(posterior, leaves, batch) if leaf.requires_grad]
+        gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if outputs:
+            total = torch.stack([leaf.double().sum() for leaf in outputs]).sum()
+            gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    without = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None]
+    if not without:
+        return []
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        before = _outputs(posterior, own, batch)
+
+        def moves(name: str) -> bool:
+            noise = torch.randn(own[name].shape, generator=generator).to(own[name])
+            size = STEP * own[name].square().mean().sqrt().clamp(min=1e-3)
+            after = _outputs(posterior, {**own, name: own[name] + size * noise}, batch)
+            return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+        return [name for name in without if moves(name)]
+
+
+@torch.no_grad()
+def _draws_random_numbers(posterior: PosteriorBase, batch: Any) -> bool:
+    quiet: set[Any] = set()
+    with posterior.network_mode(), posterior.model.linearised_around(None):
+        call = partial(posterior.model.call, _own(posterior), batch)
+        with_stream(call, torch.Generator().manual_seed(0), quiet, "probe")
+    return "probe" not in quiet
+
+
+@torch.no_grad()
+def _called(posterior: PosteriorBase, batch: Any) -> list[str]:
+    """The linear layers and convolutions that the network calls, in order."""
+    calls: list[str] = []
+    with posterior.network_mode() as net:
+        handles = [
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+            for name, module in net.named_modules()
+            if isinstance(module, LAYERS)
+        ]
+        try:
+            _outputs(posterior, _own(posterior), batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return calls
+
+
+def _own(posterior: PosteriorBase) -> dict[str, Tensor]:
+    space = posterior.model.net_space
+    return {name: p.detach() for name, p in posterior.net.named_parameters() if name in space}
+
+
+def _outputs(posterior: PosteriorBase, named: Mapping[str, Tensor], batch: Any) -> list[Tensor]:
+    """Of the network itself, with the same random numbers at each call."""
+    model = posterior.model
+    with posterior.network_mode(), model.linearised_around(None), borrowed_stream(torch.Generator().manual_seed(0)):
+        return [leaf for leaf in tree_leaves(model.call(named, batch)[0]) if isinstance(leaf, Tensor)]
