@@ -195,3 +195,21 @@ def test_a_mode_with_heavy_tails_that_has_a_part_is_not_missed():
     result = vi.fit(vi.LogDensity(log_density, space(P)), vi.Mixture(vi.FullNormal(), 2), progress=False)
     assert len(result.modes) == 2
     assert result.converged, result.verdict
+
+
+def test_the_mode_of_a_skewed_posterior_is_its_parts():
+    """A logistic regression of twenty columns has one mode, two standard deviations from the mean of its normal."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 20, generator=generator, dtype=torch.float64)
+    y = (torch.rand(60, generator=generator) < (2 * x[:, 0]).sigmoid()).double()
+
+    class Logistic:
+        space = space(20)
+
+        def log_joint(self, theta, batch=None):
+            logits = theta @ x.mT
+            return logits @ y - torch.nn.functional.softplus(logits).sum(-1) - theta.square().sum(-1) / 8
+
+    result = vi.fit(Logistic(), vi.Mixture(vi.FullNormal(), 1), progress=False)
+    assert len(result.modes) == 1
+    assert result.converged, result.verdict

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..basics.checks import check_integer, check_seed, is_positive
+from ..basics.checks import check_integer, check_positive, check_seed, is_positive
 from ..families.density import MAX_DENSE
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
@@ -94,6 +94,7 @@ def fit(
         (True, [3.0, 3.0])
     """
     check_seed(seed)
+    check_positive(lr, "lr")
     began = time.perf_counter()
     if loader is not None or steps is not None:
         return _in_minibatches(target, family, loader, draws, starts, max_evaluations, steps, lr, seed, progress)

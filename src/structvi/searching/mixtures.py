@@ -37,8 +37,8 @@ GAIN = 0.05
 BESIDE = 0.02
 #: nats by which p at a mode may be above q
 COVERED = 2.0
-#: a part is a mode's within so many standard deviations of its curvature, and so many times as wide at most
-AT, WIDER = 1.0, 3.0
+#: a part is a mode's within so many standard deviations of its curvature, times √P, and so many times as wide at most
+AT, WIDER = 0.5, 3.0
 #: share of the mass at modes without a part from which on a fit has not converged
 MISSED = 0.01
 
@@ -215,8 +215,10 @@ def missed(found: Found, modes: list[Peak]) -> float:
 
 
 def _is_at(part: Density, mode: Peak) -> bool:
-    """Whether a normal is at the mode and about as wide: of a mode with heavy tails it is wider than the curvature."""
-    if not isinstance(part, Gaussian) or float(mode.distance(part.mean.unsqueeze(0))) > AT:
+    """Whether a normal is at the mode and about as wide: of a mode with heavy tails it is wider than the curvature, of
+    a skewed one of many numbers its mean is aside."""
+    near = max(1.0, AT * len(mode.at) ** 0.5)
+    if not isinstance(part, Gaussian) or float(mode.distance(part.mean.unsqueeze(0))) > near:
         return False
     wider = (part.covariance().logdet() / 2 - mode.root.diagonal().log().sum()).item()
     return wider < len(mode.at) * log(WIDER)

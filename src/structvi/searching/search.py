@@ -6,6 +6,7 @@ starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's ste
                       the family by Newton's steps on S, 4S, 16S.. draws, until new draws no longer move it
 """
 
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from math import inf, nan
@@ -158,7 +159,9 @@ class Search:
             fits.append((ended.at.elbo, ended.normal))
             if ended.at.elbo > best:
                 best, settled, stages = ended.at.elbo, ended.settled, [at.normal, ended.normal]
-        self.hills = hills([fit for fit in fits if not is_far(fit[1], self.space)])
+        with suppress(Limit), torch.no_grad():
+            near = [fit for fit in fits if not is_far(fit[1], self.space)]
+            self.hills = hills(near, lambda theta: self.target.log_joint(theta.to(self.space.initial)))
         return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1], settled
 
     def around(self, normal: Normal, noise: Tensor, project: Project) -> Local | None:
