@@ -21,7 +21,7 @@ from .triton_lanes import rows_of, times, vectors_of
 
 #: from so many draws on
 SERVES = 2
-_SUMS = 128  # numbers of Gᵀε that a thread adds up
+_SUMS = 32  # numbers of Gᵀε that a thread adds up: with 128 nine warps are at work, and wait
 _BLOCK = 32  # threads of a program
 _PROGRAMS, _FEWEST, _MOST = 1320, 256, 2048  # that an H200 has at once; rows of a program
 
