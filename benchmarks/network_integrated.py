@@ -69,10 +69,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         each = torch.stack(
             [network.predictive(target.completed(one, generator)).mean() for one in chains.theta.unbind(1)]
         )
-        known, width = (
-            network.predictive(truth).mean().item(),
-            network.functions(truth, network.x_new).std(0).mean().item(),
-        )
+        exact = network.functions(truth, network.x_new)
+        outside = (network.x_new < network.x.min()) | (network.x_new > network.x.max())
+        known, width = network.predictive(truth).mean().item(), exact.std(0).mean().item()
         error, rate = each.std().item() / CHAINS**0.5, r_hat(chains.log_p).item()
         print(f"data set {data}: HMC {known:.4f} ± {error:.4f} nats a row, R̂ of log p {rate:.3f}", flush=True)
         for limit in options.limits:
@@ -86,11 +85,15 @@ def main(arguments: list[str] | None = None) -> list[dict]:
                 row = {"data": data, "limit": limit, "seed": seed, "elbo": over.mean().item()}
                 row |= {"evidence": over.logsumexp(0).item() - log(PREDICTING)}
                 row |= {"predictive": network.predictive(theta).mean().item() - known}
-                row |= {"width": network.functions(theta, network.x_new).std(0).mean().item() / width}
+                functions = network.functions(theta, network.x_new)
+                row |= {"width": functions.std(0).mean().item() / width}
+                aside = (functions.mean(0) - exact.mean(0)).abs() / exact.std(0)
+                row |= {"aside": aside[~outside].mean().item(), "outside": aside[outside].mean().item()}
                 rows.append(row)
                 print(
                     "  at most {limit}, seed {seed}: ELBO {elbo:.2f}, importance-sampled evidence {evidence:.2f}, "
-                    "predictive density − HMC's {predictive:+.4f}, width {width:.2f}".format(**row),
+                    "predictive density − HMC's {predictive:+.4f}, width {width:.2f}, means of functions aside by "
+                    "{aside:.2f} sd, left and right of the data by {outside:.2f}".format(**row),
                     flush=True,
                 )
     return rows
