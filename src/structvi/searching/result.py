@@ -31,7 +31,7 @@ FRESH = 1024
 #: a mean this far from zero, or an ELBO this high, is a fit that found no end
 FAR = 1e12
 #: share of searches that ended in other optima of which the verdict speaks
-OTHER = 0.2
+OTHER = 0.1
 #: more draws must gain less than this many tolerances
 ENOUGH = 10
 
@@ -243,6 +243,6 @@ def judge(
     if elsewhere > OTHER:
         words += (
             f"; the best of many optima: {100 * elsewhere:.0f} % of the searches near it ended in worse ones, and "
-            "another seed= may find a better one, by hundredths of a nat"
+            "another seed= may find a better one, by up to 0.2 nats where that was tried"
         )
     return Status.CONVERGED, words
