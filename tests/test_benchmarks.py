@@ -14,6 +14,7 @@ from benchmarks import (
     around_steps,
     bayesian_head,
     classification,
+    function_space,
     gaussian_fit,
     gaussian_hundred,
     large_densities,
@@ -163,6 +164,13 @@ def test_step_profile(tiny, capsys):
     counts = {row["name"]: row["count"] for row in results["operations"]}
     assert counts["aten::randn"] == 1  # one call of the generator a step
     assert f"{len(results['operations']) - 3} more" in capsys.readouterr().out
+
+
+def test_function_space():
+    head, _, row = function_space.main(["--quick"]).splitlines()
+    drawn, exact = (float(cell) for cell in row.split("|")[-3:-1])
+    assert "error of draws" in head
+    assert exact < 0.1 * drawn
 
 
 def test_predictor(tiny):

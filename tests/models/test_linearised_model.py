@@ -58,7 +58,7 @@ def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
             net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=linearise, generator=seeded()
         )
         result = bayes.fit(loader(data()), steps=10, coupling=coupling, progress=False)
-        prediction = bayes.predict(data()[0], generator=seeded())
+        prediction = bayes.predict(data()[0], 64, generator=seeded())
         found.append((result.elbo.value, prediction.mean, torch.cat([p.flatten() for p in bayes.family.parameters()])))
     (elbo, prediction, state), (elbo2, prediction2, state2) = found
     assert elbo2 == pytest.approx(elbo, abs=1e-6)
@@ -144,7 +144,7 @@ def test_a_prediction_may_be_linearised_or_not():
         linear.family.load_state_dict(plain.family.state_dict())
 
     def outputs(bayes, **options):
-        return bayes.predict(x, generator=seeded(), **options).outputs
+        return bayes.predict(x, 64, generator=seeded(), **options).outputs
 
     assert torch.equal(outputs(plain, linearise=True), outputs(linear))
     assert torch.equal(outputs(plain), outputs(linear, linearise=False))
@@ -179,8 +179,8 @@ def test_a_user_forward_calls_the_linearised_network():
         forward=lambda net, batch: (net(batch["image"]), batch.get("t")),
     )  # fmt: skip
     direct = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    own = bayes.predict({"image": x}, generator=seeded()).outputs
-    assert torch.allclose(own, direct.predict(x, generator=seeded()).outputs)
+    own = bayes.predict({"image": x}, 64, generator=seeded()).outputs
+    assert torch.allclose(own, direct.predict(x, 64, generator=seeded()).outputs)
     batch = {"image": x, "t": t}
     assert torch.allclose(bayes.loss(batch, generator=seeded()), direct.loss((x, t), generator=seeded()))
 

@@ -149,7 +149,8 @@ class Gaussian(Density):
     def between(self, left: Tensor, right: Tensor) -> Tensor:
         """A Σ Bᵀ for rows A [.., n, P] and B [.., m, P]: [.., n, m]."""
         d, V, C = self.low_rank()
-        return (left * d) @ right.mT + (left @ V) @ C @ (right @ V).mT
+        columns = left @ V
+        return (left * d) @ right.mT + columns @ C @ (columns if right is left else right @ V).mT
 
     def trace(self, p: "Gaussian") -> Tensor:
         """tr(Λ_p Σ), in float64."""

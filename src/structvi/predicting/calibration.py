@@ -22,7 +22,7 @@ from ..posterior import NetworkMixtureBase, PosteriorBase
 from . import conformal as scoring
 from .cases import COMMON, case_hashes, fingerprint, share_in
 from .draws import on_device
-from .member_chunks import Chunks, chunks_of
+from .member_chunks import Chunks, chunks_for
 from .predictive import Predictive, observed_target
 from .recalibrated import kind_for, log_average, log_probabilities
 
@@ -41,7 +41,7 @@ def calibrate(
     validation: Iterable[Any] | None = None,
     *,
     conformal: Iterable[Any] | bool | None = None,
-    draws: int = 64,
+    draws: int | None = None,
     reference: Any = None,
     seed: int = 0,
 ) -> Calibration:
@@ -57,7 +57,7 @@ def calibrate(
         conformal: other held-out batches, for `predict(x).conformal(level)`. They must be used for no other choice:
             those that are also in `validation`, or that a fit has chosen on, are refused. True: one half of the cases
             of `validation` is taken for this, and the other for the temperature.
-        draws: S, over which predictions are averaged.
+        draws: S, over which predictions are averaged; None as in `predict`, by the first batch.
         reference: as in `predict`.
         seed: of the draws, and of the halves.
 
@@ -80,9 +80,11 @@ def calibrate(
         raise ValueError("give held-out data: calibrate(validation), calibrate(validation, conformal=other)")
     if isinstance(posterior, PosteriorBase):
         posterior.check_whole()
-    chunks = chunks_of(posterior, draws, naive, 16, reference, torch.Generator().manual_seed(seed))
     first = others if validation is None else validation
     assert first is not None
+    chunks = chunks_for(
+        lambda: _inputs(posterior, first), posterior, draws, naive, 16, reference, torch.Generator().manual_seed(seed)
+    )
     assert not isinstance(others, bool)
     with torch.no_grad():
         kind = kind_for(_first(chunks, first).components)
@@ -313,6 +315,10 @@ def _first(chunks: Chunks, loader: Iterable[Any]) -> Predictive:
     for batch in loader:
         return chunks.predictive(0, chunks.split(on_device(batch, chunks.device))[0])
     raise ValueError("the loader gave no batch")
+
+
+def _inputs(posterior: PosteriorBase | NetworkMixtureBase, loader: Iterable[Any]) -> Any:
+    return next((posterior.model.split(batch)[0] for batch in loader), None)
 
 
 def _check_loader(loader: Any) -> None:

@@ -67,7 +67,8 @@ class DrawChunks:
             probe = self.density.draw(1, coupling, torch.Generator(self.device).manual_seed(0))
         self.linearise = linearise
         self.around = _around(posterior, self.density, linearise)
-        as_fitted = (self.around is None) == (posterior.model.linearised_at is None)
+        #: whether the function is the one that was fitted
+        self.is_as_fitted = as_fitted = (self.around is None) == (posterior.model.linearised_at is None)
         #: None too where it is another function that is asked for than was calibrated
         self.calibration: Calibration | None = posterior.calibration if calibrated and as_fitted else None
         size = probe.weight.shape[0]

@@ -1,46 +1,44 @@
 """The draws of several posteriors, each of a network of its own, as one sequence of chunks."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..couplings import Coupling
+from ..couplings import Coupling, naive
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from .draws import DrawChunks
+from .function_chunks import POINTS, FunctionChunks, is_normal
 from .predictive import Predictive
+
+#: of weights, where no number is asked for
+DRAWS = 64
+#: points of each member of a mixture, which has its share of all of them
+FEWEST_POINTS = 64
 
 
 class MemberChunks:
-    """What `DrawChunks` is to one posterior: chunks of draws of every member, each with its member's weight.
+    """What `DrawChunks` is to one posterior: chunks of every member, each with its member's weight.
 
     Args:
         mixture: members and their weights.
-        draws: at least so many in all: each member has an equal share of them.
-        coupling, chunk, reference, generator, linearise, calibrated: as in `DrawChunks`.
+        members: the chunks of each.
+        calibrated: as in `DrawChunks`.
     """
 
     def __init__(
-        self,
-        mixture: NetworkMixtureBase,
-        draws: int,
-        coupling: Coupling,
-        chunk: int,
-        reference: Any = None,
-        generator: torch.Generator | None = None,
-        linearise: bool | None = None,
-        calibrated: bool = False,
+        self, mixture: NetworkMixtureBase, members: Sequence[DrawChunks | FunctionChunks], calibrated: bool = False
     ):
-        members = mixture.posteriors
-        each = -(-draws // len(members)) if isinstance(draws, int) else draws
-        self.posterior = members[0]
-        self.linearise, self.reference = linearise, reference
-        self.members = [DrawChunks(one, each, coupling, chunk, reference, generator, linearise) for one in members]
+        self.posterior, self.members = mixture.posteriors[0], members
+        self.reference, self.linearise = members[0].reference, members[0].linearise
         self.weights: list[float] = mixture.weights.tolist()
         self.places = [(c, index) for c, one in enumerate(self.members) for index in range(len(one))]
         self.device = self.members[0].device
         self.draws = sum(one.draws for one in self.members)
         self.note = f"{len(members)} networks"
-        as_fitted = all((one.around is None) == (one.posterior.model.linearised_at is None) for one in self.members)
+        if all(isinstance(one, FunctionChunks) for one in members):
+            self.note += ", in function space"
+        as_fitted = all(one.is_as_fitted for one in self.members)
         self.calibration = mixture.calibration if calibrated and as_fitted else None
 
     def __len__(self) -> int:
@@ -74,11 +72,56 @@ class MemberChunks:
         return self.members[0].target(batch)
 
 
-Chunks = DrawChunks | MemberChunks
+Chunks = DrawChunks | FunctionChunks | MemberChunks
 
 
-def chunks_of(posterior: PosteriorBase | NetworkMixtureBase, *arguments: Any) -> Chunks:
-    """The draws of a posterior, or of a mixture of them; arguments as of `DrawChunks`."""
-    if isinstance(posterior, NetworkMixtureBase):
-        return MemberChunks(posterior, *arguments)
-    return DrawChunks(posterior, *arguments)
+def chunks_of(
+    posterior: PosteriorBase | NetworkMixtureBase,
+    draws: int,
+    coupling: Coupling,
+    chunk: int,
+    reference: Any,
+    generator: torch.Generator | None,
+    linearise: bool | None = None,
+    calibrated: bool = False,
+) -> DrawChunks | MemberChunks:
+    """The draws of a posterior, or those of a mixture, an equal share of each member; arguments as of `DrawChunks`."""
+    rest = (coupling, chunk, reference, generator, linearise)
+    if not isinstance(posterior, NetworkMixtureBase):
+        return DrawChunks(posterior, draws, *rest, calibrated)
+    each = -(-draws // len(posterior.members)) if isinstance(draws, int) else draws
+    return MemberChunks(posterior, [DrawChunks(one, each, *rest) for one in posterior.posteriors], calibrated)
+
+
+def chunks_for(
+    inputs: Callable[[], Any],
+    posterior: PosteriorBase | NetworkMixtureBase,
+    draws: int | None,
+    coupling: Coupling,
+    chunk: int,
+    reference: Any,
+    generator: torch.Generator | None,
+    linearise: bool | None = None,
+    calibrated: bool = False,
+) -> Chunks:
+    """In function space, where `draws` is None and that is exact at such inputs; else draws of weights.
+
+    Args:
+        inputs: gives the first of the inputs; asked for only where the posterior would do.
+        draws: of weights; None for `DRAWS` where the outputs are not known to be normal.
+        posterior, coupling, chunk, reference, generator, linearise, calibrated: as of `chunks_of`.
+    """
+    if draws is None and coupling is naive and reference is None:
+        members = posterior.posteriors if isinstance(posterior, NetworkMixtureBase) else [posterior]
+        if all(is_normal(one, linearise) for one in members):
+            is_mixture = isinstance(posterior, NetworkMixtureBase)
+            points = max(FEWEST_POINTS, POINTS // 2 ** (len(members) - 1).bit_length())
+            found = [FunctionChunks(one, points, calibrated and not is_mixture) for one in members]
+            first = inputs()
+            if all(one.suits(first) for one in found):
+                for one in found:
+                    one.take_seed(generator)
+                return MemberChunks(posterior, found, calibrated) if is_mixture else found[0]
+    return chunks_of(
+        posterior, DRAWS if draws is None else draws, coupling, chunk, reference, generator, linearise, calibrated
+    )

@@ -8,6 +8,7 @@ batch is the mixture of its chunks' predictives. Over batches only sums and hist
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
+from itertools import chain, islice
 from math import floor, nan, sqrt
 from typing import Any, cast, get_args
 
@@ -22,7 +23,7 @@ from ..couplings import Coupling, naive
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .draws import on_device
-from .member_chunks import Chunks, chunks_of
+from .member_chunks import DRAWS, Chunks, chunks_for
 from .predictive import Predictive, observed_target
 from .quantiles import normal_mixture_crps
 from .summary import Score, Summary
@@ -88,7 +89,7 @@ class Metrics:
 def evaluate(
     posterior: PosteriorBase | NetworkMixtureBase,
     loader: Iterable[Any],
-    draws: int = 64,
+    draws: int | None = None,
     *,
     coupling: Coupling = naive,
     chunk: int = 16,
@@ -109,12 +110,14 @@ def evaluate(
     Args:
         posterior: what `variationalize` returns.
         loader: batches as `fit` takes them, with targets.
-        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`. Where a temperature or a
-            scale is applied, all draws of a batch are held at once.
+        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`; with draws=None the first
+            batch tells whether outputs are few. In function space, and where a temperature or a scale is applied, all
+            draws of a batch are held at once.
         levels: the probabilities of the central intervals whose coverage is measured.
         passes: how many passes over the loader, of one draw each, it may take: all draws by default. With fewer passes
             than draws so many draws are taken, but not below 16; where 16 are still too many, of a loader with a
-            length, every second, third .. batch is read. `count` and `draws` of the answer say what it is made of.
+            length, every second, third .. batch is read. `count` and `draws` of the answer say what it is made of; the
+            draws are of weights.
         progress: show a bar, in a terminal.
 
     Example:
@@ -131,16 +134,37 @@ def evaluate(
     check_iterable(loader)
     if passes is not None:
         check_positive(passes, "passes")
-        draws = min(draws, max(FEWEST_DRAWS, floor(passes)))
-    chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
-    totals = _Totals(tuple(levels))
+        draws = min(DRAWS if draws is None else draws, max(FEWEST_DRAWS, floor(passes)))
     length = length_of(loader)
+    first = _First(loader, posterior)
+    chunks = chunks_for(first, posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
+    loader, totals = first.all(), _Totals(tuple(levels))
     most = None if passes is None else batches_within(passes, chunks.draws, length)
     for batch in shown(_spread(loader, length, most), most or length, "evaluate", progress):
         batch = on_device(batch, chunks.device)
         inputs, target = chunks.split(batch)
         totals.add(*_summary(chunks, inputs, target), posterior.model.likelihood, target)
     return totals.metrics(chunks.draws)
+
+
+class _First:
+    """The inputs of a loader's first batch, where someone asks for them; `all` then has the batch nevertheless."""
+
+    def __init__(self, loader: Iterable[Any], posterior: PosteriorBase | NetworkMixtureBase):
+        self.loader, self.posterior = loader, posterior
+        self._seen: tuple[list[Any], Iterator[Any]] | None = None
+
+    def __call__(self) -> Any:
+        batches = iter(self.loader)
+        first = list(islice(batches, 1))
+        self._seen = (first, batches)
+        return self._inputs(first[0]) if first else None
+
+    def all(self) -> Iterable[Any]:
+        return self.loader if self._seen is None else chain(*self._seen)
+
+    def _inputs(self, batch: Any) -> Any:
+        return batch if isinstance(batch, Tensor) else self.posterior.model.split(batch)[0]
 
 
 def _spread(loader: Iterable[Any], length: int | None, most: int | None) -> Iterable[Any]:
@@ -156,7 +180,7 @@ def ood_auroc(
     in_loader: Iterable[Any] | Predictive,
     out_loader: Iterable[Any] | Predictive,
     score: Score = "entropy",
-    draws: int = 64,
+    draws: int | None = None,
     *,
     coupling: Coupling = naive,
     chunk: int = 16,
@@ -201,8 +225,10 @@ def ood_auroc(
                     f"{type(posterior).__name__} and, as {name}, {type(one).__name__}"
                 )
         assert posterior is not None
-        chunks = chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
-        sides = [torch.cat(list(_scores(chunks, cast(Iterable[Any], one), score))) for one in loaders.values()]
+        first = _First(cast(Iterable[Any], in_loader), posterior)
+        chunks = chunks_for(first, posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
+        every = (first.all(), cast(Iterable[Any], out_loader))
+        sides = [torch.cat(list(_scores(chunks, one, score))) for one in every]
     for name, side in zip(loaders, sides, strict=True):
         if bad := int((~side.isfinite()).sum()):
             raise ValueError(

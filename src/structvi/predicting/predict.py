@@ -13,14 +13,14 @@ from ..basics.random_streams import alone, borrowed_stream
 from ..couplings import Coupling, naive
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from .draws import IndependentDraws
-from .member_chunks import chunks_of
+from .member_chunks import chunks_for
 from .predictive import Predictive
 
 
 def predict(
     posterior: PosteriorBase | NetworkMixtureBase,
     x: Any,
-    draws: int = 64,
+    draws: int | None = None,
     *,
     coupling: Coupling = naive,
     chunk: int = 16,
@@ -36,8 +36,11 @@ def predict(
         x: a tensor [B, ..]; a tuple is passed to the network as several arguments, a dict as keywords. With
             `variationalize(forward=)` the batch as your function sees it: what it returns as target is not used and
             may be None, so write it to do without (`batch.get("y")`).
-        draws: how many; S is rounded up to whole groups of the coupling, and families with finitely many states
-            give each once: see `Predictive.draws` and `note`.
+        draws: of the weights, how many; S is rounded up to whole groups of the coupling, and families with finitely
+            many states give each once: see `Predictive.draws` and `note`. None: where the outputs of an input are few
+            and known to be normal, those of a linearised network, they are drawn themselves, at 256 evenly spread
+            points, without draws of weights: exact at every input, but how inputs go together is not told (`sample`
+            and `joint_log_prob` want draws of weights). Elsewhere 64 draws of the weights.
         coupling: independent draws by default, for couplings that pay in a fit need not in a prediction. The variance
             of mean, variance, 95 % quantile and log density at 64 draws, relative to theirs, fitted tanh network of 32
             units: `paired` 1.1, 1.0, 1.0, 1.0, `unscented` 1.8, 1.9, 1.9, 1.7. Draws are used with their weights.
@@ -62,7 +65,8 @@ def predict(
             f"predict expects the network's inputs as tensors, got {type(x).__name__}; of an array make one with "
             "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
         )
-    return chunks_of(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated).whole(x)
+    arguments = (posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
+    return chunks_for(lambda: x, *arguments).whole(x)
 
 
 def sample(posterior: PosteriorBase, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:

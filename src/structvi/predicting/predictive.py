@@ -35,6 +35,8 @@ class Predictive:
         likelihood: what made t of y. Of a plain function, instead of a `Likelihood`, only `log_prob` is known.
         values: the likelihood's random tensors at the draws, [S, *shape] each.
         note: how the number of draws came about, where it is not the one asked for; and how it is calibrated.
+        by_input: whether the outputs were drawn at every input by itself, in function space: how inputs go together
+            is then not known.
 
     Example:
         >>> from structvi import likelihoods
@@ -50,6 +52,7 @@ class Predictive:
         likelihood: Callable[[Any, Any], Tensor],
         values: Mapping[str, Tensor] = NO_VALUES,
         note: str = "",
+        by_input: bool = False,
     ):
         S = weights.shape[0] if weights.ndim == 1 else -1
         for leaf in pytree.tree_leaves(outputs):
@@ -60,6 +63,7 @@ class Predictive:
         if weights.dtype in HALF:  # 64 of 1/64 make one in any type, three of 1/3 make 1.002 in bfloat16
             weights = weights.float() / weights.float().sum()
         self.weights, self.likelihood, self.values, self.note = weights, likelihood, values, note
+        self.by_input = by_input
         self._components: Distribution | None = None
         if isinstance(likelihood, Likelihood):
             with torch.no_grad():  # now, not when asked: learned noise may change later
@@ -210,6 +214,7 @@ class Predictive:
 
         It is not the sum of `log_prob`, for the inputs share the unknown weights.
         """
+        self._check_together("joint_log_prob")
         return self._log_average(self.log_prob_draws(target).flatten(1).sum(1))  # of [S]
 
     def cdf(self, t: Tensor) -> Tensor:
@@ -290,6 +295,7 @@ class Predictive:
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """n samples of t, [n, B, ..]; the observations of one sample share a draw of the weights, as real ones do."""
+        self._check_together("sample")
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             which = torch.multinomial(self.weights, n, replacement=True)
             return mapped(self.components, lambda x: x[which]).sample()
@@ -330,6 +336,13 @@ class Predictive:
             y = self.outputs
             log_prob = torch.where(rounded, t * y - y.exp() - (t + 1).lgamma(), log_prob)
         return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
+
+    def _check_together(self, what: str) -> None:
+        if self.by_input:
+            raise ValueError(
+                f"{what} is of all inputs together, and these outputs are drawn at every input by itself, in function "
+                "space: predict(x, draws=64) draws weights, which the inputs share"
+            )
 
     def _check_labels(self, what: str) -> None:
         if not isinstance(self.components, Categorical | Bernoulli):

@@ -27,10 +27,11 @@ from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from .batches import Batches, Reread, held_out_batches
-from .candidates import RANK, WIDTH, Around, Candidate, Noise, candidates_of, chosen, relative_prior
+from .candidates import RANK, WIDTH, Around, Candidate, candidates_of, chosen, relative_prior
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched
 from .held_out import HeldOut, of_network
+from .noise import Noise
 from .options import FitOptions
 from .result import FitResult, History, PathPoint
 from .validation import NETWORK, PREFERRED
@@ -215,5 +216,5 @@ def _explain(kept: Candidate, options: FitOptions) -> str:
         how = "by held-out density" if options.validation is not None else "without held-out data"
         text += f". The prior's width, {kept.width:g} of each tensor's root mean square, was chosen {how}"
     if kept.noise != 1.0:
-        text += f", and so was the noise, {kept.noise:g} times the residuals on the training data"
+        text += f", and so was the noise, {kept.noise:.3g} times the residuals on the training data"
     return text

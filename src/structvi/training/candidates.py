@@ -5,21 +5,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
-from math import inf, log
+from math import inf
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..families.gaussian import Gaussian
 from ..models.batch import rows
 from ..models.bayesian_model import BayesianModel
-from ..models.likelihoods import Gaussian as GaussianLikelihood
-from ..models.likelihoods import StudentT
 from ..models.priors.scale import NormalPrior
 from ..posterior import PosteriorBase
+from ..predicting.function_space import FEW_OUTPUTS
 from .batches import Reread
-from .held_out import FEW_OUTPUTS, HeldOut, of_mixed_normals, of_networks, of_posteriors, outputs_of
+from .held_out import HeldOut, of_mixed_normals, of_networks, of_posteriors, outputs_of
+from .noise import Noise, between, factors_around, network_factor
 from .options import FitOptions
 from .temperature_path import temperature_path
 from .validation import MARGIN, NETWORK, as_good, narrowed
@@ -33,8 +32,6 @@ FEW_WIDTHS = (0.1, 0.3, 1.0)
 WIDTH = 0.2
 #: rank of the default family, and the share of the weights that it is at most
 RANK = 32
-#: factors of a noise that is a parameter
-NOISES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 6.0, 10.0)
 #: the prior's width on a path of temperatures
 PATH_WIDTH = WIDTH
 #: draws of a candidate that is compared on draws; the passes over the training data that each may take, and the
@@ -67,6 +64,11 @@ class Candidate:
         return (inf if self.width is None else self.width, self.temperature, self.noise, self.linearised)
 
     @property
+    def spread(self) -> tuple[float, float, bool, float]:
+        """From narrow to wide; of one width the noise that suits it best, for noise is no doubt about the network."""
+        return (*self.order[:2], self.linearised, self.density)
+
+    @property
     def rows(self) -> int:
         """Of held-out data, that it was measured on."""
         return 0 if self.held_out is None else len(self.held_out.count)
@@ -78,26 +80,6 @@ class Candidate:
         return held_out
 
 
-class Noise:
-    """The noise of a likelihood that learns one: a network's residuals on its own data are smaller than it."""
-
-    def __init__(self, parameter: Tensor | None):
-        self.parameter = parameter
-        self.start = 0.0 if parameter is None else float(parameter.detach())
-        self.factors = (1.0,) if parameter is None else NOISES
-
-    @classmethod
-    def of(cls, posterior: PosteriorBase) -> "Noise":
-        likelihood = posterior.model.likelihood
-        is_point = isinstance(likelihood, GaussianLikelihood | StudentT) and likelihood.noise == "point"
-        return cls(likelihood.log_noise if is_point else None)
-
-    def set(self, factor: float) -> None:
-        if self.parameter is not None:
-            with torch.no_grad():
-                self.parameter.fill_(self.start + log(factor))
-
-
 def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
     """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
     named = model.space.unravel(theta)
@@ -107,11 +89,14 @@ def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalP
     return NormalPrior({escape(name): width * max(rms[name], 1e-3 * scales[name]) for name in scales})
 
 
-def candidates_of(posterior: PosteriorBase, options: FitOptions, elements: float = 1.0) -> list[Candidate]:
+def candidates_of(
+    posterior: PosteriorBase, options: FitOptions, elements: float = 1.0, noises: Sequence[float] = (1.0,)
+) -> list[Candidate]:
     """In the order in which they are tried; the first is what is taken without held-out data.
 
     Args:
         elements: observed numbers in a row, the pixels of an image: λ may go up to it.
+        noises: factors of the noise.
     """
     linear = [True, False] if "linearise" in posterior.left_open else [posterior.model.linearised_at is not None]
     widths: tuple[float | None, ...] = (None,)
@@ -121,7 +106,6 @@ def candidates_of(posterior: PosteriorBase, options: FitOptions, elements: float
     if options.temperature == "validated":
         widths = (None,) if widths == (None,) else (PATH_WIDTH,)
         temperatures = temperature_path(elements)
-    noises = (1.0,) if options.validation is None else Noise.of(posterior).factors
     found = []
     for linearised in linear:
         for width in widths:
@@ -130,10 +114,14 @@ def candidates_of(posterior: PosteriorBase, options: FitOptions, elements: float
                 prior = "" if width is None else f", prior {width:g}"
                 dial = "" if len(temperatures) == 1 else f", λ = {temperature:g}"
                 for noise in noises:
-                    own = "" if len(noises) == 1 else f", noise {noise:g}"
+                    own = "" if len(noises) == 1 else _noise(noise)
                     name = f"{how}{prior}{dial}{own}"
                     found.append(Candidate(name, width, linearised, float(temperature), noise))
     return found
+
+
+def _noise(factor: float) -> str:
+    return f", noise {factor:.4g}"
 
 
 @dataclass
@@ -143,8 +131,8 @@ class Around:
     posterior: PosteriorBase
     laplace: Laplace
     noise: Noise
-    #: by the name of their candidate
-    made: dict[str, Gaussian] = field(default_factory=dict)
+    #: by the order of their candidate
+    made: dict[tuple, Gaussian] = field(default_factory=dict)
 
     @property
     def network(self) -> tuple[PosteriorBase, Tensor]:
@@ -171,7 +159,7 @@ class Around:
 
     def normal(self, candidate: Candidate) -> Gaussian:
         """That of a candidate, kept if there is room, and the noise that goes with it set."""
-        if (made := self.made.get(candidate.name)) is not None:
+        if (made := self.made.get(candidate.order)) is not None:
             self.noise.set(candidate.noise)
             return made
         self.place(candidate)
@@ -181,22 +169,23 @@ class Around:
         density = (copy.deepcopy(family) if room else family)()
         assert isinstance(density, Gaussian)
         if room:
-            self.made[candidate.name] = density
+            self.made[candidate.order] = density
         return density
 
 
 def network_alone(arounds: Sequence[Around], held_out: Reread) -> tuple[Candidate, bool]:
     """The network itself, or the average over several, with the noise that suits best; and whether it is too sure."""
-    linearised, found, is_too_sure = arounds[0].posterior.model.linearised_at is not None, [], True
-    for factor in arounds[0].noise.factors:
-        for one in arounds:
-            one.noise.set(factor)
-        density, is_too_sure = of_networks([one.network for one in arounds], held_out)
-        _check_known(density)
-        found.append(Candidate(NETWORK, None, linearised, 1.0, factor, density, density.mean))
-    for one in arounds:
-        one.noise.set(1.0)
-    return max(found, key=lambda one: one.density), is_too_sure
+    linearised, factor = arounds[0].posterior.model.linearised_at is not None, 1.0
+    networks, noises = [one.network for one in arounds], [one.noise for one in arounds]
+    if noises[0].parameter is not None:
+        factor = network_factor(networks, noises, held_out)
+    for one in noises:
+        one.set(factor)
+    density, is_too_sure = of_networks(networks, held_out)
+    _check_known(density)
+    for one in noises:
+        one.set(1.0)
+    return Candidate(NETWORK, None, linearised, 1.0, factor, density, density.mean), is_too_sure
 
 
 def _check_known(density: HeldOut) -> None:
@@ -243,7 +232,7 @@ class Rule:
         best = max(*whole, self.alone, key=lambda one: one.density).held_out
         assert best is not None
         good = [one for one in whole if self.is_good(one, best)]
-        kept = max(good, key=lambda one: one.order) if good else self.alone
+        kept = max(good, key=lambda one: one.spread) if good else self.alone
         for one in candidates:
             if one.rows < most and one.held_out is not None and kept.held_out is not None:
                 gain, error = one.held_out.gain_over(kept.held_out)
@@ -264,7 +253,7 @@ class Measuring:
 
     def __init__(self, arounds: Sequence[Around], held_out: Reread, options: FitOptions, rule: Rule):
         self.arounds, self.held_out, self.options, self.rule = arounds, held_out, options, rule
-        self.network = rule.network
+        self.network, self.was_exact = rule.network, False
 
     def __call__(self, candidates: list[Candidate]) -> None:
         linear = [one for one in candidates if one.linearised]
@@ -272,12 +261,27 @@ class Measuring:
         if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
             self.on_draws(candidates, self.held_out)
         elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
+            self.was_exact = True
             self.exactly(linear)
             best = max(linear, key=lambda one: one.density)
             same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
             self.on_draws(same, self.few(PASSES, DRAWS, FEWEST))
         else:
             self.one_by_one([one for one in candidates if one.noise == self.rule.alone.noise])
+
+    def between(self, kept: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates with a noise between that of what is kept and its neighbours, where measuring them is exact."""
+        if not self.was_exact or not kept.linearised:
+            return []
+        tried = [one.noise for one in candidates if (one.width, one.linearised) == (kept.width, True)]
+        stem = kept.name.removesuffix(_noise(kept.noise))
+        finer = [
+            replace(kept, name=stem + _noise(factor), noise=factor, held_out=None, density=-inf)
+            for factor in between(kept.noise, tried)
+        ]
+        self.exactly(finer)
+        is_best = self.options.keep == "best"
+        return [one for one in finer if one.held_out and (is_best or self.rule.is_good(one, one.held_out))]
 
     def exactly(self, candidates: list[Candidate]) -> None:
         normals = [[partial(around.normal, one) for one in candidates] for around in self.arounds]
@@ -332,10 +336,16 @@ def chosen(
     """What is kept of the candidates, the network or the average over several, and what was measured."""
     posterior, (alone, is_too_sure) = arounds[0].posterior, network_alone(arounds, held_out)
     assert alone.held_out is not None
-    candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()))
+    noises = (1.0,) if arounds[0].noise.parameter is None else factors_around(alone.noise)
+    candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()), noises)
     # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
     open_prior = "prior" in posterior.left_open
     rule = Rule(alone, is_too_sure, HARM) if open_prior else Rule(alone, is_too_sure=True, harm=inf)
-    Measuring(arounds, held_out, options, rule)(candidates)
+    measuring = Measuring(arounds, held_out, options, rule)
+    measuring(candidates)
     candidates = [one for one in candidates if one.held_out is not None]
-    return rule.best(candidates) if options.keep == "best" else rule.widest(candidates), alone, candidates
+    kept = rule.best(candidates) if options.keep == "best" else rule.widest(candidates)
+    if len(noises) > 1 and kept.name != NETWORK:
+        finer = measuring.between(kept, candidates)
+        kept, candidates = max([kept, *finer], key=lambda one: one.density), [*candidates, *finer]
+    return kept, alone, candidates

@@ -1,20 +1,19 @@
 """The log density of data that take no part in a fit, of the average over draws, on draws that a seed alone decides."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, log, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
-from torch.quasirandom import SobolEngine
 
 from ..couplings import naive
 from ..families.gaussian import Gaussian
 from ..families.point import MAP
 from ..posterior import PosteriorBase
 from ..predicting.draws import DrawChunks
-from ..predicting.function_space import outputs_of_normals
+from ..predicting.function_space import evenly_spread, outputs_of_normals
 from ..predicting.predictive import Predictive, label_entropy, observed_target
 
 #: draws over which a prediction is averaged
@@ -23,8 +22,6 @@ DRAWS = 32
 OUTPUT_DRAWS = 512
 #: standard deviations below the mean that a normal exceeds with 95 %
 QUANTILE = 1.6449
-#: a network with at most so many outputs is looked at in function space
-FEW_OUTPUTS = 48
 
 
 class HeldOut(NamedTuple):
@@ -96,7 +93,7 @@ def of_posteriors(
     for batch in batches:
         found = [_log_prob(chunks, batch) for chunks in each]
         rows.append(_rows(_log_mean([log_prob for log_prob, _ in found]), found[0][1]))
-    return _joined(rows)
+    return joined(rows)
 
 
 def member_log_probs(
@@ -126,21 +123,37 @@ def of_networks(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Itera
     predictions costs, to first order. Of likelihoods that are not of labels nothing is said: True.
     """
     excess, rows = 0.0, []
-    with networks[0][0].model.linearised_around(None):
+    for predictives, target in network_predictives(networks, batches):
+        first = predictives[0]
+        log_prob = _log_mean([one.log_prob(target).double() for one in predictives])
+        observed = _observed(first, target)
+        rows.append(_rows(log_prob, observed))
+        if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
+            excess = inf
+            continue
+        mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
+        expected = log_prob + label_entropy(mean, isinstance(first.components, Bernoulli))
+        excess -= float((expected if observed is None else expected[observed]).sum())
+    return joined(rows), excess > 0
+
+
+def network_predictives(
+    networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]
+) -> Iterator[tuple[list[Predictive], Any]]:
+    """Batch by batch the predictive of every network at its θ [P], and the target."""
+    model = networks[0][0].model
+    with model.linearised_around(None):
         each = [_draws(_at(*one), 1, 3) for one in networks]
-        for batch in batches:
-            predictives = [chunks.whole(chunks.split(batch)[0]) for chunks in each]
-            first, target = predictives[0], each[0].split(batch)[1]
-            log_prob = _log_mean([one.log_prob(target).double() for one in predictives])
-            observed = _observed(first, target)
-            rows.append(_rows(log_prob, observed))
-            if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
-                excess = inf
-                continue
-            mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
-            expected = log_prob + label_entropy(mean, isinstance(first.components, Bernoulli))
-            excess -= float((expected if observed is None else expected[observed]).sum())
-    return _joined(rows), excess > 0
+    for batch in batches:
+        with model.linearised_around(None):
+            found = [chunks.whole(chunks.split(batch)[0]) for chunks in each], each[0].split(batch)[1]
+        yield found
+
+
+def density_at(predictives: Sequence[Predictive], target: Any) -> HeldOut:
+    """Of the average over predictives of one batch, with the likelihood's parameters as they are now."""
+    now = [Predictive(one.outputs, one.weights, one.likelihood, one.values) for one in predictives]
+    return _rows(_log_mean([one.log_prob(target).double() for one in now]), _observed(now[0], target))
 
 
 def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
@@ -174,7 +187,8 @@ def of_mixed_normals(
         for batch in batches:
             inputs, target = networks[0][0].model.split(batch)
             if noise is None:
-                noise = _spread(int(outputs_of(*networks[0], inputs)), seed).to(networks[0][1].device)
+                size = int(outputs_of(*networks[0], inputs))
+                noise = evenly_spread(OUTPUT_DRAWS, size, seed).to(networks[0][1].device)
             log_probs: list[list[Tensor]] = [[] for _ in found]
             observed = None
             for (posterior, theta), own in zip(networks, normals, strict=True):
@@ -188,13 +202,7 @@ def of_mixed_normals(
                     observed = _observed(predictive, target)
             for rows, own in zip(found, log_probs, strict=True):
                 rows.append(_rows(_log_mean(own), observed))
-    return [_joined(rows) for rows in found]
-
-
-def _spread(size: int, seed: int) -> Tensor:
-    """Normal noise [S, size], evenly spread: of as many independent draws the error is about five times as large."""
-    uniform = SobolEngine(size, scramble=True, seed=seed).draw(OUTPUT_DRAWS, dtype=torch.float64)
-    return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
+    return [joined(rows) for rows in found]
 
 
 def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> float:
@@ -231,7 +239,7 @@ def _rows(log_prob: Tensor, observed: Tensor | None) -> HeldOut:
     return HeldOut(*flat)
 
 
-def _joined(rows: list[HeldOut]) -> HeldOut:
+def joined(rows: list[HeldOut]) -> HeldOut:
     if not rows:
         raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
     return HeldOut(torch.cat([one.total for one in rows]), torch.cat([one.count for one in rows]))

@@ -1,0 +1,158 @@
+"""Predictions of a linearised network in function space: what `DrawChunks` is for draws of weights, without these.
+
+The output y(x) is normal, N(f(x; θ₀) + J(μ − θ₀), J Σ Jᵀ), known exactly where outputs are few (`function_space.py`).
+It is drawn at evenly spread points, the same at every input. How inputs go together these do not tell.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..basics.random_streams import seed_from
+from ..families.gaussian import Gaussian
+from ..models.calibration import Calibration
+from ..posterior import PosteriorBase
+from .function_space import (
+    evenly_spread,
+    first_jacobian,
+    is_near,
+    jacobians,
+    normal_outputs,
+    theta_of_linearisation,
+)
+from .layer_moments import LayerMoments, has_layers
+from .predictive import Predictive
+
+#: evenly spread points at which outputs are drawn
+POINTS = 256
+#: numbers of one input's Jacobian, O·P, beyond which weights are drawn: Jacobians come at least 16 inputs at a time
+MOST_NUMBERS = 2**22
+#: outputs beyond which Jacobians of a network cost more than draws: without convolutions, and with them
+FEW_PLAIN, FEW_CONVOLVED = 3, 32
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class FunctionChunks:
+    """The predictive of a linearised posterior as one chunk of evenly spread draws of its outputs.
+
+    Args:
+        posterior: one that `is_normal` says yes to.
+        points: how many draws of outputs.
+        calibrated: whether `whole` gives what the posterior's calibration makes of the mixture.
+    """
+
+    def __init__(self, posterior: PosteriorBase, points: int = POINTS, calibrated: bool = False):
+        self.posterior, self.draws = posterior, points
+        self.reference, self.linearise = None, True
+        with torch.no_grad():
+            density = posterior.family()
+            assert isinstance(density, Gaussian)
+            self.density = density
+            self.theta = theta_of_linearisation(posterior, density.mean)
+        self.device = self.theta.device
+        #: whether the function is the one that was fitted; a calibration is of that
+        self.is_as_fitted = posterior.model.linearised_at is not None
+        self.calibration: Calibration | None = posterior.calibration if calibrated and self.is_as_fitted else None
+        self.note = "in function space"
+        if calibrated and not self.is_as_fitted and posterior.calibration is not None:
+            self.note += ", not calibrated: with linearise= it is another function"
+        self.seed = 0
+        #: of networks of linear layers
+        self.layers: LayerMoments | None = None
+        self._points: Tensor | None = None
+
+    def take_seed(self, generator: torch.Generator | None) -> None:
+        """Of the points; before there are outputs, nothing is random."""
+        (self.seed,), self._points = seed_from(generator), None
+
+    @torch.no_grad()
+    def suits(self, inputs: Any) -> bool:
+        """Whether inputs are such that this is exact, and not slower than draws of weights.
+
+        Jacobians are cheap beside draws where a network does more with each weight than to multiply one number, as
+        convolutions do; of linear layers they are not needed, and the first row shows whether that is so.
+        """
+        found = first_jacobian(self.posterior, self.theta, inputs, MOST_NUMBERS)
+        if found is None:
+            return False
+        if has_layers(self.posterior, self.density) and self._agrees(inputs, *found):
+            return True
+        self.layers = None
+        convolves = any(isinstance(one, CONVOLUTIONS) for one in self.posterior.net.modules())
+        return found[1].shape[1] <= (FEW_CONVOLVED if convolves else FEW_PLAIN)
+
+    def _agrees(self, inputs: Any, y: Tensor, J: Tensor) -> bool:
+        """Whether the moments of layers are those of the Jacobian, at the first row."""
+        try:
+            self.layers = LayerMoments(self.posterior, self.theta, self.density)
+            mean, covariance = next(self.layers(tree_map(lambda leaf: leaf[:1], inputs)))
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        expected = (y + (J @ (self.density.mean - self.theta)).reshape(y.shape), self.density.between(J, J))
+        return all(is_near(a, b) for a, b in zip((mean, covariance), expected, strict=True))
+
+    def __len__(self) -> int:
+        return 1
+
+    def share(self, index: int) -> float:
+        """The weight of all draws of a chunk together: there is one."""
+        return 1.0
+
+    def predictive(self, index: int, inputs: Any) -> Predictive:
+        """The mixture over all draws."""
+        model, parts = self.posterior.model, []
+        with torch.no_grad():
+            for mean, covariance in self._moments(inputs):
+                parts.append(normal_outputs(mean, covariance, self._noise(covariance.shape[1])))
+            outputs = torch.cat(parts, 1)
+            weights = self.theta.new_full((self.draws,), 1 / self.draws)
+            values = model.likelihood_values(self.theta.unsqueeze(0).expand(self.draws, -1))
+            return Predictive(outputs, weights, model.likelihood, values, self.note, by_input=True)
+
+    def whole(self, inputs: Any) -> Predictive:
+        """The mixture over all draws; the calibrated one, where that is asked for."""
+        return self.uncalibrated(inputs).calibrated(self.calibration)
+
+    def uncalibrated(self, inputs: Any) -> Predictive:
+        """The mixture over all draws, as it is."""
+        return self.predictive(0, inputs)
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs of a batch, and its target."""
+        return self.posterior.model.split(batch)
+
+    def target(self, batch: Any) -> Any:
+        """The target of a batch."""
+        return self.posterior.model.split(batch)[1]
+
+    def _moments(self, inputs: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of y at every input, [b, ..] and [b, O, O], some inputs at a time."""
+        if self.layers is not None:
+            yield from self.layers(inputs)
+            return
+        for y, J in jacobians(self.posterior, self.theta, inputs):
+            yield y + (J @ (self.density.mean - self.theta)).reshape(y.shape), self.density.between(J, J)
+
+    def _noise(self, size: int) -> Tensor:
+        """[S, O], the same for all inputs."""
+        if self._points is None or self._points.shape[1] != size:
+            self._points = evenly_spread(self.draws, size, self.seed).to(self.device)
+        return self._points
+
+
+def is_normal(posterior: PosteriorBase, linearise: bool | None) -> bool:
+    """Whether the outputs are normal at every input: those of a network linearised, with one normal over its weights.
+
+    Nothing else may be random: neither tensors of the likelihood, nor dropout, nor statistics of batches.
+    """
+    model = posterior.model
+    if linearise not in (None, True) or (linearise is None and model.linearised_at is None):
+        return False
+    if model.user_forward is not None or posterior.dropout == "on" or posterior.mixes_rows:
+        return False
+    with torch.no_grad():
+        density = posterior.family()
+    return isinstance(density, Gaussian) and density.P == model.space.size == model.net_space.size

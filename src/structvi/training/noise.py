@@ -1,0 +1,124 @@
+"""The noise of a regression whose network is trained: its residuals on its own data are too small, and held-out data
+say by how much.
+
+A factor of these residuals is searched for the network first: its outputs do not depend on the noise, so one pass over
+the held-out data is enough for any number of factors. A posterior around the network adds spread of its own, and its
+noise is that factor or less.
+"""
+
+from collections.abc import Callable, Sequence
+from math import exp, log, sqrt
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..models.likelihoods import Gaussian, StudentT
+from ..posterior import PosteriorBase
+from .batches import Reread
+from .held_out import density_at, joined, network_predictives
+
+#: factors of a posterior's noise, relative to that of the network alone
+SHARES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.87, 0.93, 1.0)
+#: factors that are tried between the neighbours of the one that is kept
+BETWEEN = 6
+#: of the network's search: the first factors, the largest, and by how much a factor may be off at its end
+FIRST, LARGEST, EXACT = (0.5, 0.7, 1.0, 1.4, 2.0), 1e9, 1e-3
+#: so many numbers of outputs are kept
+KEPT_NUMBERS = 2**24
+
+
+class Noise:
+    """The noise of a likelihood that learns one, in units of the network's residuals on the training data."""
+
+    def __init__(self, parameter: Tensor | None):
+        self.parameter = parameter
+        self.start = 0.0 if parameter is None else float(parameter.detach())
+
+    @classmethod
+    def of(cls, posterior: PosteriorBase) -> "Noise":
+        likelihood = posterior.model.likelihood
+        is_point = isinstance(likelihood, Gaussian | StudentT) and likelihood.noise == "point"
+        return cls(likelihood.log_noise if is_point else None)
+
+    def set(self, factor: float) -> None:
+        if self.parameter is not None:
+            with torch.no_grad():
+                self.parameter.fill_(self.start + log(factor))
+
+
+def factors_around(network: float) -> tuple[float, ...]:
+    """Those of posteriors, where the network's own is given: up to it, and not below the residuals themselves.
+
+    Example:
+        >>> [round(factor, 2) for factor in factors_around(1.3)]
+        [1.0, 1.04, 1.13, 1.21, 1.3]
+    """
+    least = min(1.0, network)
+    found = {network * share for share in SHARES if network * share > least} | {least, network}
+    return tuple(sorted(found))
+
+
+def between(factor: float, tried: Sequence[float]) -> list[float]:
+    """Factors in equal ratios between the neighbours of one, without those that were tried.
+
+    Example:
+        >>> [round(one, 3) for one in between(2.0, [1.0, 2.0, 4.0])]
+        [1.219, 1.486, 1.811, 2.208, 2.692, 3.281]
+    """
+    ordered = sorted(set(tried))
+    place = ordered.index(factor)
+    low = ordered[place - 1] if place else factor / 1.1
+    high = ordered[place + 1] if place + 1 < len(ordered) else factor * 1.1
+    step = log(high / low) / (BETWEEN + 1)
+    return [low * exp(step * (index + 1)) for index in range(BETWEEN)]
+
+
+def network_factor(
+    networks: Sequence[tuple[PosteriorBase, Tensor]], noises: Sequence[Noise], held_out: Reread
+) -> float:
+    """The factor with the highest held-out density of the network, or of the average over several: one for all."""
+    kept, numbers = [], 0
+    for predictives, target in network_predictives(networks, held_out):
+        kept.append((predictives, target))
+        numbers += sum(leaf.numel() for one in predictives for leaf in tree_leaves(one.outputs))
+        if numbers > KEPT_NUMBERS:
+            break
+
+    def density(factor: float) -> float:
+        for one in noises:
+            one.set(factor)
+        return joined([density_at(*one) for one in kept]).mean
+
+    found = highest(density)
+    for one in noises:
+        one.set(1.0)
+    return found
+
+
+def highest(density: Callable[[float], float]) -> float:
+    """The factor with the highest density: on beyond the first ones while the last is best, then by golden sections.
+
+    Example:
+        >>> round(highest(lambda factor: -log(factor / 37.0) ** 2), 2)
+        37.0
+    """
+    tried = {factor: density(factor) for factor in FIRST}
+    while (last := max(tried)) < LARGEST and max(tried, key=lambda one: tried[one]) == last:
+        tried[2 * last] = density(2 * last)
+    ordered = sorted(tried)
+    place = ordered.index(max(ordered, key=lambda one: tried[one]))
+    low, high = log(ordered[max(0, place - 1)]), log(ordered[min(len(ordered) - 1, place + 1)])
+    ratio = (sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    at_a, at_b = density(exp(a)), density(exp(b))
+    while high - low > EXACT:
+        if at_a >= at_b:
+            high, b, at_b = b, a, at_a
+            a = high - ratio * (high - low)
+            at_a = density(exp(a))
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + ratio * (high - low)
+            at_b = density(exp(b))
+    return exp((low + high) / 2)

@@ -1,0 +1,229 @@
+"""Predictions in function space, the default of linearised posteriors: against closed form and drawn weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal, Normal
+
+import structvi as vi
+from structvi.predicting.function_chunks import POINTS, FunctionChunks
+from structvi.predicting.layer_moments import LayerMoments
+from structvi.predicting.metrics import ood_auroc
+
+lk = vi.likelihoods
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def network(inputs=3, outputs=2, norm=True):
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.LayerNorm(6)] if norm else [nn.Tanh()]
+    net = nn.Sequential(nn.Linear(inputs, 6), *middle, nn.Linear(6, outputs))
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    return net.double().eval()
+
+
+class Turned(nn.Module):
+    """The weight is used twice, once not by its layer: a Jacobian is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(x)) @ self.layer.weight)
+
+
+def fitted(net, likelihood=None, family=None, scale=0.3, **options):
+    bayes = vi.variationalize(
+        net, likelihood or lk.Categorical(), family or vi.StructuredPrecision(3), num_data=10, linearise=True, **options
+    )
+    with torch.no_grad():  # away from θ₀, with columns
+        generator = seeded(1)
+        for name, parameter in bayes.family.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if "log_scale" in name:
+                parameter.copy_(torch.tensor(scale).log() + 0.2 * noise)
+            else:
+                parameter.add_(0.1 * noise)
+    return bayes
+
+
+X = torch.randn(7, 3, generator=seeded(5), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredPrecision(3), vi.StructuredNormal(2), vi.FullNormal()])
+def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
+    noise = 0.5
+    bayes = fitted(network(outputs=1), lk.Gaussian(noise), family)
+    pred = bayes.predict(X, generator=seeded())
+    assert (pred.draws, pred.note) == (POINTS, "in function space")
+    mean, covariance = bayes.output_moments(X)
+    t = mean + 0.7
+    exact = Normal(mean, (covariance[:, 0] + noise**2).sqrt())
+    # of one output 256 points are strata of a normal: their mean is within a few thousandths of a standard deviation
+    assert (pred.mean - mean).abs().max() < 0.01 * covariance.max().sqrt()
+    torch.testing.assert_close(pred.epistemic, covariance[:, 0], rtol=0.03, atol=0.0)
+    assert (pred.log_prob(t) - exact.log_prob(t)).abs().max() < 0.005
+    # 64 draws of weights are off by far more
+    assert (bayes.predict(X, 64, generator=seeded()).log_prob(t) - exact.log_prob(t)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("net", [network(), network(norm=False), Turned().double()], ids=["norms", "plain", "turned"])
+def test_moments_of_layers_are_those_of_jacobians(net):
+    bayes = fitted(net)
+    chunks = FunctionChunks(bayes)
+    assert chunks.suits(X)
+    assert isinstance(chunks.layers, LayerMoments) == isinstance(net, nn.Sequential)
+    mean, covariance = (torch.cat(part) for part in zip(*chunks._moments(X), strict=True))
+    expected = bayes.output_moments(X)
+    torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
+
+
+def test_classes_are_those_of_many_draws():
+    bayes = fitted(network(outputs=4))
+    mean, covariance = bayes.output_moments(X)
+    logits = MultivariateNormal(mean, covariance).expand((len(X),)).sample((100_000,))
+    expected = logits.softmax(-1).mean(0)  # its standard error is at most .5/√100,000 = .0016
+    pred = bayes.predict(X, generator=seeded())
+    error = (pred.mean - expected).abs().max()
+    assert error < 0.01  # 256 Sobol points of four dimensions; independent draws have .5/√256 = .03
+    weights = bayes.predict(X, 20_000, chunk=5000, generator=seeded()).mean
+    assert (pred.mean - weights).abs().max() < 0.02  # of drawn weights three standard errors are .5·3/√20,000 = .011
+
+
+def test_evaluate_and_ood_take_the_first_batch_and_lose_none():
+    bayes = fitted(network(outputs=1), lk.Gaussian(0.5))
+    t = bayes.output_moments(X).mean + 0.1
+    batches = [(X[:3], t[:3]), (X[3:], t[3:])]
+    expected = bayes.predict(X, generator=seeded())
+    for loader in (batches, iter(batches)):
+        metrics = bayes.evaluate(loader, generator=seeded(), progress=False)
+        assert (metrics.count, metrics.draws) == (7, POINTS)
+        assert metrics.nlpd == pytest.approx(-expected.log_prob(t).mean().item(), rel=1e-9)
+    assert bayes.evaluate(batches, passes=16, progress=False).draws == 16
+    far = 50 * X
+    assert ood_auroc(bayes, iter([X]), [far], "epistemic") == ood_auroc(bayes, [X], [far], "epistemic")
+
+
+def test_a_mixture_is_the_average_of_its_members():
+    nets = [network(outputs=1), network(outputs=1, norm=False)]
+    members = [fitted(net, lk.Gaussian(0.5)) for net in nets]
+    mixture = vi.NetworkMixture(members)
+    pred = mixture.predict(X, generator=seeded())
+    assert pred.note == "2 networks, in function space"
+    assert pred.draws == POINTS
+    t, exact = torch.zeros(7, 1, dtype=torch.float64), []
+    for one in members:
+        mean, covariance = one.output_moments(X)
+        exact.append(Normal(mean, (covariance[:, 0] + 0.25).sqrt()).log_prob(t))
+    expected = torch.stack(exact).logsumexp(0) - torch.tensor(2.0).log()
+    assert (pred.log_prob(t) - expected).abs().max() < 0.01  # 128 points each
+    with pytest.raises(ValueError, match="predict\\(x, draws=64\\)"):
+        pred.sample()
+
+
+def test_what_is_of_all_inputs_together_wants_drawn_weights():
+    bayes = fitted(network(outputs=1), lk.Gaussian(0.5))
+    pred, t = bayes.predict(X), torch.zeros(7, 1, dtype=torch.float64)
+    for call in (lambda: pred.sample(3), lambda: pred.joint_log_prob(t)):
+        with pytest.raises(ValueError, match=r"in function space: predict\(x, draws=64\)"):
+            call()
+    drawn = bayes.predict(X, draws=64)
+    assert drawn.sample(3).shape == (3, 7, 1)
+    assert drawn.joint_log_prob(t).shape == ()
+
+
+class Wide(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).repeat(1, 30)
+
+
+class Mixing(nn.Linear):
+    """Rows depend on each other."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return {"a": super().forward(x)}
+
+
+def by_hand(net, batch):
+    return net(batch["x"]), batch.get("t")
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+
+
+WITHOUT = {
+    "drawn weights": lambda: (vi.variationalize(network(), lk.Categorical(), vi.MeanField(), num_data=9), X, {}),
+    "asked not to": lambda: (fitted(network()), X, {"linearise": False}),
+    "many outputs": lambda: (fitted(Wide(3, 2).double()), X, {}),
+    "no tensor": lambda: (fitted(Pair(3, 2).double(), lambda y, t: y["a"][:, 0]), X, {}),
+    "rows together": lambda: (fitted(Mixing(3, 2).double()), X, {}),
+    "forward=": lambda: (fitted(network(), forward=by_hand), {"x": X}, {}),
+    "reestimated": lambda: (fitted(network(), batch_norm="reestimated"), X, {"reference": X}),
+    "dropout": lambda: (fitted(dropping(), dropout="on"), X, {}),
+    "coupling": lambda: (fitted(network()), X, {"coupling": vi.paired}),
+    "random noise": lambda: (fitted(network(outputs=1), lk.Gaussian("random")), X, {}),
+    "no normal": lambda: (fitted(network(), family=vi.Mixture(vi.MeanField(), 2)), X, {}),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_elsewhere_weights_are_drawn_as_before(case):
+    bayes, x, options = WITHOUT[case]()
+    pred, expected = (bayes.predict(x, draws, generator=seeded(), **options) for draws in (None, 64))
+    assert not pred.by_input
+    assert "function space" not in pred.note
+    torch.testing.assert_close(pred.outputs, expected.outputs, rtol=0.0, atol=0.0)
+    assert pred.draws == expected.draws
+
+
+def test_nothing_is_random_but_the_points():
+    bayes, state = fitted(network()), torch.get_rng_state()
+    one, two = (bayes.predict(X, generator=seeded(3)).outputs for _ in range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(one, bayes.predict(X, generator=seeded(4)).outputs)
+    # an input's prediction is its own: others beside it change nothing
+    torch.testing.assert_close(bayes.predict(X[2:3], generator=seeded(3)).outputs, one[:, 2:3], rtol=1e-9, atol=1e-12)
+
+
+def test_outputs_without_an_axis_and_linearise_asked_for():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
+    bayes = vi.variationalize(net, lk.Gaussian(0.5), vi.MeanField(), num_data=9)
+    assert bayes.predict(X).note == ""
+    pred = bayes.predict(X, linearise=True)
+    assert pred.note == "in function space"
+    assert pred.mean.shape == (7,)
+    torch.testing.assert_close(pred.epistemic, bayes.output_moments(X).covariance[:, 0, 0], rtol=0.03, atol=0.0)
+
+
+def test_a_calibration_of_one_way_is_used_by_the_other():
+    bayes = fitted(network(), scale=0.05)
+    x = torch.randn(200, 3, generator=seeded(8), dtype=torch.float64)
+    t = torch.randint(2, (200,), generator=seeded(9))  # labels that the network knows nothing of: it is far too sure
+    found = bayes.calibrate([(x[:100], t[:100])], conformal=[(x[100:], t[100:])])
+    assert found.draws == POINTS
+    assert found.applied is not None
+    value = found.applied.value
+    again = bayes.calibrate([(x[:100], t[:100])], draws=2000)
+    assert again.applied is not None
+    assert again.applied.value == pytest.approx(value, rel=0.05)  # the same but for Monte Carlo error
+    both = [bayes.predict(x, draws, generator=seeded()) for draws in (None, 2000)]
+    assert both[0].note.startswith("in function space, temperature")
+    assert (both[0].mean - both[1].mean).abs().max() < 0.02  # of 2000 draws three standard errors are .03 at most
