@@ -101,3 +101,22 @@ def test_a_network_under_vmap_gives_what_the_loop_gives(linearise, monkeypatch):
         gradients.append([p.grad for p in bayes.parameters()])
     for got, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_many_fits_of_many_draws(shared):
+    """A gradient inside a second vmap, as fits at once take it, against a loop over fits and draws, in float64."""
+    g = torch.Generator().manual_seed(0)
+    W, x = torch.randn(4, 3, 2, 5, generator=g).double(), torch.randn(4, 7, 5, generator=g).double()
+    b = torch.randn(4, 3, 2, generator=g).double()
+
+    def loss(W, b, x):
+        at = (0, 0, None) if shared else (0, 0, 0)
+        inputs = x if shared else x.expand(3, 7, 5) * torch.arange(1.0, 4.0).view(3, 1, 1)
+        return vmap(lambda w, c, own: linear(own, w, c).sin().sum(), in_dims=at)(W, b, inputs).sum()
+
+    expected = [torch.func.grad(loss, (0, 1))(*one) for one in zip(W, b, x, strict=True)]
+    with BatchedLinear():
+        found = vmap(torch.func.grad(loss, (0, 1)))(W, b, x)
+    for one, parts in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(parts), rtol=1e-12, atol=1e-12)

@@ -89,12 +89,17 @@ class _Linear(torch.autograd.Function):
 
 
 class _Batched(torch.autograd.Function):
-    """x Wᵀ of each draw: [S, N, in], [S, out, in] → [S, N, out]."""
+    """x Wᵀ of each draw: [S, N, in], [S, out, in] → [S, N, out]; of many fits at once under a second vmap."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
         return torch.bmm(x, weight.mT)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]

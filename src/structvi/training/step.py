@@ -294,7 +294,10 @@ class Step:
 
     def _out_of_memory(self, error: torch.OutOfMemoryError, batches: Sequence[Any]) -> torch.OutOfMemoryError:
         """The same, with what the step needs and what would fit; what the step had taken is given back."""
-        traceback.clear_frames(error.__traceback__)
+        one: BaseException | None = error
+        while one is not None:  # what it was raised while handling holds tensors too
+            traceback.clear_frames(one.__traceback__)
+            one = one.__context__
         for parameter in self.named.values():
             parameter.grad = None
         self._graphs.clear()
