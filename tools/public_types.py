@@ -6,9 +6,11 @@ What others leave without types is named below, and nothing else may be.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 #: scikit-learn has no types, so that its subclasses have unknown bases; Triton compiles its kernels from their source
 OTHERS = r"structvi\.(integrations\.sklearn\.(_Estimator|Bayesian\w+)|families\.numerics\.triton_\w+\.\w+)"
@@ -31,7 +33,9 @@ def unknown(found: dict) -> list[str]:
 
 def main(arguments: list[str]) -> str | None:
     command = [sys.executable, "-m", "pyright", "--verifytypes", "structvi", "--ignoreexternal", "--outputjson"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    # pyright does not see a package that is installed in place, unless its folder is on the path
+    there = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=there)
     try:
         found = json.loads(done.stdout)
     except ValueError:
