@@ -33,8 +33,9 @@ def unknown(found: dict) -> list[str]:
 
 def main(arguments: list[str]) -> str | None:
     command = [sys.executable, "-m", "pyright", "--verifytypes", "structvi", "--ignoreexternal", "--outputjson"]
-    # pyright does not see a package that is installed in place, unless its folder is on the path
-    there = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    # pyright asks the first python on the path what there is to import
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    there = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=there)
     try:
         found = json.loads(done.stdout)
