@@ -48,7 +48,7 @@ class LayerMoments:
         shift = space.unravel(density.mean - theta)
         named_d = space.unravel(d)
         #: of every random tensor: d, V with its columns last, and μ − θ₀
-        self.tensors = {
+        self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {
             name: (named_d[name], V[space.slice(name)].unflatten(0, shift[name].shape), shift[name])
             for name in space.names
         }

@@ -132,7 +132,7 @@ class Around:
     laplace: Laplace
     noise: Noise
     #: by the order of their candidate
-    made: dict[tuple, Gaussian] = field(default_factory=dict)
+    made: dict[tuple[Any, ...], Gaussian] = field(default_factory=dict[tuple[Any, ...], Gaussian])
 
     @property
     def network(self) -> tuple[PosteriorBase, Tensor]:

@@ -1,6 +1,6 @@
 """Natural-gradient steps (variational online Newton) of means and scales of normals, plain Adam for all else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -115,12 +115,12 @@ class NaturalAdam(TurningAdam):
     @torch.no_grad()
     def step(
         self,
-        closure=None,
+        closure: Callable[[], Any] | None = None,
         *,
         thin: Thin = MappingProxyType({}),
         coefficient: Tensor | float = 1.0,
         make: Tensor | None = None,
-    ):
+    ) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
