@@ -1,5 +1,7 @@
 """A step that does not fit into memory: what is said, and that nothing is lost."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -100,6 +102,30 @@ def test_nothing_is_lost(tmp_path, monkeypatch):
     result = again.fit(loader(), **options, resume=tmp_path)
     assert any("resumed at step 7" in note for note in result.notes)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+def test_the_tensors_of_a_failed_step_are_free_when_what_would_fit_is_worked_out(monkeypatch):
+    """The frames of the error hold its draws, and so do the functions of cleared frames that close over them."""
+    drawn, alive = [], []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            if type(self.weight) is torch.Tensor and self.weight.grad_fn is not None:  # a draw of the step
+                drawn.append(weakref.ref(self.weight))
+                no_memory()
+            return out
+
+    def there_is(device, held):
+        alive.extend(one() is not None for one in drawn)
+        return 10**9
+
+    monkeypatch.setattr(step, "there_is", there_is)
+    bayes = vi.variationalize(Layer(3, 1), vi.likelihoods.Gaussian(noise=1.0), vi.MeanField(), evaluation="loop")
+    with pytest.raises(torch.OutOfMemoryError, match="a step does not fit"):
+        bayes.fit(loader(), steps=2, progress=False)
+    assert alive
+    assert not any(alive)
 
 
 def test_the_optimizer_moves_nothing_where_there_is_no_memory_for_its_moments(monkeypatch):

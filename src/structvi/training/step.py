@@ -297,6 +297,7 @@ class Step:
         one: BaseException | None = error
         while one is not None:  # what it was raised while handling holds tensors too
             traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None  # a cleared frame still has its function, and that the tensors it closes over
             one = one.__context__
         for parameter in self.named.values():
             parameter.grad = None
