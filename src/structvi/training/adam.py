@@ -98,15 +98,13 @@ class Adam(torch.optim.Adam):
     def unheard_step(self, thin: Thin, coefficient: float) -> None:
         """`step`, past the wrapper that torch puts around it for hooks and profilers, where there are none."""
         heard = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or "step" in vars(self)
-        if heard or not self.plain:
+        if heard:
             self.step(thin=thin, coefficient=coefficient)
         else:
             self._step(thin, coefficient, None)
 
-    #: whether `step` is what is here; a class with one of its own says no
-    plain = True
-
     def _step(self, thin: Thin, coefficient: Tensor | float, make: Tensor | None) -> None:
+        """What `step` does; a kind of Adam that moves some parameters otherwise has one of its own."""
         if self.gpu is not None and make is None:  # the kernels of a captured step, and so its bits
             make = torch.ones((), device=self.gpu)
             coefficient = torch.full((), float(coefficient), device=self.gpu)

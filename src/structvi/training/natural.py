@@ -1,8 +1,7 @@
 """Natural-gradient steps (variational online Newton) of means and scales of normals, plain Adam for all else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,19 +111,7 @@ class NaturalAdam(TurningAdam):
         self.move_apart([pair.log_scale for pair in pairs], lr=recipe.scale_lr)
         self.move_apart([pair.mean for pair in pairs], lr=recipe.lr)
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        thin: Thin = MappingProxyType({}),
-        coefficient: Tensor | float = 1.0,
-        make: Tensor | None = None,
-    ) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, thin: Thin, coefficient: Tensor | float, make: Tensor | None) -> None:
         # before anything is moved: where there is no memory for the averages, nothing has changed
         for mean, _ in self.pairs:
             if mean.grad is not None and not self.state[mean]:
@@ -132,8 +119,7 @@ class NaturalAdam(TurningAdam):
         for mean, log_scale in self.pairs:
             self._move(mean, log_scale, coefficient, make)
             mean.grad = log_scale.grad = None  # they have been taken: what is left is Adam's
-        super().step(thin=thin, coefficient=coefficient, make=make)
-        return loss
+        super()._step(thin, coefficient, make)
 
     def _start(self, mean: Tensor) -> dict[str, Any]:
         step = torch.zeros((), dtype=torch.float32, device=mean.device)

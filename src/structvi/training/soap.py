@@ -1,8 +1,7 @@
 """Preconditioned means: Adam in Kronecker coordinates (SOAP) for the weights' means, plain Adam for all else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -91,19 +90,7 @@ class SoapAdam(TurningAdam):
         self.recipe = recipe
         self.move_apart(list(self.means), lr=recipe.lr, betas=recipe.betas)
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        thin: Thin = MappingProxyType({}),
-        coefficient: Tensor | float = 1.0,
-        make: Tensor | None = None,
-    ) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, thin: Thin, coefficient: Tensor | float, make: Tensor | None) -> None:
         # before anything is moved: where there is no memory for the moments, nothing has changed
         for parameter in [p for group in self.param_groups for p in group["params"]]:
             if parameter.grad is not None or parameter in thin:
@@ -111,8 +98,7 @@ class SoapAdam(TurningAdam):
         for parameter in [p for p in self.means if p.grad is not None]:
             self._move(parameter, self.param_groups[0], coefficient, make)
             parameter.grad = None  # it has been taken: what is left is Adam's
-        super().step(thin=thin, coefficient=coefficient, make=make)
-        return loss
+        super()._step(thin, coefficient, make)
 
     def _moments(self, parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]

@@ -25,8 +25,6 @@ class TurningAdam(Adam):
         turn: every so many refreshes families that can take the coordinates for their own do; None: never.
     """
 
-    plain = False
-
     def __init__(
         self,
         parameters: Sequence[Tensor],
