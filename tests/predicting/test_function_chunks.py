@@ -140,6 +140,17 @@ def test_without_columns_layers_serve_as_well():
     assert bayes.predict(X).note == "in function space"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_input_that_is_not_finite_spoils_no_other(bad):
+    bayes, x = fitted(network(outputs=5)), X.clone()
+    x[3, 0] = bad
+    pred, expected = (bayes.predict(one, generator=seeded()) for one in (x, X))
+    assert pred.note == "in function space"
+    assert pred.mean[3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6]
+    torch.testing.assert_close(pred.mean[others], expected.mean[others], rtol=1e-9, atol=1e-12)
+
+
 def test_classes_are_those_of_many_draws():
     bayes = fitted(network(outputs=4))
     mean, covariance = bayes.output_moments(X)

@@ -188,9 +188,13 @@ def evenly_spread(points: int, size: int, seed: int) -> Tensor:
 
 
 def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
-    """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together."""
-    values, vectors = torch.linalg.eigh(covariance.double())
-    root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # [b, O, O]
+    """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together.
+
+    An input whose moments are not finite has NaN, and no other.
+    """
+    finite = covariance.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # [b, 1, 1]
+    values, vectors = torch.linalg.eigh(torch.where(finite, covariance.double(), 0.0))
+    root = vectors * torch.where(finite.squeeze(-1), values.clamp(min=0.0).sqrt(), torch.nan).unsqueeze(-2)  # [b, O, O]
     return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).reshape(-1, *mean.shape)
 
 
