@@ -41,6 +41,36 @@ class Turned(nn.Module):
         return self.head(torch.tanh(self.layer(x)) @ self.layer.weight)
 
 
+class Named(nn.Module):
+    """Layers called by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(input=torch.tanh(self.layer(input=x)))
+
+
+class Where(nn.Module):
+    """For some rows the weight is used past its layer: the others do not show it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        own = torch.tanh(self.layer(x))
+        return self.head(torch.where(x[:, :1] > 2.0, own @ self.layer.weight, own))
+
+
+def doubling():
+    """A hook of the user's makes another layer of it."""
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False))
+    net[0].register_forward_hook(lambda module, given, out: 2 * out)
+    return net
+
+
 def fitted(net, likelihood=None, family=None, scale=0.3, **options):
     bayes = vi.variationalize(
         net, likelihood or lk.Categorical(), family or vi.StructuredPrecision(3), num_data=10, linearise=True, **options
@@ -76,16 +106,49 @@ def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
     assert (bayes.predict(X, 64, generator=seeded()).log_prob(t) - exact.log_prob(t)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("net", [network(), network(norm=False), Turned().double()], ids=["norms", "plain", "turned"])
-def test_moments_of_layers_are_those_of_jacobians(net):
-    bayes = fitted(net)
+#: rows that tell nothing of a network come first: with zeros a weight has no gradient
+ODD = torch.cat([torch.zeros(2, 3, dtype=torch.float64), X, torch.full((1, 3), 3.0, dtype=torch.float64), X])
+
+
+@pytest.mark.parametrize(
+    ("net", "by_layers"),
+    [(network(), True), (network(norm=False), True), (Named(), True), (Turned(), False), (Where(), False),
+     (doubling(), False)],
+    ids=["norms", "plain", "by keyword", "turned", "where", "hooked"],
+)  # fmt: skip
+@pytest.mark.parametrize("x", [X, ODD], ids=["plain", "odd"])
+def test_moments_of_layers_are_those_of_jacobians(net, by_layers, x):
+    bayes = fitted(net.double())
+    chunks = FunctionChunks(bayes)
+    assert chunks.suits(x)
+    assert isinstance(chunks.layers, LayerMoments) == by_layers
+    mean, covariance = (torch.cat(part) for part in zip(*chunks._moments(x), strict=True))
+    expected = bayes.output_moments(x)
+    torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
+
+
+def test_without_columns_layers_serve_as_well():
+    bayes = fitted(network(outputs=5), family=vi.MeanField())  # five outputs: too many for Jacobians
     chunks = FunctionChunks(bayes)
     assert chunks.suits(X)
-    assert isinstance(chunks.layers, LayerMoments) == isinstance(net, nn.Sequential)
+    assert chunks.layers is not None
     mean, covariance = (torch.cat(part) for part in zip(*chunks._moments(X), strict=True))
     expected = bayes.output_moments(X)
     torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
+    assert bayes.predict(X).note == "in function space"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_input_that_is_not_finite_spoils_no_other(bad):
+    bayes, x = fitted(network(outputs=5)), X.clone()
+    x[3, 0] = bad
+    pred, expected = (bayes.predict(one, generator=seeded()) for one in (x, X))
+    assert pred.note == "in function space"
+    assert pred.mean[3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6]
+    torch.testing.assert_close(pred.mean[others], expected.mean[others], rtol=1e-9, atol=1e-12)
 
 
 def test_classes_are_those_of_many_draws():

@@ -167,6 +167,25 @@ def test_forms_are_told_apart():
     assert differ(single, a[0]) < 1e-12
 
 
+def test_a_padding_row_is_each_networks_own():
+    """The first batch, on which at once and alone are compared, has no padding."""
+
+    def networks():
+        for seed in range(2):
+            torch.manual_seed(seed)
+            net = nn.Sequential(nn.Embedding(5, 2, padding_idx=0), nn.Flatten(), nn.Linear(4, 1)).double()
+            with torch.no_grad():
+                net[0].weight[0] = torch.randn(2, dtype=torch.float64)
+            yield vi.variationalize(net, vi.likelihoods.Gaussian(0.5), vi.MeanField())
+
+    x, t = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 1, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(torch.cat([x, 0 * x]), torch.cat([t, -t])), batch_size=2)
+    many, singles = list(networks()), list(networks())
+    vi.fit_many(many, loader, steps=8, progress=False)
+    alone(singles, [loader] * 2, steps=8)
+    assert all(differ(a, b) < 1e-11 for a, b in zip(many, singles, strict=True))
+
+
 def test_what_is_held_is_not_learned_with_the_others():
     loader, starts = data(40), made(4)
     for held in starts[1:3]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 import structvi as vi
 from structvi.training.batches import Batches
@@ -196,6 +196,49 @@ def test_random_numbers_in_forward_are_noted():
     for net, noted in ((AlwaysDropping(), True), (nn.Sequential(nn.Dropout(0.5), classifier()), False)):
         bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField())
         assert (RANDOM in bayes.fit(train, steps=2, progress=False).notes) is noted
+
+
+class Twenty(nn.Module):
+    """A network for batches of one size: two items, on which it is looked at before a fit, do not suit it."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.net, self.error = classifier(), error
+
+    def forward(self, x):
+        if len(x) != 20:
+            raise self.error("batches of 20")
+        return self.net(x)
+
+
+@pytest.mark.parametrize("error", [AssertionError, AttributeError, ZeroDivisionError])
+def test_a_network_that_two_items_do_not_suit_is_fitted(error):
+    bayes = vi.variationalize(Twenty(error), vi.likelihoods.Categorical(), vi.MeanField())
+    assert bayes.fit(loaders()[0], steps=2, progress=False).steps == 2
+
+
+class ReadByWorkers(Dataset):
+    """Its data are opened in worker processes."""
+
+    data = None
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return tuple(column[index] for column in self.data)
+
+
+def opened(_):
+    get_worker_info().dataset.data = (X, T)
+
+
+def test_data_that_worker_processes_alone_can_read():
+    loader = DataLoader(ReadByWorkers(), batch_size=20, num_workers=1, worker_init_fn=opened)
+    bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    assert bayes.fit(loader, steps=2, progress=False).steps == 2
+    with pytest.raises(TypeError, match="not iterable"):  # without workers that is the loader's own error
+        bayes.fit(DataLoader(ReadByWorkers(), batch_size=20), steps=2, progress=False)
 
 
 def test_items_that_are_batches():

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..basics.random_streams import seed_from
 from ..families.gaussian import Gaussian
 from ..models.calibration import Calibration
 from ..posterior import PosteriorBase
 from .function_space import (
+    Looked,
     evenly_spread,
-    first_jacobian,
     is_near,
     jacobians,
+    looked_at,
     normal_outputs,
     theta_of_linearisation,
 )
@@ -73,26 +73,28 @@ class FunctionChunks:
         """Whether inputs are such that this is exact, and not slower than draws of weights.
 
         Jacobians are cheap beside draws where a network does more with each weight than to multiply one number, as
-        convolutions do; of linear layers they are not needed, and the first row shows whether that is so.
+        convolutions do; of linear layers they are not needed, and a few rows show whether that is so.
         """
-        found = first_jacobian(self.posterior, self.theta, inputs, MOST_NUMBERS)
+        found = looked_at(self.posterior, self.theta, inputs, MOST_NUMBERS)
         if found is None:
             return False
-        if has_layers(self.posterior, self.density) and self._agrees(inputs, *found):
+        if has_layers(self.posterior, self.density) and self._agrees(found):
             return True
         self.layers = None
         convolves = any(isinstance(one, CONVOLUTIONS) for one in self.posterior.net.modules())
-        return found[1].shape[1] <= (FEW_CONVOLVED if convolves else FEW_PLAIN)
+        return found.J.shape[1] <= (FEW_CONVOLVED if convolves else FEW_PLAIN)
 
-    def _agrees(self, inputs: Any, y: Tensor, J: Tensor) -> bool:
-        """Whether the moments of layers are those of the Jacobian, at the first row."""
+    def _agrees(self, found: Looked) -> bool:
+        """Whether the moments of layers are those of the Jacobian, at the rows that were looked at."""
+        rows, y, J = found
         try:
-            self.layers = LayerMoments(self.posterior, self.theta, self.density)
-            mean, covariance = next(self.layers(tree_map(lambda leaf: leaf[:1], inputs)))
+            self.layers = LayerMoments(self.posterior, self.theta, self.density, J.shape[1])
+            is_whole = self.layers.is_whole(rows)
+            own = [torch.cat(part) for part in zip(*self.layers(rows), strict=True)]
         except (RuntimeError, TypeError, ValueError):
             return False
         expected = (y + (J @ (self.density.mean - self.theta)).reshape(y.shape), self.density.between(J, J))
-        return all(is_near(a, b) for a, b in zip((mean, covariance), expected, strict=True))
+        return is_whole and all(is_near(a, b) for a, b in zip(own, expected, strict=True))
 
     def __len__(self) -> int:
         return 1

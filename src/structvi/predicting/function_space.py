@@ -23,6 +23,8 @@ from .draws import on_device
 JACOBIAN_NUMBERS = 2**26
 #: a network with at most so many outputs is looked at in function space
 FEW_OUTPUTS = 48
+#: rows that tell whether that is so
+LOOKED_AT = 4
 
 
 class OutputMoments(NamedTuple):
@@ -104,30 +106,39 @@ def _one(model: BayesianModel, theta: Tensor, inputs: Any) -> Tensor:
     return output[0, 0]
 
 
-def first_jacobian(posterior: PosteriorBase, theta: Tensor, x: Any, numbers: int) -> tuple[Tensor, Tensor] | None:
-    """f(x; θ) and its Jacobian of the first row of x, where outputs are few, O ≤ `FEW_OUTPUTS` and O·P ≤ numbers.
+class Looked(NamedTuple):
+    """Some rows of the inputs, and the network at them."""
 
-    None where they are not, or Jacobians do not come for many rows at once. Two rows are looked at: an output that
-    depends on other rows, is random, or is no tensor, is not for this.
+    rows: Any
+    y: Tensor  # [b, ..]
+    J: Tensor  # [b, O, P]
+
+
+def looked_at(posterior: PosteriorBase, theta: Tensor, x: Any, numbers: int) -> Looked | None:
+    """f(x; θ) and its Jacobian at a few rows of x, where outputs are few, O ≤ `FEW_OUTPUTS` and O·P ≤ numbers.
+
+    None where they are not, or Jacobians do not come for many rows at once. An output that depends on other rows, is
+    random, or is no tensor, is not for this. The rows are spread over all: the first ones may be alike, or all zero.
     """
     leaves, model = tree_leaves(x), posterior.model
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(leaves[0]) for leaf in leaves):
         return None
-    two = on_device(tree_map(lambda leaf: leaf[:2], x), theta.device)
+    some = torch.linspace(0, len(leaves[0]) - 1, min(LOOKED_AT, len(leaves[0]))).round().long().tolist()
+    rows = on_device(tree_map(lambda leaf: leaf[some], x), theta.device)
     with alone(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with torch.no_grad(), posterior.network_mode(), model.linearised_around(None):
-                y = vmap(lambda row: _one(model, theta, row))(two)
+                y = vmap(lambda row: _one(model, theta, row))(rows)
                 if y[0].numel() > FEW_OUTPUTS or y[0].numel() * theta.numel() > numbers:
                     return None
-                found = _at_once(model, theta, tree_map(lambda leaf: leaf[:1], two))
-                together = model.outputs(theta.unsqueeze(0), two)[0]
+                _, J = _at_once(model, theta, rows)
+                together = model.outputs(theta.unsqueeze(0), rows)[0]
         except (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError):
             return None  # what is wrong with the inputs is said where the network is called with drawn weights
     if any("batching rule" in str(one.message) for one in caught):
         return None
-    return found if together.shape == y.shape and is_near(together, y) else None
+    return Looked(rows, y, J) if together.shape == y.shape and is_near(together, y) else None
 
 
 def is_near(a: Tensor, b: Tensor) -> bool:
@@ -177,9 +188,13 @@ def evenly_spread(points: int, size: int, seed: int) -> Tensor:
 
 
 def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
-    """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together."""
-    values, vectors = torch.linalg.eigh(covariance.double())
-    root = vectors * values.clamp(min=0.0).sqrt().unsqueeze(-2)  # [b, O, O]
+    """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together.
+
+    An input whose moments are not finite has NaN, and no other.
+    """
+    finite = covariance.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # [b, 1, 1]
+    values, vectors = torch.linalg.eigh(torch.where(finite, covariance.double(), 0.0))
+    root = vectors * torch.where(finite.squeeze(-1), values.clamp(min=0.0).sqrt(), torch.nan).unsqueeze(-2)  # [b, O, O]
     return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).reshape(-1, *mean.shape)
 
 

@@ -6,8 +6,9 @@ Of a linear layer u = W a + b the Jacobian of an output is an outer product, δ 
 would be O·P numbers. The scale and shift of a normalisation are elementwise, δ ∘ û and δ.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .draws import on_device
 LAYERS = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)
 #: columns of V; more are no low rank
 MOST_COLUMNS = 128
-#: so many numbers of V a are held at once
+#: so many numbers of V a, and of δ, are held at once
 NUMBERS = 2**24
 
 
@@ -39,9 +40,10 @@ class LayerMoments:
         posterior: one that `has_layers` says yes to.
         theta: θ₀ [P].
         density: the normal over the weights.
+        outputs: O.
     """
 
-    def __init__(self, posterior: PosteriorBase, theta: Tensor, density: Gaussian):
+    def __init__(self, posterior: PosteriorBase, theta: Tensor, density: Gaussian, outputs: int):
         self.posterior, self.theta = posterior, theta.detach()
         d, V, self.C = density.low_rank()
         space, self.columns = posterior.space, V.shape[1]
@@ -53,8 +55,8 @@ class LayerMoments:
             for name in space.names
         }
         self.layers = {name.rpartition(".")[0] for name in space.names}
-        widest = max(tensor[0].shape[0] for tensor in self.tensors.values())
-        self.rows = max(1, NUMBERS // (max(1, self.columns) * widest))
+        widths = {name.rpartition(".")[0]: tensor[0].shape[0] for name, tensor in self.tensors.items()}.values()
+        self.rows = max(1, NUMBERS // max(self.columns * max(widths), outputs * sum(widths)))
 
     def __call__(self, x: Any) -> Iterator[Moments]:
         """Of the outputs at x, some rows at a time."""
@@ -80,34 +82,45 @@ class LayerMoments:
             covariance = covariance + W @ self.C @ W.mT
             return Moments(y.detach() + torch.as_tensor(mean).reshape(y.shape), covariance)
 
+    def is_whole(self, rows: Any) -> bool:
+        """Whether random tensors reach the output through these layers alone: where these hold them, it is constant."""
+        theta = self.theta.clone().requires_grad_()
+        return not self._run(theta, rows, lambda _, module, *call: _held(module, _argument(*call[:2]))).requires_grad
+
     def _called(self, rows: Any) -> tuple[Tensor, list[tuple[str, Tensor, Tensor]]]:
         """The output, and of every layer that has random tensors its name, input and output."""
-        posterior, seen = self.posterior, []
+        seen: list[tuple[str, Tensor, Tensor]] = []
 
-        def hook(name: str, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        def keep(name: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> Tensor:
             end = out if out.requires_grad else out.detach().requires_grad_()
-            seen.append((name, _input(module, given[0].detach()), end))
+            seen.append((name, _input(module, _argument(given, named).detach()), end))
             return end.clone()  # what follows may change it in place
 
-        with ExitStack() as stack:
-            net = stack.enter_context(posterior.network_mode())
-            stack.enter_context(posterior.model.linearised_around(None))
-            for name, module in net.named_modules():
-                if name in self.layers:
-                    handle = module.register_forward_hook(lambda *seen, name=name: hook(name, *seen))
-                    stack.callback(handle.remove)
-            with torch.enable_grad():
-                y = posterior.model.outputs(self.theta.unsqueeze(0), rows)[0]
+        y = self._run(self.theta, rows, keep)
         names = [name for name, _, _ in seen]
         if len(set(names)) < len(names) or set(names) != self.layers or any(a.ndim != 2 for _, a, _ in seen):
             raise ValueError("a layer was called twice, not at all, or with inputs that are not [B, n]")
         return y, seen
 
+    def _run(self, theta: Tensor, rows: Any, hook: Callable[..., Tensor]) -> Tensor:
+        """The output at θ [P], where the layers that have random tensors give what the hook makes of their output."""
+        posterior = self.posterior
+        with ExitStack() as stack:
+            net = stack.enter_context(posterior.network_mode())
+            stack.enter_context(posterior.model.linearised_around(None))
+            for name, module in net.named_modules():
+                if name in self.layers:
+                    handle = module.register_forward_hook(partial(hook, name), with_kwargs=True)
+                    stack.callback(handle.remove)
+            with torch.enable_grad():
+                return posterior.model.outputs(theta.unsqueeze(0), rows)[0]
+
 
 def has_layers(posterior: PosteriorBase, density: Gaussian) -> bool:
     """Whether the random tensors are those of `LAYERS`, and Σ is a diagonal with few columns.
 
-    It does not see weights that are used elsewhere too: a row's moments are to be compared with those of its Jacobian.
+    It does not see weights that are used elsewhere too, for which `LayerMoments.is_whole` is to be asked, nor layers
+    that do something else than their type: the moments of some rows are to be compared with those of Jacobians.
     """
     if type(density).between is not Gaussian.between or density.low_rank().V.shape[1] > MOST_COLUMNS:
         return False
@@ -117,6 +130,23 @@ def has_layers(posterior: PosteriorBase, density: Gaussian) -> bool:
         modules = dict(net.named_modules())
         owners = [name.rpartition(".") for name in posterior.space.names]
         return all(type(modules.get(owner)) in LAYERS and kind in ("weight", "bias") for owner, _, kind in owners)
+
+
+def _argument(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """Of layer(x), or layer(input=x)."""
+    (a,) = (*given, *named.values())
+    return a
+
+
+def _held(module: nn.Module, a: Tensor) -> Tensor:
+    """What a layer makes of its input, with tensors that have no gradient."""
+    weight, bias = (x.detach() if isinstance(x, Tensor) else None for x in (module.weight, module.bias))
+    if isinstance(module, nn.Linear):
+        assert weight is not None
+        return F.linear(a, weight, bias)
+    a = _input(module, a)
+    a = a if weight is None else a * weight
+    return a if bias is None else a + bias
 
 
 def _input(module: nn.Module, a: Tensor) -> Tensor:
@@ -129,7 +159,7 @@ def _input(module: nn.Module, a: Tensor) -> Tensor:
 def _matrix(delta: Tensor, a: Tensor, d: Tensor, V: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """J(μ − θ₀) [b, O], J diag(d) Jᵀ [b, O, O] and J V [b, O, K] of a weight [n, m], V [n, m, K]."""
     n, m, K = V.shape
-    Va = (a @ V.permute(1, 0, 2).reshape(m, n * K)).reshape(-1, n, K)
+    Va = (a @ V.permute(1, 0, 2).reshape(m, n * K)).reshape(len(a), n, K)
     spread = (a.square() @ d.mT).unsqueeze(1)  # [b, 1, n]
     return (delta @ (a @ shift.mT).unsqueeze(-1)).squeeze(-1), (delta * spread) @ delta.mT, delta @ Va
 

@@ -225,15 +225,23 @@ class Batches:
             yield self._moved(batch)
 
     def probe(self) -> tuple[Any, int] | None:
-        """A batch of at most two items, put together in this process, and how many; None where items are not known."""
+        """A batch of at most two items, put together in this process, and how many; None where items are not known.
+
+        Data that worker processes read may be readable there alone: files that `worker_init_fn` opens.
+        """
         loader = self.loader
         if self._order is None or not isinstance(loader, DataLoader) or loader.collate_fn is None:
             return None
         chosen = self._indices[:2]
         together = getattr(loader.dataset, "__getitems__", None)  # as torch's own fetcher has it
-        with borrowed_stream(torch.Generator().manual_seed(0)):
-            items = [loader.dataset[i] for i in chosen] if together is None else together(chosen)
-            return loader.collate_fn(items), len(chosen)
+        try:
+            with borrowed_stream(torch.Generator().manual_seed(0)):
+                items = [loader.dataset[i] for i in chosen] if together is None else together(chosen)
+                return loader.collate_fn(items), len(chosen)
+        except Exception:
+            if loader.num_workers:
+                return None
+            raise
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.random_streams import borrowed_stream
 from ..models.batch import split_batch
+from ..networks.padding import padding_rows
 from ..posterior import PosteriorBase
 from ..storing.describe import OfYourOwn, encode
 from .batches import Batches
@@ -150,6 +151,9 @@ def _held(net: nn.Module, random: Iterable[str]) -> Iterable[Any]:
         if name not in random:
             yield name
             yield tensor
+    for name, row in padding_rows(net, random).items():
+        yield f"{name}, padding"
+        yield named[name][row]
 
 
 def _described(value: Any) -> tuple[str, bool]:
