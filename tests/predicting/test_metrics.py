@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from structvi import likelihoods as lk
 from structvi import metrics as mt
 from structvi.predicting.curves import RiskHistogram
 from structvi.predicting.metrics import evaluate, ood_auroc
+from structvi.predicting.summary import Score
 
 
 def seeded(seed=0):
@@ -216,7 +218,7 @@ def test_out_of_distribution_auroc():
     """Against the fraction of pairs in the right order; a linear posterior is less certain far out."""
     bayes = posterior(3, lk.Categorical())
     near, far = 0.3 * randn(30, 3), 3 * randn(40, 3, seed=1)
-    for score in ("entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic"):
+    for score in get_args(Score):
         got = ood_auroc(
             bayes, [near[:10], near[10:]], [(far, torch.zeros(40))], score, draws=6, chunk=4, generator=seeded()
         )
@@ -279,7 +281,7 @@ def test_ood_auroc_of_predictives_is_that_of_loaders():
     bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical(), vi.MeanField(), num_data=10)
     near, far = torch.randn(20, 2), 3 + torch.randn(30, 2)
     seed = torch.Generator().manual_seed
-    for score in ("entropy", "mutual_information"):
+    for score in ("entropy", "mutual_information", "function_variance"):
         both = (bayes.predict(x, draws=16, generator=seed(1)) for x in (near, far))
         loaders = ood_auroc(bayes, [near], [far], score, draws=16, generator=seed(1))
         assert ood_auroc(None, *both, score) == pytest.approx(loaders, abs=1e-6)
@@ -287,6 +289,17 @@ def test_ood_auroc_of_predictives_is_that_of_loaders():
         ood_auroc(bayes, bayes.predict(near), [far])
     with pytest.raises(TypeError, match="None and two predictives"):
         ood_auroc(None, [near], [far])
+
+
+def test_where_a_softmax_saturates_the_logits_still_tell():
+    """Weights of N(m, s²), inputs c: the logits have mean mc and variance s²c². At c = 100 all labels are certain."""
+    net = nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(initial_scale=0.1), num_data=10)
+    near, far = torch.full((4, 1), 0.5), torch.full((4, 1), 100.0)
+    assert ood_auroc(bayes, [near], [far], "mutual_information", generator=seeded()) == 0.0
+    assert ood_auroc(bayes, [near], [far], "function_variance", generator=seeded()) == 1.0
 
 
 class Counting(nn.Module):

@@ -11,8 +11,12 @@ from benchmarks import tables
 
 
 def test_a_table_is_fitted_and_its_line_printed(few_steps, capsys, tmp_path):
-    (row,) = tables.main(["--tables", "iris", "--out", str(tmp_path / "a.json")])
+    (row,) = tables.main(["--tables", "iris", "--missing", "--out", str(tmp_path / "a.json")])
     out = capsys.readouterr().out
+    assert "a column missing: complete" in out
+    assert set(row["missing"]) == {"complete", "mean", "mixture"}
+    assert row["missing"]["complete"][0] == pytest.approx(row["ours"])
+    assert row["missing"]["mean"] != row["missing"]["mixture"]
     assert "iris" in out
     assert "worse at 95 %" in out
     assert row["gain"] == pytest.approx(row["ours"] - row["theirs"])

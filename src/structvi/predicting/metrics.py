@@ -196,7 +196,8 @@ def ood_auroc(
         in_loader, out_loader: batches as `fit` takes them, or bare input tensors; targets are not used. Or predictives,
             of which no more draws are made: the arguments from `draws` on are then not used.
         score: an uncertainty of `Predictive`, averaged over the elements of an input (pixels); "max_probability" is one
-            minus the probability of the most probable label.
+            minus the probability of the most probable label. "function_variance" is that of the network's output (of a
+            classifier the logits): far from all data a softmax saturates, and every uncertainty of labels is then zero.
         draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`; both loaders see the same
             draws.
 

@@ -10,7 +10,9 @@ from torch.distributions import Bernoulli, Categorical
 
 from .predictive import Predictive, as_log_probability, as_probability, label_entropy, observed_target
 
-Score = Literal["entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic"]
+Score = Literal[
+    "entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic", "function_variance"
+]
 
 
 @dataclass
@@ -35,20 +37,26 @@ class Summary:
     expected_entropy: Tensor | None = None
     cdf: Tensor | None = None
     cdf_below: Tensor | None = None
+    function_mean: Tensor | None = None
+    function_variance: Tensor | None = None
 
     @classmethod
     def of(cls, predictive: Predictive, target: Any, weight: float) -> "Summary":
-        """`target` None: no log probability is asked for."""
+        """`target` None: no log probability is asked for, and the function's moments may be."""
         log_prob = torch.tensor(0.0) if target is None else predictive.log_prob(target)
         if predictive.is_function:
             return cls(weight, log_prob)
         labels = isinstance(predictive.components, Categorical | Bernoulli)
         moments = (predictive.mean, predictive.epistemic, predictive.aleatoric)
         kind = (labels, predictive.is_discrete)
-        if labels:
-            return cls(weight, log_prob, *kind, *moments, expected_entropy=predictive.expected_entropy)
+        expected = predictive.expected_entropy if labels else None
         if target is None:
-            return cls(weight, log_prob, *kind, *moments)
+            function = (predictive.function_mean, predictive.function_variance)
+            if not isinstance(function[0], Tensor):  # a tuple or dict of outputs
+                function = (None, None)
+            return cls(weight, log_prob, *kind, *moments, expected, None, None, *function)
+        if labels:
+            return cls(weight, log_prob, *kind, *moments, expected)
         t, _ = observed_target(predictive.likelihood, target)
         try:
             cdf = predictive.cdf(t)
@@ -74,6 +82,9 @@ class Summary:
             if self.discrete:  # rates beyond all numbers do not differ
                 apart = apart.masked_fill(self.mean == other.mean, 0.0)
             epistemic = epistemic + a * b * apart.square()
+        function = mixed(self.function_variance, other.function_variance)
+        if function is not None and self.function_mean is not None and other.function_mean is not None:
+            function = function + a * b * (self.function_mean - other.function_mean).square()
         log_prob = torch.logaddexp(self.log_prob + log(a), other.log_prob + log(b))
         return Summary(
             total,
@@ -86,12 +97,18 @@ class Summary:
             mixed(self.expected_entropy, other.expected_entropy),
             probability(self.cdf, other.cdf),
             probability(self.cdf_below, other.cdf_below),
+            mixed(self.function_mean, other.function_mean),
+            function,
         )
 
     def score(self, score: Score) -> Tensor:
         """The uncertainty of every input, the mean over its elements: [B]."""
         if self.mean is None or self.epistemic is None or self.aleatoric is None:
             raise TypeError("the likelihood is a plain function: no uncertainty of t is known; write a Likelihood")
+        if score == "function_variance":
+            if self.function_variance is None:
+                raise TypeError('score="function_variance" is for a network whose output is one tensor')
+            return self.function_variance.reshape(len(self.function_variance), -1).mean(1)
         if score in ("variance", "epistemic"):
             value = self.epistemic if score == "epistemic" else self.epistemic + self.aleatoric
             return value.reshape(len(value), -1).mean(1)

@@ -10,7 +10,7 @@ import torch
 from .baselines import LEVELS, Baselines, crps
 from .columns import values_of
 from .fitting import TableFit
-from .model import ROWS, TableModel
+from .model import TableModel
 from .reading import Table
 
 #: of the intervals whose coverage is looked at
@@ -121,22 +121,17 @@ def assess(fit: TableFit, others: Baselines) -> Assessment:
 
 def _scores(model: TableModel, test: Table) -> tuple[np.ndarray, np.ndarray | None, dict[float, float]]:
     """Log densities [T], quantiles [T, Q] in the target's unit, and the share of rows inside each interval."""
-    inputs, t = model.inputs(test.drop(columns=model.target.name)), model.target.encode(test)
-    log_prob, quantiles, pit = [], [], []
-    for start in range(0, len(test), ROWS):
-        rows = slice(start, start + ROWS)
-        pooled = model.pooled({name: x[rows] for name, x in inputs.items()})
-        log_prob.append(pooled.log_prob(t[rows]))
+    t, found = model.target.encode(test), np.empty(len(test))
+    quantiles, u = np.empty((len(test), len(LEVELS))), np.empty(len(test))
+    for rows, mixture in model.mixtures(test.drop(columns=model.target.name)):
+        found[rows] = mixture.log_prob(t[rows]).numpy()
         if not model.target.classes:
-            quantiles.append(pooled.quantiles(LEVELS))
-            pit.append(pooled.cdf(t[rows]))
-    found = torch.cat(log_prob).numpy()
+            quantiles[rows] = mixture.quantiles(LEVELS).numpy()
+            u[rows] = mixture.cdf(t[rows]).numpy()
     if model.target.classes:
         return found, None, {}
-    u = torch.cat(pit).numpy()
     inside = {level: float((np.abs(u - 0.5) <= level / 2).mean()) for level in COVERAGE}
-    ends = torch.cat(quantiles).numpy() * model.target.scale + model.target.centre
-    return found - log(model.target.scale), ends, inside
+    return found - log(model.target.scale), quantiles * model.target.scale + model.target.centre, inside
 
 
 def _reliability(p: np.ndarray, right: np.ndarray, bins: int = 8) -> list[tuple[float, float, int]]:
@@ -167,7 +162,7 @@ def _reason(row: dict[Any, Any], far: bool) -> str:
         share = row["epistemic"] / max(row["entropy"], 1e-300)
     where = "far from the fitted rows" if far else "near fitted rows"
     if row["outside"]:
-        where += f", beyond their range in {row['outside']}"
+        where += f", beyond what was fitted in {row['outside']}"
     if share > 0.5:
         return f"{where}; mostly because the models do not know: more rows like it would help"
     return f"{where}; mostly noise: rows like it differ among themselves"

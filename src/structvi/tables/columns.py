@@ -284,8 +284,8 @@ class Columns:
     def describe(self) -> list[str]:
         return [f"{column.name!r}: {column.describe()}" for column in self.columns]
 
-    def encode(self, table: Table) -> "Encoded":
-        """Rows as numbers, after a check of the columns."""
+    def values(self, table: Table) -> dict[str, np.ndarray]:
+        """The values of every column, by name, after a check that all are there."""
         gone = [column.name for column in self.columns if column.name not in table.columns]
         if gone:
             known = ", ".join(map(str, list(table.columns)[:8]))
@@ -294,13 +294,17 @@ class Columns:
                 f"{known}. Add {'it' if len(gone) == 1 else 'them'}, with empty fields where nothing is known; or fit "
                 f"again without: structvi fit .. --without {gone[0]}"
             )
-        plain, bins, notes = [], [], []
-        for column in self.columns:
-            values = values_of(table[column.name], column.kind, column.name)
-            plain.append(column.plain(values))
-            bins.append(column.bins(values))
-            notes += _unseen(column, values)
-        plain = np.concatenate(plain, 1)
+        return {column.name: values_of(table[column.name], column.kind, column.name) for column in self.columns}
+
+    def encode(self, table: Table) -> "Encoded":
+        """Rows as numbers; a value that is missing, and never was, counts as the mean of its column, or as no level."""
+        return self.encoded(self.values(table))
+
+    def encoded(self, rows: Mapping[str, np.ndarray]) -> "Encoded":
+        """The same of the values that `values` gives."""
+        plain = np.concatenate([column.plain(rows[column.name]) for column in self.columns], 1)
+        bins = [column.bins(rows[column.name]) for column in self.columns]
+        notes = [note for column in self.columns for note in _unseen(column, rows[column.name])]
         return Encoded(plain, np.concatenate([plain, *bins], 1), notes)
 
     def record(self) -> dict[str, Any]:
@@ -337,9 +341,8 @@ def _unseen(column: Column, values: np.ndarray) -> list[str]:
     gone = int((values == "").sum() if column.kind == "category" else np.isnan(values).sum())
     if gone and not column.missing:
         notes.append(
-            f"{column.name!r} is missing in {gone} rows and was never when the model was fitted: "
-            + ("no level is taken" if column.kind == "category" else "the mean is taken")
-            + ", and the intervals of these rows are too narrow; see 'outside'"
+            f"{column.name!r} is missing in {gone} rows and was never when the model was fitted: the prediction of "
+            "such a row is a mixture over values that it could have, given its others; see 'outside'"
         )
     new = sorted(set(values[~np.isin(values, [*column.levels, ""])].tolist())) if column.kind == "category" else []
     if new:

@@ -16,6 +16,7 @@ from .model import TableModel
 from .oddities import oddities
 from .reading import Table, TableError, as_table
 from .recipes import NOISES, Problem, family_of
+from .stand_ins import StandIns
 from .target import Split, Target, split, target_of, with_target
 
 #: rows that are fitted and tested at most, of a longer table a random sample
@@ -131,7 +132,8 @@ def fit_table(
     t = _encoded_target(goal, table, rows, notes)
     for note in (*notes, _columns_in_words(columns)):
         say(note)
-    model = TableModel(columns, goal, [], _ranges(columns, features, rows), level, seed)
+    stand_ins = StandIns.of(columns.columns, columns.values(features.iloc[rows]))
+    model = TableModel(columns, goal, [], _ranges(columns, features, rows), level, seed, stand_ins)
     inputs = model.inputs(features.iloc[rows])
     folds = folds_of(torch.arange(len(rows)), count_of(parts))
     problem = Problem(inputs, t, folds, len(goal.classes), seed, recipe)

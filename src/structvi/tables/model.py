@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,17 @@ from torch import Tensor
 
 from ..basics.version import __version__
 from ..front_door import load
-from .columns import Columns, values_of
+from .columns import Columns, Encoded, values_of
 from .members import network
 from .pooled import Pooled
 from .reading import Table, TableError, as_table, pandas_module
 from .recipes import CLASSES, NOISES, Part, Recipe, pooled
+from .stand_ins import StandIns, gaps_of
 from .target import Target
 
-KIND, FORMAT, FILE = "structvi table", 1, "model.json"
-#: rows that are predicted at once
-ROWS = 2048
+KIND, FORMAT, FILE = "structvi table", 2, "model.json"
+#: rows that are predicted at once, and of those with gaps, which have more draws in all and fewer for each value
+ROWS, ROWS_WITH_GAPS, DRAWS_WITH_GAPS = 2048, 256, 4
 MOST_BYTES = 50_000_000
 
 
@@ -35,6 +37,7 @@ class TableModel:
         ranges: smallest and largest value of each number that was fitted.
         level: of the intervals.
         seed: of the draws.
+        stand_ins: values for what is missing in new rows and never was; None takes the mean.
     """
 
     columns: Columns
@@ -43,6 +46,7 @@ class TableModel:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     level: float = 0.9
     seed: int = 0
+    stand_ins: StandIns | None = None
 
     def __repr__(self) -> str:
         names = ", ".join(column.name for column in self.columns.columns)
@@ -57,7 +61,30 @@ class TableModel:
         encoded = self.columns.encode(table)
         if notes is not None:
             notes += encoded.notes
-        return {name: torch.as_tensor(encoded.inputs(name), dtype=torch.float32) for name in ("plain", "bins")}
+        return _tensors(encoded)
+
+    def mixtures(self, table: Table) -> Iterator[tuple[np.ndarray, Pooled]]:
+        """Places of rows in the table, and the mixture for them; every row is in one of them.
+
+        A value that is missing, and never was when the model was fitted, makes a mixture over values that the row could
+        have (`stand_ins.py`): what is not known of it widens the prediction, and counts as epistemic.
+        """
+        rows = self.columns.values(table)
+        gaps = gaps_of(self.columns.columns, rows).any(1) & (self.stand_ins is not None)
+        for some in _split(np.flatnonzero(~gaps), ROWS):
+            yield some, self.pooled(_tensors(self.columns.encoded(_taken(rows, some))))
+        for some in _split(np.flatnonzero(gaps), ROWS_WITH_GAPS):
+            yield some, self._over_gaps(_taken(rows, some))
+
+    def _over_gaps(self, rows: dict[str, np.ndarray]) -> Pooled:
+        assert self.stand_ins is not None
+        copies = self.stand_ins.filled(self.columns.columns, rows, self.seed)
+        each = [
+            pooled(self.parts, _tensors(self.columns.encoded(copy)), self.seed + d, DRAWS_WITH_GAPS)
+            for d, copy in enumerate(copies)
+        ]
+        weights = [weight / len(each) for one in each for weight in one.weights]
+        return Pooled([part for one in each for part in one.parts], weights)
 
     def predict(self, table: Table, notes: list[str] | None = None) -> Table:
         """A row for each row of the table.
@@ -69,17 +96,14 @@ class TableModel:
         """
         pandas = pandas_module()
         table = as_table(table)
-        inputs = self.inputs(table, notes)
+        self.inputs(table, notes)
         known = {*(column.name for column in self.columns.columns), *self.columns.left_out, self.target.name}
         more = [name for name in table.columns if name not in known]
         if notes is not None and more:
             shown = ", ".join(map(repr, more[:5])) + (", .." if len(more) > 5 else "")
             notes.append(f"columns that the model was not fitted with are not used: {shown}")
-        frames = []
-        for start in range(0, len(table), ROWS):
-            some = {name: x[start : start + ROWS] for name, x in inputs.items()}
-            frames.append(pandas.DataFrame(self.numbers(self.pooled(some))))
-        found = pandas.concat(frames, ignore_index=True)
+        frames = [pandas.DataFrame(self.numbers(mixture), index=rows) for rows, mixture in self.mixtures(table)]
+        found = pandas.concat(frames).sort_index()
         found["outside"] = self.outside(table)
         return found
 
@@ -146,7 +170,7 @@ class TableModel:
         record = {
             "kind": KIND, "format": FORMAT, "version": __version__, "target": self.target.record(),
             "inputs": self.columns.record(), "ranges": self.ranges, "parts": parts, "level": self.level,
-            "seed": self.seed,
+            "seed": self.seed, "stand_ins": None if self.stand_ins is None else self.stand_ins.record(),
         }  # fmt: skip
         (folder / FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -170,6 +194,7 @@ class TableModel:
             ranges = {str(name): (float(low), float(high)) for name, (low, high) in record["ranges"].items()}
             described = [_described(one) for one in record["parts"]]
             level, seed = float(record["level"]), int(record["seed"])
+            stand_ins = record["stand_ins"] and StandIns.from_record(record["stand_ins"], columns.columns)
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,7 +208,19 @@ class TableModel:
             files = [Path(folder) / f"posterior-{c}-{k}.safetensors" for k in range(members)]
             posteriors = [load(file, network(sizes)) for file in files]
             parts.append(Part(recipe, posteriors, torch.zeros(0), weight))
-        return cls(columns, target, parts, ranges, level, seed)
+        return cls(columns, target, parts, ranges, level, seed, stand_ins or None)
+
+
+def _tensors(encoded: Encoded) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(encoded.inputs(name), dtype=torch.float32) for name in ("plain", "bins")}
+
+
+def _taken(rows: dict[str, np.ndarray], some: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: values[some] for name, values in rows.items()}
+
+
+def _split(places: np.ndarray, size: int) -> list[np.ndarray]:
+    return [places[start : start + size] for start in range(0, len(places), size)]
 
 
 def _described(one: Any) -> tuple[Recipe, float, int]:
