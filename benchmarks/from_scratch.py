@@ -213,7 +213,7 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         }
     draws = 1 if setting.method == "map" else setting.draws
     if setting.variants:
-        details["others"], details["width"] = variants(bayes, draws, setting.seed, *shop.data.validation.tensors)
+        details["others"], details["widths"] = variants(bayes, draws, setting.seed, *shop.data.validation.tensors)
     return of_posterior(bayes, draws, setting.seed), details
 
 

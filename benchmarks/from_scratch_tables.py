@@ -13,7 +13,7 @@ import torch
 SHORT = (
     "method", "optimizer", "lam", "seed", "nll", "accuracy", "ece", "shift", "validation", "elbo", "gain", "moved",
     "scale", "ms", "fit_seconds", "seconds", "kept", "risen", "T",
-    "width", "shifts", "notes",
+    "widths", "shifts", "notes",
 )  # fmt: skip
 MEASURES = ("nll", "accuracy", "ece", "shift", "validation", "auroc")
 COLUMNS = {"nll": 4, "accuracy": 4, "ece": 3, "shift": 3, "validation": 4, "elbo": 0, "gain": 0, "moved": 2, "ms": 1}
