@@ -34,6 +34,7 @@ import structvi as vi
 from structvi.studies.is_it_bayesian.at_scale.ivon import fit_ivon
 
 from . import from_scratch_tables, networks_data
+from .from_scratch_variants import variants
 from .networks_data import Data
 from .networks_measures import Meter, Predictor, assess, cases, log_probabilities
 from .networks_methods import of_network, of_posterior
@@ -73,6 +74,9 @@ class Setting:
     epochs: int = 25
     seed: int = 0
     draws: int = 32  # to predict
+    variants: bool = (
+        False  # predictions of the same posterior in other ways too, see `benchmarks.from_scratch_variants`
+    )
     ess: float = 1.0  # of IVON, in N
     h0: float = 0.1
     decay: float = 5e-4
@@ -208,6 +212,8 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
             "scale": float(log_s.exp().mean()),
         }
     draws = 1 if setting.method == "map" else setting.draws
+    if setting.variants:
+        details["others"], details["widths"] = variants(bayes, draws, setting.seed, *shop.data.validation.tensors)
     return of_posterior(bayes, draws, setting.seed), details
 
 
@@ -241,13 +247,19 @@ def run(setting: Setting, shop: Shop) -> dict[str, Any]:
     start = time.perf_counter()
     make = {"sgd": fit_sgd, "ivon": ivon}.get(setting.method, fit)
     predictor, details = make(setting, shop)
-    predictor = remembered(predictor)
+    others: dict[str, Predictor] = details.pop("others", {})
     fitted = time.perf_counter() - start
-    row = asdict(setting) | details | {"fit_seconds": fitted} | assess(predictor, shop.data, 500, shop.meter)
-    T = temperature(predictor, shop)
-    tempered = assess(lambda x: (predictor(x) / T).log_softmax(1), shop.data, 500, shop.meter)
-    row |= {"T": T, "tempered": tempered}
+    row = asdict(setting) | details | {"fit_seconds": fitted} | measured(predictor, shop)
+    row |= {"ways": {name: measured(one, shop) for name, one in others.items()}} if others else {}
     return row | {"seconds": time.perf_counter() - start}
+
+
+def measured(predictor: Predictor, shop: Shop) -> dict[str, Any]:
+    """As it is, and with a temperature."""
+    predictor = remembered(predictor)
+    plain, T = assess(predictor, shop.data, 500, shop.meter), temperature(predictor, shop)
+    tempered = assess(lambda x: (predictor(x) / T).log_softmax(1), shop.data, 500, shop.meter)
+    return plain | {"T": T, "tempered": tempered}
 
 
 def remembered(predictor: Predictor) -> Predictor:

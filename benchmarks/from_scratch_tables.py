@@ -13,12 +13,12 @@ import torch
 SHORT = (
     "method", "optimizer", "lam", "seed", "nll", "accuracy", "ece", "shift", "validation", "elbo", "gain", "moved",
     "scale", "ms", "fit_seconds", "seconds", "kept", "risen", "T",
-    "notes",
+    "widths", "shifts", "notes",
 )  # fmt: skip
 MEASURES = ("nll", "accuracy", "ece", "shift", "validation", "auroc")
 COLUMNS = {"nll": 4, "accuracy": 4, "ece": 3, "shift": 3, "validation": 4, "elbo": 0, "gain": 0, "moved": 2, "ms": 1}
 #: settings that are no choice of a method: runs that differ in these alone are repeats
-REPEATS = ("seed", "draws")
+REPEATS = ("seed", "draws", "variants")
 SEEDS = range(3)
 #: resamples of a bootstrap over seeds and test images
 RESAMPLES = 2000
@@ -91,12 +91,14 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs, and of networks the tempered one as a row of its own."""
+    """Runs, and each tempered one and each other way to predict as a row of its own."""
     found = []
     for row in rows:
-        found.append(row)
-        if "tempered" in row:
-            found.append(row | row["tempered"] | {"method": f"{row['method']}, tempered"})
+        others = [own | {"method": f"{row['method']}, {name}"} for name, own in row.get("ways", {}).items()]
+        for way in [row, *(row | own for own in others)]:
+            found.append(way)
+            if "tempered" in way:
+                found.append(way | way["tempered"] | {"method": f"{way['method']}, tempered"})
     return found
 
 

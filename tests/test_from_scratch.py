@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import structvi as vi
-from benchmarks import characters, from_scratch, from_scratch_tables
+from benchmarks import characters, from_scratch, from_scratch_tables, from_scratch_variants
 from benchmarks.newton_scales import NewtonScales
 
 
@@ -31,6 +31,33 @@ def test_from_scratch_runs_and_goes_on_from_its_folder(tmp_path, capsys):
     from_scratch.main(["--out", str(tmp_path), "--table"])
     assert "mean_field" in capsys.readouterr().out
     assert len(from_scratch_tables.read(tmp_path)) == 6
+
+
+def test_other_ways_to_predict(tmp_path, capsys, monkeypatch):
+    """As rows of the table; a posterior of width zero is its mean, and a mean of many draws what `predict` gives."""
+    monkeypatch.setattr(from_scratch_variants, "MORE", 2)
+    monkeypatch.setattr(from_scratch_variants, "WIDTHS", (1.0, 1000.0))
+    (row,) = from_scratch.main(["--quick", "--runs", "lam=.1,variants=1", "--out", str(tmp_path)])
+    assert set(row["ways"]) == {"2 draws", "linearised", "widened", "widest"}
+    assert row["widths"] == {"widened": 1.0, "widest": 1.0}
+    capsys.readouterr()
+    from_scratch.main(["--out", str(tmp_path), "--table"])
+    assert "| mean_field, linearised, tempered, lam 0.1, epochs 2 | 1 |" in capsys.readouterr().out
+    net = torch.nn.Linear(3, 2)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(initial_scale=1.0), num_data=5)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    expected = bayes.mean_network()(x).log_softmax(1).double()
+    assert torch.allclose(from_scratch_variants.widened(bayes, 4, 0, 0.0)(x), expected, atol=1e-6)
+    found = from_scratch_variants.widened(bayes, 2000, 0, 1.0)(x).exp()
+    # a probability's standard deviation is at most a half: 2000 draws leave 0.011, two of them 0.016
+    assert torch.allclose(found, bayes.predict(x, draws=2000).mean.double(), atol=4 * 0.016)
+
+
+def test_the_widest_that_is_as_good():
+    """Half a standard error of the difference, and 0.005 nats at most."""
+    own = torch.arange(100.0)
+    near, far = own + torch.tensor([0.1, -0.0998]).repeat(50), own + 0.01
+    assert from_scratch_variants.widest_as_good({1.0: own, 2.0: near, 3.0: far}) == 2.0
 
 
 def test_natural_gradient_steps_of_scales_end_at_those_of_a_normal():

@@ -1,6 +1,6 @@
 """The one objective: the evidence lower bound, in nats for the whole data set; at minibatches, and over all data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf, isnan, nan, sqrt
 from typing import Any, Literal, NamedTuple
 
@@ -299,7 +299,6 @@ class Estimate(NamedTuple):
         return cls(float(per_group.mean()), error, per_group, bound)
 
 
-@torch.no_grad()
 def full_elbo(
     family: Family,
     model: BayesianModel,
@@ -329,6 +328,34 @@ def full_elbo(
         >>> full_elbo(MeanField().bind(model.space), model, batches, groups=8).per_group.shape
         torch.Size([8])
     """
+    return full_objectives(family, model, loader, (1.0,), groups=groups, coupling=coupling, generator=generator)[0]
+
+
+@torch.no_grad()
+def full_objectives(
+    family: Family,
+    model: BayesianModel,
+    loader: Iterable[Any],
+    temperatures: Sequence[float],
+    *,
+    groups: int = 64,
+    coupling: Coupling = paired,
+    generator: torch.Generator | None = None,
+) -> list[Estimate]:
+    """Σ_n E_q log p(t_n | y_θ(x_n)) − λ KL[q‖prior] for each λ, of one reading of the data; else as `full_elbo`.
+
+    Args:
+        temperatures: λ; one for the ELBO.
+        family, model, loader, groups, coupling, generator: as of `full_elbo`.
+
+    Example:
+        >>> from structvi import MeanField, NormalPrior, likelihoods
+        >>> model = BayesianModel(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), 20)
+        >>> batches = [(torch.zeros(20, 3), torch.zeros(20, 1))]
+        >>> elbo, tempered = full_objectives(MeanField().bind(model.space), model, batches, (1.0, 0.1))
+        >>> elbo.value < tempered.value
+        True
+    """
     density = family()
     draws = density.draw(groups, coupling, generator)
     point = draws.theta if draws.latent is None else draws.latent
@@ -351,10 +378,13 @@ def full_elbo(
     cost = -log_prior.double()
     if at_draws is not None:
         cost = cost + at_draws
-    values = per_group(log_likelihood - cost, density, draws, groups) - density.latent_kl()
-    if density.has_density and not density.offers("log_prob"):
-        values = values + density.entropy()
-    return Estimate.of(values, density.bound)
+    found = []
+    for lam in temperatures:
+        values = per_group(log_likelihood - lam * cost, density, draws, groups) - lam * density.latent_kl()
+        if density.has_density and not density.offers("log_prob"):
+            values = values + lam * density.entropy()
+        found.append(Estimate.of(values, density.bound))
+    return found
 
 
 def not_finite(groups: int) -> Estimate:

@@ -1,18 +1,24 @@
-"""Posteriors compared: their ELBO over all data, on draws that a seed alone decides."""
+"""Posteriors compared: what they are worth over all data, on draws that a seed alone decides."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, paired
-from ..objective import Estimate, full_elbo
+from ..objective import Estimate, full_elbo, full_objectives
 from ..posterior import PosteriorBase
 
 #: names of candidates
 LAST_STEP, WITHOUT_FACTOR = "last step", "rank 0 (mean field)"
+
+
+class Worth(NamedTuple):
+    """Of a posterior: the ELBO, at λ = 1, and the objective E log lik − λ KL that was maximised, which decides."""
+
+    elbo: Estimate
+    objective: Estimate
 
 
 def average_of(count: int) -> str:
@@ -27,7 +33,6 @@ def elbo_over(
     groups: int = 64,
     coupling: Coupling = paired,
     generator: torch.Generator | None = None,
-    stream: torch.Generator | None = None,
 ) -> Estimate:
     """The ELBO over batches that all see the same draws, in nats, with its standard error.
 
@@ -35,9 +40,8 @@ def elbo_over(
         posterior: N must be known.
         batches: on the posterior's device.
         groups, coupling, generator: as in `elbo`.
-        stream: of whatever else is random, in the network and in the data; None for the global stream.
     """
-    with posterior.network_mode(), nullcontext() if stream is None else borrowed_stream(stream):
+    with posterior.network_mode():
         return full_elbo(
             posterior.family, posterior.model, batches, groups=groups, coupling=coupling, generator=generator
         )
@@ -45,6 +49,25 @@ def elbo_over(
 
 def elbo_on_seed(posterior: PosteriorBase, batches: Iterable[Any], groups: int, seed: int) -> Estimate:
     """`elbo_over` with all randomness from a seed: posteriors over the same tensors see the same draws."""
+    return worth_on_seed(posterior, batches, groups, seed, 1.0).elbo
+
+
+def worth_on_seed(
+    posterior: PosteriorBase, batches: Iterable[Any], groups: int, seed: int, temperature: float
+) -> Worth:
+    """ELBO and objective of one reading of the batches, with all randomness from a seed.
+
+    Args:
+        posterior: N must be known.
+        batches: on the posterior's device.
+        groups: of draws.
+        seed: posteriors over the same tensors see the same draws.
+        temperature: λ of the objective.
+    """
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     stream = torch.Generator().manual_seed(seed + 2)
-    return elbo_over(posterior, batches, groups=groups, generator=generator, stream=stream)
+    with posterior.network_mode(), borrowed_stream(stream):
+        both = full_objectives(
+            posterior.family, posterior.model, batches, (1.0, temperature), groups=groups, generator=generator
+        )
+    return Worth(*both)

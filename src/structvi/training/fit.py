@@ -65,7 +65,7 @@ def fit(
 
     What is learned is `posterior.parameters()`: the variational parameters, and those of likelihood and prior. The
     last step, the average over the last quarter of the steps and, of a staged fit, the posterior without its factor
-    are compared on common draws, and the best is kept. Ctrl-C ends the fit with what there is.
+    are compared on common draws, and the best by that objective is kept. Ctrl-C ends the fit with what there is.
 
     Args:
         posterior: what to fit.
@@ -91,7 +91,7 @@ def fit(
         groups, coupling, estimator: as in `elbo`.
         staged: of families with a low-rank factor first mean and scales, then after 40 % of the steps the factor too.
             "auto": where nothing has been learned yet.
-        average: average the last quarter of the iterates, and keep that where its ELBO is not lower.
+        average: average the last quarter of the iterates, and keep that where its objective is not lower.
         precision: `torch.bfloat16` or `torch.float16` runs the network, and nothing else, in mixed precision. A step
             whose gradient overflows in float16 is left out, and halves the scale of the gradients in the network.
         device: where the posterior is moved; batches follow it.
@@ -103,9 +103,9 @@ def fit(
         stop: where the ELBO no longer rises over a quarter of the steps, looked at twice, let the learning rate fall
             and end the fit a quarter of the steps later.
         restarts: how often a fit that ends stuck, with predictions that hardly depend on the input or noise at the
-            targets' own spread, is begun again at a fresh draw of the network's initialisation; the best by ELBO is
-            kept. Each takes as many steps again; the progress bar says so. Not where the posterior was fitted before,
-            nor over several ranks.
+            targets' own spread, is begun again at a fresh draw of the network's initialisation; the best by the same
+            objective is kept. Each takes as many steps again; the progress bar says so. Not where the posterior was
+            fitted before, nor over several ranks.
         start: "trained" starts at the network's present values with the curvature's scales, see `start_trained`.
         mean: "held" keeps the mean where it is, at the trained weights of a fit with start="trained" or of a linearised
             network, and fits the rest: predictions lie around the network's own. A prior that learns its scales

@@ -10,7 +10,7 @@ from ..families.growth import with_components, with_rank
 from ..posterior import PosteriorBase
 from .averaging import assign, copied
 from .batches import Batches
-from .comparing import elbo_on_seed
+from .comparing import worth_on_seed
 from .fit import fit
 from .result import FitResult
 
@@ -28,7 +28,9 @@ def grow(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> FitResult:
-    """Give a fitted posterior more freedom and fit on; keep that only where its ELBO on common draws is not lower.
+    """Give a fitted posterior more freedom and fit on; keep that only where it is not worse on common draws.
+
+    What decides is the objective that is fitted, E log lik − λ KL: at λ = 1 the ELBO.
 
     With `rank` a normal's factor gets new columns, small ones: what was fitted is kept (a `MeanField` becomes a
     `StructuredNormal`). With `components` the posterior becomes the first part of a mixture, as in variational
@@ -74,19 +76,24 @@ def grow(
     others = posterior.outside_family()
     fitted = copied(others)
     batches = Batches(loader, seed, posterior.device)
-    before = elbo_on_seed(posterior, batches.everything(), GROUPS, seed)
+    lam = options.get("temperature", 1.0)
+    if not isinstance(lam, int | float):  # of a path the ends are compared by the ELBO
+        lam = 1.0
+    before = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
     posterior.family = grown
     kept = False
     try:
         result = fit(posterior, loader, staged=False, seed=seed, **options)
-        after = elbo_on_seed(posterior, batches.everything(), GROUPS, seed)
-        kept = after.value >= before.value
+        after = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
+        kept = after.objective.value >= before.objective.value
     finally:
         if not kept:
             posterior.family = old
             assign(others, fitted)
-    result.candidates = {"before": before, "grown": after}
+    found = {"before": before, "grown": after}
+    result.candidates = {name: one.elbo for name, one in found.items()}
+    result.objectives = {} if lam == 1.0 else {name: one.objective for name, one in found.items()}
     result.kept = "grown" if kept else "before"
     result.elbo = result.candidates[result.kept]
-    result.comparison = f"{len(before.per_group)} groups of draws, all data"
+    result.comparison = f"{GROUPS} groups of draws, all data"
     return result

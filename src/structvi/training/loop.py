@@ -24,7 +24,7 @@ from .adam import Adam
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .checkpoints import save
-from .comparing import LAST_STEP, WITHOUT_FACTOR, average_of, elbo_on_seed
+from .comparing import LAST_STEP, WITHOUT_FACTOR, Worth, average_of, worth_on_seed
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .notes import notes_of
 from .optimizers import OptimizerLike, described, make_optimizer
@@ -92,7 +92,7 @@ class Run:
         self.choice = Choice()
         #: log likelihood of the best output that ignores the input, once posteriors were compared
         self.constant: float | None = None
-        self.known: dict[str, Estimate] = {}  # candidates that were compared with those of other runs, at once
+        self.known: dict[str, Worth] = {}  # candidates that were compared with those of other runs, at once
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
@@ -304,15 +304,15 @@ class Run:
     def finish(self, stopped: bool) -> FitResult:
         """Choose among the last step, the average and the posterior without its factor, and say what came out."""
         state, bound = self.state, self.posterior.family().bound
-        kept, candidates = "last step", {}
+        kept, worths = LAST_STEP, dict[str, Worth]()
         if stopped:
             mean, error = self._window()
             elbo = Estimate(mean, error, state.history.recent("elbo", 1), bound)
             comparison = "mean over the last steps: stopped before posteriors were compared"
             status, verdict = Status.STOPPED, words.STOPPED
         else:
-            kept, candidates = self._best()
-            elbo = candidates[kept]
+            kept, worths = self._best()
+            elbo = worths[kept].elbo
             most, seen = self.compared, (self.batches.length or 0) * self.ranks.part[1]
             data = "all data" if most is None or seen <= most else f"{most} of {seen} batches"
             comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
@@ -329,9 +329,12 @@ class Run:
                 self.notes.append("the ELBO over the full data is not finite: some observation has none at some draw")
                 status, verdict = Status.DIVERGED, words.NOT_FINITE
         evaluation = self.posterior.model.evaluation
+        tempered = self.settings.temperature != 1.0
         on_cpu, timed = self.generator.device.type == "cpu", evaluation.times(self.generator.device)
         return FitResult(
-            status=status, verdict=verdict, elbo=elbo, kept=kept, candidates=candidates, comparison=comparison,
+            status=status, verdict=verdict, elbo=elbo, kept=kept, comparison=comparison,
+            candidates={name: one.elbo for name, one in worths.items()},
+            objectives={name: one.objective for name, one in worths.items()} if tempered else {},
             history=state.history, steps=state.step, passes=self.passes,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
             temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
@@ -342,8 +345,11 @@ class Run:
             against_network=self.choice.against_network(kept),
         )  # fmt: skip
 
-    def _best(self) -> tuple[str, dict[str, Estimate]]:
-        """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one."""
+    def _best(self) -> tuple[str, dict[str, Worth]]:
+        """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one.
+
+        The objective that was fitted decides, E log lik − λ KL: at λ = 1 the ELBO.
+        """
         state, kept = self.state, LAST_STEP
         states = {kept: copied(state.learned)}
         if state.averaged > 1:
@@ -353,13 +359,13 @@ class Run:
         if self.begun:
             states["the start"] = self.begun
         simpler = {WITHOUT_FACTOR}
-        candidates: dict[str, Estimate] = {}
+        found: dict[str, Worth] = {}
         for name, values in states.items():
             assign(state.learned, values)
-            candidates[name] = self.known.get(name) or self._evaluate(f"comparing {len(candidates) + 1}/{len(states)}")
+            found[name] = self.known.get(name) or self._evaluate(f"comparing {len(found) + 1}/{len(states)}")
             # the average is wanted where it costs nothing; the simpler posterior only where it is better
-            gain = candidates[name].value - candidates[kept].value
-            if gain > 0 or (candidates[name].value == candidates[kept].value and name not in simpler):
+            own, best = found[name].objective.value, found[kept].objective.value
+            if own - best > 0 or (own == best and name not in simpler):
                 kept = name
         if self.watch is not None:
             kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.keep, self.trained, kept)
@@ -367,17 +373,18 @@ class Run:
         if kept in states:
             assign(state.learned, states[kept])
         else:
-            candidates[kept] = self._evaluate("comparing")
-        return kept, candidates
+            found[kept] = self._evaluate("comparing")
+        return kept, found
 
-    def _evaluate(self, label: str) -> Estimate:
+    def _evaluate(self, label: str) -> Worth:
         every = self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size))
         read = Watched(every, self.posterior.model)
         batches = Counted(shown(read, self.compared, label, self.show))
         try:
-            estimate = elbo_on_seed(self.posterior, batches, COMPARISON_GROUPS, self.settings.seed)
+            settings = self.settings
+            worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings.seed, settings.temperature)
         except (NonFiniteError, LinAlgError):
-            estimate = not_finite(COMPARISON_GROUPS)
+            worth = Worth(not_finite(COMPARISON_GROUPS), not_finite(COMPARISON_GROUPS))
         else:
             self.constant = read.log_likelihood if self.ranks.size == 1 else None  # each rank has read its part alone
-        return self.ranks.pool(estimate, batches.observations)
+        return Worth(*(self.ranks.pool(one, batches.observations) for one in worth))

@@ -269,7 +269,7 @@ class Together:
         stack.release()
 
     def _compare(self) -> None:
-        """The ELBO of every member's candidates at once, where data and family allow; elsewhere each run asks."""
+        """What every member's candidates are worth, at once, where data and family allow; elsewhere each run asks."""
         posterior, table = self.step.objective.posterior, self.feed.table
         if table is None or not serves(posterior.family()):
             return
@@ -281,18 +281,20 @@ class Together:
             list(read)
             run.constant = read.log_likelihood
         settings = [run.settings for run in runs]
-        elbos = StackedElbo(posterior, table[0], rows, [own.num_data for own in settings],
-                            [own.seed for own in settings], COMPARISON_GROUPS)  # fmt: skip
+        worth = StackedElbo(
+            posterior, table[0], rows, [own.num_data for own in settings], [own.seed for own in settings],
+            COMPARISON_GROUPS, [own.temperature for own in settings],
+        )  # fmt: skip
         states = [run.state for run in runs]
-        for run, found in zip(runs, elbos(self.step.stack.views()), strict=True):
+        for run, found in zip(runs, worth(self.step.stack.views()), strict=True):
             run.known[LAST_STEP] = found
         if any(state.averaged > 1 for state in states):
-            for run, found in zip(runs, elbos(self.step.stack.views(self.average)), strict=True):
+            for run, found in zip(runs, worth(self.step.stack.views(self.average)), strict=True):
                 run.known[average_of(run.state.averaged)] = found
         if all(state.without_factor for state in states):
             names = states[0].without_factor
             before = {name: torch.stack([state.without_factor[name] for state in states]) for name in names}
-            for run, found in zip(runs, elbos(before), strict=True):
+            for run, found in zip(runs, worth(before), strict=True):
                 run.known[WITHOUT_FACTOR] = found
 
     def finish(self, stopped: bool) -> list[FitResult]:

@@ -36,7 +36,7 @@ def again_if_stuck(
     seed: int,
     fit_again: Callable[[int, str, str], FitResult],
 ) -> FitResult:
-    """The first fit, or, where it is stuck, the best by ELBO of it and up to `restarts` others.
+    """The first fit, or, where it is stuck, the best by its objective of it and up to `restarts` others.
 
     Args:
         posterior: as the first fit left it.
@@ -53,7 +53,7 @@ def again_if_stuck(
     for number in range(1, restarts + 1):
         elsewhere(posterior, begun, seed + number)
         other = fit_again(seed + number, f"restart-{number}", f"stuck: begun again, {number} of at most {restarts}")
-        if other.elbo.value > best.elbo.value:
+        if is_better(other, best):
             best, kept = other, copied(posterior.learned())
         if best is not first and explained(posterior, batches).stuck is None:
             break
@@ -61,6 +61,13 @@ def again_if_stuck(
     came = "stayed the best" if best is first else "was left for a better one"
     best.notes.append(f"stuck, for {why}: begun again {number} times; the first fit, {first.elbo}, {came}")
     return best
+
+
+def is_better(other: FitResult, best: FitResult) -> bool:
+    """By the objective that both maximised; where one was stopped before it was measured, by the ELBO."""
+    if other.kept in other.objectives and best.kept in best.objectives:
+        return other.objectives[other.kept].value > best.objectives[best.kept].value
+    return other.elbo.value > best.elbo.value
 
 
 def folder(directory: Any, name: str) -> Path | None:

@@ -192,7 +192,8 @@ class FitResult(Result):
         converged: whether the status is that.
         elbo: of the posterior that was kept, in nats for the whole data set at λ = 1, with its standard error.
         kept: which of `candidates` was kept.
-        candidates: the posteriors that were compared, on common draws.
+        candidates: the posteriors that were compared, on common draws: the ELBO of each, at λ = 1.
+        objectives: of a tempered fit E log lik − λ KL of each, which decided; empty at λ = 1, where the ELBO did.
         comparison: what they were compared on.
         history: the steps.
         steps, epochs: how many were made, all in all.
@@ -222,6 +223,7 @@ class FitResult(Result):
     temperature: float
     bound: bool
     exact: bool
+    objectives: dict[str, Estimate] = field(default_factory=dict[str, Estimate])
     passes: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
     evaluation: str = "one draw at a time"
@@ -281,8 +283,9 @@ class FitResult(Result):
     def _kept(self) -> str:
         if len(self.candidates) < 2:
             return ""
-        compared = ", ".join(f"{key} {value}" for key, value in self.candidates.items())
-        return f"kept: {self.kept}; compared on common draws: {compared}"
+        by = f" by E log lik − λ KL at λ = {self.temperature:g}" if self.objectives else ""
+        compared = ", ".join(f"{key} {value}" for key, value in (self.objectives or self.candidates).items())
+        return f"kept: {self.kept}; compared on common draws{by}: {compared}"
 
     def _against(self) -> str:
         if self.network is None or self.against_network is None:

@@ -1,4 +1,4 @@
-"""Posteriors of many fits compared at once: the ELBO of each over its own data, on draws that its seed decides."""
+"""Posteriors of many fits compared at once: what each is worth over its own data, on draws that its seed decides."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,7 @@ from ..couplings import Noise, paired
 from ..families.density import Density
 from ..objective import Estimate, log_q_at, not_finite
 from ..posterior import PosteriorBase
+from .comparing import Worth
 from .stacked_noise import maker, noise_calls
 
 #: numbers that a call of all networks may make of one hidden unit: rows times draws times members
@@ -46,7 +47,7 @@ def serves(density: Density) -> bool:
 
 
 class StackedElbo:
-    """The ELBO of every member, in nats, as `elbo_on_seed` has it of one.
+    """ELBO and objective of every member, in nats, as `worth_on_seed` has them of one.
 
     Args:
         posterior: whose forms and modes all have; its N is the largest.
@@ -55,6 +56,7 @@ class StackedElbo:
         num_data: N of each.
         seeds: of each.
         groups: of draws.
+        temperatures: λ of the objective of each.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class StackedElbo:
         num_data: Sequence[int],
         seeds: Sequence[int],
         groups: int,
+        temperatures: Sequence[float],
     ):
+        self.temperatures = torch.tensor(temperatures, dtype=torch.float64, device=posterior.device).unsqueeze(-1)
         self.table, self.groups, self.device = table, groups, posterior.device
         self.compared = Compared(posterior, groups)
         self.seen, self.num_data = torch.tensor([len(own) for own in indices]), torch.tensor(num_data)
@@ -78,7 +82,7 @@ class StackedElbo:
         self.rows = max(1, min(AT_ONCE // (len(indices) * S), posterior.model.num_data))
 
     @torch.no_grad()
-    def __call__(self, tensors: dict[str, Tensor]) -> list[Estimate]:
+    def __call__(self, tensors: dict[str, Tensor]) -> list[Worth]:
         """Of the posteriors that have these tensors [M, ..]."""
         x, t = self.table
         total: Tensor | float = 0.0
@@ -92,7 +96,10 @@ class StackedElbo:
                 values, cost, weight = vmap(self.compared.at)(tensors, self.noise, (x[at], target))
             total = total + values
         scale = (self.num_data / self.seen).to(cost.device).unsqueeze(-1)
-        weighted = weight * (total * scale - cost)
+        elbo, objective = (self._estimates(weight * (total * scale - lam * cost)) for lam in (1.0, self.temperatures))
+        return [Worth(*both) for both in zip(elbo, objective, strict=True)]
+
+    def _estimates(self, weighted: Tensor) -> list[Estimate]:
         groups = self.groups * weighted.unflatten(-1, (self.groups, -1)).sum(-1)  # [M, groups]
         bound = self.compared.posterior.family().bound
         good = groups.isfinite().all(-1).tolist()
