@@ -167,7 +167,7 @@ def weigh(
         True
     """
     psislw_of_arviz()  # before the draws, not after
-    _check_available(density)
+    check_available(density)
     can = isinstance(density, Gaussian) and density.P <= MOST
     if tails and not can:
         raise ValueError(f"tails=True needs a Gaussian of at most {MOST} numbers, got {type(density).__name__}")
@@ -219,7 +219,7 @@ def _at(log_joint: LogJoint, density: Density, draws: Iterable[Draws]) -> tuple[
     return log_p, log_q
 
 
-def _check_available(density: Density) -> None:
+def check_available(density: Density) -> None:
     if not density.bound:
         raise Unavailable("part of q is a point mass, which has no density to weigh against the posterior's")
     if not density.offers("log_prob"):

@@ -1,12 +1,14 @@
 """Draws of the parameters' values from a fit of a log density: of q, or corrected towards the posterior."""
 
+import warnings
 from math import inf, isnan
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..basics.checks import check_integer
+from ..correcting.annealing import Annealed, Annealing
 from ..correcting.pareto import K_LIMIT
 from ..correcting.weighted_draws import Importance, Unavailable, weigh
 from ..families.family import Family
@@ -16,6 +18,9 @@ from ..predicting.draws import IndependentDraws
 
 #: of q, in each of two runs
 DRAWS = 4000
+
+#: of q as it is, by importance weights, or led to the posterior step by step
+Corrected = bool | Literal["annealed"]
 
 
 class Weighted(NamedTuple):
@@ -42,17 +47,23 @@ class Weighted(NamedTuple):
         raise Unavailable(
             f"no corrected {what}: k̂ of the importance weights is {self.k:.2f}, and from {K_LIMIT} on they cannot be "
             "trusted, for q misses part of the posterior. Take a family nearer to it (FullNormal(), a Mixture), write "
-            "the model in other parameters (theta = mu + tau * z of a hierarchy), or use MCMC; corrected=False gives "
-            "q as it is"
+            "the model in other parameters (theta = mu + tau * z of a hierarchy), use MCMC, or have q led to the "
+            'posterior by some of it, corrected="annealed"; corrected=False gives q as it is'
         )
 
 
 def sample(
-    family: Family, target: Target, n: int, corrected: bool, generator: torch.Generator | None
+    family: Family, target: Target, n: int, corrected: Corrected, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """n draws of the values, of q or of the posterior: see `DensityFit.sample`."""
     check_integer("n", n)
     space = target.space
+    if corrected == "annealed":
+        annealed = annealed_draws(family, target, n, generator)
+        theta = annealed.theta
+        return space.constrain(theta[resampled(theta.new_full((len(theta),), 1 / len(theta)), n, generator)])
+    if not isinstance(corrected, bool):
+        raise ValueError(f'corrected must be True, False or "annealed", got {corrected!r}')
     if not corrected:
         return space.constrain(draws_of_q(family, space, n, generator))
     weighted = weighted_draws(family, target, max(DRAWS, n), generator)
@@ -87,6 +98,16 @@ def weighted_draws(family: Family, target: Target, draws: int, generator: torch.
         max((one.k_weights for one in runs), key=lambda k: inf if isnan(k) else k),
         torch.cat([x[: len(one.log_weights)] for x, one in zip(theta, runs, strict=True)]),
     )
+
+
+def annealed_draws(family: Family, target: Target, n: int, generator: torch.Generator | None) -> Annealed:
+    """At least n draws of θ that q was led to the posterior by; a warning says what speaks against them."""
+    if generator is None:
+        generator = torch.Generator(target.space.device).manual_seed(int(torch.randint(2**62, ())))
+    annealed = Annealing(family(), target.log_joint, generator).run(n)
+    if doubts := annealed.doubts(target.space):
+        warnings.warn(f"annealed draws: {doubts}", stacklevel=4)
+    return annealed
 
 
 def resampled(weights: Tensor, n: int, generator: torch.Generator | None) -> Tensor:

@@ -16,7 +16,7 @@ from ..objective import Estimate
 from ..parameters import Select
 from ..predicting.inference_data import inference_data
 from ..result import Result, Status
-from .drawing import DRAWS, sample
+from .drawing import DRAWS, Corrected, sample
 from .improper import Runaway
 from .low_rank_matrix import LowRankMatrix
 from .modes import Mode
@@ -122,7 +122,7 @@ class DensityFit(Result):
         return NEXT.get(self.status, "vi.fit(target, result.family, ..) goes on from here; look at the verdict first")
 
     def sample(
-        self, n: int = 1000, *, corrected: bool = False, generator: torch.Generator | None = None
+        self, n: int = 1000, *, corrected: Corrected = False, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """n draws of the parameters' values by name, [n, *shape] each: of q or, corrected, of the posterior itself.
 
@@ -130,10 +130,14 @@ class DensityFit(Result):
         importance weights. Where k̂ is 0.7 or more there are none, and the error says what to do. Where fewer
         than n are effective some are the same.
 
+        Where weights cannot bridge what is between them, `corrected="annealed"` leads q to the posterior step by step,
+        by Hamiltonian Monte Carlo (`correcting/annealing.py`), and warns where that may have missed some of it.
+
         Args:
             n: how many.
             corrected: whether to correct q's draws towards the posterior; it needs arviz, and evaluates the log
-                density at 10 max(4000, n) points, and four times as many where few of them are effective.
+                density at 10 max(4000, n) points, and four times as many where few of them are effective. "annealed"
+                takes ten to three hundred thousand, and 30 for each draw beyond 2000 or more.
             generator: the source of all randomness; the global stream if None.
 
         Example:
@@ -172,7 +176,7 @@ class DensityFit(Result):
             raise Unavailable(f"no corrected {what}: {self.verdict}")
 
     def to_arviz(
-        self, draws: int = 1000, *, corrected: bool = False, select: Select = "*", seed: int = 0
+        self, draws: int = 1000, *, corrected: Corrected = False, select: Select = "*", seed: int = 0
     ) -> "InferenceData":
         """Draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
         check_seed(seed)
