@@ -1,4 +1,4 @@
-"""Which rule should choose the width of a posterior around a network? What was tried, on networks used for nothing else.
+"""Which rule should choose the width of a posterior around a network? What was tried, on networks of their own.
 
     python -m benchmarks.networks_widths --data DIR --sets breastmnist,digits,tables --first 100 --seeds 8 --out folder
     python -m benchmarks.networks_widths --out folder --table
