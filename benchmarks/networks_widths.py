@@ -15,6 +15,7 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from glob import escape
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,6 +160,10 @@ def _mixed(found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     ladder = [found[f"all {width:g}"] for width in candidates.WIDTHS]
     for k, width in enumerate(candidates.WIDTHS[1:], 2):
         yield f"up to {width:g}", _mean(torch.stack(ladder[:k]))
+    for count, shares in (("two", (1, 4)), ("three", (1, 3, 10))):
+        for width in candidates.WIDTHS[4:]:
+            near = [min(candidates.WIDTHS, key=lambda one, w=width / share: abs(log(one / w))) for share in shares]
+            yield f"{count} up to {width:g}", _mean(torch.stack([found[f"all {one:g}"] for one in near]))
     wide = ladder[-1] + torch.tensor(RARE, dtype=torch.float64).log()
     for width, own in zip(candidates.WIDTHS[:-1], ladder, strict=False):
         yield f"rarely wide {width:g}", torch.logaddexp(own + torch.tensor(1 - RARE, dtype=torch.float64).log(), wide)
