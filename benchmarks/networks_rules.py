@@ -129,6 +129,7 @@ RULES = (
     Rule("… bound with 80 %", ("up to",), quantile=0.8416),
     Rule("… no bound", ("up to",), quantile=None),
     Rule("… bound under tempered labels", ("up to",), of_labels=True),
+    Rule("a normal of unknown scale up to c", ("scaled",)),
     Rule("two widths, c and c/4", ("two",)),
     Rule("three widths, c, c/3 and c/10", ("three",)),
     Rule("rarely wide", ("rarely",)),

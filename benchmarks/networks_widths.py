@@ -41,6 +41,8 @@ WIDER, HEADS = (2.5, 4.0), ((0.01, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.1, (0.3,
 #: in units of 1/√fan-in
 FANS = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5)
 POINTS, RATES, MASKS = 512, (0.02, 0.05, 0.1, 0.2), 64
+#: of a normal whose scale is not known
+SCALES = (1.0, 0.5, 0.25, 0.12, 0.06)
 #: the share of the widest prior in one that is rarely wide
 RARE = 0.05
 
@@ -106,8 +108,11 @@ def measured(one: Network) -> dict[str, Any]:
                 noise = evenly_spread(POINTS, y.shape[1], 0)
                 rows.setdefault("network", []).append(y.double().log_softmax(1))
                 for name, density in normals.items():
-                    outputs = normal_outputs(y, density.between(J, J), noise).double()
-                    rows.setdefault(name, []).append(_mean(outputs.log_softmax(-1)))
+                    covariance = density.between(J, J)
+                    own = [_drawn(y, scale**2 * covariance, noise) for scale in SCALES[: len(SCALES) * ("all" in name)]]
+                    rows.setdefault(name, []).append(own[0] if own else _drawn(y, covariance, noise))
+                    if own:
+                        rows.setdefault(name.replace("all", "scaled"), []).append(_mean(torch.stack(own)))
             found[part] = {name: torch.cat(own) for name, own in rows.items()}
             found[part] |= dict(_mixed(found[part]))
             if dropout_layers(one.net):
@@ -167,6 +172,10 @@ def _mixed(found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     wide = ladder[-1] + torch.tensor(RARE, dtype=torch.float64).log()
     for width, own in zip(candidates.WIDTHS[:-1], ladder, strict=False):
         yield f"rarely wide {width:g}", torch.logaddexp(own + torch.tensor(1 - RARE, dtype=torch.float64).log(), wide)
+
+
+def _drawn(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+    return _mean(normal_outputs(mean, covariance, noise).double().log_softmax(-1))
 
 
 def _mean(log_p: Tensor) -> Tensor:
