@@ -85,7 +85,7 @@ class Workshop:
                 net = train(self.task, self.data.train, seed, self.device, rate, self.steps)
             kept = {"net": net.state_dict(), "seconds": cost.seconds}
             if path is not None:
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(kept, path)
         set_dropout(net, rate)
         epochs = self.task.epochs
