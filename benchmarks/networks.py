@@ -93,11 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--seeds", type=int, help="how many; each set has its own default")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument(
-        "--methods", default="", help="how the names of methods start, with semicolons between them; all if empty"
+        "--methods",
+        default="",
+        help="how their names start, in the order they are run, with semicolons between; all if empty",
     )
-    parser.add_argument("--draws", type=int, help="to predict; each set has its own default")
+    parser.add_argument("--draws", type=int, help="of weights, to predict; otherwise as predict does it by itself")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="keep a file for each set and seed, and go on from what is there")
+    parser.add_argument("--nets", type=Path, help="keep the trained networks there, and not in --out/nets")
     parser.add_argument("--table", action="store_true", help="print the tables of --out, run nothing")
     parser.add_argument("--quick", action="store_true", help="ten steps, forty cases, one seed: shows that it runs")
     options = parser.parse_args(arguments)
@@ -117,8 +120,8 @@ def _run_sets(options: argparse.Namespace, parser: argparse.ArgumentParser) -> l
     sets = options.sets.split(",")
     if unknown := [name for name in sets if name not in TASKS]:
         parser.error(f"no set {unknown[0]!r}: take some of {', '.join(TASKS)}")
-    starts = tuple(part.strip() for part in options.methods.split(";"))
-    methods = [name for name in METHODS if name == "network" or name.startswith(starts)]
+    starts = [part.strip() for part in options.methods.split(";")]
+    methods = dict.fromkeys(["network", *(name for start in starts for name in METHODS if name.startswith(start))])
     records = []
     for name in sets:
         task = TASKS[name]
@@ -129,11 +132,12 @@ def _run_sets(options: argparse.Namespace, parser: argparse.ArgumentParser) -> l
             path = nets = None
             if options.out is not None:
                 options.out.mkdir(parents=True, exist_ok=True)
-                nets, path = options.out / "nets", options.out / f"{name}-{seed}.json"
+                nets, path = options.nets or options.out / "nets", options.out / f"{name}-{seed}.json"
             steps = QUICK_STEPS if options.quick else 0
             shop = Workshop(task, data, seed, torch.device(options.device), steps, nets)
-            shop.draws = options.draws or shop.draws
-            records.append(run(shop, path, methods))
+            if options.draws:
+                shop.draws = shop.drawn = options.draws
+            records.append(run(shop, path, list(methods)))
     return records
 
 

@@ -39,7 +39,10 @@ class Workshop:
         self.task, self.data, self.seed, self.device = task, data, seed, device
         self.steps, self.folder = steps, folder
         self.draws = task.draws if steps == 0 else 4
-        self.batch = 16 if data.test.tensors[1].ndim > 1 else 250
+        of_pixels = data.test.tensors[1].ndim > 1
+        #: of weights, to predict with a posterior; None: as `predict` does it
+        self.drawn: int | None = None if steps == 0 and not of_pixels else self.draws
+        self.batch = 16 if of_pixels else 250
         self.meter = Meter(device)
         self.cost = Cost()  # of the method at work
         self._made: dict[Any, tuple[Any, Cost]] = {}
@@ -82,7 +85,7 @@ class Workshop:
                 net = train(self.task, self.data.train, seed, self.device, rate, self.steps)
             kept = {"net": net.state_dict(), "seconds": cost.seconds}
             if path is not None:
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(kept, path)
         set_dropout(net, rate)
         epochs = self.task.epochs
@@ -175,11 +178,15 @@ def ensemble_tempered(shop: Workshop) -> Answer:
     return tempered(shop, of_ensemble(shop))
 
 
-def of_posterior(bayes: Any, draws: int, seed: int) -> Predictor:
-    """log Σ_s w_s p(class | y_s), class by class: `log_prob` neither rounds to zero nor passes by a calibration."""
+def of_posterior(bayes: Any, draws: int | None, seed: int) -> Predictor:
+    """log Σ_s w_s p(class | y_s), class by class: `log_prob` neither rounds to zero nor passes by a calibration.
+
+    Without a number of draws as `predict` does it by itself: in function space where it can.
+    """
+    settings = {} if draws is None else {"draws": draws}
 
     def predict(x: Tensor) -> Tensor:
-        found = bayes.predict(x, draws=draws, generator=torch.Generator().manual_seed(seed))
+        found = bayes.predict(x, generator=torch.Generator().manual_seed(seed), **settings)
         shape = (len(x), *found.mean.shape[2:])
         labels = [torch.full(shape, c, device=x.device) for c in range(found.mean.shape[1])]
         return torch.stack([found.log_prob(label) for label in labels], 1)
@@ -199,19 +206,20 @@ def placed(shop: Workshop, member: int = 0, validation: bool = True, keep: str =
     bayes, result = shop.once(("placed", member, validation, keep, str(settings)), make)
     details = {"held_out": dict(result.held_out or {}), "held_out_network": result.network, "kept": result.kept}
     details["bayes"] = bayes
-    return Answer(of_posterior(bayes, shop.draws, shop.seed), result.kept if validation else "", details)
+    return Answer(of_posterior(bayes, shop.drawn, shop.seed), result.kept if validation else "", details)
 
 
 def calibrated(shop: Workshop) -> Answer:
     """The default posterior and its `calibrate` on the same validation data."""
     bayes = copy.deepcopy(placed(shop).details["bayes"])
     found = shop.once("calibrate", lambda: bayes.calibrate(shop.loader(shop.data.validation)))
-    return Answer(of_posterior(bayes, shop.draws, shop.seed), " ".join(str(found).split())[:60])
+    return Answer(of_posterior(bayes, shop.drawn, shop.seed), " ".join(str(found).split())[:60])
 
 
 def mixture(shop: Workshop) -> Answer:
     """`NetworkMixture.of(networks, likelihood)` and `fit`: as many draws in all as of one posterior."""
-    nets, each = [shop.net(member) for member in range(MEMBERS)], -(-shop.draws // MEMBERS)
+    nets = [shop.net(member) for member in range(MEMBERS)]
+    draws = None if shop.drawn is None else MEMBERS * -(-shop.drawn // MEMBERS)
 
     def make() -> tuple[Any, Any]:
         bayes = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
@@ -219,7 +227,7 @@ def mixture(shop: Workshop) -> Answer:
         return bayes, bayes.fit(shop.loader(shop.data.train), validation=held_out, progress=False)
 
     bayes, result = shop.once("mixture", make)
-    return Answer(of_posterior(bayes, MEMBERS * each, shop.seed), result.members[0].kept)
+    return Answer(of_posterior(bayes, draws, shop.seed), result.members[0].kept)
 
 
 def head(shop: Workshop, exact: bool) -> Answer:
@@ -233,7 +241,7 @@ def head(shop: Workshop, exact: bool) -> Answer:
         return bayes, bayes.fit(train, validation=shop.loader(shop.data.validation), progress=False)
 
     bayes, result = shop.once(("head", exact), fit)
-    return Answer(of_posterior(bayes, shop.draws, shop.seed), "" if exact else result.kept)
+    return Answer(of_posterior(bayes, shop.drawn, shop.seed), "" if exact else result.kept)
 
 
 def _laplace(way: networks_laplace.Way) -> Callable[[Workshop], Answer]:

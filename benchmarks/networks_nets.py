@@ -1,5 +1,6 @@
 """The networks of `benchmarks.networks` and how each is trained: all settings are in `TASKS`."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from torch.utils.data import TensorDataset
 
 from . import networks_data
 from .networks_data import Data
+
+#: row numbers of a batch → gradients in `.grad`
+Step = Callable[[Tensor], None]
 
 
 def norm(kind: str, channels: int) -> nn.Module:
@@ -180,16 +184,53 @@ def train(task: Task, data: TensorDataset, seed: int, device: torch.device, rate
     total = steps or task.epochs * math.ceil(len(x) / task.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.lr, total + 1, pct_start=0.1, cycle_momentum=False)
     net.train()
-    done = 0
+
+    def gradient(rows: Tensor) -> None:
+        inputs = x[rows] if task.augment is None else task.augment(x[rows])
+        loss = cross_entropy(net(inputs), t[rows])
+        optimizer.zero_grad()
+        loss.backward()
+
+    step, done = gradient, 0
+    if device.type == "cuda":
+        try:
+            step = captured(gradient, net, min(task.batch, len(x)), device)
+        except RuntimeError as error:
+            print(f"training is not captured: {error}", flush=True)
     while done < total:
         for rows in torch.randperm(len(x)).to(device).split(task.batch):
             if done == total:
                 break
-            inputs = x[rows] if task.augment is None else task.augment(x[rows])
-            loss = cross_entropy(net(inputs), t[rows])
-            optimizer.zero_grad()
-            loss.backward()
+            step(rows)
             optimizer.step()
             schedule.step()
             done += 1
     return net.eval().requires_grad_(True)
+
+
+def captured(gradient: Step, net: nn.Module, batch: int, device: torch.device) -> Step:
+    """The same as a CUDA graph, several times as fast for small networks; batches of another size go the plain way."""
+    rows, buffers = torch.arange(batch, device=device), copy.deepcopy(dict(net.named_buffers()))
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            gradient(rows)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        gradient(rows)
+    with torch.no_grad():  # what was tried out has not been
+        for name, value in net.named_buffers():
+            value.copy_(buffers[name])
+    of_graph = [p.grad for p in net.parameters()]
+
+    def step(now: Tensor) -> None:
+        if len(now) != batch:
+            gradient(now)
+            return
+        rows.copy_(now)
+        for p, grad in zip(net.parameters(), of_graph, strict=True):
+            p.grad = grad
+        graph.replay()
+
+    return step

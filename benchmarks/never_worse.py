@@ -101,7 +101,7 @@ def gain(net: nn.Module, is_labels: bool, train, held_out, test, harm: float) ->
     return float(found.mean()) - density_of(net, is_labels, test, held_out), result.kept == "the network"
 
 
-def runs(seeds: Sequence[int], quick: bool) -> list[dict]:
+def runs(seeds: Sequence[int], quick: bool, out: Path | None) -> list[dict]:
     found = []
     for seed in seeds:
         for name, is_labels, x, t, n in tables(seed):
@@ -117,6 +117,8 @@ def runs(seeds: Sequence[int], quick: bool) -> list[dict]:
                                        bound=harm < inf, gain=value, kept=kept)  # fmt: skip
                             found.append(one)
                             print(json.dumps(one), flush=True)
+                    if out is not None:
+                        out.write_text(json.dumps(found))
             if quick:
                 break
     return found
@@ -142,16 +144,14 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--out", type=Path, help="a JSON file for the runs")
+    parser.add_argument("--out", type=Path, help="a JSON file for the runs, written after each network")
     parser.add_argument("--merge", type=Path, nargs="+", help="print the table of files made before")
     parser.add_argument("--quick", action="store_true", help="one table, one size")
     args = parser.parse_args(arguments)
     if args.merge:
         found = [one for file in args.merge for one in json.loads(file.read_text())]
     else:
-        found = runs(range(args.first, args.first + args.seeds), args.quick)
-        if args.out:
-            args.out.write_text(json.dumps(found))
+        found = runs(range(args.first, args.first + args.seeds), args.quick, args.out)
     text = table(found)
     print(text)
     return text

@@ -1,0 +1,211 @@
+"""Which rule should choose the width of a posterior around a network? What was tried, on networks of their own.
+
+    python -m benchmarks.networks_widths --data DIR --sets breastmnist,digits,tables --first 100 --seeds 8 --out folder
+    python -m benchmarks.networks_widths --out folder --table
+
+For every network and every candidate log p of all classes is kept of held-out rows, the mean log density of test and
+of shifted rows, and the mean entropy of held-out rows each of whose numbers is taken from another row ("off"): these
+lie where there are no data, and need no labels. The rules (`networks_rules.py`) are then compared on that: gain in log
+density over the network on test rows and under shift, the share of runs more than .01 nats worse than their network.
+Rows of "tables" are simulated (`never_worse.py`), and shifted by noise of one standard deviation; there each network
+has held-out sets of 40, 100 and 250 rows.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from glob import escape
+from math import log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.models.priors.scale import NormalPrior
+from structvi.predicting.function_space import evenly_spread, jacobians, normal_outputs
+from structvi.training import candidates
+from structvi.training.batches import Batches
+from structvi.training.before import set_num_data
+from structvi.training.warm_start import Laplace, curvature_of, prior_precision, trained_values
+
+from . import networks_rules, never_worse
+from .networks_methods import of_dropout
+from .networks_nets import TASKS, dropout_layers, set_dropout, train
+
+#: wider than the default call tries; and of the last layer alone, the others at the width before the comma
+WIDER, HEADS = (2.5, 4.0), ((0.01, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.1, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)),
+                            (0.2, (0.45, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.3, (0.65, 1.0, 1.5, 2.5)))  # fmt: skip
+#: in units of 1/√fan-in
+FANS = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5)
+POINTS, RATES, MASKS = 512, (0.02, 0.05, 0.1, 0.2), 64
+#: of a normal whose scale is not known
+SCALES = (1.0, 0.5, 0.25, 0.12, 0.06)
+#: the share of the widest prior in one that is rarely wide
+RARE = 0.05
+
+
+class Network(NamedTuple):
+    name: str
+    net: nn.Module
+    train: TensorDataset
+    #: inputs, and labels where there are some
+    parts: dict[str, tuple[Tensor, ...]]
+
+
+def networks(sets: Sequence[str], data: Path | None, seeds: Sequence[int]) -> Iterator[Network]:
+    for name in sets:
+        for seed in seeds:
+            yield from _tables(seed) if name == "tables" else _images(name, data, seed)
+
+
+def _images(name: str, folder: Path | None, seed: int) -> Iterator[Network]:
+    task = TASKS[name]
+    data = task.data(folder)
+    net = train(task, data.train, seed, torch.device("cpu"))
+    shifts = {f"shift {kind}": one.tensors for kind, one in data.shifts.items()}
+    parts = {"held out": data.validation.tensors, "test": data.test.tensors, **shifts}
+    yield Network(f"{name} {seed}", net, data.train, parts)
+
+
+def _tables(seed: int) -> Iterator[Network]:
+    rows, tests = max(never_worse.HELD_OUT), 1000
+    for title, is_labels, x, t, n in never_worse.tables(seed):
+        if not is_labels:
+            continue
+        for with_norm in (True, False):
+            for stopped in (False, True):
+                net = never_worse.trained(x[:n], t[:n], True, with_norm, stopped, seed)
+                test = x[n + rows :][:tests], t[n + rows :][:tests]
+                noise = torch.randn(test[0].shape, generator=torch.Generator().manual_seed(seed))
+                parts = {"held out": (x[n : n + rows], t[n : n + rows]), "test": test}
+                parts["shift noise"] = test[0] + noise, test[1]
+                kind = f"{'norm' if with_norm else 'plain'}, {'stopped' if stopped else 'to the end'}"
+                yield Network(f"tables {seed} {title}, {kind}", net, TensorDataset(x[:n], t[:n]), parts)
+
+
+def taken_apart(x: Tensor) -> Tensor:
+    """Every number of an input from another row: what is usual by itself, in a way that never was."""
+    flat = x.flatten(1)
+    order = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0)).argsort(0)
+    return flat.gather(0, order).reshape(x.shape)
+
+
+def measured(one: Network) -> dict[str, Any]:
+    """Of every candidate log p [B, C] of held-out rows, log density of test and shifted ones, entropy off the data."""
+    bayes = vi.variationalize(one.net, vi.likelihoods.Categorical())
+    batches = Batches(DataLoader(one.train, 64), 0)
+    set_num_data(bayes, batches)
+    laplace = _curvature(bayes, batches)
+    theta, normals, found = laplace.theta, dict(_normals(bayes, laplace)), {}
+    inputs = one.parts["held out"][0]
+    for part, x in {**{name: own[0] for name, own in one.parts.items()}, "off": taken_apart(inputs)}.items():
+        rows: dict[str, list[Tensor]] = {}
+        with torch.no_grad():
+            for y, J in jacobians(bayes, theta, x):
+                noise = evenly_spread(POINTS, y.shape[1], 0)
+                rows.setdefault("network", []).append(y.double().log_softmax(1))
+                for name, density in normals.items():
+                    covariance = density.between(J, J)
+                    own = [_drawn(y, scale**2 * covariance, noise) for scale in SCALES[: len(SCALES) * ("all" in name)]]
+                    rows.setdefault(name, []).append(own[0] if own else _drawn(y, covariance, noise))
+                    if own:
+                        rows.setdefault(name.replace("all", "scaled"), []).append(_mean(torch.stack(own)))
+            found[part] = {name: torch.cat(own) for name, own in rows.items()}
+            found[part] |= dict(_mixed(found[part]))
+            if dropout_layers(one.net):
+                found[part] |= {f"dropout, rate {rate:g}": _masked(one.net, rate, x) for rate in RATES}
+    entropy = {name: float(-(log_p.exp() * log_p).sum(1).mean()) for name, log_p in found.pop("off").items()}
+    held_out = {name: log_p.float() for name, log_p in found.pop("held out").items()}
+    densities = {
+        part: {name: float(log_p.gather(1, one.parts[part][1].unsqueeze(1)).mean()) for name, log_p in own.items()}
+        for part, own in found.items()
+    }
+    labels = one.parts["held out"][1]
+    return {"name": one.name, "labels": labels, "held out": held_out, "off": entropy, "densities": densities}
+
+
+def _curvature(bayes: Any, batches: Batches) -> Laplace:
+    """That of the default call (`training/around.py`)."""
+    model, theta = bayes.model, trained_values(bayes, present=True)
+    with bayes.network_mode(), model.linearised_around(None):
+        bayes.family = vi.StructuredPrecision(candidates.RANK).bind(bayes.space)
+        model.prior = candidates.relative_prior(model, theta, candidates.WIDTH)
+        for family in bayes.family.families():
+            family.first_stage()
+            family.learn_all()
+        return curvature_of(bayes, theta, batches, 0, bayes.family.precision_columns)
+
+
+def _normals(bayes: Any, laplace: Laplace) -> Iterator[tuple[str, Any]]:
+    model, theta, family = bayes.model, laplace.theta, bayes.family
+    named, names = model.space.unravel(theta), list(model.net_space.names)
+    fans = dict(zip(names, model.net_space.scales.tolist(), strict=True))
+    rms = {name: max(float(named[name].double().square().mean().sqrt()), 1e-3 * fans[name]) for name in names}
+    last = names[-2:]  # weight and bias of the last layer
+
+    def at(width: float, head: float, units: dict[str, float]) -> Any:
+        model.prior = NormalPrior({escape(n): (head if n in last else width) * units[n] for n in names})
+        laplace.place(family, 1.0, prior_precision(model, theta))
+        return copy.deepcopy(family)()
+
+    for width in (*candidates.WIDTHS, *WIDER):
+        yield f"all {width:g}", at(width, width, rms)
+    for width, heads in HEADS:
+        for head in heads:
+            yield f"rest {width:g}, last layer {head:g}", at(width, head, rms)
+    for width in FANS:
+        yield f"fan-in {width:g}", at(width, width, fans)
+
+
+def _mixed(found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Of a prior whose width is not known but anything up to some width; and of one that is rarely very wide."""
+    ladder = [found[f"all {width:g}"] for width in candidates.WIDTHS]
+    for k, width in enumerate(candidates.WIDTHS[1:], 2):
+        yield f"up to {width:g}", _mean(torch.stack(ladder[:k]))
+    for count, shares in (("two", (1, 4)), ("three", (1, 3, 10))):
+        for width in candidates.WIDTHS[4:]:
+            near = [min(candidates.WIDTHS, key=lambda one, w=width / share: abs(log(one / w))) for share in shares]
+            yield f"{count} up to {width:g}", _mean(torch.stack([found[f"all {one:g}"] for one in near]))
+    wide = ladder[-1] + torch.tensor(RARE, dtype=torch.float64).log()
+    for width, own in zip(candidates.WIDTHS[:-1], ladder, strict=False):
+        yield f"rarely wide {width:g}", torch.logaddexp(own + torch.tensor(1 - RARE, dtype=torch.float64).log(), wide)
+
+
+def _drawn(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+    return _mean(normal_outputs(mean, covariance, noise).double().log_softmax(-1))
+
+
+def _mean(log_p: Tensor) -> Tensor:
+    return log_p.logsumexp(0) - torch.tensor(float(len(log_p)), dtype=torch.float64).log()
+
+
+def _masked(net: nn.Module, rate: float, x: Tensor) -> Tensor:
+    own = copy.deepcopy(net)
+    set_dropout(own, rate)
+    return torch.cat([of_dropout(own, MASKS, 0)(part) for part in x.split(250)])
+
+
+def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a folder with breastmnist/, mnist/")
+    parser.add_argument("--sets", default="breastmnist", help="with commas between them, of networks' sets and tables")
+    parser.add_argument("--first", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--out", type=Path, required=True, help="a folder, with a file for each network")
+    parser.add_argument("--table", action="store_true", help="compare the rules on what is there")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if not options.table:
+        options.out.mkdir(parents=True, exist_ok=True)
+        seeds = range(options.first, options.first + options.seeds)
+        for one in networks(options.sets.split(","), options.data, seeds):
+            torch.save(measured(one), options.out / f"{one.name.replace(' ', '_').replace(',', '')}.pt")
+            show(one.name)
+    show(networks_rules.table([torch.load(path) for path in sorted(options.out.glob("*.pt"))]))
+
+
+if __name__ == "__main__":
+    main()
