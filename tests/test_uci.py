@@ -142,8 +142,8 @@ def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, s
     results = uci.main(["--data", str(folder), "--sets", "yacht", "--noise", *noises, "--out", str(out)])
     methods = results["sets"]["yacht"]["methods"]
     names = ("mean field", "mean field x5", "validated", "validated, scaled", "stacked", "precision 5",
-             "precision 5 x5", "MC dropout", "MC dropout, scaled", "MC dropout, stacked", "deep ensemble", "deep ensemble x3",
-             "deep ensemble, scaled", "deep ensemble, stacked")  # fmt: skip
+             "precision 5 x5", "MC dropout", "MC dropout, scaled", "MC dropout, stacked", "deep ensemble",
+             "deep ensemble x3", "deep ensemble, scaled", "deep ensemble, stacked")  # fmt: skip
     assert set(methods) == {f"{name}, {noise}" for name in names for noise in noises}
     for rows in methods.values():
         assert list(rows) == ["0", "1"]
