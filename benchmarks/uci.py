@@ -11,12 +11,12 @@ of a first fit of every candidate; what is chosen is then fitted again to the wh
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
 - `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
-  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), and λ = 0.25 with 4 λ/fan_in; each with its noise as
-  learned, 1.5 and 3 times as wide, and each an equal mixture of members: one when it is tried, in the end of ten in all
-  as many as it weighs. The weights are those with the highest held-out log density (stacking). `validated` is the one
-  best candidate instead.
+  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in and λ = 0.01 with
+  16 λ/fan_in, which is all but a network of an ensemble. Each with its noise as learned, 1.5 and 3 times as wide, and
+  each an equal mixture of members: one when it is tried, in the end of ten in all as many as it weighs. The weights are
+  those with the highest held-out log density (stacking). `validated` is the one best candidate instead.
 - `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
-- `deep ensemble`: five networks; their prior scale, 0.5, 1 or 4 times 1/√fan_in, by the held-out log density. `x10`:
+- `deep ensemble`: five networks; their prior scale, 0.5, 1, 4 or 8 times 1/√fan_in, by the held-out log density. `x10`:
   as many networks as ours has.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale 1 or 4 likewise.
 - `.., scaled`: of the candidates at all three widths of the noise the best, likewise.
@@ -53,10 +53,10 @@ LR, POINT_LR = 0.02, 0.02
 #: members: of ours and of a stacked ensemble in the end, shared out to its parts by their weights; of an ensemble when
 #: it is tried
 SHARED, TRIED = 10, 2
-#: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
-LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03, 0.003), (0.5, 0.1), (0.25,)
+#: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in
+LEARNED, DECAYED = (1.0, 0.3, 0.03, 0.003), ((0.5, 1.0), (0.1, 1.0), (0.25, 2.0), (0.01, 4.0))
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
-ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
+ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0, 8.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
 LEAST = 0.004
 METHODS = ("stacked", "ensemble", "dropout", "mean field", "precision")
@@ -123,8 +123,7 @@ class Bench:
     def stacked(self, noise: str) -> None:
         family = lambda _: vi.MeanField()  # noqa: E731
         method = self._method(noise, family, LR, 1)
-        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, λ**0.5) for λ in DECAYED]
-        candidates += [Candidate(λ, 2 * λ**0.5) for λ in WIDE]
+        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, s * λ**0.5) for λ, s in DECAYED]
         self._chosen("validated", "stacked", noise, method, candidates, 1, 2, SHARED)
 
     def ensemble(self, noise: str) -> None:

@@ -127,7 +127,7 @@ def test_members_are_shared_out_by_weight():
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(uci, "STEPS", 10)
-    for name, values in (("LEARNED", (1.0,)), ("DECAYED", (0.1,)), ("WIDE", (0.25,)), ("RATES", (0.01, 0.1))):
+    for name, values in (("LEARNED", (1.0,)), ("DECAYED", ((0.1, 1.0), (0.25, 2.0))), ("RATES", (0.01, 0.1))):
         monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     monkeypatch.setattr(uci, "MEMBERS", 2)
