@@ -11,13 +11,16 @@ of a first fit of every candidate; what is chosen is then fitted again to the wh
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
 - `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
-  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), and λ = 0.25 with 4 λ/fan_in; each an equal mixture
-  of members: one when it is tried, in the end ten in all and two at least. The weights of the candidates are those with
-  the highest held-out log density (stacking). `validated` is the one best candidate instead.
+  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in and λ = 0.01 with
+  16 λ/fan_in, which is all but a network of an ensemble. Each with its noise as learned, 1.5 and 3 times as wide, and
+  each an equal mixture of members: one when it is tried, in the end of ten in all as many as it weighs. The weights are
+  those with the highest held-out log density (stacking). `validated` is the one best candidate instead.
 - `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
-- `deep ensemble`: five networks; their prior scale, 0.5, 1 or 4 times 1/√fan_in, by the held-out log density.
+- `deep ensemble`: five networks; their prior scale, 0.5, 1, 4 or 8 times 1/√fan_in, by the held-out log density. `x10`:
+  as many networks as ours has.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale 1 or 4 likewise.
-- `deep ensemble, stacked`, `MC dropout, stacked`: the same weights for the rivals' candidates.
+- `.., scaled`: of the candidates at all three widths of the noise the best, likewise.
+- `deep ensemble, stacked`, `MC dropout, stacked`: weights as ours has them, for the rivals' candidates.
 
 Each with three kinds of noise: normal, Student-t (degrees of freedom learned), heteroscedastic (a second output). The
 noise too is chosen split by split: by ELBO (`ours, by ELBO`, among posteriors at λ = 1) or by the held-out log density.
@@ -31,11 +34,11 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
-from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import structvi as vi
 
@@ -47,17 +50,53 @@ from .uci_tables import report
 #: steps of every fit, where a step has all of the data, and where it has a minibatch
 STEPS, MANY_STEPS = 1000, 1500
 LR, POINT_LR = 0.02, 0.02
-#: members: of ours in the end, shared out to its parts, two at least each (one when it is tried); of an ensemble when
+#: members: of ours and of a stacked ensemble in the end, shared out to its parts by their weights; of an ensemble when
 #: it is tried
 SHARED, TRIED = 10, 2
-#: λ of candidates: with prior scales by the ELBO; with the prior's variance λ/fan_in; with 4λ/fan_in
-LEARNED, DECAYED, WIDE = (1.0, 0.3, 0.03, 0.003), (0.5, 0.1), (0.25,)
+#: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in
+LEARNED, DECAYED = (1.0, 0.3, 0.03, 0.003), ((0.5, 1.0), (0.1, 1.0), (0.25, 2.0), (0.01, 4.0))
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
-ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
+ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0, 8.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
 LEAST = 0.004
 METHODS = ("stacked", "ensemble", "dropout", "mean field", "precision")
 Keep = Callable[[str, int, dict[str, Any]], None]
+
+
+class Choice(NamedTuple):
+    """What held-out data say of some candidates."""
+
+    #: the candidate with the highest log density, and that
+    first: int
+    value: float
+    #: the same among candidates at all widths of their noise: which, at which width
+    scaled: int
+    factor: int
+    scaled_value: float
+    #: by stacking, of each candidate and width
+    weights: Tensor
+    stacked_value: float
+
+    @classmethod
+    def of(cls, held: Sequence[methods.Predicted]) -> "Choice":
+        rows = torch.stack([one.every for one in held])  # [C, F, n]
+        C, F, _ = rows.shape
+        weights = methods.stacking(rows.flatten(0, 1)).view(C, F)
+        weights = torch.where(weights.sum(1, keepdim=True) < LEAST, 0.0, weights)
+        weights = weights / weights.sum()
+        each = rows.mean(-1)
+        first, (scaled, factor) = int(each[:, 0].argmax()), divmod(int(each.argmax()), F)
+        stacked = (rows + weights.log().unsqueeze(-1)).flatten(0, 1).logsumexp(0).mean()
+        values = float(each[first, 0]), float(each[scaled, factor]), float(stacked)
+        return cls(first, values[0], scaled, factor, values[1], weights, values[2])
+
+    def members(self, picked: int, shared: int) -> dict[int, int]:
+        """How many of each candidate are wanted."""
+        share = self.weights.sum(1).tolist()
+        counts = {c: max(1, round(shared * weight)) for c, weight in enumerate(share) if weight > 0}
+        for c, least in ((self.first, picked), (self.scaled, min(picked, MEMBERS))):
+            counts[c] = max(least, counts.get(c, 1))
+        return counts
 
 
 class Bench:
@@ -84,19 +123,18 @@ class Bench:
     def stacked(self, noise: str) -> None:
         family = lambda _: vi.MeanField()  # noqa: E731
         method = self._method(noise, family, LR, 1)
-        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, λ**0.5) for λ in DECAYED]
-        candidates += [Candidate(λ, 2 * λ**0.5) for λ in WIDE]
-        self._chosen("validated", "stacked", noise, method, candidates, 1, None)
+        candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, s * λ**0.5) for λ, s in DECAYED]
+        self._chosen("validated", "stacked", noise, method, candidates, 1, 2, SHARED)
 
     def ensemble(self, noise: str) -> None:
         method = self._method(noise, lambda _: vi.MAP(), POINT_LR, 1, 1, True)
         candidates = [Candidate(1.0, s) for s in ENSEMBLE]
-        self._chosen("deep ensemble", "deep ensemble, stacked", noise, method, candidates, TRIED, MEMBERS)
+        self._chosen("deep ensemble", "deep ensemble, stacked", noise, method, candidates, TRIED, SHARED, SHARED)
 
     def dropout(self, noise: str) -> None:
         method = self._method(noise, lambda one: methods.Dropout(one.rate), POINT_LR, 1, None, True)
         candidates = [Candidate(1.0, s, rate) for s in DROPOUT for rate in RATES]
-        self._chosen("MC dropout", "MC dropout, stacked", noise, method, candidates, 1, 1)
+        self._chosen("MC dropout", "MC dropout, stacked", noise, method, candidates, 1, 1, 0)
 
     def mean_field(self, noise: str) -> None:
         method = self._method(noise, lambda _: vi.MeanField(), LR, 1)
@@ -115,31 +153,44 @@ class Bench:
 
     def _chosen(
         self, best: str, stacked: str, noise: str, method: Method, candidates: Sequence[Candidate],
-        tried: int, count: int | None,
+        tried: int, picked: int, shared: int,
     ) -> None:  # fmt: skip
-        """Two rows: the candidate with the highest held-out log density, and the mixture of all by stacking."""
+        """The candidate with the highest held-out log density, the same with its noise scaled, and all by stacking.
+
+        Args:
+            best: the first row's title.
+            stacked: the last row's.
+            noise: which.
+            method: how they are fitted.
+            candidates: what there is to choose from.
+            tried: members of each at first.
+            picked: members of one that is picked, at least.
+            shared: members of all that are stacked, about.
+        """
         held = methods.members(
             self.inner, {(r, one): tried for r in self.splits for one in candidates}, method, self.device
         )
-        weights, wanted = {}, {}
-        for r in self.splits:
-            rows = torch.stack([held[r, one].predicted.log_density for one in candidates])
-            w = methods.stacking(rows)
-            w = torch.where(w < LEAST, 0.0, w) / w[w >= LEAST].sum()
-            first = int(rows.mean(1).argmax())
-            value = (rows + w.log().unsqueeze(-1)).logsumexp(0).mean()
-            weights[r] = first, float(rows[first].mean()), w.tolist(), float(value)
-            wanted[r] = [one for i, one in enumerate(candidates) if w[i] > 0 or i == first]
-        again = {(r, one): count or max(2, ceil(SHARED / len(own))) for r, own in wanted.items() for one in own}
+        choices = {r: Choice.of([held[r, one].predicted for one in candidates]) for r in self.splits}
+        again = {
+            (r, candidates[c]): count for r, one in choices.items() for c, count in one.members(picked, shared).items()
+        }
         found = methods.members(self.splits, again, method, self.device)
-        for r, (first, value, w, stacked_value) in weights.items():
-            own = [found.get((r, one)) for one in candidates]
-            parts = [(part.predicted, weight) for part, weight in zip(own, w, strict=True) if part and weight > 0]
-            one, chosen = own[first], candidates[first]._asdict()
-            assert one is not None
-            row = {"held_out": value, "elbo": one.elbo, "chosen": chosen}
-            self._keep(f"{best}, {noise}", r, one.predicted, **row)
-            self._keep(f"{stacked}, {noise}", r, methods.mixed(parts), held_out=stacked_value, weights=w)
+        for r, own in choices.items():
+            one, scaled = (found[r, candidates[c]] for c in (own.first, own.scaled))
+            row = {"held_out": own.value, "elbo": one.elbo, "chosen": candidates[own.first]._asdict()}
+            self._keep(f"{best}, {noise}", r, one.five, **row)
+            if picked > MEMBERS:
+                self._keep(f"{best} x{picked}, {noise}", r, one.predicted, **row)
+            factor = [float(f == own.factor) for f in range(own.weights.shape[1])]
+            row = {"held_out": own.scaled_value, "factor": (1.0, *methods.WIDER)[own.factor]}
+            self._keep(f"{best}, scaled, {noise}", r, methods.widened(scaled.five, factor), **row)
+            share, widths = own.weights.sum(1).tolist(), own.weights.sum(0).tolist()
+            row = {"held_out": own.stacked_value, "weights": share, "factors": widths}
+            parts = [
+                (methods.widened(found[r, one].predicted, (own.weights[c] / share[c]).tolist()), share[c])
+                for c, one in enumerate(candidates) if share[c] > 0
+            ]  # fmt: skip
+            self._keep(f"{stacked}, {noise}", r, methods.mixed(parts), **row)
 
     def _members(self, name: str, noise: str, method: Method) -> None:
         """λ = 1, prior scales by the ELBO: one member, and all."""

@@ -24,6 +24,8 @@ NOISE: dict[str, tuple[Callable[[], Any], int]] = {
 }
 HIDDEN, MEMBERS, DRAWS = 50, 5, 100
 TENSORS = ("0.weight", "0.bias", "2.weight", "2.bias")
+#: what is stacked besides a candidate itself: the same draws, their noise so many times as wide
+WIDER = (1.5, 3.0)
 #: nats that a fit which is no number counts for a row
 LOST = -1000.0
 #: sets with more data than this take minibatches
@@ -71,6 +73,13 @@ class Predicted(NamedTuple):
 
     log_density: Tensor
     mean: Tensor
+    #: the log density where the noise of every draw is wider, [len(WIDER), n]
+    wider: Tensor
+
+    @property
+    def every(self) -> Tensor:
+        """The log density with the noise as it was learned, and wider: [1 + len(WIDER), n]."""
+        return torch.cat([self.log_density.unsqueeze(0), self.wider])
 
 
 class Method(NamedTuple):
@@ -90,9 +99,10 @@ class Method(NamedTuple):
 
 
 class Members(NamedTuple):
-    """The equal mixture of some members, the first of them, and their ELBO on average."""
+    """The equal mixture of some members, of the first five, the first of them, and their ELBO on average."""
 
     predicted: Predicted
+    five: Predicted
     first: Predicted
     elbo: float
 
@@ -144,9 +154,13 @@ def members(
     found = iter(fit(splits, jobs, method, device))
     parts = {key: [next(found) for _ in range(count)] for key, count in counts.items()}
     return {
-        key: Members(mixed([(p, 1 / len(own)) for p, _ in own]), own[0][0], sum(elbo for _, elbo in own) / len(own))
+        key: Members(_equal(own), _equal(own[:MEMBERS]), own[0][0], sum(elbo for _, elbo in own) / len(own))
         for key, own in parts.items()
     }
+
+
+def _equal(own: Sequence[tuple[Predicted, float]]) -> Predicted:
+    return mixed([(predicted, 1 / len(own)) for predicted, _ in own])
 
 
 def _loader(split: Split) -> DataLoader:
@@ -159,14 +173,30 @@ def predict(posterior: vi.Posterior, split: Split, draws: int) -> Predicted:
     x, t = (tensor.to(posterior.device) for tensor in (split.x_test, split.t_test))
     generator = torch.Generator(posterior.device).manual_seed(7)
     found = posterior.predict(x, draws, chunk=draws, generator=generator)
-    log_density = found.log_prob(t).view(-1).double().cpu().nan_to_num(nan=LOST)
-    return Predicted(log_density, found.mean.view(-1).double().cpu().nan_to_num())
+    rows = [found.log_prob(t), *(_wider(found, t, factor) for factor in WIDER)]
+    every = torch.stack(rows).flatten(1).double().cpu().nan_to_num(nan=LOST)
+    return Predicted(every[0], found.mean.view(-1).double().cpu().nan_to_num(), every[1:])
+
+
+def _wider(found: vi.Predictive, t: Tensor, factor: float) -> Tensor:
+    """log Σ_s w_s p(t | y_s) where the noise is so many times as wide."""
+    made: Any = copy.copy(found.components)
+    made.scale = factor * made.scale
+    weights = found.weights.log().view(-1, *[1] * t.ndim)
+    return (weights + made.log_prob(t)).logsumexp(0)
 
 
 def mixed(parts: Sequence[tuple[Predicted, float]]) -> Predicted:
     """The mixture with these weights."""
-    log_density = torch.stack([part.log_density + log(weight) for part, weight in parts]).logsumexp(0)
-    return Predicted(log_density, torch.stack([weight * part.mean for part, weight in parts]).sum(0))
+    every = torch.stack([part.every + log(weight) for part, weight in parts]).logsumexp(0)
+    mean = torch.stack([weight * part.mean for part, weight in parts]).sum(0)
+    return Predicted(every[0], mean, every[1:])
+
+
+def widened(predicted: Predicted, weights: Sequence[float]) -> Predicted:
+    """The mixture of noise as it was learned and wider, with these weights, which sum to one."""
+    mixture = (predicted.every + torch.tensor(weights).double().log().unsqueeze(-1)).logsumexp(0)
+    return predicted._replace(log_density=mixture)
 
 
 def scores(predicted: Predicted, split: Split) -> tuple[float, float]:

@@ -9,7 +9,10 @@ from typing import Any
 PUBLISHED = "published.md"
 #: ours, and what it is compared with
 OURS = "stacked"
-RIVALS = ("MC dropout", "deep ensemble", "MC dropout, stacked", "deep ensemble, stacked")
+RIVALS = (
+    "MC dropout", "deep ensemble", "deep ensemble x10", "MC dropout, scaled", "deep ensemble, scaled",
+    "MC dropout, stacked", "deep ensemble, stacked",
+)  # fmt: skip
 #: rows that are chosen, split by split, among those of all kinds of noise: by what, and of which methods
 CHOICES = {
     "ours, by ELBO": ("elbo", ("mean field x5", "precision 5 x5")),

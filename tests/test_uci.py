@@ -72,22 +72,62 @@ def test_a_prior_scale_of_a_point_estimate_is_part_of_its_temperature():
     assert method._replace(is_point=False).temperature(Candidate(0.3, 4.0)) == 0.3
 
 
+def _predicted(value, mean):
+    """The same log density in every row, and 2 and 4 nats below it with wider noise."""
+    every = value - torch.tensor([0.0, 2.0, 4.0]).double().unsqueeze(-1).expand(-1, len(mean))
+    return Predicted(every[0], mean, every[1:])
+
+
 def test_scores_are_in_the_data_s_units(folder):
     split = load(folder, "yacht")[0]
-    predicted = Predicted(torch.full((4,), -1.0).double(), split.t_test.view(-1).double() + 0.5)
+    predicted = _predicted(-1.0, split.t_test.view(-1).double() + 0.5)
     value, error = uci_methods.scores(predicted, split)
     assert value == pytest.approx(-1.0 - log(split.unit))
     assert error == pytest.approx(0.5 * split.unit)
-    both = uci_methods.mixed([(predicted, 0.25), (Predicted(torch.full((4,), -3.0).double(), predicted.mean), 0.75)])
+    both = uci_methods.mixed([(predicted, 0.25), (_predicted(-3.0, predicted.mean), 0.75)])
     expected = log(0.25 * exp(-1) + 0.75 * exp(-3))
     torch.testing.assert_close(both.log_density, torch.full((4,), expected).double())
     torch.testing.assert_close(both.mean, predicted.mean)
 
 
+def test_wider_noise_is_that_of_every_draw(folder, monkeypatch):
+    monkeypatch.setattr(uci_methods, "HIDDEN", 3)
+    split = load(folder, "yacht")[0]
+    for noise in ("normal", "Student-t", "heteroscedastic"):
+        one = uci_methods.template(2, Method(noise, lambda _: vi.MAP(), 1, 0.1, is_point=True), Candidate(1.0, 1.0))
+        predicted = uci_methods.predict(one, split, 1)
+        base = one.predict(split.x_test, 1).components
+        for factor, row in zip(uci_methods.WIDER, predicted.wider, strict=True):
+            # t = m + factor z has 1/factor of the density that m + z has
+            inside = base.mean[0] + (split.t_test - base.mean[0]) / factor
+            expected = base.log_prob(inside).view(-1).double() - log(factor)
+            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+    # two fifths of the weight are with the noise as it was learned
+    mixture = uci_methods.widened(_predicted(-1.0, torch.zeros(4)), [0.4, 0.6, 0.0])
+    expected = torch.full((4,), log(0.4 * exp(-1) + 0.6 * exp(-3))).double()
+    torch.testing.assert_close(mixture.log_density, expected)
+
+
+def test_members_are_shared_out_by_weight():
+    # rows are of the first candidate, or of the second with noise 1.5 times as wide
+    rows = torch.full((2, 3, 100), -20.0).double()
+    rows[0, 0, :80], rows[1, 1, 80:] = 0.0, 0.0
+    held = [Predicted(own[0], torch.zeros(100), own[1:]) for own in rows]
+    choice = uci.Choice.of(held)
+    assert choice.first == 0
+    assert choice.value == pytest.approx(-4.0)
+    # three rows more are shared by all six
+    expected = torch.tensor([[80.5, 0.5, 0.5], [0.5, 20.5, 0.5]]).double() / 103
+    torch.testing.assert_close(choice.weights, expected, rtol=1e-3, atol=1e-3)
+    assert choice.members(2, 10) == {0: 8, 1: 2}
+    assert choice.members(10, 10) == {0: 10, 1: 2}
+    assert choice.members(1, 0) == {0: 1, 1: 1}
+
+
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(uci, "STEPS", 10)
-    for name, values in (("LEARNED", (1.0,)), ("DECAYED", (0.1,)), ("WIDE", (0.25,)), ("RATES", (0.01, 0.1))):
+    for name, values in (("LEARNED", (1.0,)), ("DECAYED", ((0.1, 1.0), (0.25, 2.0))), ("RATES", (0.01, 0.1))):
         monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     monkeypatch.setattr(uci, "MEMBERS", 2)
@@ -101,8 +141,9 @@ def test_the_command_fits_every_method_and_writes_its_tables(folder, tmp_path, s
     noises = ("normal", "heteroscedastic")
     results = uci.main(["--data", str(folder), "--sets", "yacht", "--noise", *noises, "--out", str(out)])
     methods = results["sets"]["yacht"]["methods"]
-    names = ("mean field", "mean field x5", "validated", "stacked", "precision 5", "precision 5 x5", "MC dropout",
-             "MC dropout, stacked", "deep ensemble", "deep ensemble, stacked")  # fmt: skip
+    names = ("mean field", "mean field x5", "validated", "validated, scaled", "stacked", "precision 5",
+             "precision 5 x5", "MC dropout", "MC dropout, scaled", "MC dropout, stacked", "deep ensemble",
+             "deep ensemble x3", "deep ensemble, scaled", "deep ensemble, stacked")  # fmt: skip
     assert set(methods) == {f"{name}, {noise}" for name in names for noise in noises}
     for rows in methods.values():
         assert list(rows) == ["0", "1"]
