@@ -76,7 +76,7 @@ def joined(data: Data) -> Iterator[Choice]:
         yield Choice(f"at most {most} rows a program", lambda m=most: run(m))
 
 
-def tiled(data: Data, tile: str, lanes: str | None, call: Callable[[Any], Any]) -> Iterator[Choice]:
+def tiled(data: Data, tile: str, lanes: str, call: Callable[[Any], Any]) -> Iterator[Choice]:
     """One draw after the other; tiles of so many weights in so many warps; and a row of the factor in each thread."""
     from structvi.families.numerics import triton_kernels as kernels
     from structvi.families.numerics import triton_lanes, triton_tiles
@@ -86,14 +86,14 @@ def tiled(data: Data, tile: str, lanes: str | None, call: Callable[[Any], Any]) 
         triton_lanes.SERVES = 10**6 if warps is None else 1
         if shape is not None:
             setattr(triton_tiles, tile, triton_tiles.Shape(*shape))
-        if warps is not None and lanes is not None:
+        if warps is not None:
             setattr(triton_lanes, lanes, warps)
         return call(kernels)
 
     yield Choice("one draw after the other", lambda: run(None, None))
     for shape in ((32, 1), (64, 1), (64, 4), (128, 4)):
         yield Choice(f"tiles of {shape[0]}, {shape[1]} warps", lambda s=shape: run(s, None))
-    for warps in (1, 2, 4) if lanes is not None else ():
+    for warps in (1, 2, 4):
         yield Choice(f"rows in threads, {warps} warps", lambda w=warps: run(None, w))
 
 
@@ -110,7 +110,7 @@ def back(data: Data) -> Iterator[Choice]:
 
 def precision(data: Data) -> Iterator[Choice]:
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g
-    return tiled(data, "PRECISION", None, lambda kernels: kernels.back_precision(*arguments))
+    return tiled(data, "PRECISION", "PRECISION_WARPS", lambda kernels: kernels.back_precision(*arguments))
 
 
 def adam(data: Data) -> Iterator[Choice]:

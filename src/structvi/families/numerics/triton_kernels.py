@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_lanes, triton_tiles
+from . import triton_lane_sums, triton_lanes, triton_tiles
 from .triton_lane_sums import joins, sums_and_draws
 from .triton_solve import solve, solves
 from .triton_sums import DRAWS, load_factor, ratio_of, sums
@@ -84,6 +84,8 @@ def pull(
         some = zip(*(x.split(DRAWS) for x in (epsilon, z, g, g_q, theta, slope)), strict=True)
         return tuple(map(torch.cat, zip(*(pull(scale, factor, unit, *one) for one in some), strict=True)))
     S, (P, K) = len(epsilon), factor.shape
+    if triton_lane_sums.pulls(S, factor):
+        return triton_lane_sums.pull(scale, factor, unit, epsilon, z, g, g_q, theta, slope)
     pulled = torch.empty_like(epsilon)
     programs = triton.cdiv(P, _ROWS)
     projection = factor.new_empty(programs, S, K)
@@ -104,6 +106,8 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         sides = zip(*(A.chunk(2) for A in rows), strict=True)
         return sum(means), sum(scales), torch.cat([one for side in sides for one in side]), None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_lane_sums.pulls(S, factor):
+        return triton_lanes.back_precision(scale, factor, unit, epsilon, u, v, g)
     if triton_tiles.serve(S, K):
         return triton_tiles.back_precision(scale, factor, unit, epsilon, u, v, g)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)

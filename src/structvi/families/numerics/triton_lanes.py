@@ -19,7 +19,7 @@ from torch import Tensor
 
 #: from so many draws on; and warps of a program
 SERVES = 2
-PLACE_WARPS, COVARIANCE_WARPS = 1, 1
+PLACE_WARPS, COVARIANCE_WARPS, PRECISION_WARPS = 1, 1, 1
 _WIDEST = 16  # numbers of a row that a thread holds, twice on the way back
 _TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # tried with this one
 
@@ -55,6 +55,20 @@ def back_covariance(
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
         theta, slope, mean_gradient, scale_gradient, A, squares, P,
         S=S, K=K, BLOCK=block, num_warps=COVARIANCE_WARPS,
+    )  # fmt: skip
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+
+
+def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and the squares of all."""
+    S, (P, K), block = len(epsilon), factor.shape, 32 * PRECISION_WARPS
+    programs = triton.cdiv(P, block)
+    mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+    A, squares = epsilon.new_empty(2 * S, P), scale.new_empty(programs, 3)
+    _back_precision[(programs,)](
+        scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), g.contiguous(),
+        mean_gradient, scale_gradient, A, squares, P,
+        S=S, K=K, BLOCK=block, num_warps=PRECISION_WARPS,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
@@ -141,6 +155,48 @@ def _back_covariance(
         norm += tl.sum(gradient * gradient, 1)
     for draw in tl.static_range(0, S):
         tl.store(A + draw * P.to(tl.int64) + p, sides[draw], mask=inside)
+    scale_gradient *= s
+    tl.store(to_mean + p, mean_gradient, mask=inside)
+    tl.store(to_scale + p, scale_gradient, mask=inside)
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
+    tl.store(squares + 2, tl.sum(norm))
+
+
+@triton.jit
+def _back_precision(
+    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, squares, P,
+    S: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    rows = rows_of(factor, p, inside, K)
+    noise = vectors_of(epsilon, p, inside, P, S)
+    given = vectors_of(g, p, inside, P, S)
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    r = s / s0
+    mean_gradient = tl.zeros((BLOCK,), tl.float32)
+    scale_gradient = tl.zeros((BLOCK,), tl.float32)
+    sides = ()
+    for draw in tl.static_range(0, S):
+        Fu, Fv = times(rows, u + draw * K, p, K), times(rows, v + draw * K, p, K)
+        y = noise[draw] + r * Fu
+        w = s * given[draw] - r * Fv
+        mean_gradient += given[draw]
+        scale_gradient += given[draw] * y + (w * Fu - y * Fv) / s0
+        sides = sides + (tl.where(inside, r * w, 0.0), tl.where(inside, -r * y, 0.0))
+    for draw in tl.static_range(0, S):  # before u and v are read again: they would be held in registers
+        tl.store(A + draw * P.to(tl.int64) + p, sides[2 * draw], mask=inside)
+        tl.store(A + (S + draw) * P.to(tl.int64) + p, sides[2 * draw + 1], mask=inside)
+    norm = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(0, K, 4):
+        gradient = tl.zeros((BLOCK, 4), tl.float32)
+        for draw in tl.static_range(0, S):
+            gradient += sides[2 * draw][:, None] * tl.load(_four(u + draw * K, 0 * p, k, K))
+            gradient += sides[2 * draw + 1][:, None] * tl.load(_four(v + draw * K, 0 * p, k, K))
+        norm += tl.sum(gradient * gradient, 1)
     scale_gradient *= s
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, scale_gradient, mask=inside)
