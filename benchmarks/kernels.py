@@ -103,9 +103,18 @@ def place(data: Data) -> Iterator[Choice]:
 
 
 def back(data: Data) -> Iterator[Choice]:
+    from structvi.families.numerics import triton_kernels, triton_lanes
+
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g, data.g_q
     arguments += data.epsilon, torch.zeros_like(data.g_q)
-    return tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
+    yield from tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
+
+    def run(blocks: int) -> Any:
+        triton_lanes.SERVES, triton_lanes.COVARIANCE_WARPS, triton_lanes.BLOCKS = 1, 1, blocks
+        return triton_kernels.back_covariance(*arguments)
+
+    for blocks in (1, 2, 4, 8):
+        yield Choice(f"rows in threads, 1 warps, {blocks} blocks", lambda b=blocks: run(b))
 
 
 def precision(data: Data) -> Iterator[Choice]:
