@@ -132,7 +132,8 @@ def _back_covariance(
     scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P,
     S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    of_mean, of_scale, norm = (tl.zeros((BLOCK,), tl.float32),) * 3
+    of_mean = tl.zeros((BLOCK,), tl.float32)
+    of_scale, norm = of_mean, of_mean
     for start in range(0, ROWS, BLOCK):
         p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
