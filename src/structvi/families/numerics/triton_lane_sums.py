@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import triton_lanes
 from .triton_lanes import rows_of, times, vectors_of
+from .triton_tiles import aligned
 
 #: from so many draws on
 SERVES = 2
@@ -26,9 +27,9 @@ _BLOCK = 32  # threads of a program
 _PROGRAMS, _FEWEST, _MOST = 1320, 256, 2048  # that an H200 has at once; rows of a program
 
 
-def joins(S: int, factor: Tensor, precision: bool) -> bool:
+def joins(S: int, factor: Tensor) -> bool:
     """Whether `sums_and_draws` is used."""
-    return not precision and S >= SERVES and S * factor.shape[-1] <= _SUMS and triton_lanes.serve(S, factor)
+    return S >= SERVES and S * factor.shape[-1] <= _SUMS and triton_lanes.serve(S, factor)
 
 
 def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor):
@@ -36,10 +37,10 @@ def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor
     S, (P, K), scale = len(epsilon), factor.shape, log_scale.exp()
     rows = _rows(P)
     programs, sizes = triton.cdiv(P, rows), [S * K, S, S, 1]
-    theta, partial = torch.empty_like(epsilon), scale.new_empty(programs, sum(sizes))
+    theta, partial = aligned(epsilon), scale.new_empty(programs, sum(sizes))
     shape = {"K": K, "ROWS": rows, "BLOCK": _BLOCK, "num_warps": 1}
     _draw[(programs,)](
-        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, P,
+        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, P, theta.stride(0),
         S=S, WIDTH=sum(sizes), **shape,
     )  # fmt: skip
     squares = scale.new_empty(programs, K * K)
@@ -65,7 +66,7 @@ def pull(
     pulled, projection = torch.empty_like(epsilon), factor.new_empty(programs, S * K)
     _pull[(programs,)](
         scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), theta, slope,
-        pulled, projection, P,
+        pulled, projection, P, theta.stride(0),
         S=S, K=K, ROWS=rows, BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip
     return pulled, projection.sum(0, dtype=torch.float64).view(S, K)
@@ -78,7 +79,7 @@ def _rows(P: int) -> int:
 
 @triton.jit
 def _draw(
-    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P,
+    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P, wide,
     S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     zero, four = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, 4), tl.float32)
@@ -100,7 +101,7 @@ def _draw(
         for draw in tl.static_range(0, S):
             e = noise[draw]
             value = m + s * e + s0 * times(rows, z + draw * K, p, K)
-            tl.store(theta + draw * P.to(tl.int64) + p, value, mask=inside)
+            tl.store(theta + draw * wide.to(tl.int64) + p, value, mask=inside)
             of_noise = of_noise + (squares[draw] + e * e,)
             of_draws = of_draws + (drawn[draw] + tl.where(inside, value * value, 0.0),)
             weighted = (s0 / s * e)[:, None]
@@ -160,7 +161,7 @@ def _gram(
 
 @triton.jit
 def _pull(
-    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, out, P,
+    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, out, P, wide,
     S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     products = ()
@@ -172,7 +173,7 @@ def _pull(
         rows = rows_of(factor, p, inside, K)
         noise = vectors_of(epsilon, p, inside, P, S)
         given = vectors_of(g, p, inside, P, S)
-        drawn = vectors_of(theta, p, inside, P, S)
+        drawn = vectors_of(theta, p, inside, wide, S)
         s = tl.load(scale + p, mask=inside, other=1.0)
         r = s / tl.load(unit + p, mask=inside, other=1.0)
         now = ()

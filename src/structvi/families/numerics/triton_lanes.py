@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_tiles import aligned
+
 #: from so many draws on; and warps of a program
 SERVES = 2
 PLACE_WARPS, COVARIANCE_WARPS, PRECISION_WARPS = 1, 1, 1
@@ -35,9 +37,9 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
     """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
     S, (P, K), block = len(epsilon), factor.shape, 32 * PLACE_WARPS
     programs = triton.cdiv(P, block)
-    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, S)
+    theta, squares = aligned(epsilon), mean.new_empty(programs, S)
     _place[(programs,)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P,
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, theta.stride(0),
         S=S, K=K, PRECISION=precision, BLOCK=block, num_warps=PLACE_WARPS,
     )  # fmt: skip
     return theta, squares.sum(0, dtype=torch.float64)
@@ -55,7 +57,7 @@ def back_covariance(
     A, squares = torch.empty_like(epsilon), scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        theta, slope, mean_gradient, scale_gradient, A, squares, P,
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0),
         S=S, K=K, ROWS=rows, BLOCK=block, num_warps=COVARIANCE_WARPS,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
@@ -91,11 +93,11 @@ def rows_of(factor, p, inside, K: tl.constexpr):
 
 
 @triton.jit
-def vectors_of(x, p, inside, P, S: tl.constexpr):
-    """x[draw, p] of all draws, read before anything is stored."""
+def vectors_of(x, p, inside, wide, S: tl.constexpr):
+    """x[draw, p] of all draws, so many numbers apart, read before anything is stored."""
     vectors = ()
     for draw in tl.static_range(0, S):
-        vectors = vectors + (tl.load(x + draw * P.to(tl.int64) + p, mask=inside, other=0.0),)
+        vectors = vectors + (tl.load(x + draw * wide.to(tl.int64) + p, mask=inside, other=0.0),)
     return vectors
 
 
@@ -110,7 +112,7 @@ def times(rows, a, p, K: tl.constexpr):
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, squares, P,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, wide,
     S: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -123,13 +125,13 @@ def _place(
     weight = s * s / s0 if PRECISION else s0
     for draw in tl.static_range(0, S):
         value = m + s * noise[draw] + weight * times(rows, a + draw * K, p, K)
-        tl.store(theta + draw * P.to(tl.int64) + p, value, mask=inside)
+        tl.store(theta + draw * wide.to(tl.int64) + p, value, mask=inside)
         tl.store(squares + tl.program_id(0) * S + draw, tl.sum(tl.where(inside, value * value, 0.0)))
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, wide,
     S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     of_mean = tl.zeros((BLOCK,), tl.float32)
@@ -140,7 +142,7 @@ def _back_covariance(
         rows = rows_of(factor, p, inside, K)
         noise = vectors_of(epsilon, p, inside, P, S)
         given = vectors_of(g, p, inside, P, S)
-        drawn = vectors_of(theta, p, inside, P, S)
+        drawn = vectors_of(theta, p, inside, wide, S)
         s = tl.load(scale + p, mask=inside, other=1.0)
         s0 = tl.load(unit + p, mask=inside, other=1.0)
         mean_gradient = tl.zeros((BLOCK,), tl.float32)
