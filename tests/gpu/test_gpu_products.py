@@ -59,7 +59,8 @@ def test_a_captured_step_has_their_bits(device, monkeypatch):
     (losses, parameters, captured), (others, eager, _) = (stepped(capture, device) for capture in (True, False))
     assert captured == (device.type == "cuda")
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    assert bool(used) == (device.type == "cuda") and all(one == hopper for one in used)
+    assert bool(used) == (device.type == "cuda")
+    assert all(one == hopper for one in used)
     assert losses == others
     assert all(torch.equal(a, b) for a, b in zip(parameters, eager, strict=True))
 
