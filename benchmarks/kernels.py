@@ -61,10 +61,23 @@ def sums(data: Data) -> Iterator[Choice]:
 
     for one in (kernels.Dot(128, 1, "ieee"), kernels.Dot(64, 1, "tf32x3")):
         yield Choice(f"{one.rows} rows, {one.warps} warps, {one.precision}", lambda s=one: run(s))
+    yield from of_warps(lambda kernels: kernels.sums(data.log_scale, data.factor, data.unit, False, data.epsilon)[1:3])
+
+
+def of_warps(call: Callable[[Any], Any]) -> Iterator[Choice]:
+    """Products of tensor cores written out, so many groups of weights at once, in so many programs."""
+    from structvi.families.numerics import triton_mma
+
+    def run(groups: int, programs: int) -> Any:
+        triton_mma.GROUPS, triton_mma._PROGRAMS = groups, programs
+        return call(triton_mma)
+
+    for groups, programs in ((1, 2640), (2, 2640), (4, 2640), (2, 5280), (4, 1320)):
+        yield Choice(f"warps, {groups} groups, {programs} programs", lambda g=groups, n=programs: run(g, n))
 
 
 def joined(data: Data) -> Iterator[Choice]:
-    """The sums and the draws together, a row of the factor in each thread."""
+    """The sums and the draws together: a row of the factor in each thread, or products of warps."""
     from structvi.families.numerics import triton_lane_sums as kernels
 
     def run(most: int) -> Any:
@@ -72,11 +85,12 @@ def joined(data: Data) -> Iterator[Choice]:
         found = kernels.sums_and_draws(data.mean, data.log_scale, data.factor, data.unit, data.epsilon, data.z)
         return found[1], found[2], found[5]
 
-    for most in (512, 1024, 2048):
-        yield Choice(f"at most {most} rows a program", lambda m=most: run(m))
+    yield Choice("at most 1024 rows a program", lambda: run(1024))
+    given = data.mean, data.log_scale, data.factor, data.unit, data.epsilon, data.z
+    yield from of_warps(lambda kernels: [kernels.sums_and_draws(*given)[i] for i in (1, 2, 5)])
 
 
-def tiled(data: Data, tile: str, lanes: str | None, call: Callable[[Any], Any]) -> Iterator[Choice]:
+def tiled(data: Data, tile: str, lanes: str, call: Callable[[Any], Any]) -> Iterator[Choice]:
     """One draw after the other; tiles of so many weights in so many warps; and a row of the factor in each thread."""
     from structvi.families.numerics import triton_kernels as kernels
     from structvi.families.numerics import triton_lanes, triton_tiles
@@ -86,14 +100,14 @@ def tiled(data: Data, tile: str, lanes: str | None, call: Callable[[Any], Any]) 
         triton_lanes.SERVES = 10**6 if warps is None else 1
         if shape is not None:
             setattr(triton_tiles, tile, triton_tiles.Shape(*shape))
-        if warps is not None and lanes is not None:
+        if warps is not None:
             setattr(triton_lanes, lanes, warps)
         return call(kernels)
 
     yield Choice("one draw after the other", lambda: run(None, None))
-    for shape in ((32, 1), (64, 1), (64, 4), (128, 4)):
+    for shape in ((32, 1), (64, 4)):
         yield Choice(f"tiles of {shape[0]}, {shape[1]} warps", lambda s=shape: run(s, None))
-    for warps in (1, 2, 4) if lanes is not None else ():
+    for warps in (1, 2):
         yield Choice(f"rows in threads, {warps} warps", lambda w=warps: run(None, w))
 
 
@@ -103,14 +117,23 @@ def place(data: Data) -> Iterator[Choice]:
 
 
 def back(data: Data) -> Iterator[Choice]:
+    from structvi.families.numerics import triton_kernels, triton_lanes
+
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g, data.g_q
     arguments += data.epsilon, torch.zeros_like(data.g_q)
-    return tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
+    yield from tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
+
+    def run(blocks: int) -> Any:
+        triton_lanes.SERVES, triton_lanes.COVARIANCE_WARPS, triton_lanes.BLOCKS = 1, 1, blocks
+        return triton_kernels.back_covariance(*arguments)
+
+    for blocks in (1, 2, 4, 8):
+        yield Choice(f"rows in threads, 1 warps, {blocks} blocks", lambda b=blocks: run(b))
 
 
 def precision(data: Data) -> Iterator[Choice]:
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g
-    return tiled(data, "PRECISION", None, lambda kernels: kernels.back_precision(*arguments))
+    return tiled(data, "PRECISION", "PRECISION_WARPS", lambda kernels: kernels.back_precision(*arguments))
 
 
 def adam(data: Data) -> Iterator[Choice]:
@@ -129,8 +152,8 @@ def adam(data: Data) -> Iterator[Choice]:
 
 #: name → choices, and the tensors that are read or written
 PASSES: dict[str, tuple[Callable[[Data], Iterator[Choice]], tuple[tuple[str, int], ...]]] = {
-    "sums": (sums, (("factor", 1), ("epsilon", 1), ("mean", 3))),
-    "joined": (joined, (("factor", 2), ("epsilon", 2), ("mean", 6))),
+    "sums": (sums, (("factor", 1), ("epsilon", 1), ("mean", 5))),
+    "joined": (joined, (("factor", 1), ("epsilon", 2), ("mean", 6))),
     "place": (place, (("factor", 1), ("epsilon", 2), ("mean", 3))),
     "back": (back, (("factor", 1), ("epsilon", 4), ("mean", 4))),
     "precision": (precision, (("factor", 1), ("epsilon", 4), ("mean", 4))),
@@ -179,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> dict:
             for choice in choices(data):
                 try:
                     error = "" if expected is None else f"{off(choice.run(), expected):.1e}"
-                    timing.warm(choice.run)
-                    spent = min(timing.seconds(choice.run, STEPS, device) for _ in range(3))
+                    replay = timing.capture(choice.run)  # launches by themselves would be part of it
+                    spent = min(timing.seconds(replay, STEPS, device) for _ in range(3))
                 except Exception as failed:  # what a compiler raises is of many kinds
                     figures = [type(failed).__name__, "", ""]
                 else:

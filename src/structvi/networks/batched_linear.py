@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from ..families.numerics.fused import has_triton
+
+#: Products of so many multiplications for each draw, or fewer, take as long as they are launched.
+SMALL = 2**20
+
 
 class BatchedLinear(TorchFunctionMode):
     """Inside, `torch.nn.functional.linear` under vmap is one batched product; elsewhere it is as it was.
@@ -95,7 +100,7 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.bmm(x, weight.mT)
+        return _product(x, weight.mT)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -104,5 +109,26 @@ class _Batched(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        to_x = torch.bmm(g, weight) if ctx.needs_input_grad[0] else None
-        return to_x, torch.bmm(g.mT, x) if ctx.needs_input_grad[1] else None
+        to_x = _product(g, weight) if ctx.needs_input_grad[0] else None
+        return to_x, _product(g.mT, x) if ctx.needs_input_grad[1] else None
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """[S, M, K], [S, K, N] → [S, M, N]: on tensor cores where those of this device are faster in float32 too."""
+    if x[0].numel() * y.shape[-1] < SMALL or not _on_tensor_cores(x):
+        return torch.bmm(x, y)
+    from .triton_products import product  # Triton takes longer to import than all of the library
+
+    return product(x, y)
+
+
+def _on_tensor_cores(x: Tensor) -> bool:
+    """A Hopper GPU, on which it was tried, and TF32 not asked for; and nobody looks on who needs torch's own."""
+    plain = x.is_cuda and x.dtype == torch.float32 and has_triton() and not torch.compiler.is_compiling()
+    if not plain or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        return False
+    try:
+        exactly = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set by torch's newer names, for some kinds of operation
+        return False
+    return exactly and torch.cuda.get_device_capability(x.device) == (9, 0)

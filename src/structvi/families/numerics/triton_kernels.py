@@ -14,16 +14,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_lanes, triton_tiles
-from .triton_lane_sums import joins, sums_and_draws
+from . import triton_lane_sums, triton_lanes, triton_mma, triton_sums, triton_tiles
 from .triton_solve import solve, solves
-from .triton_sums import DRAWS, load_factor, ratio_of, sums
-from .triton_tiles import padded
+from .triton_sums import DRAWS, load_factor, ratio_of
+from .triton_tiles import aligned, padded
 
 __all__ = ["back_covariance", "back_precision", "joins", "place", "pull", "solve", "solves", "sums", "sums_and_draws"]
 
 _ROWS = 1024  # weights whose products are added in float32
 _TILE = 2048  # numbers of the factor that one program holds
+
+
+def sums(
+    log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s = exp(log s) [P]; and GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s in float64."""
+    way = triton_mma if triton_mma.serve(len(epsilon), factor) else triton_sums
+    return way.sums(log_scale, factor, unit, precision, epsilon)
+
+
+def joins(S: int, factor: Tensor, precision: bool) -> bool:
+    """Whether `sums_and_draws` is used: in the covariance form θ needs nothing of the sums."""
+    return not precision and (triton_mma.serve(S, factor) or triton_lane_sums.joins(S, factor))
+
+
+def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor):
+    """`sums` of the covariance form, θ = μ + s∘(ε + G z) [S, P] and θ·θ [S], in one pass."""
+    way = triton_mma if triton_mma.serve(len(epsilon), factor) else triton_lane_sums
+    return way.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
@@ -39,9 +57,10 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
         return triton_tiles.place(mean, scale, factor, unit, precision, epsilon, a)
     block = _block(K)
     programs = triton.cdiv(P, block)
-    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, S)
+    theta, squares = aligned(epsilon), mean.new_empty(programs, S)
     _place[(programs,)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, *factor.stride(),
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, theta.stride(0),
+        *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), PRECISION=precision, BLOCK=block,
     )  # fmt: skip
     return theta, squares.sum(0, dtype=torch.float64)
@@ -69,7 +88,7 @@ def back_covariance(
     squares = scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        theta, slope, mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0), *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
@@ -84,12 +103,14 @@ def pull(
         some = zip(*(x.split(DRAWS) for x in (epsilon, z, g, g_q, theta, slope)), strict=True)
         return tuple(map(torch.cat, zip(*(pull(scale, factor, unit, *one) for one in some), strict=True)))
     S, (P, K) = len(epsilon), factor.shape
+    if triton_lane_sums.pulls(S, factor):
+        return triton_lane_sums.pull(scale, factor, unit, epsilon, z, g, g_q, theta, slope)
     pulled = torch.empty_like(epsilon)
     programs = triton.cdiv(P, _ROWS)
     projection = factor.new_empty(programs, S, K)
     _pull[(programs,)](
         scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), theta, slope,
-        pulled, projection, P, *factor.stride(),
+        pulled, projection, P, theta.stride(0), *factor.stride(),
         S=S, K=K, KP=padded(K), SP=padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
     )  # fmt: skip
     return pulled, projection.sum(0, dtype=torch.float64)
@@ -104,6 +125,8 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         sides = zip(*(A.chunk(2) for A in rows), strict=True)
         return sum(means), sum(scales), torch.cat([one for side in sides for one in side]), None
     S, (P, K) = len(epsilon), factor.shape
+    if triton_lane_sums.pulls(S, factor):
+        return triton_lanes.back_precision(scale, factor, unit, epsilon, u, v, g)
     if triton_tiles.serve(S, K):
         return triton_tiles.back_precision(scale, factor, unit, epsilon, u, v, g)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
@@ -126,7 +149,7 @@ def _block(K: int) -> int:
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, squares, P, along, across,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, wide, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -143,13 +166,13 @@ def _place(
         if K > 0:
             row = tl.load(a + draw * K + k, mask=k < K, other=0.0)
             value += weight * tl.sum(F * row[None, :], 1)
-        tl.store(theta + at, value, mask=inside)
+        tl.store(theta + draw * wide.to(tl.int64) + p, value, mask=inside)
         tl.store(squares + tl.program_id(0) * S + draw, tl.sum(tl.where(inside, value * value, 0.0)))
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, along, across,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, wide, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -169,7 +192,7 @@ def _back_covariance(
             row = tl.load(u + draw * K + k, mask=k < K, other=0.0)
             t += s0 / s * tl.sum(F * row[None, :], 1)
         pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
-        pulled += tl.load(slope + draw) * tl.load(theta + at, mask=inside, other=0.0)
+        pulled += tl.load(slope + draw) * tl.load(theta + draw * wide.to(tl.int64) + p, mask=inside, other=0.0)
         mean_gradient += pulled
         scale_gradient += pulled * e
         if K > 0:
@@ -187,7 +210,7 @@ def _back_covariance(
 
 @triton.jit
 def _pull(
-    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, projection_out, P, along, across,
+    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, projection_out, P, wide, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -209,7 +232,8 @@ def _pull(
         t = tl.load(epsilon + at, mask=both, other=0.0)
         t += tl.dot(Z, tl.trans(F), input_precision="tf32x3") * r[None, :]
         pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
-        pulled += towards[:, None] * tl.load(theta + at, mask=both, other=0.0)
+        drawn = theta + draws[:, None].to(tl.int64) * wide + p[None, :]
+        pulled += towards[:, None] * tl.load(drawn, mask=both, other=0.0)
         tl.store(pulled_out + at, pulled, mask=both)
         projection += tl.dot(pulled * (s * r)[None, :], F, input_precision="tf32x3")
     at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import triton_lanes
 from .triton_lanes import rows_of, times, vectors_of
+from .triton_tiles import aligned
 
 #: from so many draws on
 SERVES = 2
@@ -26,20 +27,20 @@ _BLOCK = 32  # threads of a program
 _PROGRAMS, _FEWEST, _MOST = 1320, 256, 2048  # that an H200 has at once; rows of a program
 
 
-def joins(S: int, factor: Tensor, precision: bool) -> bool:
+def joins(S: int, factor: Tensor) -> bool:
     """Whether `sums_and_draws` is used."""
-    return not precision and S >= SERVES and S * factor.shape[-1] <= _SUMS and triton_lanes.serve(S, factor)
+    return S >= SERVES and S * factor.shape[-1] <= _SUMS and triton_lanes.serve(S, factor)
 
 
 def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor):
     """s = exp(log s) [P]; GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s; θ = μ + s∘(ε + G z) [S, P] and θ·θ [S]."""
     S, (P, K), scale = len(epsilon), factor.shape, log_scale.exp()
-    rows = min(_MOST, max(_FEWEST, _BLOCK * triton.cdiv(P, _BLOCK * _PROGRAMS)))
+    rows = _rows(P)
     programs, sizes = triton.cdiv(P, rows), [S * K, S, S, 1]
-    theta, partial = torch.empty_like(epsilon), scale.new_empty(programs, sum(sizes))
+    theta, partial = aligned(epsilon), scale.new_empty(programs, sum(sizes))
     shape = {"K": K, "ROWS": rows, "BLOCK": _BLOCK, "num_warps": 1}
     _draw[(programs,)](
-        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, P,
+        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, P, theta.stride(0),
         S=S, WIDTH=sum(sizes), **shape,
     )  # fmt: skip
     squares = scale.new_empty(programs, K * K)
@@ -49,9 +50,36 @@ def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor
     return scale, gram, projection.view(S, K), noise, total.view(()), theta, drawn
 
 
+def pulls(S: int, factor: Tensor) -> bool:
+    """Whether `pull` is used."""
+    return S >= SERVES and S * factor.shape[-1] <= _SUMS and triton_lanes.serve(S, factor)
+
+
+def pull(
+    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+):  # fmt: skip
+    """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g') in float64."""
+    S, (P, K) = len(epsilon), factor.shape
+    rows = _rows(P)
+    programs = triton.cdiv(P, rows)
+    pulled, projection = torch.empty_like(epsilon), factor.new_empty(programs, S * K)
+    _pull[(programs,)](
+        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(), theta, slope,
+        pulled, projection, P, theta.stride(0),
+        S=S, K=K, ROWS=rows, BLOCK=_BLOCK, num_warps=1,
+    )  # fmt: skip
+    return pulled, projection.sum(0, dtype=torch.float64).view(S, K)
+
+
+def _rows(P: int) -> int:
+    """Of a program."""
+    return min(_MOST, max(_FEWEST, _BLOCK * triton.cdiv(P, _BLOCK * _PROGRAMS)))
+
+
 @triton.jit
 def _draw(
-    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P,
+    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P, wide,
     S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     zero, four = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, 4), tl.float32)
@@ -73,7 +101,7 @@ def _draw(
         for draw in tl.static_range(0, S):
             e = noise[draw]
             value = m + s * e + s0 * times(rows, z + draw * K, p, K)
-            tl.store(theta + draw * P.to(tl.int64) + p, value, mask=inside)
+            tl.store(theta + draw * wide.to(tl.int64) + p, value, mask=inside)
             of_noise = of_noise + (squares[draw] + e * e,)
             of_draws = of_draws + (drawn[draw] + tl.where(inside, value * value, 0.0),)
             weighted = (s0 / s * e)[:, None]
@@ -129,3 +157,34 @@ def _gram(
             if other > k:
                 tl.store(out + (other + tl.arange(0, 4)) * K + k, row)
             stored = stored + (k,)
+
+
+@triton.jit
+def _pull(
+    scale, factor, unit, epsilon, z, g, g_q, theta, slope, pulled_out, out, P, wide,
+    S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    products = ()
+    for _ in tl.static_range(0, S * K, 4):
+        products = products + (tl.zeros((BLOCK, 4), tl.float32),)
+    for start in range(0, ROWS, BLOCK):
+        p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        rows = rows_of(factor, p, inside, K)
+        noise = vectors_of(epsilon, p, inside, P, S)
+        given = vectors_of(g, p, inside, P, S)
+        drawn = vectors_of(theta, p, inside, wide, S)
+        s = tl.load(scale + p, mask=inside, other=1.0)
+        r = s / tl.load(unit + p, mask=inside, other=1.0)
+        now = ()
+        for draw in tl.static_range(0, S):
+            t = noise[draw] + r * times(rows, z + draw * K, p, K)
+            pulled = given[draw] - tl.load(g_q + draw) * t / s + tl.load(slope + draw) * drawn[draw]
+            tl.store(pulled_out + draw * P.to(tl.int64) + p, pulled, mask=inside)
+            weighted = (s * r * pulled)[:, None]
+            for k in tl.static_range(0, K, 4):
+                now = now + (products[(draw * K + k) // 4] + weighted * rows[k // 4],)
+        products = now
+    out += tl.program_id(0).to(tl.int64) * (S * K)
+    for k in tl.static_range(0, S * K, 4):
+        tl.store(out + k + tl.arange(0, 4), tl.sum(products[k // 4], 0))

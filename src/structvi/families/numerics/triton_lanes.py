@@ -17,9 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_tiles import aligned
+
 #: from so many draws on; and warps of a program
 SERVES = 2
-PLACE_WARPS, COVARIANCE_WARPS = 1, 1
+PLACE_WARPS, COVARIANCE_WARPS, PRECISION_WARPS = 1, 1, 1
+BLOCKS = 4  # of so many rows as it has threads that a program takes on the way back
 _WIDEST = 16  # numbers of a row that a thread holds, twice on the way back
 _TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # tried with this one
 
@@ -34,9 +37,9 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
     """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
     S, (P, K), block = len(epsilon), factor.shape, 32 * PLACE_WARPS
     programs = triton.cdiv(P, block)
-    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, S)
+    theta, squares = aligned(epsilon), mean.new_empty(programs, S)
     _place[(programs,)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P,
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, theta.stride(0),
         S=S, K=K, PRECISION=precision, BLOCK=block, num_warps=PLACE_WARPS,
     )  # fmt: skip
     return theta, squares.sum(0, dtype=torch.float64)
@@ -48,13 +51,28 @@ def back_covariance(
 ):  # fmt: skip
     """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score, and the squares of all three."""
     S, (P, K), block = len(epsilon), factor.shape, 32 * COVARIANCE_WARPS
-    programs = triton.cdiv(P, block)
+    rows = BLOCKS * block
+    programs = triton.cdiv(P, rows)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A, squares = torch.empty_like(epsilon), scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        theta, slope, mean_gradient, scale_gradient, A, squares, P,
-        S=S, K=K, BLOCK=block, num_warps=COVARIANCE_WARPS,
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0),
+        S=S, K=K, ROWS=rows, BLOCK=block, num_warps=COVARIANCE_WARPS,
+    )  # fmt: skip
+    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+
+
+def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
+    """Gradients of μ and log s, A = [r∘(s∘g' − G v); −r∘y] with y = (θ − μ)/s = ε + G u, and the squares of all."""
+    S, (P, K), block = len(epsilon), factor.shape, 32 * PRECISION_WARPS
+    programs = triton.cdiv(P, block)
+    mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
+    A, squares = epsilon.new_empty(2 * S, P), scale.new_empty(programs, 3)
+    _back_precision[(programs,)](
+        scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), g.contiguous(),
+        mean_gradient, scale_gradient, A, squares, P,
+        S=S, K=K, BLOCK=block, num_warps=PRECISION_WARPS,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
@@ -75,11 +93,11 @@ def rows_of(factor, p, inside, K: tl.constexpr):
 
 
 @triton.jit
-def vectors_of(x, p, inside, P, S: tl.constexpr):
-    """x[draw, p] of all draws, read before anything is stored."""
+def vectors_of(x, p, inside, wide, S: tl.constexpr):
+    """x[draw, p] of all draws, so many numbers apart, read before anything is stored."""
     vectors = ()
     for draw in tl.static_range(0, S):
-        vectors = vectors + (tl.load(x + draw * P.to(tl.int64) + p, mask=inside, other=0.0),)
+        vectors = vectors + (tl.load(x + draw * wide.to(tl.int64) + p, mask=inside, other=0.0),)
     return vectors
 
 
@@ -94,7 +112,7 @@ def times(rows, a, p, K: tl.constexpr):
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, squares, P,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, wide,
     S: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -107,13 +125,57 @@ def _place(
     weight = s * s / s0 if PRECISION else s0
     for draw in tl.static_range(0, S):
         value = m + s * noise[draw] + weight * times(rows, a + draw * K, p, K)
-        tl.store(theta + draw * P.to(tl.int64) + p, value, mask=inside)
+        tl.store(theta + draw * wide.to(tl.int64) + p, value, mask=inside)
         tl.store(squares + tl.program_id(0) * S + draw, tl.sum(tl.where(inside, value * value, 0.0)))
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, wide,
+    S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    of_mean = tl.zeros((BLOCK,), tl.float32)
+    of_scale, norm = of_mean, of_mean
+    for start in range(0, ROWS, BLOCK):
+        p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
+        inside = p < P
+        rows = rows_of(factor, p, inside, K)
+        noise = vectors_of(epsilon, p, inside, P, S)
+        given = vectors_of(g, p, inside, P, S)
+        drawn = vectors_of(theta, p, inside, wide, S)
+        s = tl.load(scale + p, mask=inside, other=1.0)
+        s0 = tl.load(unit + p, mask=inside, other=1.0)
+        mean_gradient = tl.zeros((BLOCK,), tl.float32)
+        scale_gradient = tl.zeros((BLOCK,), tl.float32)
+        sides = ()
+        for draw in tl.static_range(0, S):
+            t = noise[draw] + s0 / s * times(rows, u + draw * K, p, K)
+            pulled = given[draw] - tl.load(g_q + draw) * t / s + tl.load(slope + draw) * drawn[draw]
+            pulled = tl.where(inside, pulled, 0.0)
+            mean_gradient += pulled
+            scale_gradient += pulled * noise[draw]
+            sides = sides + (s0 * pulled,)
+        for k in tl.static_range(0, K, 4):
+            gradient = tl.zeros((BLOCK, 4), tl.float32)
+            for draw in tl.static_range(0, S):
+                gradient += sides[draw][:, None] * tl.load(_four(z + draw * K, 0 * p, k, K))
+            norm += tl.sum(gradient * gradient, 1)
+        for draw in tl.static_range(0, S):
+            tl.store(A + draw * P.to(tl.int64) + p, sides[draw], mask=inside)
+        scale_gradient *= s
+        tl.store(to_mean + p, mean_gradient, mask=inside)
+        tl.store(to_scale + p, scale_gradient, mask=inside)
+        of_mean += mean_gradient * mean_gradient
+        of_scale += scale_gradient * scale_gradient
+    squares += 3 * tl.program_id(0)
+    tl.store(squares, tl.sum(of_mean))
+    tl.store(squares + 1, tl.sum(of_scale))
+    tl.store(squares + 2, tl.sum(norm))
+
+
+@triton.jit
+def _back_precision(
+    scale, factor, unit, epsilon, u, v, g, to_mean, to_scale, A, squares, P,
     S: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -121,26 +183,29 @@ def _back_covariance(
     rows = rows_of(factor, p, inside, K)
     noise = vectors_of(epsilon, p, inside, P, S)
     given = vectors_of(g, p, inside, P, S)
-    drawn = vectors_of(theta, p, inside, P, S)
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
+    r = s / s0
     mean_gradient = tl.zeros((BLOCK,), tl.float32)
     scale_gradient = tl.zeros((BLOCK,), tl.float32)
     sides = ()
     for draw in tl.static_range(0, S):
-        t = noise[draw] + s0 / s * times(rows, u + draw * K, p, K)
-        pulled = given[draw] - tl.load(g_q + draw) * t / s + tl.load(slope + draw) * drawn[draw]
-        mean_gradient += pulled
-        scale_gradient += pulled * noise[draw]
-        sides = sides + (tl.where(inside, s0 * pulled, 0.0),)
+        Fu, Fv = times(rows, u + draw * K, p, K), times(rows, v + draw * K, p, K)
+        y = noise[draw] + r * Fu
+        w = s * given[draw] - r * Fv
+        mean_gradient += given[draw]
+        scale_gradient += given[draw] * y + (w * Fu - y * Fv) / s0
+        sides = sides + (tl.where(inside, r * w, 0.0), tl.where(inside, -r * y, 0.0))
+    for draw in tl.static_range(0, S):  # before u and v are read again: they would be held in registers
+        tl.store(A + draw * P.to(tl.int64) + p, sides[2 * draw], mask=inside)
+        tl.store(A + (S + draw) * P.to(tl.int64) + p, sides[2 * draw + 1], mask=inside)
     norm = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(0, K, 4):
         gradient = tl.zeros((BLOCK, 4), tl.float32)
         for draw in tl.static_range(0, S):
-            gradient += sides[draw][:, None] * tl.load(_four(z + draw * K, 0 * p, k, K))
+            gradient += sides[2 * draw][:, None] * tl.load(_four(u + draw * K, 0 * p, k, K))
+            gradient += sides[2 * draw + 1][:, None] * tl.load(_four(v + draw * K, 0 * p, k, K))
         norm += tl.sum(gradient * gradient, 1)
-    for draw in tl.static_range(0, S):
-        tl.store(A + draw * P.to(tl.int64) + p, sides[draw], mask=inside)
     scale_gradient *= s
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, scale_gradient, mask=inside)

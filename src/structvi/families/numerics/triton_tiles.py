@@ -37,9 +37,10 @@ def serve(S: int, K: int) -> bool:
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
     """θ = μ + s∘(ε + G a) [S, P], and θ·θ [S] in float64."""
     P, programs = len(mean), triton.cdiv(len(mean), PLACE.weights)
-    theta, squares = torch.empty_like(epsilon), mean.new_empty(programs, len(epsilon))
+    theta, squares = aligned(epsilon), mean.new_empty(programs, len(epsilon))
     _place[(programs,)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, *factor.stride(),
+        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, theta.stride(0),
+        *factor.stride(),
         **_sizes(epsilon, factor), PRECISION=precision, BLOCK=PLACE.weights, num_warps=PLACE.warps,
     )  # fmt: skip
     return theta, squares.sum(0, dtype=torch.float64)
@@ -56,7 +57,7 @@ def back_covariance(
     squares = scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
-        theta, slope, mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
+        theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0), *factor.stride(),
         **_sizes(epsilon, factor), BLOCK=COVARIANCE.weights, num_warps=COVARIANCE.warps,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
@@ -74,6 +75,12 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         **_sizes(epsilon, factor), BLOCK=PRECISION.weights, num_warps=PRECISION.warps,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Room for draws [S, P], each of which begins at a multiple of 128 bytes: products with its matrices are faster."""
+    S, P = x.shape
+    return x.new_empty(S, triton.cdiv(P, 32) * 32)[:, :P]
 
 
 def padded(n: int) -> int:
@@ -102,7 +109,7 @@ def _rows(x, draws, k, S: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, squares, P, along, across,
+    mean, scale, factor, unit, epsilon, a, theta, squares, P, wide, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -117,14 +124,14 @@ def _place(
         epsilon + at, mask=both, other=0.0
     )
     value += weight[None, :] * tl.dot(_rows(a, draws, k, S, K), F, input_precision="tf32x3")
-    tl.store(theta + at, value, mask=both)
+    tl.store(theta + draws[:, None].to(tl.int64) * wide + p[None, :], value, mask=both)
     own = tl.sum(tl.where(both, value * value, 0.0), 1)
     tl.store(squares + tl.program_id(0) * S + draws, own, mask=draws < S)
 
 
 @triton.jit
 def _back_covariance(
-    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, along, across,
+    scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, wide, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +146,8 @@ def _back_covariance(
     cotangent = tl.load(g_q + draws, mask=draws < S, other=0.0)
     pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
     towards = tl.load(slope + draws, mask=draws < S, other=0.0)
-    pulled += towards[:, None] * tl.load(theta + at, mask=both, other=0.0)
+    drawn = theta + draws[:, None].to(tl.int64) * wide + p[None, :]
+    pulled += towards[:, None] * tl.load(drawn, mask=both, other=0.0)
     mean_gradient, scale_gradient = tl.sum(pulled, 0), s * tl.sum(pulled * e, 0)
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, scale_gradient, mask=inside)
