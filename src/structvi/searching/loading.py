@@ -7,6 +7,7 @@ made of it, as of posteriors (`storing/posterior_file.py`).
 
 import os
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -131,6 +132,9 @@ def _check_fields(saved: Mapping[str, Any]) -> None:
     numbers += [elbo for _, _, _, elbo in saved["trace"]]
     if not all(isinstance(number, int | float) for number in numbers) or not isinstance(bound, bool):
         raise ValueError("expected numbers in elbo, seconds, modes and trace")
+    _ = [float(number) for number in numbers]  # OverflowError of 10**309
+    if saved["log_joint"] is not None and not isfinite(saved["log_joint"]):  # NaN is near any number
+        raise ValueError(f"log_joint must be finite, got {saved['log_joint']}")
     counts = [reached for _, _, reached in saved["modes"]]
     counts += [count for _, evaluations, draws, _ in saved["trace"] for count in (evaluations, draws)]
     if not all(is_integer(count, 0) for count in counts):
