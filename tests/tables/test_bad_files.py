@@ -9,7 +9,7 @@ from structvi import cli
 from structvi.tables import fitting
 from structvi.tables.command import fit_file
 
-pytest.importorskip("pandas")
+pandas = pytest.importorskip("pandas")
 
 
 def rows(*columns, n=40):
@@ -218,6 +218,24 @@ def test_an_odd_file_is_read_and_what_is_odd_is_said(name, monkeypatch, tmp_path
         fit_file(tmp_path / "data.csv", "y", say=said.append)
     for word in words:
         assert word in " ".join(said)
+
+
+@pytest.mark.parametrize("copies", [0, 20])
+def test_a_column_of_lists_is_left_out(copies, monkeypatch):
+    """As a Parquet file may have one: rows are told to be copies with what is in it."""
+
+    def fitted(*_):
+        raise Fitted
+
+    monkeypatch.setattr(fitting, "chosen", fitted)
+    table = pandas.DataFrame({"x": [number(i) for i in range(40)], "z": [[i, i] for i in range(40)]})
+    table["y"] = [amount(i) for i in range(40)]
+    said = []
+    with pytest.raises(Fitted):
+        fitting.fit_table(pandas.concat([table, table.head(copies)]), "y", say=said.append)
+    words = " ".join(said)
+    assert "'z' was left out: its fields are lists" in words
+    assert (f"{copies} of 60 rows are copies" in words) == bool(copies)
 
 
 @pytest.mark.parametrize(("path", "words"), [("gone.csv", "there is no file"), (".", "is a folder")])

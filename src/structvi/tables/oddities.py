@@ -40,7 +40,7 @@ def written_numbers(texts: Sequence[str]) -> str:
 def oddities(table: Table, target: str, columns: Sequence[str]) -> list[str]:
     """Sentences on rows that are copies, columns that are the target, and numbers that stand for missing ones."""
     notes = []
-    copies = int(table.duplicated().sum())
+    copies = _copies(table)
     if copies:
         notes.append(
             f"{copies} of {len(table)} rows are copies of others. If each is an observation of its own, fine; if not, "
@@ -52,6 +52,13 @@ def oddities(table: Table, target: str, columns: Sequence[str]) -> list[str]:
         notes += _code(table[name], name)
         notes += _spellings(table[name], name)
     return notes
+
+
+def _copies(table: Table) -> int:
+    try:
+        return int(table.duplicated().sum())
+    except TypeError:  # lists and other objects, which cannot be compared as they are
+        return int(table.apply(lambda column: column.map(repr)).duplicated().sum())
 
 
 def _is_target(series: Values, target: Values) -> bool:
