@@ -160,6 +160,15 @@ def test_the_least_gain_is_a_quantile_of_the_bayesian_bootstrap():
     assert two.least_gain_over(one) < -gain - 1.6449 * error
 
 
+def test_one_row_tells_of_no_other():
+    """It has no spread: by its own figures a gain on it would be certain."""
+    alone = Candidate("the network", None, True, 1.0, held_out=held_out(-1.0), density=-1.0)
+    wide = Candidate("wide", 0.3, True, 1.0)
+    wide.measured(held_out(-0.5), alone.held_out)
+    for is_too_sure in (True, False):
+        assert Rule(alone, is_too_sure, candidates.HARM).widest([wide]).name == "the network"
+
+
 def two_networks():
     found = []
     for seed in range(2):

@@ -51,7 +51,7 @@ class HeldOut(NamedTuple):
         return gain, sqrt(float(residual.square().sum()) / (rows * (rows - 1))) if rows > 1 else 0.0
 
     def least_gain_over(self, other: "HeldOut") -> float:
-        """A gain that the true one exceeds with 95 %, −∞ where it is no number.
+        """A gain that the true one exceeds with 95 %; −∞ where it is no number, and of one row, which tells of no other.
 
         The 5 % quantile of the Bayesian bootstrap: weights of the rows drawn from a flat Dirichlet distribution, the
         mean gain under them. With residuals rᵢ of n rows its variance is Σrᵢ²/n(n+1), its third central moment
@@ -65,7 +65,8 @@ class HeldOut(NamedTuple):
             1.0
         """
         gain, residual = self._beside(other)
-        n = len(residual)
+        if (n := len(residual)) < 2:
+            return -inf
         error = sqrt(float(residual.square().sum()) / (n * (n + 1)))
         if not error > 0:
             return gain if error == 0 else -inf
