@@ -151,6 +151,19 @@ def test_an_input_that_is_not_finite_spoils_no_other(bad):
     torch.testing.assert_close(pred.mean[others], expected.mean[others], rtol=1e-9, atol=1e-12)
 
 
+def test_in_inference_mode_it_is_the_same():
+    nets = [network(outputs=5), nn.Sequential(nn.Conv1d(3, 2, 1), nn.Flatten()).double()]  # layers, and Jacobians
+    for bayes, x in zip([fitted(net) for net in nets], (X, X.unsqueeze(-1)), strict=True):
+        expected = bayes.predict(x, generator=seeded())
+        with torch.inference_mode():
+            made_inside = x + 0.0
+            for given in (x, made_inside):
+                pred = bayes.predict(given, generator=seeded())
+                assert pred.note == "in function space"
+                assert torch.equal(pred.outputs, expected.outputs)
+            assert torch.is_inference_mode_enabled()
+
+
 def test_classes_are_those_of_many_draws():
     bayes = fitted(network(outputs=4))
     mean, covariance = bayes.output_moments(X)

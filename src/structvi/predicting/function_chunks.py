@@ -5,10 +5,12 @@ It is drawn at evenly spread points, the same at every input. How inputs go toge
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..basics.random_streams import seed_from
 from ..families.gaussian import Gaussian
@@ -35,6 +37,18 @@ FEW_PLAIN, FEW_CONVOLVED = 3, 32
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+@contextmanager
+def _with_derivatives() -> Iterator[None]:
+    """Inside, derivatives can be taken where they are asked for, also by one who called in `torch.inference_mode()`."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _differentiable(inputs: Any) -> Any:
+    """Of inputs that were made in `torch.inference_mode()` copies."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, inputs)
+
+
 class FunctionChunks:
     """The predictive of a linearised posterior as one chunk of evenly spread draws of its outputs.
 
@@ -47,7 +61,7 @@ class FunctionChunks:
     def __init__(self, posterior: PosteriorBase, points: int = POINTS, calibrated: bool = False):
         self.posterior, self.draws = posterior, points
         self.reference, self.linearise = None, True
-        with torch.no_grad():
+        with _with_derivatives():
             density = posterior.family()
             assert isinstance(density, Gaussian)
             self.density = density
@@ -68,14 +82,14 @@ class FunctionChunks:
         """Of the points; before there are outputs, nothing is random."""
         (self.seed,), self._points = seed_from(generator), None
 
-    @torch.no_grad()
+    @_with_derivatives()
     def suits(self, inputs: Any) -> bool:
         """Whether inputs are such that this is exact, and not slower than draws of weights.
 
         Jacobians are cheap beside draws where a network does more with each weight than to multiply one number, as
         convolutions do; of linear layers they are not needed, and a few rows show whether that is so.
         """
-        found = looked_at(self.posterior, self.theta, inputs, MOST_NUMBERS)
+        found = looked_at(self.posterior, self.theta, _differentiable(inputs), MOST_NUMBERS)
         if found is None:
             return False
         if has_layers(self.posterior, self.density) and self._agrees(found):
@@ -106,8 +120,8 @@ class FunctionChunks:
     def predictive(self, index: int, inputs: Any) -> Predictive:
         """The mixture over all draws."""
         model, parts = self.posterior.model, []
-        with torch.no_grad():
-            for mean, covariance in self._moments(inputs):
+        with _with_derivatives():
+            for mean, covariance in self._moments(_differentiable(inputs)):
                 parts.append(normal_outputs(mean, covariance, self._noise(covariance.shape[1])))
             outputs = torch.cat(parts, 1)
             weights = self.theta.new_full((self.draws,), 1 / self.draws)

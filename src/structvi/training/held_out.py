@@ -51,7 +51,7 @@ class HeldOut(NamedTuple):
         return gain, sqrt(float(residual.square().sum()) / (rows * (rows - 1))) if rows > 1 else 0.0
 
     def least_gain_over(self, other: "HeldOut") -> float:
-        """A gain that the true one exceeds with 95 %; −∞ where it is no number, and of one row, which tells of no other.
+        """A gain that the true one exceeds with 95 %; −∞ where it is no number, and of one row, which tells no more.
 
         The 5 % quantile of the Bayesian bootstrap: weights of the rows drawn from a flat Dirichlet distribution, the
         mean gain under them. With residuals rᵢ of n rows its variance is Σrᵢ²/n(n+1), its third central moment
