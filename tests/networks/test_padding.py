@@ -56,6 +56,15 @@ def test_drawn_outputs_have_the_covariance_in_closed_form():
     assert torch.allclose(drawn, exact, rtol=0.09)
 
 
+def test_drawn_weights_have_the_networks_row():
+    bayes = posterior()
+    with torch.no_grad():
+        bayes.net.words.weight[0] = 0.7
+    drawn = bayes.sample(3)["words.weight"]
+    assert torch.equal(drawn[:, 0], torch.full((3, 4), 0.7))
+    assert (drawn[:, 1:].std(0) > 0).all()
+
+
 def test_networks_and_programs_have_the_networks_row():
     bayes = posterior()
     assert torch.equal(bayes.sample_network().words.weight[0], torch.zeros(4))

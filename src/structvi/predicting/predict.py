@@ -87,7 +87,8 @@ def sample(posterior: PosteriorBase, n: int = 1, generator: torch.Generator | No
     space = posterior.space
     with torch.no_grad():
         every = list(IndependentDraws(posterior.family(), n, generator))
-        return space.unravel(torch.cat([space.join(one.theta, one.fixed) for one in every]))
+        drawn = space.unravel(torch.cat([space.join(one.theta, one.fixed) for one in every]))
+        return dict(posterior.model.with_padding(drawn))
 
 
 def sample_network(posterior: PosteriorBase, generator: torch.Generator | None = None) -> nn.Module:
