@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..basics.patterns import few
 from ..basics.random_streams import borrowed_stream
+from ..models.batch import arguments_of
+from ..networks.call import call_network
+from ..networks.padding import padding_rows
 from ..networks.quiet import with_stream
 from ..posterior import PosteriorBase
 from ..predicting.draws import on_device
@@ -44,6 +47,7 @@ def probed(posterior: PosteriorBase, batches: Batches, gradients: bool = True) -
     batch = on_device(batch, posterior.device)
     try:
         names = unreached(posterior, batch) if gradients else []
+        shared = used_padding(posterior, batch)
         called = _called(posterior, batch) if "layer" in posterior.left_open else []
         draws = posterior.dropout == "off" and _draws_random_numbers(posterior, batch)
     except Exception:  # of a network that two items do not suit, whatever it raises; what is wrong the first step says
@@ -53,6 +57,13 @@ def probed(posterior: PosteriorBase, batches: Batches, gradients: bool = True) -
             f"the network's output depends on {few(names)}, but no gradient reaches them: torch.no_grad() or detach() "
             "in its forward? As random tensors they would be drawn from the prior. Hold them: requires_grad_(False) "
             "before variationalize, or variationalize(.., exclude=[..])",
+            stacklevel=2,
+        )
+    if shared:
+        warnings.warn(
+            f"the padding row of {few(shared)} is no weight and stays as it is, but the network uses it beyond its "
+            "embedding too, F.linear(x, words.weight) perhaps: there it is not learned. Give the tensor to the layer "
+            "that uses it, head.weight = words.weight, and all rows are weights",
             stacklevel=2,
         )
     owner = posterior.model.net_space.names[0].rpartition(".")[0]
@@ -88,6 +99,26 @@ def unreached(posterior: PosteriorBase, batch: Any) -> list[str]:
             return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
         return [name for name in without if moves(name)]
+
+
+def used_padding(posterior: PosteriorBase, batch: Any) -> list[str]:
+    """Names of embeddings whose padding row, which they do not learn, has a gradient by another way."""
+    model = posterior.model
+    rows = padding_rows(posterior.net, model.net_space.names)
+    if not rows or model.user_forward is not None:
+        return []
+    arguments, keywords = arguments_of(model.net, model.split(batch)[0])
+    leaves = {name: tensor.requires_grad_() for name, tensor in _own(posterior).items() if name in rows}
+    generator = torch.Generator().manual_seed(0)
+    with posterior.network_mode(), model.twins.borrowed() as twin, torch.enable_grad(), borrowed_stream(generator):
+        found = tree_leaves(call_network(twin, leaves, arguments, keywords))
+        outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not outputs:
+            return []
+        weights = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in outputs]
+        slopes = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+    named = zip(leaves, slopes, strict=True)
+    return [name for name, slope in named if slope is not None and bool(slope[rows[name]].any())]
 
 
 @torch.no_grad()
