@@ -231,6 +231,19 @@ class Mixing(nn.Linear):
         return y - y.mean(0)
 
 
+class Hidden(nn.Module):
+    """No derivative of its first layer is seen backwards, and draws of it change the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            inner = torch.tanh(self.layer(x))
+        return self.head(inner)
+
+
 class Pair(nn.Linear):
     def forward(self, x):
         return {"a": super().forward(x)}
@@ -250,6 +263,7 @@ WITHOUT = {
     "many outputs": lambda: (fitted(Wide(3, 2).double()), X, {}),
     "no tensor": lambda: (fitted(Pair(3, 2).double(), lambda y, t: y["a"][:, 0]), X, {}),
     "rows together": lambda: (fitted(Mixing(3, 2).double()), X, {}),
+    "no_grad": lambda: (fitted(Hidden().double()), X, {}),
     "forward=": lambda: (fitted(network(), forward=by_hand), {"x": X}, {}),
     "reestimated": lambda: (fitted(network(), batch_norm="reestimated"), X, {"reference": X}),
     "dropout": lambda: (fitted(dropping(), dropout="on"), X, {}),

@@ -118,7 +118,8 @@ def looked_at(posterior: PosteriorBase, theta: Tensor, x: Any, numbers: int) -> 
     """f(x; θ) and its Jacobian at a few rows of x, where outputs are few, O ≤ `FEW_OUTPUTS` and O·P ≤ numbers.
 
     None where they are not, or Jacobians do not come for many rows at once. An output that depends on other rows, is
-    random, or is no tensor, is not for this. The rows are spread over all: the first ones may be alike, or all zero.
+    random, or is no tensor, is not for this, nor weights that `torch.no_grad()` hides. The rows are spread over all:
+    the first ones may be alike, or all zero.
     """
     leaves, model = tree_leaves(x), posterior.model
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(leaves[0]) for leaf in leaves):
@@ -134,11 +135,25 @@ def looked_at(posterior: PosteriorBase, theta: Tensor, x: Any, numbers: int) -> 
                     return None
                 _, J = _at_once(model, theta, rows)
                 together = model.outputs(theta.unsqueeze(0), rows)[0]
+                is_alone = together.shape == y.shape and is_near(together, y)  # no row depends on others
+                if not is_alone or _hides(model, theta, rows, together, J):
+                    return None
         except (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError):
             return None  # what is wrong with the inputs is said where the network is called with drawn weights
-    if any("batching rule" in str(one.message) for one in caught):
-        return None
-    return Looked(rows, y, J) if together.shape == y.shape and is_near(together, y) else None
+    return None if any("batching rule" in str(one.message) for one in caught) else Looked(rows, y, J)
+
+
+def _hides(model: BayesianModel, theta: Tensor, rows: Any, y: Tensor, J: Tensor) -> bool:
+    """Whether some tensor changes the output and has no gradient: in `torch.no_grad()`, past which draws go."""
+    generator = torch.Generator().manual_seed(0)
+    for name in model.space.names:
+        place = model.space.slice(name)
+        if bool((J[..., place] == 0).all()):
+            moved = theta.clone()
+            moved[place] += 0.1 * torch.randn(moved[place].shape, generator=generator).to(theta)
+            if not torch.equal(model.outputs(moved.unsqueeze(0), rows)[0], y):
+                return True
+    return False
 
 
 def is_near(a: Tensor, b: Tensor) -> bool:
