@@ -168,7 +168,8 @@ def best(step: Step, device: torch.device) -> float:
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures depend on: processor, threads, load, versions."""
     names = ("structvi", "torch", "numpy", *PEERS)
-    versions = {name: version(name) for name in names}
+    # torch with its build, +cu124 or +cpu, which the metadata of its wheel may leave out
+    versions = {name: version(name) for name in names} | {"torch": str(torch.__version__)}
     result: dict[str, Any] = {
         "processor": processor(),
         "cores": os.cpu_count(),

@@ -88,6 +88,8 @@ def log_densities(folder: Path) -> None:
     def log_density(p: dict[str, Tensor]) -> Tensor:
         return -0.5 * (p["mu"] / p["sigma"]).square().sum() - p["sigma"]
 
+    vi.LogDensity(lambda p: -0.5 * p["mu"].square().sum() - p["sigma"], space)
+    vi.LogDensity(lambda p, batch: -0.5 * (p["mu"] - torch.as_tensor(batch)).square().sum(), space)
     target = vi.LogDensity(log_density, space)
     result = vi.fit(target, vi.FullNormal(), progress=False)
     assert_type(result, vi.DensityFit)

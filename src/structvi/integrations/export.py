@@ -151,11 +151,26 @@ def export_predictive(
         with torch.no_grad(), warnings.catch_warnings():
             # an LSTM keeps a list of its weights, and gets it back after every draw
             warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-            return torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
     except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks
         raise ValueError(
             f"torch.export cannot trace {type(chunks.posterior.net).__name__}: {error}\nIt takes networks without "
             "branches on the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
+        ) from error
+    if chunks.around is not None:
+        _check_it_runs(program, arguments, keywords)
+    return program
+
+
+def _check_it_runs(program: ExportedProgram, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Of forward-mode derivatives torch 2.6 makes programs that cannot be called."""
+    try:
+        with torch.no_grad():
+            program.module()(*arguments, **keywords)
+    except RuntimeError as error:
+        raise ValueError(
+            f"torch {torch.__version__} makes a program of a linearised posterior that does not run ({error}): take a "
+            "newer torch, 2.13 for example; or a posterior that is not linearised"
         ) from error
 
 

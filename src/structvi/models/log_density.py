@@ -45,7 +45,7 @@ class LogDensity:
 
     def __init__(
         self,
-        fn: Callable[..., Tensor],
+        fn: Callable[[dict[str, Tensor]], Tensor] | Callable[[dict[str, Tensor], Any], Tensor],
         parameters: Parameters,
         *,
         evaluation: Mode = "auto",
@@ -59,7 +59,7 @@ class LogDensity:
                 f"LogDensity expects Parameters, got {type(parameters).__name__}; "
                 'write Parameters({"mu": torch.zeros(()), "sigma": positive(1.0)}), for example'
             )
-        self.fn = fn
+        self.fn: Callable[..., Tensor] = fn
         self.space = parameters
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
 
