@@ -74,9 +74,7 @@ class Setting:
     epochs: int = 25
     seed: int = 0
     draws: int = 32  # to predict
-    variants: bool = (
-        False  # predictions of the same posterior in other ways too, see `benchmarks.from_scratch_variants`
-    )
+    variants: str = ""  # predict in other ways too: "width" or "all", `benchmarks.from_scratch_variants`
     ess: float = 1.0  # of IVON, in N
     h0: float = 0.1
     decay: float = 5e-4
@@ -213,7 +211,9 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         }
     draws = 1 if setting.method == "map" else setting.draws
     if setting.variants:
-        details["others"], details["widths"] = variants(bayes, draws, setting.seed, *shop.data.validation.tensors)
+        held_out = shop.data.validation.tensors
+        found = variants(bayes, draws, setting.seed, *held_out, everything=setting.variants == "all")
+        details["others"], details["widths"] = found
     return of_posterior(bayes, draws, setting.seed), details
 
 

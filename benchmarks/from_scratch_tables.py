@@ -168,9 +168,24 @@ def interval(rows: list[dict[str, Any]], base: list[dict[str, Any]], key: str) -
     return f"{float(gaps.mean()):+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
+def shifts(groups: dict[str, list[dict[str, Any]]]) -> str:
+    """NLL under each shift."""
+    kinds = list(dict.fromkeys(kind for rows in groups.values() for row in rows for kind in row.get("shifts", {})))
+    lines = ["| NLL under shift | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
+    for name, rows in groups.items():
+        cells = [cell([row["shifts"].get(kind) for row in rows], 3) for kind in kinds]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def report(rows: list[dict[str, Any]], plain: dict[str, Any]) -> str:
-    """All runs; of each method that with the lowest validation NLL; and their differences."""
+    """All runs; of each method that with the lowest validation NLL; differences of all that have as many seeds."""
     groups = grouped(rows, plain)
     best = chosen(groups)
-    parts = ["All runs:", table(groups), "By validation NLL:", table(best), differences(best, "map, tempered")]
+    most = max((len(rows) for rows in best.values()), default=0)
+    tempered = {name: rows for name, rows in groups.items() if len(rows) == most and rows[0].get("lam", 1.0) != 1.0}
+    parts = [
+        "All runs:", table(groups), "By validation NLL:", table(best), differences(tempered, "map, tempered"),
+        shifts(tempered),
+    ]  # fmt: skip
     return "\n\n".join(filter(None, parts))

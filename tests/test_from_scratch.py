@@ -37,7 +37,7 @@ def test_other_ways_to_predict(tmp_path, capsys, monkeypatch):
     """As rows of the table; a posterior of width zero is its mean, and a mean of many draws what `predict` gives."""
     monkeypatch.setattr(from_scratch_variants, "MORE", 2)
     monkeypatch.setattr(from_scratch_variants, "WIDTHS", (1.0, 1000.0))
-    (row,) = from_scratch.main(["--quick", "--runs", "lam=.1,variants=1", "--out", str(tmp_path)])
+    (row,) = from_scratch.main(["--quick", "--runs", "lam=.1,variants=all", "--out", str(tmp_path)])
     assert set(row["ways"]) == {"2 draws", "linearised", "widened", "widest"}
     assert row["widths"] == {"widened": 1.0, "widest": 1.0}
     capsys.readouterr()
@@ -82,10 +82,12 @@ def test_characters(tmp_path, capsys):
     (tmp_path / "mnist/README.md").write_text("the question is not there. " * 10)
     out = tmp_path / "out"
     arguments = ["--data", str(tmp_path), "--quick", "--out", str(out)]
-    rows = characters.main(arguments)
+    rows = characters.main([*arguments, "--runs", "method=adamw;widen=1;method=ivon,lr=.1"])
     assert [row["method"] for row in rows] == ["adamw", "ours", "ivon"]
     assert all(0 < row["loss"] < 4 for row in rows)  # 16 letters: log 16 = 2.8 without a thing learned
     capsys.readouterr()
     characters.main([*arguments[:2], "--out", str(out), "--table"])
-    assert capsys.readouterr().out.count("| ours soap |") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("| ours soap |") == printed.count("| ours, widened soap |") == 1
+    assert rows[1]["ways"]["widened"]["validation"] <= rows[1]["validation"]
     assert len([json.loads(path.read_text()) for path in out.glob("*.json")]) == 3
