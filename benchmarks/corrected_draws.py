@@ -166,7 +166,7 @@ def off(case: Case, summaries: list[vi.Summary]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draws", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--mean-field", action="store_true")
