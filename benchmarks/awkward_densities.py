@@ -188,9 +188,10 @@ def bent() -> list[Case]:
     def ridge(p: Named) -> Tensor:
         return -0.5 * p["z"].square().sum() - 0.5 * ((p["z"][0] * p["z"][1] - 1) / 0.02).square()
 
-    x = torch.linspace(-6, 6, 4001, dtype=torch.float64)
-    w = -0.5 * (x.square() + x.square().unsqueeze(1)) - 0.5 * ((x * x.unsqueeze(1) - 1) / 0.02).square()
-    sd = (w.flatten().softmax(0).view(4001, 4001).sum(0) @ x.square()).sqrt()
+    x = torch.linspace(-8, 8, 16_001, dtype=torch.float64)  # z₁; given it z₂ is normal, and is integrated out
+    curvature = 1 + (x / 0.02).square()
+    w = (-0.5 * x.square() + 0.5 * (x / 0.02**2).square() / curvature - 0.5 * curvature.log()).softmax(0)
+    sd = (w @ x.square()).sqrt()
 
     def spike(p: Named) -> Tensor:
         narrow = log(0.001) - 5 * log(0.01) - 0.5 * (p["z"] / 0.01).square().sum()
