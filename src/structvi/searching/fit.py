@@ -30,8 +30,6 @@ from .search import Search
 
 #: searches from different points, where none is asked for
 STARTS = 4
-#: points of the check that are asked for twice
-AGAIN = 8
 
 
 def fit(
@@ -118,7 +116,7 @@ def fit(
     run.bar.close()
     fresh = _fresh(found.family, target, seed, FRESH if form is None else CHUNK)
     counted, stage = run.target, run.stage
-    checked = Counted(target, inf if max_evaluations is None else max_evaluations, twice=AGAIN)
+    checked = Counted(target, inf if max_evaluations is None else max_evaluations)
     improper = runaway(checked, found.family, found.converged, found.curvature)
     status, verdict = judge(
         found, fresh, improper, draws=run.draws, tolerance=tolerance,
@@ -127,7 +125,7 @@ def fit(
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
-    random = [RANDOM.format(*differ)] if (differ := counted.differ or checked.differ) else []
+    random = [RANDOM.format(*counted.differ)] if counted.differ else []
     seen = [NOTE.format(hills=run.hills)] if run.hills > 1 else []
     return DensityFit(
         target=target, notes=_notes(target) + random + (seen if mixed is None else mixed.notes),
