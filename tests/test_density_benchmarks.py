@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import multimodal_others
+import structvi as vi
+from benchmarks import awkward_densities, multimodal_others, network_posterior
 from benchmarks.hard_densities import Network
 from benchmarks.network_integrated import Integrated
 
@@ -41,3 +42,36 @@ def test_a_benchmark_runs(capsys, monkeypatch):
     counts = multimodal_others.main(["--last", "1", "--apart", "mean"])
     assert {name: own[0] for name, own in counts.items()} == {f"mean, {P} numbers": 2 for P in (2, 5)}
     assert "| mean, 5 numbers | 2 | 0 | 0 |" in capsys.readouterr().out
+
+
+def test_awkward_log_densities_are_what_they_say():
+    """Exact moments against a grid over the number that they are of, where it is the only one."""
+    cases = {case.name: case for case in awkward_densities.every()}
+    assert len(cases) == 23
+    u = torch.linspace(0, 1, 200_002, dtype=torch.float64)[1:-1]
+    exact = torch.distributions.Beta(*torch.tensor([0.3, 3.0], dtype=torch.float64))
+    _, mean, sd = cases["interval, simplex, correlation"].truth
+    assert mean.item() == pytest.approx(exact.mean.item())
+    weights = (2 * torch.log1p(-u) + -0.7 * u.log()).softmax(0)
+    assert sd.item() == pytest.approx((weights @ (u - mean).square()).sqrt().item(), rel=0.02)
+    for name in ("scales of 10⁶ and 10⁻⁶", "integer data and start", "float32, 10⁷ added"):
+        missed, told, _ = awkward_densities.judged(cases[name], vi.MeanField())
+        assert (missed, told) == ("", "")
+    for name in ("not summed", "start outside of the support"):
+        missed, told, _ = awkward_densities.judged(cases[name], vi.MeanField())
+        assert missed == "miss"
+        assert told
+
+
+def test_the_networks_mixture_starts_at_its_normal():
+    """All parts together, no step yet: the spread is that of the normal, their means half of it aside."""
+    network = Network(0)
+    family = vi.FullNormal(initial_scale=0.1).bind(network.space)
+    mixture, evaluations = network_posterior.joint(network, family, 3, 1, 0)
+    parts, weights = mixture.mixture_parts()
+    assert evaluations == 2 * 8 * 3
+    assert torch.allclose(weights, torch.full((3,), 1 / 3, dtype=torch.float64), atol=0.01)
+    spread = family().variance.sqrt()
+    away = torch.stack([(part().mean - family().mean) / spread for part in parts])
+    assert 0.3 < away.std() < 0.7
+    assert ((parts[0]().variance.sqrt() / spread).log().abs() < 0.1).all()

@@ -1,5 +1,6 @@
 """Climbs end on the hills of a log density, with the covariance that they have met."""
 
+import pytest
 import torch
 
 import structvi as vi
@@ -43,3 +44,23 @@ def test_where_there_is_no_value_there_is_no_climb():
     # the mode, to what four steps of less than 0.2 nats leave
     assert abs(hill[0].theta.item() - 1) < 0.5
     assert climb(edge, starts[:1]) == []
+
+
+def test_a_distribution_that_refuses_values_far_away_is_no_error():
+    """Climbs of a funnel try v = −1500, where exp(v/2) is zero, and Normal takes no scale of zero."""
+    space = vi.Parameters({"v": torch.zeros((), dtype=torch.float64), "x": torch.zeros(2, dtype=torch.float64)})
+
+    def log_density(p):
+        x = torch.distributions.Normal(0.0, (p["v"] / 2).exp()).log_prob(p["x"]).sum()
+        return torch.distributions.Normal(0.0, 1.0).log_prob(p["v"]) + x
+
+    result = vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    assert result.converged
+    assert abs(result.family().mean[0]) < 0.1
+
+
+def test_a_distribution_that_refuses_values_nearby_is_one():
+    space = vi.Parameters({"s": torch.ones((), dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: torch.distributions.Normal(0.0, p["s"]).log_prob(torch.ones(5)).sum(), space)
+    with pytest.raises(ValueError, match="given as positive"):
+        vi.fit(target, vi.FullNormal(), progress=False)

@@ -237,3 +237,32 @@ def test_resampling_takes_each_as_often_as_it_weighs():
     often = torch.bincount(index, minlength=500)
     assert ((often - 10_000 * weights).abs() < 1 + 1e-9).all()
     assert not torch.equal(index, index.sort().values)
+
+
+def test_corrected_draws_of_a_mixture_have_tails_around_its_parts():
+    """Two labels of one posterior: q has both modes, and its own weights, all within a factor of two, have k̂ = 2."""
+    y = torch.cat([torch.linspace(-4, 0, 30), torch.linspace(0, 4, 30)]).double()
+
+    def log_density(p):
+        each = -0.5 * (y.unsqueeze(-1) - p["m"]).square()
+        return each.logsumexp(-1).sum() - p["m"].square().sum() / 50
+
+    target = vi.LogDensity(log_density, vi.Parameters({"m": torch.zeros(2, dtype=torch.float64)}))
+    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components=2), progress=False)
+    table = result.summary(corrected=True)
+    assert result.converged
+    # labels may be exchanged: equal means, and by symmetry of the data about zero both are zero
+    assert (table.mean["m"].abs() < 4 * table.mcse["m"]).all()
+    assert abs(table.sd["m"][0] - table.sd["m"][1]) < 0.05
+    assert (table.sd["m"] > 1.5).all()
+
+
+def test_a_mixture_of_float32():
+    """Limits of float64 are none of float32."""
+    space = vi.Parameters({"z": torch.zeros(2)})
+    target = vi.LogDensity(
+        lambda p: torch.logaddexp(-0.5 * (p["z"] - 3).square().sum(), -0.5 * (p["z"] + 3).square().sum()), space
+    )
+    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
+    assert result.converged
+    assert len(result.modes) == 2

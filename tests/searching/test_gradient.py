@@ -97,3 +97,22 @@ def test_a_random_log_density_is_told():
 
     assert any("is random" in note for note in vi.fit(Noisy(1.0), vi.FullNormal(), progress=False).notes)
     assert vi.fit(Noisy(0.0), vi.FullNormal(), progress=False).notes == []
+
+
+class Masked:
+    """Dropout: at zeros masks change nothing, and of eight masks one comes twice now and then."""
+
+    space = vi.Parameters({"z": torch.zeros(3, dtype=torch.float64)})
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def log_joint(self, theta, batch=None):
+        masked = theta * (torch.rand(theta.shape, generator=self.generator) > 0.5)
+        return -0.5 * (masked - 1).square().sum(-1) - 0.5 * theta.square().sum(-1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_log_density_that_is_random_but_not_at_the_start_is_noted(seed):
+    result = vi.fit(Masked(seed), vi.MeanField(), max_evaluations=3000, progress=False)
+    assert any("is random" in note for note in result.notes)

@@ -7,13 +7,12 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..families.density import Density, Draws
-from ..families.gaussian import Gaussian
+from ..families.density import Density, Draws, NormalPart
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..predicting.draws import IndependentDraws
 from .pareto import psis, psislw_of_arviz
-from .tails import Tails
+from .tails import MixedTails, Tails
 
 #: Rounds of draws with tails, and the most numbers that they are made for.
 ROUNDS, MOST = 4, 200
@@ -70,7 +69,7 @@ class Importance:
     k_weights: float
     space: Parameters
     draws: IndependentDraws
-    tails: tuple[Tails, ...] = ()
+    tails: tuple[Tails | MixedTails, ...] = ()
 
     @property
     def effective(self) -> float:
@@ -155,7 +154,8 @@ def weigh(
         space: the tensors that θ holds.
         log_joint: log p(θ), up to a constant: [S, P] → [S].
         draws: S.
-        tails: whether to take more draws, with tails; by default under Gaussians of at most 200 numbers.
+        tails: whether to take more draws, with tails; by default under Gaussians and mixtures of them, of at most 200
+            numbers.
         generator: of the draws.
 
     Example:
@@ -168,9 +168,12 @@ def weigh(
     """
     psislw_of_arviz()  # before the draws, not after
     check_available(density)
-    can = isinstance(density, Gaussian) and density.P <= MOST
+    can = density.P <= MOST and bool(density.normals())
     if tails and not can:
-        raise ValueError(f"tails=True needs a Gaussian of at most {MOST} numbers, got {type(density).__name__}")
+        raise ValueError(
+            f"tails=True needs a Gaussian, or a mixture of them, of at most {MOST} numbers, got "
+            f"{type(density).__name__}"
+        )
     if generator is None:
         generator = torch.Generator(density.mean.device).manual_seed(int(torch.randint(2**62, ())))
     sample = IndependentDraws(density, draws, generator)
@@ -190,10 +193,10 @@ def _with_tails(
     log_joint: LogJoint, density: Density, plain: Importance, log_p: Tensor, log_q: Tensor, generator: torch.Generator
 ) -> Importance:
     """Rounds of draws with tails: first around q, then around what the weights of all draws so far tell."""
-    result, theta = plain, torch.cat([chunk.theta for chunk in plain.draws])
-    mean, covariance = density.mean, density.covariance()
+    result, theta, sizes = plain, torch.cat([chunk.theta for chunk in plain.draws]), plain.draws.sizes
+    parts = density.normals()
     for _ in range(ROUNDS):
-        more = Tails(mean, covariance, plain.draws.sizes, generator)
+        more = Tails(*parts[0][1:], sizes, generator) if len(parts) == 1 else MixedTails(parts, sizes, generator)
         farther, of_q = _at(log_joint, density, more)
         if bool((farther.isnan() | (farther == torch.inf)).any()):  # no density so far out: what there is must do
             break
@@ -205,9 +208,12 @@ def _with_tails(
         result = replace(result, weights=weights, k_weights=k, tails=tails)
         if result.effective < PER_NUMBER * density.P:
             break
+        if isinstance(more, MixedTails):
+            parts = more.moved(theta, weights, PER_NUMBER * density.P)
+            continue
         mean = (weights @ theta.double()).to(theta.dtype)
         x = (theta - mean).double()
-        covariance = (x * weights.unsqueeze(-1)).mT @ x
+        parts = [NormalPart(0.0, mean, (x * weights.unsqueeze(-1)).mT @ x)]
     return result
 
 

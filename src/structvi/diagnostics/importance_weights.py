@@ -24,9 +24,9 @@ def importance(
 ) -> Importance:
     """Importance weights of the joint over the full data, at independent draws of q.
 
-    For the corrected moments of a log density under a Gaussian as many draws again are taken with longer tails than
-    q's, and three times more around the mean and with the covariance that the weights so far tell; all are weighted by
-    p over the mixture of the five. `k` is that of q's own draws.
+    For the corrected moments of a log density under a Gaussian, or a mixture of Gaussians, as many draws again are
+    taken with longer tails than q's, and three times more around the means and with the covariances that the weights so
+    far tell; all are weighted by p over the mixture of the five. `k` is that of q's own draws.
 
     Where they do not exist this raises `Unavailable` with the reason: point masses, families without `log_prob` or
     with masks, a network that is itself random, data that the loader does not give in full.
@@ -35,8 +35,8 @@ def importance(
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
         draws: S. For a network every draw is a pass over the data.
-        tails: whether to take 4S more draws, with tails; by default for log densities, under Gaussians of at most 200
-            numbers.
+        tails: whether to take 4S more draws, with tails; by default for log densities, under Gaussians and mixtures of
+            them, of at most 200 numbers.
         seed: of the draws.
 
     Example:

@@ -41,6 +41,14 @@ class LowRankPart(NamedTuple):
     of_precision: bool
 
 
+class NormalPart(NamedTuple):
+    """A part of a mixture of normals."""
+
+    log_weight: float
+    mean: Tensor  # [P]
+    covariance: Tensor  # [P, P]
+
+
 class Detached(NamedTuple):
     """Draws without a graph to the parameters they come from; `pull` makes the step that the graph would."""
 
@@ -125,6 +133,10 @@ class Density(ABC):
     def low_rank_part(self) -> "LowRankPart | None":
         """The factor relative to the diagonal, of densities that have one."""
         return None
+
+    def normals(self) -> "list[NormalPart]":
+        """The normals that this density is a mixture of; none where it is no such mixture."""
+        return []
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(θ): [S, P] → [S]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..couplings import Coupling, Noise, naive
-from .density import Density, Detached, Draws, check_draw
+from .density import Density, Detached, Draws, NormalPart, check_draw
 from .numerics import fused
 from .numerics.algebra import sum_weights
 
@@ -71,6 +71,9 @@ class Gaussian(Density):
     def variance(self) -> Tensor:
         d, V, C = self.low_rank()
         return d + ((V @ C) * V).sum(-1)
+
+    def normals(self) -> list[NormalPart]:
+        return [NormalPart(0.0, self.mean, self.covariance())]
 
     def state(self) -> fused.State | None:
         """What the fused passes need; None for shapes of covariance that have none."""

@@ -18,7 +18,7 @@ from torch.distributions import (
 
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters, Select
-from .density import Density, Draws, check_draw
+from .density import Density, Draws, NormalPart, check_draw
 from .family import Family
 from .forms import PartsSought
 from .full import FullNormalDensity
@@ -89,6 +89,13 @@ class MixtureDensity(Density):
             thetas.append(draws.theta.unflatten(0, (groups, -1)))  # [G, size, P]
             weights.append(proportion * draws.weight.unflatten(0, (groups, -1)))
         return Draws(torch.cat(thetas, dim=1).flatten(0, 1), torch.cat(weights, dim=1).flatten())
+
+    def normals(self) -> list[NormalPart]:
+        parts = [part.normals() for part in self.parts]
+        if not all(parts):
+            return []
+        own = zip(self.log_proportions.tolist(), parts, strict=True)
+        return [one._replace(log_weight=log_weight + one.log_weight) for log_weight, part in own for one in part]
 
     def offers(self, method: str) -> bool:
         return method != "entropy" and all(part.offers(method) for part in self.parts)

@@ -16,6 +16,8 @@ F = TypeVar("F", bound=Family)
 
 #: relative difference that rounding may make between two values of a log density at one point
 SAME = 1e-4
+#: scales of the space beyond which a distribution's refusal of a value is taken for zero density
+NEAR = 100.0
 RANDOM = (
     "the log density is random, {:.6g} and {:.6g} at the same point: make its random numbers once, before the fit, or "
     "give the data in batches, by a loader"
@@ -29,15 +31,17 @@ class Limit(Exception):
 class Counted:
     """A target that counts the points at which its log density is asked for; the first answer is looked at.
 
-    If `twice`, the first point is asked for once more: a log density that is another each time has no maximum.
+    So many of the first points are asked for `twice`, and another where there was only one: a log density that is
+    another each time has no maximum. (At zeros what multiplies them may be random and not be seen.)
     """
 
-    def __init__(self, target: Target, limit: float, twice: bool = False):
+    def __init__(self, target: Target, limit: float, twice: int = 0):
         self.target, self.space, self.limit = target, target.space, limit
         self.evaluations, self.exhausted, self.known = 0, False, False
         #: whether a search ended at a part of the limit
         self.shortened = False
         self.twice = twice
+        self._asked = 2 if twice else 0  # times that points may still be asked for once more
         #: two values at one point, where they are not the same
         self.differ: tuple[float, float] | None = None
 
@@ -46,16 +50,32 @@ class Counted:
             self.exhausted = True
             raise Limit
         self.evaluations += len(theta)
-        if self.known:
-            return self.target.log_joint(theta)
-        value = checked_log_joint(self.target, theta)
+        value = self._value(theta) if self.known else checked_log_joint(self.target, theta)
         self.known = True
-        if self.twice and self.evaluations < self.limit:
-            self.evaluations += 1
-            with torch.no_grad():
-                one, other = value[0].item(), self.target.log_joint(theta[:1].detach()).item()
-            self.differ = (one, other) if abs(one - other) > SAME * (1 + abs(one)) else None
+        if self._asked and self.evaluations < self.limit:
+            self._ask_again(theta.detach()[-self.twice :], value.detach()[-self.twice :], last=len(theta) > 1)
         return value
+
+    def _value(self, theta: Tensor) -> Tensor:
+        """[S]. Far away exp may be 0 or ∞, which distributions refuse: there is no density there, −∞."""
+        try:
+            return self.target.log_joint(theta)
+        except ValueError:
+            away = (theta.detach() - self.space.initial).abs() / self.space.scale
+            near = (away < NEAR).all(-1).nonzero().squeeze(-1)
+            if len(near) == len(theta):
+                raise
+            none = theta.sum(-1) * 0 - torch.inf
+            return none.index_copy(0, near, self.target.log_joint(theta[near])) if len(near) else none
+
+    @torch.no_grad()
+    def _ask_again(self, theta: Tensor, value: Tensor, last: bool) -> None:
+        self.evaluations += len(theta)
+        again = self.target.log_joint(theta)
+        for one, other in zip(value.tolist(), again.tolist(), strict=True):
+            if abs(one - other) > SAME * (1 + abs(one)):
+                self.differ = (one, other)
+        self._asked = 0 if last or self.differ else self._asked - 1
 
     @contextmanager
     def half(self) -> Iterator[None]:

@@ -123,7 +123,9 @@ class Modes:
     def chosen(self, z: Tensor, value: Tensor, over: Tensor, least: float) -> Tensor:
         """Points where p is `least` nats over what is known: with most over it, most left, any; and any others."""
         visible = (over > least).nonzero().squeeze(-1)
-        left = value + torch.log(-torch.expm1(-over.clamp(min=1e-300)))  # log of what is left of p
+        left = value + torch.log(
+            -torch.expm1(-over.clamp(min=torch.finfo(over.dtype).tiny))
+        )  # log of what is left of p
         n = CLIMBERS // 4
         most = [visible[one[visible].argsort(descending=True)[:n]] for one in (over, left)]
         some = visible[torch.randperm(len(visible), generator=self.generator)[:n]]
@@ -239,7 +241,7 @@ class Modes:
         z = self.noise(max(WEIGHED, P))
         z = torch.cat([z, -z])
         value = self.view.values(self.view.theta(peak.at + z @ peak.root.mT))
-        fall = peak.value - value.nan_to_num(nan=-inf).clamp(min=-1e300).mean().item()
+        fall = peak.value - value.double().nan_to_num(nan=-inf).clamp(min=-1e300).mean().item()
         return fall - P / 2 > ROUGH[0] + ROUGH[1] * P
 
     def refine(self) -> None:

@@ -83,7 +83,7 @@ class Search:
     def __init__(self, target: Target, limit: float, seed: int, tolerance: float, progress: bool):
         #: evaluations that are kept for the end of a search that the limit ends
         self.held = 0 if limit < 16 * HELD else 3 * HELD
-        self.target = Counted(target, limit - self.held, twice=True)
+        self.target = Counted(target, limit - self.held, twice=4)
         self.space = target.space
         self.seed, self.tolerance = seed, tolerance
         self.generator = torch.Generator().manual_seed(seed)
