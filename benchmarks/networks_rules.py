@@ -1,6 +1,6 @@
 """The rules that `benchmarks.networks_widths` compares: which of its candidates each keeps, and what comes of that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import mean
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structvi.training.candidates import HARM, WIDTHS
+from structvi.training.candidates import HARM, LAST, WIDTHS
 from structvi.training.held_out import HeldOut
 from structvi.training.validation import MARGIN
 
@@ -28,10 +28,11 @@ class Rule:
     Args:
         starts: how the names of the candidates start.
         by_entropy: the widest is the one with the highest entropy off the data, not the last.
+        last: with these widths of the last layer; the widest is then that with the largest product of both.
         quantile: standard deviations of the bound on harm; None: no bound.
         of_labels: the bound is on the gain under the labels of the network at a temperature, whose 95 % interval the
             held-out rows give: what is unknown is one number.
-        keep_best: the maximum, as `keep="best"`.
+        keep_best: the maximum, as `keep="best"`, the network among them or not.
     """
 
     title: str
@@ -40,12 +41,17 @@ class Rule:
     quantile: float | None = 1.6449
     of_labels: bool = False
     keep_best: bool = False
+    with_network: bool = True
     widest: float = WIDTHS[-1]
+    last: tuple[tuple[float, tuple[float, ...]], ...] = ()
 
     def candidates(self, record: Record) -> list[str]:
         names = [name for name in record["held out"] if name.startswith(self.starts)]
         names = [n for n in names if not n.startswith(("all", "up to")) or float(n.split()[-1]) <= self.widest]
-        return sorted(names, key=lambda name: record["off"][name]) if self.by_entropy else names
+        names += [f"rest {width:g}, last layer {last:g}" for width, wider in self.last for last in wider]
+        if self.by_entropy:
+            return sorted(names, key=lambda name: record["off"][name])
+        return sorted(names, key=_product) if self.last else names
 
     def __call__(self, record: Record, rows: int) -> str:
         labels = record["labels"][:rows]
@@ -55,7 +61,7 @@ class Rule:
         network = held_out[NETWORK]
         best = max(held_out, key=lambda name: held_out[name].mean)
         if self.keep_best:
-            return best
+            return best if self.with_network else max(names, key=lambda name: held_out[name].mean, default=NETWORK)
         safe = self._safe(log_p, labels, names, held_out)
         if _is_too_sure(log_p[NETWORK], labels):
             good = [name for name in safe if _as_good(held_out[name], held_out[best])]
@@ -74,6 +80,12 @@ class Rule:
             return [name for name in names if least_gain(held_out[name], network, self.quantile) >= -HARM]
         p = tempered(log_p[NETWORK], labels)
         return [name for name in names if float((p * (log_p[name] - log_p[NETWORK])).sum(1).mean()) >= -HARM]
+
+
+def _product(name: str) -> float:
+    """Of both widths: "rest 0.1, last layer 4" → 0.4, "all 0.1" → 0.01."""
+    numbers = [float(part.split()[-1]) for part in name.split(",")]
+    return numbers[0] * numbers[-1]
 
 
 def least_gain(one: HeldOut, network: HeldOut, quantile: float) -> float:
@@ -111,31 +123,32 @@ def _as_good(one: HeldOut, best: HeldOut) -> bool:
     return gain <= min(MARGIN, 0.5 * error)
 
 
-NOW = Rule("all tensors alike (now)")
+ALIKE = Rule("all tensors alike (before)")
+NOW = Rule("and the last layer wider (now)", last=LAST)
 HEAD = ("all", "rest")
 RULES = (
-    NOW,
-    replace(NOW, title="… no bound", quantile=None),
-    replace(NOW, title="… bound with 90 %", quantile=1.2816),
-    replace(NOW, title="… bound with 80 %", quantile=0.8416),
-    replace(NOW, title="… bound under tempered labels", of_labels=True),
-    replace(NOW, title="… the maximum", keep_best=True),
-    replace(NOW, title="wider ones too, up to 4", widest=inf),
+    ALIKE,
+    replace(ALIKE, title="… no bound", quantile=None),
+    replace(ALIKE, title="… bound with 90 %", quantile=1.2816),
+    replace(ALIKE, title="… bound with 80 %", quantile=0.8416),
+    replace(ALIKE, title="… bound under tempered labels", of_labels=True),
+    replace(ALIKE, title="… the maximum", keep_best=True),
+    replace(ALIKE, title="… wider ones too, up to 4", widest=inf),
     Rule("units of 1/√fan-in", ("fan-in",)),
-    Rule("the last layer wider too, by entropy off the data", HEAD, by_entropy=True),
-    Rule("… no bound", HEAD, by_entropy=True, quantile=None),
-    Rule("unknown width up to c", ("up to",)),
+    NOW,
+    replace(NOW, title="… bound with 90 %", quantile=1.2816),
+    replace(NOW, title="… no bound", quantile=None),
+    Rule("… 22 of them, by entropy off the data", HEAD, by_entropy=True),
+    Rule("… 22, bound under tempered labels", HEAD, by_entropy=True, of_labels=True),
+    Rule("a width that is not known, up to c: the mixture of all", ("up to",)),
     Rule("… bound with 90 %", ("up to",), quantile=1.2816),
     Rule("… bound with 80 %", ("up to",), quantile=0.8416),
-    Rule("… no bound", ("up to",), quantile=None),
-    Rule("… bound under tempered labels", ("up to",), of_labels=True),
-    Rule("a normal of unknown scale up to c", ("scaled",)),
-    Rule("two widths, c and c/4", ("two",)),
-    Rule("three widths, c, c/3 and c/10", ("three",)),
-    Rule("rarely wide", ("rarely",)),
-    Rule("… no bound", ("rarely",), quantile=None),
-    Rule("all of these, by entropy off the data", ("all", "rest", "up to", "rarely"), by_entropy=True),
-    Rule("MC dropout, the maximum", ("dropout",), keep_best=True),
+    Rule("… two widths, c and c/4", ("two",)),
+    Rule("… three, c, c/3 and c/10", ("three",)),
+    Rule("… one normal of unknown scale", ("scaled",)),
+    Rule("5 % of the widest mixed in", ("rarely",)),
+    Rule("MC dropout, the best rate or the network", ("dropout",), keep_best=True),
+    Rule("MC dropout, the best rate", ("dropout",), keep_best=True, with_network=False),
 )
 
 
@@ -150,17 +163,19 @@ def table(found: list[Record]) -> str:
     return "\n\n".join(pieces)
 
 
-def compared(found: list[Record], rows: int, rules: Sequence[Callable[[Record, int], str]]) -> str:
+def compared(found: list[Record], rows: int, rules: Sequence[Rule]) -> str:
     lines = ["| rule | gain on test rows | worst | more than .01 worse | gain under shift | network kept |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for rule in rules:
+        if not all(rule.candidates(record) for record in found):
+            continue  # networks without dropout have no candidates of it
         kept = [rule(record, rows) for record in found]
         test = [gain(record, name, "test") for record, name in zip(found, kept, strict=True)]
         shift = [gain(record, name, "shift") for record, name in zip(found, kept, strict=True)]
         worse = 100 * mean(value < -0.01 for value in test)
         network = 100 * mean(name == NETWORK for name in kept)
         cells = f"{mean(test):+.4f} | {min(test):+.4f} | {worse:.0f} % | {mean(shift):+.3f} | {network:.0f} %"
-        lines.append(f"| {getattr(rule, 'title', rule)} | {cells} |")
+        lines.append(f"| {rule.title} | {cells} |")
     return "\n".join(lines)
 
 

@@ -29,11 +29,11 @@ def test_the_bound_is_the_librarys():
 
 def test_a_network_that_is_too_sure_gets_the_width_that_suits_it():
     # candidates are the network at temperatures 1, 1.3 and 2, of which 2 is the true one
-    assert rules.NOW(record(), 400) == "all 1"
+    assert rules.ALIKE(record(), 400) == "all 1"
 
 
 def test_a_network_that_is_not_sure_enough_is_kept():
-    assert rules.NOW(record(sure=0.5), 400) == rules.NETWORK
+    assert rules.ALIKE(record(sure=0.5), 400) == rules.NETWORK
 
 
 def test_few_rows_and_a_bound_keep_what_is_narrower():
@@ -59,4 +59,14 @@ def test_labels_are_those_of_the_temperature_that_they_say():
 def test_the_table_has_all_rules():
     text = rules.compared([record()], 400, rules.RULES[:4])
     assert len(text.splitlines()) == 6
-    assert "| all tensors alike (now) | +" in text
+    assert "| all tensors alike (before) | +" in text
+
+
+def test_with_a_wider_last_layer_the_product_of_both_widths_counts():
+    one = record((0.0, 1.0))
+    for width, wider in rules.LAST:
+        for last in wider:
+            one["held out"][f"rest {width:g}, last layer {last:g}"] = one["held out"]["all 1"]
+    assert rules.NOW.candidates(one)[-1] == "all 1"  # 1·1, the widest of the others is 0.1·4
+    del one["held out"]["all 1"]
+    assert rules.NOW(one, 400) == "rest 0.1, last layer 4"

@@ -11,6 +11,7 @@ import structvi as vi
 from structvi.training import candidates
 from structvi.training.candidates import Candidate, Rule
 from structvi.training.held_out import HeldOut, of_mixed_normals, of_network, of_networks, of_normals
+from structvi.training.warm_start import prior_precision
 
 
 def loader(pair, size=40):
@@ -224,3 +225,39 @@ def test_few_rows_do_not_choose_between_those_that_have_seen_all():
     assert rule.widest([narrow, wide, drawn]).name == "n"
     drawn.measured(held_out(-0.6, -0.61), alone.held_out)
     assert rule.widest([narrow, wide, drawn]).name == "d"
+
+
+def test_the_last_layer_may_have_a_width_of_its_own():
+    """Its prior is N(0, (last·rms)²), that of the others N(0, (width·rms)²); names say so, and which is wider."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = vi.variationalize(net, vi.likelihoods.Categorical(), num_data=10).model
+    theta = model.space.ravel({name: p.detach() for name, p in net.named_parameters()})
+    precisions = []
+    for last in (None, 2.5):
+        model.prior = candidates.relative_prior(model, theta, 0.1, last)
+        precisions.append(model.space.unravel(prior_precision(model, theta)))
+    alike, wider = precisions
+    ratios = {name: float((wider[name] / alike[name]).mean()) for name in model.space.names}
+    assert ratios == pytest.approx({"0.weight": 1.0, "0.bias": 1.0, "2.weight": 0.04**2, "2.bias": 0.04**2})
+
+
+def test_candidates_with_a_wider_last_layer_are_linearised_and_in_order_of_the_product_of_both_widths():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, t = torch.randn(60, 2), torch.randint(3, (60,))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical())
+    result = bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    wider = {f"linearised, prior {width:g}, last layer {last:g}" for width, all_ in candidates.LAST for last in all_}
+    assert {name for name in result.held_out if "last layer" in name} == wider
+    narrow, wide = Candidate("narrow", 0.1, True, 1.0, last=1.0), Candidate("wide", 0.45, True, 1.0)
+    assert narrow.spread < wide.spread < Candidate("wider", 0.1, True, 1.0, last=2.5).spread
+
+
+def test_a_network_of_one_layer_has_no_last_one():
+    torch.manual_seed(0)
+    x, t = torch.randn(60, 2), torch.randint(3, (60,))
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
+    result = bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    assert not [name for name in result.held_out if "last layer" in name]
+    assert candidates.last_layer(("weight", "bias")) == ()

@@ -4,7 +4,9 @@ The mean is held at the trained weights θ₀, the precision is the curvature's 
 open is chosen:
 
 - the prior's width c: N(0, (c·rms)²), rms that of each tensor's trained values. Weights before a normalisation can be
-  multiplied by any number without a change of the network, and with this unit without a change of its posterior;
+  multiplied by any number without a change of the network, and with this unit without a change of its posterior. The
+  last layer may have a larger width than the rest: that costs little on data like the training data, and gains most on
+  others;
 - whether the network is linearised at θ₀, or called at drawn weights;
 - the family, the precision form: its leading directions are those in which the data say most.
 
@@ -214,7 +216,8 @@ def _explain(kept: Candidate, options: FitOptions) -> str:
         text += "; it is that of the network linearised at these weights"
     if kept.width is not None:
         how = "by held-out density" if options.validation is not None else "without held-out data"
-        text += f". The prior's width, {kept.width:g} of each tensor's root mean square, was chosen {how}"
+        last = "" if kept.last is None else f" and {kept.last:g} in the last layer"
+        text += f". The prior's width, {kept.width:g} of each tensor's root mean square{last}, was chosen {how}"
     if kept.noise != 1.0:
         text += f", and so was the noise, {kept.noise:.3g} times the residuals on the training data"
     return text

@@ -26,6 +26,9 @@ from .warm_start import Laplace, prior_precision
 
 #: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
 WIDTHS = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5)
+#: linearised, with the last layer wider than the rest: at these widths of the rest, these of the last layer. What a
+#: last layer says of inputs like the training data is well determined, and of others it is not
+LAST = ((0.01, (1.0, 1.5, 2.5, 4.0)), (0.1, (1.0, 1.5, 2.5, 4.0)))
 #: those where each costs passes of the network: the first in both ways, the next in the better one while it is as good
 FEW_WIDTHS = (0.1, 0.3, 1.0)
 #: without held-out data
@@ -57,16 +60,18 @@ class Candidate:
     noise: float = 1.0  # of a Gaussian("point"), in units of the network's residuals
     held_out: HeldOut | None = None
     density: float = -inf  # of held-out data, in nats for each element
+    last: float | None = None  # c of the last layer, where it is another
 
     @property
-    def order(self) -> tuple[float, float, float, bool]:
-        """From narrow to wide."""
-        return (inf if self.width is None else self.width, self.temperature, self.noise, self.linearised)
+    def kind(self) -> tuple[Any, ...]:
+        """What it is but for its noise."""
+        return (self.width, self.last, self.temperature, self.linearised)
 
     @property
     def spread(self) -> tuple[float, float, bool, float]:
         """From narrow to wide; of one width the noise that suits it best, for noise is no doubt about the network."""
-        return (*self.order[:2], self.linearised, self.density)
+        width = inf if self.width is None else self.width * (self.last or self.width)
+        return (width, self.temperature, self.linearised, self.density)
 
     @property
     def rows(self) -> int:
@@ -80,13 +85,26 @@ class Candidate:
         return held_out
 
 
-def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
-    """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
-    named = model.space.unravel(theta)
+def relative_prior(model: BayesianModel, theta: Tensor, width: float, last: float | None = None) -> NormalPrior:
+    """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ; of the last layer another width."""
+    named, of_last = model.space.unravel(theta), last_layer(model.net_space.names) if last is not None else ()
     scales = dict(zip(model.net_space.names, model.net_space.scales.tolist(), strict=True))
     rms = {name: float(named[name].double().square().mean().sqrt()) for name in scales}
     # a tensor that is zero says nothing of its scale
-    return NormalPrior({escape(name): width * max(rms[name], 1e-3 * scales[name]) for name in scales})
+    widths = {name: last if last is not None and name in of_last else width for name in scales}
+    return NormalPrior({escape(name): widths[name] * max(rms[name], 1e-3 * scales[name]) for name in scales})
+
+
+def last_layer(names: Sequence[str]) -> tuple[str, ...]:
+    """The tensors of the module that comes last; none where there is no other.
+
+    Example:
+        >>> last_layer(("0.weight", "0.bias", "2.weight", "2.bias"))
+        ('2.weight', '2.bias')
+    """
+    module = names[-1].rpartition(".")[0]
+    found = tuple(name for name in names if name.rpartition(".")[0] == module)
+    return found if len(found) < len(names) else ()
 
 
 def candidates_of(
@@ -108,15 +126,19 @@ def candidates_of(
         temperatures = temperature_path(elements)
     found = []
     for linearised in linear:
-        for width in widths:
+        pairs: list[tuple[float | None, float | None]] = [(width, None) for width in widths]
+        if linearised and len(widths) > 1 and last_layer(posterior.model.net_space.names):
+            pairs += [(width, last) for width, wider in LAST for last in wider]
+        for width, last in pairs:
             for temperature in temperatures:
                 how = "linearised" if linearised else "drawn weights"
                 prior = "" if width is None else f", prior {width:g}"
+                prior += "" if last is None else f", last layer {last:g}"
                 dial = "" if len(temperatures) == 1 else f", λ = {temperature:g}"
                 for noise in noises:
                     own = "" if len(noises) == 1 else _noise(noise)
                     name = f"{how}{prior}{dial}{own}"
-                    found.append(Candidate(name, width, linearised, float(temperature), noise))
+                    found.append(Candidate(name, width, linearised, float(temperature), noise, last=last))
     return found
 
 
@@ -131,7 +153,7 @@ class Around:
     posterior: PosteriorBase
     laplace: Laplace
     noise: Noise
-    #: by the order of their candidate
+    #: by the kind of their candidate and its noise
     made: dict[tuple[Any, ...], Gaussian] = field(default_factory=dict[tuple[Any, ...], Gaussian])
 
     @property
@@ -143,7 +165,7 @@ class Around:
         posterior, laplace, model = self.posterior, self.laplace, self.posterior.model
         self.noise.set(candidate.noise)
         if candidate.width is not None:
-            model.prior = relative_prior(model, laplace.theta, candidate.width)
+            model.prior = relative_prior(model, laplace.theta, candidate.width, candidate.last)
         if "linearise" in posterior.left_open:
             model.linearised_at = laplace.theta[: model.net_space.size].clone() if candidate.linearised else None
         curvature = candidate.temperature * candidate.noise**2
@@ -159,7 +181,8 @@ class Around:
 
     def normal(self, candidate: Candidate) -> Gaussian:
         """That of a candidate, kept if there is room, and the noise that goes with it set."""
-        if (made := self.made.get(candidate.order)) is not None:
+        key = (*candidate.kind, candidate.noise)
+        if (made := self.made.get(key)) is not None:
             self.noise.set(candidate.noise)
             return made
         self.place(candidate)
@@ -169,7 +192,7 @@ class Around:
         density = (copy.deepcopy(family) if room else family)()
         assert isinstance(density, Gaussian)
         if room:
-            self.made[candidate.order] = density
+            self.made[key] = density
         return density
 
 
@@ -263,7 +286,7 @@ class Measuring:
         elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
             self.was_exact = True
             self.exactly(linear)
-            best = max(linear, key=lambda one: one.density)
+            best = max((one for one in linear if one.last is None), key=lambda one: one.density)
             same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
             self.on_draws(same, self.few(PASSES, DRAWS, FEWEST))
         else:
@@ -273,7 +296,7 @@ class Measuring:
         """Candidates with a noise between that of what is kept and its neighbours, where measuring them is exact."""
         if not self.was_exact or not kept.linearised:
             return []
-        tried = [one.noise for one in candidates if (one.width, one.linearised) == (kept.width, True)]
+        tried = [one.noise for one in candidates if one.kind == kept.kind]
         stem = kept.name.removesuffix(_noise(kept.noise))
         finer = [
             replace(kept, name=stem + _noise(factor), noise=factor, held_out=None, density=-inf)
@@ -303,6 +326,7 @@ class Measuring:
 
     def one_by_one(self, candidates: list[Candidate]) -> None:
         """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
+        candidates = [one for one in candidates if one.last is None]
         best, few = self.network, self.few(PASSES, 2 * DRAWS, FEWEST)
         for width in FEW_WIDTHS:
             tried = [one for one in candidates if one.width == width]
