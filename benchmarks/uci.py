@@ -11,10 +11,10 @@ of a first fit of every candidate; what is chosen is then fitted again to the wh
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
 - `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
-  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in and λ = 0.01 with
-  16 λ/fan_in, which is all but a network of an ensemble. Each with its noise as learned, 1.5 and 3 times as wide, and
-  each an equal mixture of members: one when it is tried, in the end of ten in all as many as it weighs. The weights are
-  those with the highest held-out log density (stacking). `validated` is the one best candidate instead.
+  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in; and λ → 0 at
+  s² λ/fan_in, s = 1, 4 and 8, which are networks of an ensemble. Each with its noise as learned, 1.5 and 3 times as
+  wide, and each an equal mixture of members: one when it is tried, in the end of ten in all as many as it weighs. The
+  weights are those with the highest held-out log density (stacking). `validated` is the one best candidate instead.
 - `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
 - `deep ensemble`: five networks; their prior scale, 0.5, 1, 4 or 8 times 1/√fan_in, by the held-out log density. `x10`:
   as many networks as ours has.
@@ -53,8 +53,8 @@ LR, POINT_LR = 0.02, 0.02
 #: members: of ours and of a stacked ensemble in the end, shared out to its parts by their weights; of an ensemble when
 #: it is tried
 SHARED, TRIED = 10, 2
-#: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in
-LEARNED, DECAYED = (1.0, 0.3, 0.03, 0.003), ((0.5, 1.0), (0.1, 1.0), (0.25, 2.0), (0.01, 4.0))
+#: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in; s of λ → 0
+LEARNED, DECAYED, LIMIT = (1.0, 0.3, 0.03, 0.003), ((0.5, 1.0), (0.1, 1.0), (0.25, 2.0)), (1.0, 4.0, 8.0)
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
 ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0, 8.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
@@ -124,6 +124,7 @@ class Bench:
         family = lambda _: vi.MeanField()  # noqa: E731
         method = self._method(noise, family, LR, 1)
         candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, s * λ**0.5) for λ, s in DECAYED]
+        candidates += [Candidate(0.0, s) for s in LIMIT]
         self._chosen("validated", "stacked", noise, method, candidates, 1, 2, SHARED)
 
     def ensemble(self, noise: str) -> None:

@@ -33,7 +33,10 @@ FULL_BATCH, BATCH = 500, 256
 
 
 class Candidate(NamedTuple):
-    """What can be chosen: λ, the prior's scale in units of 1/√fan_in (None: by the ELBO, one a tensor), a drop rate."""
+    """What can be chosen: λ, the prior's scale in units of 1/√fan_in (None: by the ELBO, one a tensor), a drop rate.
+
+    At λ = 0 it is a network of an ensemble: what mean field with the prior's variance λs²/fan_in comes to as λ falls.
+    """
 
     temperature: float
     scale: float | None
@@ -94,8 +97,11 @@ class Method(NamedTuple):
     #: a point estimate, or masks of one
     is_point: bool = False
 
+    def has_point(self, one: Candidate) -> bool:
+        return self.is_point or one.temperature == 0
+
     def temperature(self, one: Candidate) -> float:
-        return one.temperature / (one.scale or 1.0) ** 2 if self.is_point else one.temperature
+        return (one.temperature or 1.0) / (one.scale or 1.0) ** 2 if self.has_point(one) else one.temperature
 
 
 class Members(NamedTuple):
@@ -115,10 +121,12 @@ def template(inputs: int, method: Method, one: Candidate) -> vi.Posterior:
     """
     make, outputs = NOISE[method.noise]
     net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
-    prior = vi.NormalPrior.fan_in(1.0 if method.is_point else dict.fromkeys(TENSORS, 1.0), learn=not method.is_point)
-    if one.scale is not None and not method.is_point:
+    is_point = method.has_point(one)
+    prior = vi.NormalPrior.fan_in(1.0 if is_point else dict.fromkeys(TENSORS, 1.0), learn=not is_point)
+    if one.scale is not None and not is_point:
         prior.log_scale.requires_grad_(False).fill_(log(one.scale))
-    return vi.variationalize(net, make(), method.family(one), prior, evaluation="vmap")
+    family = method.family(one) if one.temperature else vi.MAP()
+    return vi.variationalize(net, make(), family, prior, evaluation="vmap")
 
 
 def started(template: vi.Posterior, seed: int) -> vi.Posterior:
@@ -142,7 +150,10 @@ def fit(splits: Splits, jobs: Sequence[Job], method: Method, device: str) -> lis
         each={"temperature": [method.temperature(job.candidate) for job in jobs]}, steps=method.steps, lr=method.lr,
         groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False, device=device,
     )  # fmt: skip
-    found = [predict(one, splits[job.split], method.draws) for one, job in zip(posteriors, jobs, strict=True)]
+    found = [
+        predict(one, splits[job.split], method.draws if job.candidate.temperature else 1)
+        for one, job in zip(posteriors, jobs, strict=True)
+    ]
     return [(one, result.elbo.value) for one, result in zip(found, results, strict=True)]
 
 

@@ -72,6 +72,18 @@ def test_a_prior_scale_of_a_point_estimate_is_part_of_its_temperature():
     assert method._replace(is_point=False).temperature(Candidate(0.3, 4.0)) == 0.3
 
 
+def test_the_limit_of_small_temperatures_is_a_network_of_an_ensemble(folder, monkeypatch):
+    monkeypatch.setattr(uci_methods, "HIDDEN", 3)
+    splits = load(folder, "yacht", [1])
+    ours = Method("normal", lambda _: vi.MeanField(), steps=8, lr=0.05)
+    ensemble = Method("normal", lambda _: vi.MAP(), steps=8, lr=0.05, draws=1, is_point=True)
+    jobs = [Job(1, Candidate(0.0, 4.0), m) for m in range(2)]
+    found = uci_methods.fit(splits, jobs, ours, "cpu")
+    networks = uci_methods.fit(splits, [job._replace(candidate=Candidate(1.0, 4.0)) for job in jobs], ensemble, "cpu")
+    for (one, _), (other, _) in zip(found, networks, strict=True):
+        assert torch.equal(one.every, other.every)
+
+
 def _predicted(value, mean):
     """The same log density in every row, and 2 and 4 nats below it with wider noise."""
     every = value - torch.tensor([0.0, 2.0, 4.0]).double().unsqueeze(-1).expand(-1, len(mean))
@@ -127,7 +139,7 @@ def test_members_are_shared_out_by_weight():
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(uci, "STEPS", 10)
-    for name, values in (("LEARNED", (1.0,)), ("DECAYED", ((0.1, 1.0), (0.25, 2.0))), ("RATES", (0.01, 0.1))):
+    for name, values in (("LEARNED", (1.0,)), ("DECAYED", ((0.1, 1.0),)), ("LIMIT", (4.0,)), ("RATES", (0.01, 0.1))):
         monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     monkeypatch.setattr(uci, "MEMBERS", 2)
