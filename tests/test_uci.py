@@ -215,9 +215,11 @@ def test_rules_are_scored_on_the_other_half():
     all candidates share."""
     rows = torch.stack([torch.full((10,), -1.0), torch.full((10,), -9.0)]).double()
     mixture = log((5 + 1.5) / 8 * exp(-1) + 1.5 / 8 * exp(-9))
-    assert uci_tried.halves(rows, 0) == pytest.approx((-1.0, mixture), abs=1e-3)
+    wider = torch.stack([rows, rows - 50.0], 1)  # [C, F, n]: of no use
+    widths = log((5 + 0.75) / 8 * exp(-1) + 0.75 / 8 * exp(-9))
+    assert uci_tried.halves(wider, 0) == pytest.approx((-1.0, mixture, widths), abs=1e-3)
     half = torch.stack([torch.arange(2000) % 2 * -9.0, (torch.arange(2000) + 1) % 2 * -9.0]).double()
-    picked, stacked = uci_tried.halves(half, 0)
+    picked, stacked, _ = uci_tried.halves(half.unsqueeze(1), 0)
     assert picked == pytest.approx(-4.5, abs=0.3)  # standard error 9/2/√1000 = 0.14
     assert stacked == pytest.approx(-log(2), abs=0.01)  # both with one half, up to the share of the halves
 
