@@ -10,7 +10,7 @@ DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "pub
 of a first fit of every candidate; what is chosen is then fitted again to the whole training set.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
+- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.1 with the prior's variance
   λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in; and λ → 0 at
   s² λ/fan_in, s = 1, 4 and 8, which are networks of an ensemble. Each with its noise as learned, and 0.7, 1.5
   and 3 times as wide, and each an equal mixture of members: one when it is tried, in the end of ten in all as many as
@@ -55,7 +55,7 @@ LR, POINT_LR = 0.02, 0.02
 #: it is tried
 SHARED, TRIED = 10, 2
 #: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in; s of λ → 0
-LEARNED, DECAYED, LIMIT = (1.0, 0.3, 0.03, 0.003), ((0.5, 1.0), (0.1, 1.0), (0.25, 2.0)), (1.0, 4.0, 8.0)
+LEARNED, DECAYED, LIMIT = (1.0, 0.3, 0.03, 0.003), ((0.1, 1.0), (0.25, 2.0)), (1.0, 4.0, 8.0)
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
 ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0, 8.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
