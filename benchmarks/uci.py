@@ -10,16 +10,17 @@ DIR holds NAME.npz (X, y and the test rows of each split) and, for the rows "pub
 of a first fit of every candidate; what is chosen is then fitted again to the whole training set.
 
 - `mean field`: λ = 1, the prior's scales (one for each tensor) by the ELBO; one fit, and the equal mixture of five.
-- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.5, 0.1 with the prior's variance
-  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in and λ = 0.01 with
-  16 λ/fan_in, which is all but a network of an ensemble. Each with its noise as learned, 1.5 and 3 times as wide, and
-  each an equal mixture of members: one when it is tried, in the end of ten in all as many as it weighs. The weights are
-  those with the highest held-out log density (stacking). `validated` is the one best candidate instead.
+- `stacked`: ours. Candidates: λ = 1, 0.3, 0.03, 0.003, prior scales by the ELBO; λ = 0.1 with the prior's variance
+  λ/fan_in (λ KL then pulls means as weight decay does, at any λ), λ = 0.25 with 4 λ/fan_in; and λ → 0 at
+  s² λ/fan_in, s = 1, 4 and 8, which are networks of an ensemble. Each with its noise as learned, and 0.7, 1.5
+  and 3 times as wide, and each an equal mixture of members: one when it is tried, in the end of ten in all as many as
+  it weighs. The weights are those with the highest held-out log density (stacking). `validated` is the one best
+  candidate instead.
 - `precision 5`: rank 5, λ = 1, five members, prior scales by the ELBO.
 - `deep ensemble`: five networks; their prior scale, 0.5, 1, 4 or 8 times 1/√fan_in, by the held-out log density. `x10`:
   as many networks as ours has.
 - `MC dropout`: masks on inputs and hidden units; drop rate of 0.005, 0.01, 0.05, 0.1 and prior scale 1 or 4 likewise.
-- `.., scaled`: of the candidates at all three widths of the noise the best, likewise.
+- `.., scaled`: of the candidates at all four widths of the noise the best, likewise.
 - `deep ensemble, stacked`, `MC dropout, stacked`: weights as ours has them, for the rivals' candidates.
 
 Each with three kinds of noise: normal, Student-t (degrees of freedom learned), heteroscedastic (a second output). The
@@ -53,8 +54,8 @@ LR, POINT_LR = 0.02, 0.02
 #: members: of ours and of a stacked ensemble in the end, shared out to its parts by their weights; of an ensemble when
 #: it is tried
 SHARED, TRIED = 10, 2
-#: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in
-LEARNED, DECAYED = (1.0, 0.3, 0.03, 0.003), ((0.5, 1.0), (0.1, 1.0), (0.25, 2.0), (0.01, 4.0))
+#: λ of candidates with prior scales by the ELBO; λ and s of those with the prior's variance λs²/fan_in; s of λ → 0
+LEARNED, DECAYED, LIMIT = (1.0, 0.3, 0.03, 0.003), ((0.1, 1.0), (0.25, 2.0)), (1.0, 4.0, 8.0)
 #: prior scales of networks and of MC dropout in units of 1/√fan_in, and drop rates
 ENSEMBLE, DROPOUT, RATES = (0.5, 1.0, 4.0, 8.0), (1.0, 4.0), (0.005, 0.01, 0.05, 0.1)
 #: candidates of ours that weigh less are left out
@@ -124,6 +125,7 @@ class Bench:
         family = lambda _: vi.MeanField()  # noqa: E731
         method = self._method(noise, family, LR, 1)
         candidates = [Candidate(λ, None) for λ in LEARNED] + [Candidate(λ, s * λ**0.5) for λ, s in DECAYED]
+        candidates += [Candidate(0.0, s) for s in LIMIT]
         self._chosen("validated", "stacked", noise, method, candidates, 1, 2, SHARED)
 
     def ensemble(self, noise: str) -> None:
@@ -182,12 +184,12 @@ class Bench:
             if picked > MEMBERS:
                 self._keep(f"{best} x{picked}, {noise}", r, one.predicted, **row)
             factor = [float(f == own.factor) for f in range(own.weights.shape[1])]
-            row = {"held_out": own.scaled_value, "factor": (1.0, *methods.WIDER)[own.factor]}
-            self._keep(f"{best}, scaled, {noise}", r, methods.widened(scaled.five, factor), **row)
+            row = {"held_out": own.scaled_value, "factor": (1.0, *methods.WIDTHS)[own.factor]}
+            self._keep(f"{best}, scaled, {noise}", r, methods.with_widths(scaled.five, factor), **row)
             share, widths = own.weights.sum(1).tolist(), own.weights.sum(0).tolist()
             row = {"held_out": own.stacked_value, "weights": share, "factors": widths}
             parts = [
-                (methods.widened(found[r, one].predicted, (own.weights[c] / share[c]).tolist()), share[c])
+                (methods.with_widths(found[r, one].predicted, (own.weights[c] / share[c]).tolist()), share[c])
                 for c, one in enumerate(candidates) if share[c] > 0
             ]  # fmt: skip
             self._keep(f"{stacked}, {noise}", r, methods.mixed(parts), **row)

@@ -24,8 +24,9 @@ NOISE: dict[str, tuple[Callable[[], Any], int]] = {
 }
 HIDDEN, MEMBERS, DRAWS = 50, 5, 100
 TENSORS = ("0.weight", "0.bias", "2.weight", "2.bias")
-#: what is stacked besides a candidate itself: the same draws, their noise so many times as wide
-WIDER = (1.5, 3.0)
+#: what is stacked besides a candidate itself: the same draws, their noise so many times as wide. Narrower too: noise is
+#: learned from the residuals of every draw, and the mean of a mixture over draws and members is nearer to the data
+WIDTHS = (0.7, 1.5, 3.0)
 #: nats that a fit which is no number counts for a row
 LOST = -1000.0
 #: sets with more data than this take minibatches
@@ -33,7 +34,10 @@ FULL_BATCH, BATCH = 500, 256
 
 
 class Candidate(NamedTuple):
-    """What can be chosen: λ, the prior's scale in units of 1/√fan_in (None: by the ELBO, one a tensor), a drop rate."""
+    """What can be chosen: λ, the prior's scale in units of 1/√fan_in (None: by the ELBO, one a tensor), a drop rate.
+
+    At λ = 0 it is a network of an ensemble: what mean field with the prior's variance λs²/fan_in comes to as λ falls.
+    """
 
     temperature: float
     scale: float | None
@@ -73,13 +77,13 @@ class Predicted(NamedTuple):
 
     log_density: Tensor
     mean: Tensor
-    #: the log density where the noise of every draw is wider, [len(WIDER), n]
-    wider: Tensor
+    #: the log density where the noise of every draw has another width, [len(WIDTHS), n]
+    rescaled: Tensor
 
     @property
     def every(self) -> Tensor:
-        """The log density with the noise as it was learned, and wider: [1 + len(WIDER), n]."""
-        return torch.cat([self.log_density.unsqueeze(0), self.wider])
+        """The log density with the noise as it was learned, and at every other width: [1 + len(WIDTHS), n]."""
+        return torch.cat([self.log_density.unsqueeze(0), self.rescaled])
 
 
 class Method(NamedTuple):
@@ -94,8 +98,11 @@ class Method(NamedTuple):
     #: a point estimate, or masks of one
     is_point: bool = False
 
+    def has_point(self, one: Candidate) -> bool:
+        return self.is_point or one.temperature == 0
+
     def temperature(self, one: Candidate) -> float:
-        return one.temperature / (one.scale or 1.0) ** 2 if self.is_point else one.temperature
+        return (one.temperature or 1.0) / (one.scale or 1.0) ** 2 if self.has_point(one) else one.temperature
 
 
 class Members(NamedTuple):
@@ -115,10 +122,12 @@ def template(inputs: int, method: Method, one: Candidate) -> vi.Posterior:
     """
     make, outputs = NOISE[method.noise]
     net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
-    prior = vi.NormalPrior.fan_in(1.0 if method.is_point else dict.fromkeys(TENSORS, 1.0), learn=not method.is_point)
-    if one.scale is not None and not method.is_point:
+    is_point = method.has_point(one)
+    prior = vi.NormalPrior.fan_in(1.0 if is_point else dict.fromkeys(TENSORS, 1.0), learn=not is_point)
+    if one.scale is not None and not is_point:
         prior.log_scale.requires_grad_(False).fill_(log(one.scale))
-    return vi.variationalize(net, make(), method.family(one), prior, evaluation="vmap")
+    family = method.family(one) if one.temperature else vi.MAP()
+    return vi.variationalize(net, make(), family, prior, evaluation="vmap")
 
 
 def started(template: vi.Posterior, seed: int) -> vi.Posterior:
@@ -142,7 +151,10 @@ def fit(splits: Splits, jobs: Sequence[Job], method: Method, device: str) -> lis
         each={"temperature": [method.temperature(job.candidate) for job in jobs]}, steps=method.steps, lr=method.lr,
         groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False, device=device,
     )  # fmt: skip
-    found = [predict(one, splits[job.split], method.draws) for one, job in zip(posteriors, jobs, strict=True)]
+    found = [
+        predict(one, splits[job.split], method.draws if job.candidate.temperature else 1)
+        for one, job in zip(posteriors, jobs, strict=True)
+    ]
     return [(one, result.elbo.value) for one, result in zip(found, results, strict=True)]
 
 
@@ -173,12 +185,12 @@ def predict(posterior: vi.Posterior, split: Split, draws: int) -> Predicted:
     x, t = (tensor.to(posterior.device) for tensor in (split.x_test, split.t_test))
     generator = torch.Generator(posterior.device).manual_seed(7)
     found = posterior.predict(x, draws, chunk=draws, generator=generator)
-    rows = [found.log_prob(t), *(_wider(found, t, factor) for factor in WIDER)]
+    rows = [found.log_prob(t), *(_rescaled(found, t, factor) for factor in WIDTHS)]
     every = torch.stack(rows).flatten(1).double().cpu().nan_to_num(nan=LOST)
     return Predicted(every[0], found.mean.view(-1).double().cpu().nan_to_num(), every[1:])
 
 
-def _wider(found: vi.Predictive, t: Tensor, factor: float) -> Tensor:
+def _rescaled(found: vi.Predictive, t: Tensor, factor: float) -> Tensor:
     """log Σ_s w_s p(t | y_s) where the noise is so many times as wide."""
     made: Any = copy.copy(found.components)
     made.scale = factor * made.scale
@@ -193,8 +205,8 @@ def mixed(parts: Sequence[tuple[Predicted, float]]) -> Predicted:
     return Predicted(every[0], mean, every[1:])
 
 
-def widened(predicted: Predicted, weights: Sequence[float]) -> Predicted:
-    """The mixture of noise as it was learned and wider, with these weights, which sum to one."""
+def with_widths(predicted: Predicted, weights: Sequence[float]) -> Predicted:
+    """The mixture of noise as it was learned and at other widths, with these weights, which sum to one."""
     mixture = (predicted.every + torch.tensor(weights).double().log().unsqueeze(-1)).logsumexp(0)
     return predicted._replace(log_density=mixture)
 

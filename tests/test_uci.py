@@ -72,9 +72,21 @@ def test_a_prior_scale_of_a_point_estimate_is_part_of_its_temperature():
     assert method._replace(is_point=False).temperature(Candidate(0.3, 4.0)) == 0.3
 
 
+def test_the_limit_of_small_temperatures_is_a_network_of_an_ensemble(folder, monkeypatch):
+    monkeypatch.setattr(uci_methods, "HIDDEN", 3)
+    splits = load(folder, "yacht", [1])
+    ours = Method("normal", lambda _: vi.MeanField(), steps=8, lr=0.05)
+    ensemble = Method("normal", lambda _: vi.MAP(), steps=8, lr=0.05, draws=1, is_point=True)
+    jobs = [Job(1, Candidate(0.0, 4.0), m) for m in range(2)]
+    found = uci_methods.fit(splits, jobs, ours, "cpu")
+    networks = uci_methods.fit(splits, [job._replace(candidate=Candidate(1.0, 4.0)) for job in jobs], ensemble, "cpu")
+    for (one, _), (other, _) in zip(found, networks, strict=True):
+        assert torch.equal(one.every, other.every)
+
+
 def _predicted(value, mean):
-    """The same log density in every row, and 2 and 4 nats below it with wider noise."""
-    every = value - torch.tensor([0.0, 2.0, 4.0]).double().unsqueeze(-1).expand(-1, len(mean))
+    """The same log density in every row, and 2, 4 and 6 nats below it with noise of other widths."""
+    every = value - torch.tensor([0.0, 2.0, 4.0, 6.0]).double().unsqueeze(-1).expand(-1, len(mean))
     return Predicted(every[0], mean, every[1:])
 
 
@@ -90,26 +102,26 @@ def test_scores_are_in_the_data_s_units(folder):
     torch.testing.assert_close(both.mean, predicted.mean)
 
 
-def test_wider_noise_is_that_of_every_draw(folder, monkeypatch):
+def test_rescaled_noise_is_that_of_every_draw(folder, monkeypatch):
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     split = load(folder, "yacht")[0]
     for noise in ("normal", "Student-t", "heteroscedastic"):
         one = uci_methods.template(2, Method(noise, lambda _: vi.MAP(), 1, 0.1, is_point=True), Candidate(1.0, 1.0))
         predicted = uci_methods.predict(one, split, 1)
         base = one.predict(split.x_test, 1).components
-        for factor, row in zip(uci_methods.WIDER, predicted.wider, strict=True):
+        for factor, row in zip(uci_methods.WIDTHS, predicted.rescaled, strict=True):
             # t = m + factor z has 1/factor of the density that m + z has
             inside = base.mean[0] + (split.t_test - base.mean[0]) / factor
             expected = base.log_prob(inside).view(-1).double() - log(factor)
             torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
     # two fifths of the weight are with the noise as it was learned
-    mixture = uci_methods.widened(_predicted(-1.0, torch.zeros(4)), [0.4, 0.6, 0.0])
+    mixture = uci_methods.with_widths(_predicted(-1.0, torch.zeros(4)), [0.4, 0.6, 0.0, 0.0])
     expected = torch.full((4,), log(0.4 * exp(-1) + 0.6 * exp(-3))).double()
     torch.testing.assert_close(mixture.log_density, expected)
 
 
 def test_members_are_shared_out_by_weight():
-    # rows are of the first candidate, or of the second with noise 1.5 times as wide
+    # rows are of the first candidate, or of the second with noise of the first other width
     rows = torch.full((2, 3, 100), -20.0).double()
     rows[0, 0, :80], rows[1, 1, 80:] = 0.0, 0.0
     held = [Predicted(own[0], torch.zeros(100), own[1:]) for own in rows]
@@ -127,7 +139,7 @@ def test_members_are_shared_out_by_weight():
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(uci, "STEPS", 10)
-    for name, values in (("LEARNED", (1.0,)), ("DECAYED", ((0.1, 1.0), (0.25, 2.0))), ("RATES", (0.01, 0.1))):
+    for name, values in (("LEARNED", (1.0,)), ("DECAYED", ((0.1, 1.0),)), ("LIMIT", (4.0,)), ("RATES", (0.01, 0.1))):
         monkeypatch.setattr(uci, name, values)
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
     monkeypatch.setattr(uci, "MEMBERS", 2)
@@ -203,9 +215,11 @@ def test_rules_are_scored_on_the_other_half():
     all candidates share."""
     rows = torch.stack([torch.full((10,), -1.0), torch.full((10,), -9.0)]).double()
     mixture = log((5 + 1.5) / 8 * exp(-1) + 1.5 / 8 * exp(-9))
-    assert uci_tried.halves(rows, 0) == pytest.approx((-1.0, mixture), abs=1e-3)
+    wider = torch.stack([rows, rows - 50.0], 1)  # [C, F, n]: of no use
+    widths = log((5 + 0.75) / 8 * exp(-1) + 0.75 / 8 * exp(-9))
+    assert uci_tried.halves(wider, 0) == pytest.approx((-1.0, mixture, widths), abs=1e-3)
     half = torch.stack([torch.arange(2000) % 2 * -9.0, (torch.arange(2000) + 1) % 2 * -9.0]).double()
-    picked, stacked = uci_tried.halves(half, 0)
+    picked, stacked, _ = uci_tried.halves(half.unsqueeze(1), 0)
     assert picked == pytest.approx(-4.5, abs=0.3)  # standard error 9/2/√1000 = 0.14
     assert stacked == pytest.approx(-log(2), abs=0.01)  # both with one half, up to the share of the halves
 
