@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.networks import batched_linear
+from structvi.networks import batched_products
 
 pytestmark = pytest.mark.gpu
 #: S, M, K, N: the three products of a large and of a narrow layer, and sizes that divide by nothing
@@ -53,9 +53,9 @@ def stepped(capture, device):
 
 def test_a_captured_step_has_their_bits(device, monkeypatch):
     used = []
-    own = batched_linear._on_tensor_cores
-    monkeypatch.setattr(batched_linear, "SMALL", 2**16)
-    monkeypatch.setattr(batched_linear, "_on_tensor_cores", lambda x: used.append(own(x)) or used[-1])
+    own = batched_products._on_tensor_cores
+    monkeypatch.setattr(batched_products, "SMALL", 2**16)
+    monkeypatch.setattr(batched_products, "_on_tensor_cores", lambda x: used.append(own(x)) or used[-1])
     (losses, parameters, captured), (others, eager, _) = (stepped(capture, device) for capture in (True, False))
     assert captured == (device.type == "cuda")
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -74,7 +74,7 @@ def test_a_step_on_tensor_cores_is_that_of_plain_units(device, monkeypatch):
     batch = torch.randn(128, 784, device=device), torch.randint(10, (128,), device=device)
     found = []
     for small in (0, 2**60):
-        monkeypatch.setattr(batched_linear, "SMALL", small)
+        monkeypatch.setattr(batched_products, "SMALL", small)
         theta = bayes.family().draw(4, generator=torch.Generator(device).manual_seed(0)).theta.detach()
         theta.requires_grad_()
         bayes.model.log_likelihood(theta, batch).sum().backward()

@@ -31,15 +31,16 @@ LARGE, NARROW, FLAT = Shape(64, 64, 32, 4, 3), Shape(16, 16, 128, 2, 3), Shape(1
 _FEW = 32
 
 
-def product(x: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
+def product(x: Tensor, y: Tensor, shape: Shape | None = None, out: Tensor | None = None) -> Tensor:
     """x y of each draw: [S, M, K], [S, K, N] → [S, M, N]."""
     (S, M, K), N = x.shape, y.shape[-1]
     if shape is None:
         shape = NARROW if N <= _FEW else FLAT if M <= _FEW else LARGE
-    out = x.new_empty(S, M, N)
+    out = x.new_empty(S, M, N) if out is None else out
+    assert out.stride()[1:] == (N, 1)
     tiles = triton.cdiv(M, shape.rows) * triton.cdiv(N, shape.columns)
     _product[(tiles, S)](
-        x, y, out, M, N, K, *x.stride(), *y.stride(),
+        x, y, out, M, N, K, *x.stride(), *y.stride(), out.stride(0),
         ROWS=shape.rows, COLUMNS=shape.columns, SUM=min(shape.sum, max(16, triton.next_power_of_2(K))),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -48,7 +49,7 @@ def product(x: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
 
 @triton.jit
 def _product(
-    x, y, out, M, N, K, x_draw, x_row, x_column, y_draw, y_row, y_column,
+    x, y, out, M, N, K, x_draw, x_row, x_column, y_draw, y_row, y_column, apart,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     draw, across = tl.program_id(1).to(tl.int64), tl.cdiv(N, COLUMNS)
@@ -66,4 +67,4 @@ def _product(
         left += SUM * x_column
         right += SUM * y_row
     at = m[:, None] * N + n[None, :]
-    tl.store(out + draw * M * N + at, total, mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(out + draw * apart + at, total, mask=(m < M)[:, None] & (n < N)[None, :])
