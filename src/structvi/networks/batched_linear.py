@@ -34,7 +34,7 @@ class BatchedLinear(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.split and args and args[0] is self.row:
+        if func is torch.split and args and args[0] is self.row and self.row is not None:
             return split(self.row, args[1], self.room)
         if func is linear and not torch.is_autocast_enabled(args[0].device.type if args else "cpu"):
             return _of(self.room, *args, **kwargs)

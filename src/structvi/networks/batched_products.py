@@ -29,7 +29,7 @@ class Room:
         theta = self.theta
         if theta is None or not _plain() or not _part(weight, theta):
             return None
-        at = weight.storage_offset() - theta.storage_offset()
+        at = int(weight.storage_offset() - theta.storage_offset())
         if at in self.taken:
             return None
         self.taken.add(at)
