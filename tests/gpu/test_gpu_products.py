@@ -37,6 +37,11 @@ def test_products_have_the_precision_of_float32(sizes, device):
         for b in (y, apart(y, "transposed"), apart(y, "wide")):
             expected = exact if a.stride(0) else a.double() @ b.double()
             assert (product(a, b).double() - expected).abs().max().item() <= allowed
+    bias = apart(torch.randn(S, 1, N, generator=generator).to(device), "wide").squeeze(1)
+    room = x.new_zeros(S, M * N + 5)
+    found = product(x, y, out=room[:, 2 : 2 + M * N].unflatten(1, (M, N)), bias=bias)
+    assert (found.double() - exact - bias.unsqueeze(1).double()).abs().max().item() <= 2 * allowed
+    assert room[:, :2].abs().max() == 0 and room[:, 2 + M * N :].abs().max() == 0  # noqa: PT018
 
 
 def stepped(capture, device):

@@ -80,15 +80,18 @@ class _Linear(torch.autograd.Function):
     def vmap(info, in_dims, x, weight, bias, room):  # pyright: ignore[reportIncompatibleMethodOverride]
         given: Any = zip((x, weight, bias), in_dims[:3], strict=True)
         x, weight, bias = (one if at is None else one.movedim(at, 0) for one, at in given)
+        own = None  # of each draw, added with the product
+        if bias is not None and in_dims[1] is not None and in_dims[2] is not None:
+            own, bias = bias, None
         if in_dims[1] is None:  # a layer that all draws share
             out = linear(x, weight)
             out = out.unsqueeze(0) if in_dims[0] is None and bias is not None else out
         elif in_dims[0] is None:
             rows = x.reshape(-1, x.shape[-1])
-            out = _Batched.apply(rows.expand(info.batch_size, *rows.shape), weight, room)
+            out = _Batched.apply(rows.expand(info.batch_size, *rows.shape), weight, own, room)
             out = out.unflatten(1, x.shape[:-1])  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            out = _Batched.apply(x.reshape(len(x), -1, x.shape[-1]), weight, room)
+            out = _Batched.apply(x.reshape(len(x), -1, x.shape[-1]), weight, own, room)
             out = out.unflatten(1, x.shape[1:-1])  # pyright: ignore[reportAttributeAccessIssue]
         if bias is None:
             return out, 0 if in_dims[0] is not None or in_dims[1] is not None else None
@@ -98,21 +101,26 @@ class _Linear(torch.autograd.Function):
 
 
 class _Batched(torch.autograd.Function):
-    """x Wᵀ of each draw: [S, N, in], [S, out, in] → [S, N, out]; of many fits at once under a second vmap."""
+    """x Wᵀ + b of each draw: [S, N, in], [S, out, in], [S, out] → [S, N, out]; of many fits under a second vmap."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, room: Room) -> Tensor:
-        return product(x, weight.mT)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, room: Room) -> Tensor:
+        return product(x, weight.mT, bias=bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, ctx.room = inputs
+        x, weight, _, ctx.room = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        to_x = product(g, weight) if ctx.needs_input_grad[0] else None
-        return to_x, product(g.mT, x, ctx.room.of(weight)) if ctx.needs_input_grad[1] else None, None
+        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
+        return (
+            product(g, weight) if to_x else None,
+            product(g.mT, x, ctx.room.of(weight)) if to_weight else None,
+            g.sum(1) if to_bias else None,
+            None,
+        )

@@ -93,13 +93,20 @@ class _Split(torch.autograd.Function):
         return _Split.apply(theta, sizes, room), (0,) * len(sizes)
 
 
-def product(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-    """[S, M, K], [S, K, N] → [S, M, N]: on tensor cores where those of this device are faster in float32 too."""
+def product(x: Tensor, y: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """[S, M, K], [S, K, N] → [S, M, N]: on tensor cores where those of this device are faster in float32 too.
+
+    Args:
+        x, y: the sides.
+        out: where it is written.
+        bias: [S, N], that is added to each row.
+    """
     if x[0].numel() * y.shape[-1] < SMALL or not _on_tensor_cores(x):
-        return torch.bmm(x, y) if out is None else torch.bmm(x, y, out=out)
+        found = torch.bmm(x, y) if out is None else torch.bmm(x, y, out=out)
+        return found if bias is None else found + bias.unsqueeze(1)
     from . import triton_products  # Triton takes longer to import than all of the library
 
-    return triton_products.product(x, y, out=out)
+    return triton_products.product(x, y, out=out, bias=bias)
 
 
 def _on_tensor_cores(x: Tensor) -> bool:
