@@ -77,7 +77,7 @@ def of_warps(call: Callable[[Any], Any]) -> Iterator[Choice]:
 
 
 def joined(data: Data) -> Iterator[Choice]:
-    """The sums and the draws together: a row of the factor in each thread, or products of warps."""
+    """The sums and the draws together, a row of the factor in each thread."""
     from structvi.families.numerics import triton_lane_sums as kernels
 
     def run(most: int) -> Any:
@@ -86,8 +86,6 @@ def joined(data: Data) -> Iterator[Choice]:
         return found[1], found[2], found[5]
 
     yield Choice("at most 1024 rows a program", lambda: run(1024))
-    given = data.mean, data.log_scale, data.factor, data.unit, data.epsilon, data.z
-    yield from of_warps(lambda kernels: [kernels.sums_and_draws(*given)[i] for i in (1, 2, 5)])
 
 
 def tiled(data: Data, tile: str, lanes: str, call: Callable[[Any], Any]) -> Iterator[Choice]:
@@ -117,18 +115,9 @@ def place(data: Data) -> Iterator[Choice]:
 
 
 def back(data: Data) -> Iterator[Choice]:
-    from structvi.families.numerics import triton_kernels, triton_lanes
-
     arguments = data.log_scale.exp(), data.factor, data.unit, data.epsilon, data.z, data.z, data.g, data.g_q
     arguments += data.epsilon, torch.zeros_like(data.g_q)
-    yield from tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
-
-    def run(blocks: int) -> Any:
-        triton_lanes.SERVES, triton_lanes.COVARIANCE_WARPS, triton_lanes.BLOCKS = 1, 1, blocks
-        return triton_kernels.back_covariance(*arguments)
-
-    for blocks in (1, 2, 4, 8):
-        yield Choice(f"rows in threads, 1 warps, {blocks} blocks", lambda b=blocks: run(b))
+    return tiled(data, "COVARIANCE", "COVARIANCE_WARPS", lambda kernels: kernels.back_covariance(*arguments))
 
 
 def precision(data: Data) -> Iterator[Choice]:

@@ -100,22 +100,24 @@ def width(P: int) -> int:
     return max(4, round((P / 3) ** 0.5))
 
 
-def perceptron(P: int) -> nn.Module:
-    return mlp(*[width(P)] * 4, 10)
+def perceptron(P: int, device: torch.device) -> nn.Module:
+    with device:  # not to be made on the host first
+        return mlp(*[width(P)] * 4, 10)
 
 
 def training_step(point: Point, device: torch.device) -> Step:
     torch.manual_seed(0)
-    net = perceptron(point.P).to(device)
+    net = perceptron(point.P, device)
     batch = torch.randn(BATCH, width(point.P), device=device), torch.randint(10, (BATCH,), device=device)
     return our_step(Problem("perceptron", net, batch), vi.StructuredNormal(point.K), point.S, captured=False)
 
 
-def predicted(point: Point) -> int:
+def predicted(point: Point, device: torch.device) -> int:
     """Bytes at the height of a training step by the formula that `fit` gives where memory does not suffice."""
-    net = perceptron(point.P)
+    net = perceptron(point.P, device)
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=BATCH)
-    batch = torch.zeros(BATCH, width(point.P)), torch.zeros(BATCH, dtype=torch.long)
+    with device:
+        batch = torch.zeros(BATCH, width(point.P)), torch.zeros(BATCH, dtype=torch.long)
     P = bayes.space.size
     activation = activation_bytes(bayes, batch)
     return Need(P * (point.K + 2), P, point.K, point.S, BATCH, point.S, 4, activation).total()
@@ -125,13 +127,13 @@ def sweep(kind: str, points: Sequence[Point], device: torch.device, repeats: int
     build = {"parameters": parameters_step, "training": training_step}[kind]
     made = [timing.prepare(lambda point=point: build(point, device), device) for point in points]
     times = timing.measure({i: m.step for i, m in enumerate(made)}, device, repeats, budget=budget)
-    sizes = [point.P if kind == "parameters" else count(perceptron(point.P)) for point in points]
+    sizes = [point.P if kind == "parameters" else count(perceptron(point.P, torch.device("meta"))) for point in points]
     return [
         {
             "kind": kind,
             **point._asdict(),
             "P": P,
-            "predicted": predicted(point) if kind == "training" else None,
+            "predicted": predicted(point, device) if kind == "training" else None,
             "seconds": median(times[i]),
             "least": min(times[i]),
             "live": m.live,
@@ -235,16 +237,16 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     print(timing.described(machine), flush=True)
     rows: list[dict] = []
     found: list[dict] = []
+    results: dict[str, Any] = {}
     for kind in KINDS:
         for letter in "PKS":
             swept = sweep(kind, centre.points(letter), device, options.repeats, options.seconds)
             rows += swept
             found.append(fits(kind, letter, swept))
-            print(said(found[-1]), flush=True)
-    results = {"machine": machine, "rows": rows, "fits": found, "load_at_end": timing.machine(device)["load"]}
-    results["table"] = f"{timing.described(machine)}\n\n{table(rows, found)}"
-    print(f"\n{table(rows, found)}")
-    timing.write(results, options.out)
+            print(f"{table(swept, found[-1:])}\n", flush=True)
+            results |= {"machine": machine, "rows": rows, "fits": found, "load_at_end": timing.machine(device)["load"]}
+            results["table"] = f"{timing.described(machine)}\n\n{table(rows, found)}"
+            timing.write(results, options.out)  # what there is, should it be stopped
     return results
 
 

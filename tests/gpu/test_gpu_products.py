@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.networks import batched_linear
+from structvi.networks import batched_products
 
 pytestmark = pytest.mark.gpu
 #: S, M, K, N: the three products of a large and of a narrow layer, and sizes that divide by nothing
@@ -37,6 +37,11 @@ def test_products_have_the_precision_of_float32(sizes, device):
         for b in (y, apart(y, "transposed"), apart(y, "wide")):
             expected = exact if a.stride(0) else a.double() @ b.double()
             assert (product(a, b).double() - expected).abs().max().item() <= allowed
+    bias = apart(torch.randn(S, 1, N, generator=generator).to(device), "wide").squeeze(1)
+    room = x.new_zeros(S, M * N + 5)
+    found = product(x, y, out=room[:, 2 : 2 + M * N].unflatten(1, (M, N)), bias=bias)
+    assert (found.double() - exact - bias.unsqueeze(1).double()).abs().max().item() <= 2 * allowed
+    assert room[:, :2].abs().max() == 0 and room[:, 2 + M * N :].abs().max() == 0  # noqa: PT018
 
 
 def stepped(capture, device):
@@ -53,9 +58,9 @@ def stepped(capture, device):
 
 def test_a_captured_step_has_their_bits(device, monkeypatch):
     used = []
-    own = batched_linear._on_tensor_cores
-    monkeypatch.setattr(batched_linear, "SMALL", 2**16)
-    monkeypatch.setattr(batched_linear, "_on_tensor_cores", lambda x: used.append(own(x)) or used[-1])
+    own = batched_products._on_tensor_cores
+    monkeypatch.setattr(batched_products, "SMALL", 2**16)
+    monkeypatch.setattr(batched_products, "_on_tensor_cores", lambda x: used.append(own(x)) or used[-1])
     (losses, parameters, captured), (others, eager, _) = (stepped(capture, device) for capture in (True, False))
     assert captured == (device.type == "cuda")
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -74,7 +79,7 @@ def test_a_step_on_tensor_cores_is_that_of_plain_units(device, monkeypatch):
     batch = torch.randn(128, 784, device=device), torch.randint(10, (128,), device=device)
     found = []
     for small in (0, 2**60):
-        monkeypatch.setattr(batched_linear, "SMALL", small)
+        monkeypatch.setattr(batched_products, "SMALL", small)
         theta = bayes.family().draw(4, generator=torch.Generator(device).manual_seed(0)).theta.detach()
         theta.requires_grad_()
         bayes.model.log_likelihood(theta, batch).sum().backward()

@@ -11,16 +11,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from ..families.numerics.fused import has_triton
-
-#: Products of so many multiplications for each draw, or fewer, take as long as they are launched.
-SMALL = 2**20
+from .batched_products import Room, product, split
 
 
 class BatchedLinear(TorchFunctionMode):
     """Inside, `torch.nn.functional.linear` under vmap is one batched product; elsewhere it is as it was.
 
-    Inside autocast it is vmap's own.
+    Inside autocast it is vmap's own. What is split off `row`, if it is set, has its gradients side by side in memory.
 
     Example:
         >>> from torch.func import vmap
@@ -30,35 +27,42 @@ class BatchedLinear(TorchFunctionMode):
         torch.Size([3, 5, 2])
     """
 
+    def __init__(self):
+        super().__init__()
+        self.row: Tensor | None = None
+        self.room = Room()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.split and args and args[0] is self.row and self.row is not None:
+            return split(self.row, args[1], self.room)
         if func is linear and not torch.is_autocast_enabled(args[0].device.type if args else "cpu"):
-            return _of(*args, **kwargs)
+            return _of(self.room, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _of(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _of(room: Room, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2 or input.ndim < 2 or weight.dtype != input.dtype:
         return linear(input, weight, bias)
-    return _Linear.apply(input, weight, bias)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(input, weight, bias, room)  # pyright: ignore[reportReturnType]
 
 
 class _Linear(torch.autograd.Function):
     """As it is where nothing is batched; under vmap `_Batched`."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, room: Room) -> Tensor:
         return linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, bias = inputs
+        x, weight, bias, _ = inputs
         ctx.save_for_backward(x, weight)
         ctx.save_for_forward(x, weight)
         ctx.biased = bias is not None
 
     @staticmethod
-    def jvp(ctx, x_tangent, weight_tangent, bias_tangent):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx, x_tangent, weight_tangent, bias_tangent, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         parts = [] if x_tangent is None else [x_tangent @ weight.mT]
         parts += [] if weight_tangent is None else [x @ weight_tangent.mT]
@@ -70,21 +74,24 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = g.reshape(-1, g.shape[-1])
         to_weight = rows.mT @ x.reshape(-1, x.shape[-1])
-        return g @ weight, to_weight, rows.sum(0) if ctx.biased else None
+        return g @ weight, to_weight, rows.sum(0) if ctx.biased else None, None
 
     @staticmethod
-    def vmap(info, in_dims, x, weight, bias):  # pyright: ignore[reportIncompatibleMethodOverride]
-        given: Any = zip((x, weight, bias), in_dims, strict=True)
+    def vmap(info, in_dims, x, weight, bias, room):  # pyright: ignore[reportIncompatibleMethodOverride]
+        given: Any = zip((x, weight, bias), in_dims[:3], strict=True)
         x, weight, bias = (one if at is None else one.movedim(at, 0) for one, at in given)
+        own = None  # of each draw, added with the product
+        if bias is not None and in_dims[1] is not None and in_dims[2] is not None:
+            own, bias = bias, None
         if in_dims[1] is None:  # a layer that all draws share
             out = linear(x, weight)
             out = out.unsqueeze(0) if in_dims[0] is None and bias is not None else out
         elif in_dims[0] is None:
             rows = x.reshape(-1, x.shape[-1])
-            out = _Batched.apply(rows.expand(info.batch_size, *rows.shape), weight)
+            out = _Batched.apply(rows.expand(info.batch_size, *rows.shape), weight, own, room)
             out = out.unflatten(1, x.shape[:-1])  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            out = _Batched.apply(x.reshape(len(x), -1, x.shape[-1]), weight)
+            out = _Batched.apply(x.reshape(len(x), -1, x.shape[-1]), weight, own, room)
             out = out.unflatten(1, x.shape[1:-1])  # pyright: ignore[reportAttributeAccessIssue]
         if bias is None:
             return out, 0 if in_dims[0] is not None or in_dims[1] is not None else None
@@ -94,41 +101,26 @@ class _Linear(torch.autograd.Function):
 
 
 class _Batched(torch.autograd.Function):
-    """x Wᵀ of each draw: [S, N, in], [S, out, in] → [S, N, out]; of many fits at once under a second vmap."""
+    """x Wᵀ + b of each draw: [S, N, in], [S, out, in], [S, out] → [S, N, out]; of many fits under a second vmap."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return _product(x, weight.mT)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, room: Room) -> Tensor:
+        return product(x, weight.mT, bias=bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+        x, weight, _, ctx.room = inputs
+        ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        to_x = _product(g, weight) if ctx.needs_input_grad[0] else None
-        return to_x, _product(g.mT, x) if ctx.needs_input_grad[1] else None
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """[S, M, K], [S, K, N] → [S, M, N]: on tensor cores where those of this device are faster in float32 too."""
-    if x[0].numel() * y.shape[-1] < SMALL or not _on_tensor_cores(x):
-        return torch.bmm(x, y)
-    from .triton_products import product  # Triton takes longer to import than all of the library
-
-    return product(x, y)
-
-
-def _on_tensor_cores(x: Tensor) -> bool:
-    """A Hopper GPU, on which it was tried, and TF32 not asked for; and nobody looks on who needs torch's own."""
-    plain = x.is_cuda and x.dtype == torch.float32 and has_triton() and not torch.compiler.is_compiling()
-    if not plain or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
-        return False
-    try:
-        exactly = torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set by torch's newer names, for some kinds of operation
-        return False
-    return exactly and torch.cuda.get_device_capability(x.device) == (9, 0)
+        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
+        return (
+            product(g, weight) if to_x else None,
+            product(g.mT, x, ctx.room.of(weight)) if to_weight else None,
+            g.sum(1) if to_bias else None,
+            None,
+        )

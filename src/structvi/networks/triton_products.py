@@ -31,15 +31,19 @@ LARGE, NARROW, FLAT = Shape(64, 64, 32, 4, 3), Shape(16, 16, 128, 2, 3), Shape(1
 _FEW = 32
 
 
-def product(x: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
-    """x y of each draw: [S, M, K], [S, K, N] → [S, M, N]."""
+def product(
+    x: Tensor, y: Tensor, shape: Shape | None = None, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """x y of each draw, and a bias [S, N] to each row: [S, M, K], [S, K, N] → [S, M, N]."""
     (S, M, K), N = x.shape, y.shape[-1]
     if shape is None:
         shape = NARROW if N <= _FEW else FLAT if M <= _FEW else LARGE
-    out = x.new_empty(S, M, N)
+    out = x.new_empty(S, M, N) if out is None else out
+    assert out.stride()[1:] == (N, 1) and (bias is None or bias.stride(1) == 1)  # noqa: PT018
     tiles = triton.cdiv(M, shape.rows) * triton.cdiv(N, shape.columns)
     _product[(tiles, S)](
-        x, y, out, M, N, K, *x.stride(), *y.stride(),
+        x, y, out, x if bias is None else bias, M, N, K, *x.stride(), *y.stride(), out.stride(0),
+        0 if bias is None else bias.stride(0), BIASED=bias is not None,
         ROWS=shape.rows, COLUMNS=shape.columns, SUM=min(shape.sum, max(16, triton.next_power_of_2(K))),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
@@ -48,8 +52,8 @@ def product(x: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
 
 @triton.jit
 def _product(
-    x, y, out, M, N, K, x_draw, x_row, x_column, y_draw, y_row, y_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUM: tl.constexpr,
+    x, y, out, bias, M, N, K, x_draw, x_row, x_column, y_draw, y_row, y_column, apart, bias_draw,
+    BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     draw, across = tl.program_id(1).to(tl.int64), tl.cdiv(N, COLUMNS)
     m = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
@@ -65,5 +69,7 @@ def _product(
         total = tl.dot(a, b, total, input_precision="tf32x3")
         left += SUM * x_column
         right += SUM * y_row
+    if BIASED:
+        total += tl.load(bias + draw * bias_draw + n, mask=n < N, other=0.0)[None, :]
     at = m[:, None] * N + n[None, :]
-    tl.store(out + draw * M * N + at, total, mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(out + draw * apart + at, total, mask=(m < M)[:, None] & (n < N)[None, :])

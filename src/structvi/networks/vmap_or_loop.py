@@ -19,6 +19,7 @@ from ..basics.garbage import uncollected
 from ..basics.random_streams import alone, borrowed_stream
 from ..basics.sizes import in_words
 from .batched_linear import BatchedLinear
+from .batched_products import Room
 
 Mode = Literal["auto", "vmap", "loop"]
 
@@ -218,8 +219,15 @@ def _check_tensor(row: Any) -> None:
 
 
 def _vmap(function: Callable[[Tensor], Any], theta: Tensor, chunk: int | None) -> Any:
-    with BatchedLinear() if pays_batched(theta) else nullcontext():
+    if not pays_batched(theta):
         return vmap(function, randomness="different", chunk_size=chunk)(theta)
+    with BatchedLinear() as batched:
+
+        def at(row: Tensor) -> Any:
+            batched.row, batched.room = row, Room()
+            return function(row)
+
+        return vmap(at, randomness="different", chunk_size=chunk)(theta)
 
 
 def pays_batched(theta: Tensor) -> bool:

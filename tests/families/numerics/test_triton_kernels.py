@@ -54,6 +54,14 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         factor, first, second, gradient.A, gradient.Z, torch.tensor(4.0), lr, clip, torch.zeros(()), (0.9, 0.999), 1e-8
     )
     assert torch.equal(factor, before)
+# sums by products of warps: draws and columns that fill their tiles, and that do not
+from structvi.families.numerics import fused, triton_mma as mma
+for K, S, precision in ((16, 8, False), (12, 3, True)):
+    q = family(vi.StructuredNormal(K), torch.float32)
+    given = q.log_scale.detach(), q.factor.detach().contiguous(), q.unit, precision, torch.randn(S, len(q.mean))
+    assert mma.serve(S, given[1])
+    for got, expected in zip(mma.sums(*given), fused._Slabs.sums(*given), strict=True):
+        close(got, expected, 1e-6)
 # by how much a gradient is clipped, and whether the step is made
 for elbo, norm, clip, make, expected in (
     ([-3.0, -4.0, 1.0], 20.0, 10.0, None, (0.5, 1.0)),

@@ -106,6 +106,7 @@ class Saved(NamedTuple):
     z: Tensor  # [S, K]
     u: Tensor  # [S, K]
     inverse: Tensor  # M⁻¹ [K, K], in float64
+    scaled: Tensor | None  # Gᵀ [K, P], where it is kept
     precision: bool
     reduce: Reduce | None
 
@@ -115,9 +116,9 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
     mean, log_scale, factor, unit, precision, reduce = state
     precision = precision and factor.shape[-1] > 0  # without a factor the forms are the same
     compute, P = _passes(factor), len(mean)
-    drawn = None
+    drawn = scaled = None
     if compute.joins(len(epsilon), factor, precision):
-        scale, *of_weights, theta, squares = compute.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
+        scale, *of_weights, theta, squares, scaled = compute.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
         drawn = theta, squares
     else:
         scale, *of_weights = compute.sums(log_scale, factor, unit, precision, epsilon)
@@ -130,7 +131,7 @@ def forward(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor, T
         u, log_q, inverse = _solve(sums, z, precision, P)
     theta, squares = drawn or compute.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
     squares = squares if reduce is None else None
-    return theta, log_q, squares, Saved(scale, factor, unit, epsilon, z, u, inverse, precision, reduce)
+    return theta, log_q, squares, Saved(scale, factor, unit, epsilon, z, u, inverse, scaled, precision, reduce)
 
 
 def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,11 +164,13 @@ def backward(
         g, g_q: the gradients at the draws [S, P] and at log q [S].
         theta, slope: to the first, slope [S] times θ [S, P] is added.
     """
-    scale, factor, unit, epsilon, z, u, inverse, precision, reduce = saved
+    scale, factor, unit, epsilon, z, u, inverse, scaled, precision, reduce = saved
     compute = _passes(factor)
     common = scale, factor, unit
     if theta is None or slope is None:
         theta, slope = g, torch.zeros_like(g_q)
+    if scaled is not None:
+        return _back_scaled(scaled, scale, unit, epsilon, u, z, g, g_q, theta, slope)
     if not precision:
         *gradients, A, squares = compute.back_covariance(*common, epsilon, u, z, g, g_q, theta, slope)
         return *gradients, _with_squares(A, z, squares)
@@ -196,8 +199,7 @@ class _Drawn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g: Tensor, g_q: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
-        saved = Saved(scale, factor, unit, epsilon, z, u, inverse, ctx.precision, ctx.reduce)
+        saved = Saved._make((*ctx.saved_tensors, ctx.precision, ctx.reduce))
         mean_gradient, scale_gradient, gradient = backward(saved, g, g_q)
         factor_gradient = gradient.dense() if ctx.needs_input_grad[2] else None
         return mean_gradient, scale_gradient, factor_gradient, *[None] * 5
@@ -235,7 +237,16 @@ class _Slabs:
 
     @staticmethod
     def joins(S, factor, precision):
-        return False
+        """Where all weights are one slab G is kept: θ and the score are products with it."""
+        return not precision and factor.device.type == "cpu" and 0 < factor.numel() <= factor.shape[-1] * _SLAB
+
+    @staticmethod
+    def sums_and_draws(mean, log_scale, factor, unit, epsilon, z):
+        scale = log_scale.exp()
+        scaled = factor.mT * ratio(scale, unit, False)
+        sums = project(scaled, scaled.mT), project(epsilon, scaled.mT), SumSquares.forward(epsilon)
+        theta = torch.addcmul(mean, scale, torch.addmm(epsilon, z, scaled))
+        return scale, *sums, sum_weights(log_scale), theta, None, scaled
 
     @staticmethod
     def sums(log_scale, factor, unit, precision, epsilon):
@@ -321,6 +332,28 @@ class _Slabs:
             torch.mul(w, r, out=A[:S, at])
             torch.mul(y, -r, out=A[S:, at])
         return mean_gradient, scale_gradient, A, None
+
+
+def _back_scaled(
+    scaled: Tensor, scale: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
+    theta: Tensor, slope: Tensor,
+) -> tuple[Tensor, Tensor, LowRankGradient]:  # fmt: skip
+    """`back_covariance` where G is at hand: with t = ε + G u, in whose place A = s₀∘g' is put."""
+    own_g, g = theta is not g, _sloped(g, theta, slope)
+    A = torch.addmm(epsilon, u, scaled)
+    to_mean = g[0] if own_g and len(g) == 1 else torch.empty_like(scale)  # in its place, where nobody else has it
+    to_scale = torch.empty_like(scale)
+    for draw, cotangent in enumerate(g_q.tolist()):
+        pulled = A[draw] if draw else to_mean  # the first is where the sum begins
+        torch.addcdiv(g[draw], A[draw], scale, value=-cotangent, out=pulled)
+        if draw:
+            to_scale.addcmul_(pulled, epsilon[draw])
+            to_mean.add_(pulled)
+            pulled.mul_(unit)
+        else:
+            torch.mul(pulled, epsilon[draw], out=to_scale)
+            torch.mul(pulled, unit, out=A[draw])
+    return to_mean, to_scale.mul_(scale), LowRankGradient(A, z)
 
 
 def _back_at_once(

@@ -35,13 +35,12 @@ def sums(
 
 def joins(S: int, factor: Tensor, precision: bool) -> bool:
     """Whether `sums_and_draws` is used: in the covariance form θ needs nothing of the sums."""
-    return not precision and (triton_mma.serve(S, factor) or triton_lane_sums.joins(S, factor))
+    return not precision and triton_lane_sums.joins(S, factor)
 
 
 def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor):
     """`sums` of the covariance form, θ = μ + s∘(ε + G z) [S, P] and θ·θ [S], in one pass."""
-    way = triton_mma if triton_mma.serve(len(epsilon), factor) else triton_lane_sums
-    return way.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
+    return triton_lane_sums.sums_and_draws(mean, log_scale, factor, unit, epsilon, z)
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):

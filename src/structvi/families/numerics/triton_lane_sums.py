@@ -47,7 +47,7 @@ def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor
     _gram[(programs,)](scale, factor, unit, squares, P, **shape)
     projection, noise, drawn, total = partial.sum(0, dtype=torch.float64).split(sizes)
     gram = squares.sum(0, dtype=torch.float64).view(K, K)
-    return scale, gram, projection.view(S, K), noise, total.view(()), theta, drawn
+    return scale, gram, projection.view(S, K), noise, total.view(()), theta, drawn, None
 
 
 def pulls(S: int, factor: Tensor) -> bool:

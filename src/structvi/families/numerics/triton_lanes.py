@@ -22,7 +22,6 @@ from .triton_tiles import aligned
 #: from so many draws on; and warps of a program
 SERVES = 2
 PLACE_WARPS, COVARIANCE_WARPS, PRECISION_WARPS = 1, 1, 1
-BLOCKS = 4  # of so many rows as it has threads that a program takes on the way back
 _WIDEST = 16  # numbers of a row that a thread holds, twice on the way back
 _TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # tried with this one
 
@@ -51,14 +50,13 @@ def back_covariance(
 ):  # fmt: skip
     """Gradients of μ and log s, A = s₀∘g' with g' = g + slope·θ + g_q·score, and the squares of all three."""
     S, (P, K), block = len(epsilon), factor.shape, 32 * COVARIANCE_WARPS
-    rows = BLOCKS * block
-    programs = triton.cdiv(P, rows)
+    programs = triton.cdiv(P, block)
     mean_gradient, scale_gradient = torch.empty_like(scale), torch.empty_like(scale)
     A, squares = torch.empty_like(epsilon), scale.new_empty(programs, 3)
     _back_covariance[(programs,)](
         scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g.contiguous(), g_q.contiguous(),
         theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0),
-        S=S, K=K, ROWS=rows, BLOCK=block, num_warps=COVARIANCE_WARPS,
+        S=S, K=K, BLOCK=block, num_warps=COVARIANCE_WARPS,
     )  # fmt: skip
     return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
 
@@ -132,44 +130,39 @@ def _place(
 @triton.jit
 def _back_covariance(
     scale, factor, unit, epsilon, u, z, g, g_q, theta, slope, to_mean, to_scale, A, squares, P, wide,
-    S: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    of_mean = tl.zeros((BLOCK,), tl.float32)
-    of_scale, norm = of_mean, of_mean
-    for start in range(0, ROWS, BLOCK):
-        p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
-        inside = p < P
-        rows = rows_of(factor, p, inside, K)
-        noise = vectors_of(epsilon, p, inside, P, S)
-        given = vectors_of(g, p, inside, P, S)
-        drawn = vectors_of(theta, p, inside, wide, S)
-        s = tl.load(scale + p, mask=inside, other=1.0)
-        s0 = tl.load(unit + p, mask=inside, other=1.0)
-        mean_gradient = tl.zeros((BLOCK,), tl.float32)
-        scale_gradient = tl.zeros((BLOCK,), tl.float32)
-        sides = ()
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    rows = rows_of(factor, p, inside, K)
+    noise = vectors_of(epsilon, p, inside, P, S)
+    given = vectors_of(g, p, inside, P, S)
+    drawn = vectors_of(theta, p, inside, wide, S)
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    mean_gradient = tl.zeros((BLOCK,), tl.float32)
+    scale_gradient = tl.zeros((BLOCK,), tl.float32)
+    sides = ()
+    for draw in tl.static_range(0, S):
+        t = noise[draw] + s0 / s * times(rows, u + draw * K, p, K)
+        pulled = given[draw] - tl.load(g_q + draw) * t / s + tl.load(slope + draw) * drawn[draw]
+        mean_gradient += pulled
+        scale_gradient += pulled * noise[draw]
+        sides = sides + (tl.where(inside, s0 * pulled, 0.0),)
+    norm = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(0, K, 4):
+        gradient = tl.zeros((BLOCK, 4), tl.float32)
         for draw in tl.static_range(0, S):
-            t = noise[draw] + s0 / s * times(rows, u + draw * K, p, K)
-            pulled = given[draw] - tl.load(g_q + draw) * t / s + tl.load(slope + draw) * drawn[draw]
-            pulled = tl.where(inside, pulled, 0.0)
-            mean_gradient += pulled
-            scale_gradient += pulled * noise[draw]
-            sides = sides + (s0 * pulled,)
-        for k in tl.static_range(0, K, 4):
-            gradient = tl.zeros((BLOCK, 4), tl.float32)
-            for draw in tl.static_range(0, S):
-                gradient += sides[draw][:, None] * tl.load(_four(z + draw * K, 0 * p, k, K))
-            norm += tl.sum(gradient * gradient, 1)
-        for draw in tl.static_range(0, S):
-            tl.store(A + draw * P.to(tl.int64) + p, sides[draw], mask=inside)
-        scale_gradient *= s
-        tl.store(to_mean + p, mean_gradient, mask=inside)
-        tl.store(to_scale + p, scale_gradient, mask=inside)
-        of_mean += mean_gradient * mean_gradient
-        of_scale += scale_gradient * scale_gradient
+            gradient += sides[draw][:, None] * tl.load(_four(z + draw * K, 0 * p, k, K))
+        norm += tl.sum(gradient * gradient, 1)
+    for draw in tl.static_range(0, S):
+        tl.store(A + draw * P.to(tl.int64) + p, sides[draw], mask=inside)
+    scale_gradient *= s
+    tl.store(to_mean + p, mean_gradient, mask=inside)
+    tl.store(to_scale + p, scale_gradient, mask=inside)
     squares += 3 * tl.program_id(0)
-    tl.store(squares, tl.sum(of_mean))
-    tl.store(squares + 1, tl.sum(of_scale))
+    tl.store(squares, tl.sum(tl.where(inside, mean_gradient * mean_gradient, 0.0)))
+    tl.store(squares + 1, tl.sum(tl.where(inside, scale_gradient * scale_gradient, 0.0)))
     tl.store(squares + 2, tl.sum(norm))
 
 

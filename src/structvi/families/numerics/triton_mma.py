@@ -1,9 +1,9 @@
-"""Sums over the weights and draws on tensor cores, whose operands are read from memory where they are used.
+"""Sums over the weights on tensor cores, whose operands are read from memory where they are used.
 
 `tl.dot` of 16 columns moves its operands through shared memory, which takes longer than to read them. Here a program is
 one warp, and a product of tensor cores (m16n8k8) is written out: thread 4g + t holds of each operand what belongs to
-row g and column t, and reads just that. A group is eight weights, of which a thread has 2t and 2t + 1: the draws that
-come out of one product are where the next one needs them, and nothing is moved between threads.
+row g and column t, and reads just that: the same numbers are both sides of GᵀG. Nothing is moved between threads. A
+group is eight weights, of which a thread has 2t and 2t + 1, and of the factor's columns 2g and 2g + 1.
 
 float32 is split into two numbers of eleven bits, x = big + small, and a product is big·big + big·small + small·big.
 """
@@ -12,7 +12,6 @@ float32 is split into two numbers of eleven bits, x = big + small, and a product
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
-# ruff: noqa: RUF005 (Triton adds tuples, and does not unpack them)
 
 import os
 
@@ -20,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from .triton_tiles import aligned
 
 #: whether it is used at all, for a comparison
 SERVES = True
@@ -32,45 +29,28 @@ _PROGRAMS, _FEWEST, _MOST = 2640, 32 if _INTERPRETED else 256, 2048  # that are 
 
 
 def serve(S: int, factor: Tensor) -> bool:
-    """Whether these passes are used for S draws: of at most 16 columns, one row after the other in memory."""
+    """Whether it is used for S draws: of at most 16 columns, one row after the other in memory."""
     K = factor.shape[-1]
     there = _INTERPRETED or torch.cuda.get_device_capability(factor.device) == (9, 0)  # tried on these
     return SERVES and there and S <= 8 and 0 < K <= 16 and K % 4 == 0 and factor.is_contiguous()
-
-
-def sums_and_draws(
-    mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """s = exp(log s) [P]; GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s; θ = μ + s∘(ε + G z) [S, P] and θ·θ [S]."""
-    theta = aligned(epsilon)
-    scale, found = _sums(mean, log_scale, factor, unit, epsilon, z, theta, False)
-    gram, projection, noise, drawn, total = found
-    return scale, gram, projection, noise, total, theta, drawn
 
 
 def sums(
     log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """s = exp(log s) [P]; GᵀG [K, K], Gᵀε [S, K], ε·ε [S] and Σ log s in float64."""
-    scale, found = _sums(log_scale, log_scale, factor, unit, epsilon, epsilon, None, precision)
-    gram, projection, noise, _, total = found
-    return scale, gram, projection, noise, total
-
-
-def _sums(mean, log_scale, factor, unit, epsilon, z, theta, precision):
     S, (P, K), scale = len(epsilon), factor.shape, log_scale.exp()
     step = 8 * GROUPS
     rows = min(_MOST, max(_FEWEST, step * triton.cdiv(P, step * _PROGRAMS)))
-    programs, sizes = triton.cdiv(P, rows), [K * K, S * K, S, S, 1]
+    programs, sizes = triton.cdiv(P, rows), [K * K, S * K, S, 1]
     partial = scale.new_empty(programs, sum(sizes))
-    _kernel[(programs,)](
-        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(),
-        epsilon if theta is None else theta, partial, P, P if theta is None else theta.stride(0),
-        S=S, K=K, DRAW=theta is not None, PRECISION=precision, ROWS=rows, GROUPS=GROUPS, WIDTH=sum(sizes),
+    _sums[(programs,)](
+        log_scale, scale, factor, unit, epsilon.contiguous(), partial, P,
+        S=S, K=K, PRECISION=precision, ROWS=rows, GROUPS=GROUPS, WIDTH=sum(sizes),
         QUICK=not _INTERPRETED, num_warps=1,
     )  # fmt: skip
-    gram, projection, noise, drawn, total = partial.sum(0, dtype=torch.float64).split(sizes)
-    return scale, (gram.view(K, K), projection.view(S, K), noise, drawn, total.view(()))
+    gram, projection, noise, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    return scale, gram.view(K, K), projection.view(S, K), noise, total.view(())
 
 
 @triton.jit
@@ -140,30 +120,21 @@ def _store_gram(out, c, g, mask, K: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
-    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P, wide,
-    S: tl.constexpr, K: tl.constexpr, DRAW: tl.constexpr, PRECISION: tl.constexpr,
+def _sums(
+    log_scale, scale, factor, unit, epsilon, out, P,
+    S: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
     zero = tl.zeros((32,), tl.float32)
-    nothing = tl.zeros((32,), tl.int32)
     some, there, first = g < S, 2 * g < K, g == 0
-    here, drawn = g * P.to(tl.int64), theta + g * wide.to(tl.int64)
-    if DRAW:  # rows of z: of column k the threads 4g + t have 4t, .. 4t + 3
-        narrow = 4 * t < K
-        of_draw = z + g * K + 4 * t
-        big0, small0 = _split(tl.load(of_draw, mask=some & narrow, other=0.0))
-        big1, small1 = _split(tl.load(of_draw + 1, mask=some & narrow, other=0.0))
-        big2, small2 = _split(tl.load(of_draw + 2, mask=some & narrow, other=0.0))
-        big3, small3 = _split(tl.load(of_draw + 3, mask=some & narrow, other=0.0))
+    here = g * P.to(tl.int64)
     none = (zero, zero, zero, zero)
     even, odd, projection = none, none, none
-    of_noise, of_draws, total = zero, zero, zero
+    of_noise, total = zero, zero
     for start in range(0, ROWS, 8 * GROUPS):
         now_even, now_odd, now_projection = none, none, none
-        values = ()
         for group in tl.static_range(0, GROUPS):
             base = tl.program_id(0) * ROWS + start + 8 * group
             p, q = base + 2 * t, base + 2 * t + 1
@@ -189,28 +160,6 @@ def _kernel(
             n0, m0 = _split(e)
             n1, m1 = _split(e_next)
             now_projection = _mma(now_projection, a, small, (n0, n1), (m0, m1), QUICK)
-            if DRAW:
-                row = base + g
-                in_row = (row < P) & narrow
-                x0, x1 = _two(factor, row.to(tl.int64) * K + 4 * t, in_row)
-                x2, x3 = _two(factor, row.to(tl.int64) * K + 4 * t + 2, in_row)
-                a0, b0 = _split(x0)
-                a1, b1 = _split(x1)
-                a2, b2 = _split(x2)
-                a3, b3 = _split(x3)
-                left, small = (big0, nothing, big1, nothing), (small0, nothing, small1, nothing)
-                product = _mma(none, left, small, (a0, a1), (b0, b1), QUICK)
-                left, small = (big2, nothing, big3, nothing), (small2, nothing, small3, nothing)
-                product = _mma(product, left, small, (a2, a3), (b2, b3), QUICK)
-                value = tl.load(mean + p, mask=p_in, other=0.0) + s * e + s0 * product[0]
-                value_next = tl.load(mean + q, mask=q_in, other=0.0) + s_next * e_next + s0_next * product[1]
-                values = values + (value, value_next)
-                of_draws += tl.where(p_in, value * value, 0.0) + tl.where(q_in, value_next * value_next, 0.0)
-        if DRAW:  # after all groups: what is read must not wait for it
-            for group in tl.static_range(0, GROUPS):
-                p = tl.program_id(0) * ROWS + start + 8 * group + 2 * t
-                tl.store(drawn + p, values[2 * group], mask=(p < P) & some)
-                tl.store(drawn + p + 1, values[2 * group + 1], mask=(p + 1 < P) & some)
         even = _added(even, now_even)
         odd = _added(odd, now_odd)
         projection = _added(projection, now_projection)
@@ -224,5 +173,4 @@ def _kernel(
     tl.store(out + (2 * t + 1) * K + 2 * g + 1, projection[3], mask=there & (2 * t + 1 < S))
     draws = tl.arange(0, 8)
     tl.store(out + S * K + draws, tl.sum(tl.reshape(of_noise, (8, 4)), 1), mask=draws < S)
-    tl.store(out + S * K + S + draws, tl.sum(tl.reshape(of_draws, (8, 4)), 1), mask=draws < S)
-    tl.store(out + S * K + 2 * S, tl.sum(total, 0))
+    tl.store(out + S * K + S, tl.sum(total, 0))

@@ -3,7 +3,7 @@
 # Triton's decorators hide what is called with what:
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportUnboundVariable=false
 
 import torch
 import triton
@@ -45,16 +45,19 @@ def _solve(
     if K > 0:
         gram = tl.load(gram_in + row * K + column, mask=both, other=0.0)
         M = gram + tl.where(row == column, 1.0, 0.0).to(tl.float64)
+        pivots = tl.full((KP,), 1.0, tl.float64)
         for i in tl.range(0, K):
             across = tl.sum(tl.where(row == i, M, 0.0), 0)  # M[i, :]
             down = tl.sum(tl.where(column == i, M, 0.0), 1)  # M[:, i]
             pivot = tl.sum(tl.where(k == i, across, 0.0), 0)
-            half_log_det += 0.5 * tl.log(pivot)
-            across, scaled = across / pivot, down / pivot
+            pivots = tl.where(k == i, pivot, pivots)  # all logarithms at once, and one division: they take longest
+            inverse = 1.0 / pivot
+            across, scaled = across * inverse, down * inverse
             rest = M - down[:, None] * across[None, :]
             rest = tl.where(row == i, across[None, :], rest)
             rest = tl.where(column == i, -scaled[:, None], rest)
-            M = tl.where((row == i) & (column == i), 1.0 / pivot, rest)
+            M = tl.where((row == i) & (column == i), inverse, rest)
+        half_log_det += 0.5 * tl.sum(tl.log(pivots), 0)
         tl.store(inverse_out + row * K + column, M, mask=both)
     constant = total + 0.9189385332046727 * P.to(tl.float64)  # log √(2π)
     sign = -1.0 if PRECISION else 1.0
