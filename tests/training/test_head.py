@@ -331,3 +331,17 @@ def test_few_iterations_are_told(capsys):
     assert result.status is vi.Status.IMPROVING
     assert "give more iterations=" in result.details
     assert "step 2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_target_that_the_features_tell_exactly_has_the_noise_of_rounding(dtype, shift, seed):
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    t = x[:, :1] + shift
+    bayes = vi.variationalize_head(nn.Linear(3, 1).to(dtype), likelihoods.Gaussian("point"))
+    bayes.fit_head([(x, t)], progress=False)
+    noise, size = bayes.model.likelihood.log_noise.exp().item(), t.square().mean().sqrt().item()
+    # from √(10 ε) of sums in float64, 5e-8, on, to a few roundings of a number in float32, 1.2e-7
+    assert 4e-8 * size < noise < 1e-6 * size
+    assert (bayes.predict(x).mean - t).abs().max() < 1e-4 * size

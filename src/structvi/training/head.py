@@ -222,7 +222,7 @@ class _Run:
             self.shift = (shift + self._change_of_scales(faster)).maximum(self.scales.least)
             there = q
             if self.learns_noise:
-                self._set_noise(noise + self._change_of_noise(faster))
+                self._set_noise(max(noise + self._change_of_noise(faster), self._least_noise()))
                 there = q._replace(expected=self.bound.expect(q.mean, q.covariance))
             there = scored(there, self.prior, self.scale)
             there = step(self.bound, self.prior, self.scale, there)
@@ -266,6 +266,10 @@ class _Run:
 
     def _noise(self) -> float:
         return self.bound.log_noise if isinstance(self.bound, GaussianBound) else 0.0
+
+    def _least_noise(self) -> float:
+        assert isinstance(self.bound, GaussianBound)
+        return self.bound.least_noise(self.head.model.space.dtype)
 
     def _set_noise(self, log_noise: float) -> None:
         if isinstance(self.bound, GaussianBound):

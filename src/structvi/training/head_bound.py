@@ -86,6 +86,15 @@ class GaussianBound(HeadBound):
         fitted = torch.einsum("gi,gij,gj->g", mean, self.gram, mean)
         return (self.square - 2 * (mean * self.product).sum(-1) + fitted).sum().clamp(min=0.0)
 
+    def least_noise(self, dtype: torch.dtype) -> float:
+        """log σ of residuals that are rounding alone: of a target that the features tell exactly there are no others.
+
+        An output of this type is rounded by ε t, and the sums here to a few ε t² of float64.
+        """
+        rounding = max(torch.finfo(dtype).eps ** 2, 10 * torch.finfo(torch.float64).eps)
+        mean = float(self.square.sum() / self.count.sum().clamp(min=1.0))
+        return 0.5 * log(max(rounding * mean, torch.finfo(torch.float64).tiny))
+
     def spread(self, covariance: Tensor) -> Tensor:
         """Σ var y."""
         return (self.gram * covariance).sum()
