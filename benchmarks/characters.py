@@ -260,15 +260,17 @@ def fit_ours(text: Text, setting: Setting, device: torch.device) -> tuple[list[D
     draws = drawn(net, bayes.space.names, thetas)
     if setting.widen:
         centre, names = bayes.family().mean.detach(), bayes.space.names
-        wider = {width: drawn(net, names, centre + width * (thetas - centre)) for width in WIDTHS}
-        details |= widest(wider, *whole(text.validation, setting.length), setting.batch)
+        details |= widest(
+            lambda width: drawn(net, names, centre + width * (thetas - centre)),
+            *whole(text.validation, setting.length), setting.batch,
+        )  # fmt: skip
     return draws, details
 
 
-def widest(wider: dict[float, list[Draw]], x: Tensor, t: Tensor, batch: int) -> dict[str, Any]:
+def widest(at: Callable[[float], list[Draw]], x: Tensor, t: Tensor, batch: int) -> dict[str, Any]:
     """The width of the least loss of the validation text, and the draws of it, as another way to predict."""
-    width = min(wider, key=lambda width: nll(log_probabilities(wider[width], x, batch), t))
-    return {"widening": width, "others": {"widened": wider[width]}}
+    width = min(WIDTHS, key=lambda width: nll(log_probabilities(at(width), x, batch), t))
+    return {"widening": width, "others": {"widened": at(width)}}
 
 
 def ivon(text: Text, setting: Setting, device: torch.device) -> tuple[list[Draw], dict[str, Any]]:
