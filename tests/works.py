@@ -21,7 +21,7 @@ import structvi as vi
 PAGE = Path(__file__).parents[1] / "docs" / "works.md"
 CUDA = PAGE.with_name("works_cuda.json")
 MARKS = "<!-- make test-gpu -->", "<!-- end -->"
-NO_GPU = "Every cell of the table above holds on an H200, but for LSTM with MAP; see below."
+NO_GPU = "Every cell of the table above holds on an H200."
 N, B, CLASSES = 12, 4, 3
 #: what a refusal or a failure may be; anything else ends the script
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
@@ -324,7 +324,10 @@ all draws share one pass of the backbone, so that vmap is for the head alone.
 - **kernels**: draws and gradients of the Triton kernels against the plain path in float64 at P = 101 and 100,003,
   ranks 1, 3, 16, 17 and 64, with 1, 2, 7 and 40 draws, and Adam against torch's;
 - **laws**: every law of every family (`structvi.testing`) in float32 and float64;
+- **many_fits**: fits at once are those one by one, captured; the noise of all generators in one launch is that of each;
 - **memory**: a step that does not fit says what would, and nothing is lost;
+- **products**: batched products of linear layers on tensor cores against float64, in any layout; a captured step has
+  their bits;
 - **ranks**: NCCL with one rank, gloo with two on one device: data parallel, draws, sharded, DDP.
 
 {MARKS[0]}
