@@ -85,7 +85,12 @@ def tuned(
     fitted: Fitted, part: str, seed: int, nll: Callable[[Predictor], float]
 ) -> tuple[float, str, dict[str, float]]:
     """Prior and then link of the lowest validation NLL, and the held-out densities of all that were tried."""
-    densities = {(prior, "probit"): -nll(predictor(fitted, prior, "probit", seed)) for prior in PRIORS[part]}
+    densities = {}
+    for prior in PRIORS[part]:
+        try:
+            densities[prior, "probit"] = -nll(predictor(fitted, prior, "probit", seed))
+        except torch.linalg.LinAlgError:  # the wider the prior, the worse the matrix
+            continue
     best = max(densities, key=lambda key: densities[key])[0]
     densities[best, "mc"] = -nll(predictor(fitted, best, "mc", seed))
     link = max(LINKS, key=lambda link: densities[best, link])
@@ -112,7 +117,7 @@ def predictor(fitted: Fitted, prior: float, link: str, seed: int) -> Predictor:
         torch.manual_seed(seed)
         laplace.prior_precision = prior
         # Jacobians of all weights are held: fewer rows at a time
-        size = 32 if sum(p.numel() for p in laplace.model.parameters()) > 10**5 else 250
+        size = 32 if sum(p.numel() for p in laplace.model.parameters()) > 4 * 10**4 else 250
         with torch.no_grad():
             inputs = features(x).to(device)
         with torch.enable_grad(), warnings.catch_warnings():
