@@ -17,19 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_tiles import aligned
+from .triton_tiles import TUPLES, aligned
 
 #: from so many draws on; and warps of a program
 SERVES = 2
 PLACE_WARPS, COVARIANCE_WARPS, PRECISION_WARPS = 1, 1, 1
 _WIDEST = 16  # numbers of a row that a thread holds, twice on the way back
-_TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # tried with this one
 
 
 def serve(S: int, factor: Tensor) -> bool:
     """Whether these passes are used for S draws: rows [K] of four numbers at a time, one after the other in memory."""
     K = factor.shape[-1]
-    return _TUPLES and SERVES <= S <= 16 and 0 < K <= _WIDEST and K % 4 == 0 and factor.is_contiguous()
+    return TUPLES and SERVES <= S <= 16 and 0 < K <= _WIDEST and K % 4 == 0 and factor.is_contiguous()
 
 
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_tiles import TUPLES
+
 #: whether it is used at all, for a comparison
 SERVES = True
 #: groups of eight weights whose products are added on tensor cores, which round towards zero, before float32 takes over
@@ -32,7 +34,7 @@ def serve(S: int, factor: Tensor) -> bool:
     """Whether it is used for S draws: of at most 16 columns, one row after the other in memory."""
     K = factor.shape[-1]
     there = _INTERPRETED or torch.cuda.get_device_capability(factor.device) == (9, 0)  # tried on these
-    return SERVES and there and S <= 8 and 0 < K <= 16 and K % 4 == 0 and factor.is_contiguous()
+    return SERVES and TUPLES and there and S <= 8 and 0 < K <= 16 and K % 4 == 0 and factor.is_contiguous()
 
 
 def sums(

@@ -24,6 +24,8 @@ class Shape(NamedTuple):
     warps: int
 
 
+#: whether this Triton knows kernels that hand tuples on; they were tried with 3.6
+TUPLES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 #: from so many draws on
 SERVES = 4
 PLACE, COVARIANCE, PRECISION = Shape(64, 4), Shape(64, 4), Shape(64, 4)
