@@ -5,6 +5,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -22,6 +23,15 @@ from .collectives import LostRankError, all_gather, all_reduce, collective, from
 
 Parallel = Literal["auto", "data", "draws"] | None
 T = TypeVar("T")
+
+
+def let_threads_end() -> None:
+    """Before a process group is destroyed: its threads let go of the tensors of their last collective.
+
+    For that they need Python's lock. The destructor of torch 2.6 holds it and waits for them: for ever, if they come
+    after it.
+    """
+    time.sleep(0.01)
 
 
 class Splits(Protocol):
@@ -100,6 +110,7 @@ class Ranks:
 
     def close(self) -> None:
         if self.size > 1:
+            let_threads_end()
             dist.destroy_process_group(self.control)  # pyright: ignore[reportArgumentType]
 
     # -------------------------------------------------------------------------------------------------- the start
