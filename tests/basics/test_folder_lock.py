@@ -109,9 +109,12 @@ def test_an_error_inside_frees_it(tmp_path):
 FORKING = """
 import os, signal, sys
 from folder_lock import folder_lock
+ready, tell = os.pipe()
 with folder_lock(sys.argv[1]):
     if os.fork() == 0:
+        os.write(tell, b".")  # what Python does in a child after a fork is done
         signal.pause()
+    os.read(ready, 1)
     print("held", flush=True)
     sys.stdin.readline()
 """

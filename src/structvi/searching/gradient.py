@@ -26,7 +26,7 @@ def checked_log_joint(target: Target, theta: Tensor) -> Tensor:
     except RuntimeError as error:
         if "numpy()" in str(error):  # torch's words for numpy on what has a gradient
             raise TypeError(f"the log density has no gradient: it calls numpy; {ADVICE}") from error
-        if "dtype" in str(error):
+        if "dtype" in str(error) or "expected scalar type" in str(error):  # the latter is torch 2.6
             raise TypeError(
                 f"the log density mixes precisions: {error}; the parameters are {theta.dtype}, give the data in it too"
             ) from error
