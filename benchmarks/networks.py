@@ -98,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
         help="how their names start, in the order they are run, with semicolons between; all if empty",
     )
     parser.add_argument("--draws", type=int, help="of weights, to predict; otherwise as predict does it by itself")
+    parser.add_argument("--cases", type=int, help="of test data, the first ones; all if not given")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="keep a file for each set and seed, and go on from what is there")
     parser.add_argument("--nets", type=Path, help="keep the trained networks there, and not in --out/nets")
@@ -128,6 +129,8 @@ def _run_sets(options: argparse.Namespace, parser: argparse.ArgumentParser) -> l
         data = task.data(options.data)
         if options.quick:
             data = data.smaller(QUICK_CASES)
+        if options.cases:
+            data = data.tested_on(options.cases)
         for seed in range(options.first, options.first + (1 if options.quick else options.seeds or task.seeds)):
             path = nets = None
             if options.out is not None:

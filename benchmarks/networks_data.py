@@ -42,6 +42,11 @@ class Data:
         shifts = {name: first(one, cases) for name, one in self.shifts.items()}
         return replace(self, **parts, shifts=shifts, unfamiliar=self.unfamiliar[:cases])
 
+    def tested_on(self, cases: int) -> "Data":
+        """The first cases of test data, shifted and unfamiliar inputs; choices and fits see all of theirs."""
+        shifts = {name: first(one, cases) for name, one in self.shifts.items()}
+        return replace(self, test=first(self.test, cases), shifts=shifts, unfamiliar=self.unfamiliar[:cases])
+
 
 def first(data: TensorDataset, cases: int) -> TensorDataset:
     return TensorDataset(*(tensor[:cases] for tensor in data.tensors))

@@ -1,15 +1,15 @@
 """The rules that `benchmarks.networks_widths` compares: which of its candidates each keeps, and what comes of that."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import log
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from structvi.training.candidates import HARM, LAST, WIDTHS
+from structvi.training.candidates import HARM
 from structvi.training.held_out import HeldOut
 from structvi.training.validation import MARGIN
 
@@ -17,8 +17,54 @@ from .never_worse import HELD_OUT
 
 NETWORK = "network"
 Record = dict[str, Any]
+#: an equal mixture of these
+Group = tuple[str, ...]
 #: log T on which labels of a tempered network are looked at
 TEMPERATURES = torch.linspace(-1.5, 1.5, 121, dtype=torch.float64)
+#: the widest prior of all tensors alike; of a last layer that is wider than the rest, widths of the rest and of its own
+WIDEST, LAST = 1.5, ((0.01, (1.0, 1.5, 2.5, 4.0)), (0.1, (1.0, 1.5, 2.5, 4.0)))
+#: with 95, 90 and 80 %
+MOST, MORE, SOME = 1.6449, 1.2816, 0.8416
+
+
+def widths(names: Sequence[str], most: float = WIDEST) -> list[float]:
+    return sorted(float(name.split()[1]) for name in names if name.startswith("all ") if float(name.split()[1]) <= most)
+
+
+def alike(names: Sequence[str]) -> list[Group]:
+    """One width for all tensors."""
+    return [(f"all {width:g}",) for width in widths(names)]
+
+
+def wider_last(names: Sequence[str], all_of_them: bool = False) -> list[Group]:
+    """And those whose last layer has a width of its own, in the order of the product of both widths."""
+    some = {f"rest {width:g}, last layer {last:g}" for width, wider in LAST for last in wider}
+    last = [(name,) for name in names if name in some or (all_of_them and name.startswith("rest"))]
+    return sorted([*alike(names), *last], key=lambda group: _product(group[0]))
+
+
+def up_to(names: Sequence[str]) -> list[Group]:
+    """All widths up to c, equally likely."""
+    found = widths(names)
+    return [tuple(f"all {one:g}" for one in found[:k]) for k in range(2, len(found) + 1)]
+
+
+def shares(*parts: float, with_network: bool = False) -> Callable[[Sequence[str]], list[Group]]:
+    """c/part for each part, the nearest that there is, equally likely."""
+
+    def groups(names: Sequence[str]) -> list[Group]:
+        found, more = widths(names), (NETWORK,) * with_network
+
+        def near(width: float) -> float:
+            return min(found, key=lambda one: abs(log(one / width)))
+
+        return [(*(f"all {near(c / part):g}" for part in parts), *more) for c in found if c >= 0.1]
+
+    return groups
+
+
+def rates(names: Sequence[str]) -> list[Group]:
+    return [(name,) for name in names if name.startswith("dropout")]
 
 
 @dataclass(frozen=True)
@@ -26,60 +72,46 @@ class Rule:
     """The widest candidate that is as good as the best.
 
     Args:
-        starts: how the names of the candidates start.
-        by_entropy: the widest is the one with the highest entropy off the data, not the last.
-        last: with these widths of the last layer; the widest is then that with the largest product of both.
-        quantile: standard deviations of the bound on harm; None: no bound.
+        groups: the candidates, from narrow to wide.
+        deviations: of the bound on harm; None: no bound.
         of_labels: the bound is on the gain under the labels of the network at a temperature, whose 95 % interval the
             held-out rows give: what is unknown is one number.
         keep_best: the maximum, as `keep="best"`, the network among them or not.
     """
 
     title: str
-    starts: tuple[str, ...] = ("all",)
-    by_entropy: bool = False
-    quantile: float | None = 1.6449
+    groups: Callable[[Sequence[str]], list[Group]] = alike
+    deviations: float | None = MOST
     of_labels: bool = False
     keep_best: bool = False
     with_network: bool = True
-    widest: float = WIDTHS[-1]
-    last: tuple[tuple[float, tuple[float, ...]], ...] = ()
 
-    def candidates(self, record: Record) -> list[str]:
-        names = [name for name in record["held out"] if name.startswith(self.starts)]
-        names = [n for n in names if not n.startswith(("all", "up to")) or float(n.split()[-1]) <= self.widest]
-        names += [f"rest {width:g}, last layer {last:g}" for width, wider in self.last for last in wider]
-        if self.by_entropy:
-            return sorted(names, key=lambda name: record["off"][name])
-        return sorted(names, key=_product) if self.last else names
-
-    def __call__(self, record: Record, rows: int) -> str:
-        labels = record["labels"][:rows]
-        log_p = {name: own[:rows].double() for name, own in record["held out"].items()}
-        names = self.candidates(record)
-        held_out = {name: _held_out(log_p[name], labels) for name in [NETWORK, *names]}
-        network = held_out[NETWORK]
-        best = max(held_out, key=lambda name: held_out[name].mean)
+    def __call__(self, record: Record, rows: int) -> Group:
+        labels, every = record["labels"][:rows], record["held out"]
+        log_p = {group: _mixed([every[name][:rows] for name in group]) for group in self.groups(list(every))}
+        log_p[NETWORK,] = every[NETWORK][:rows].double()
+        held_out = {group: _held_out(own, labels) for group, own in log_p.items()}
+        network, names = held_out[NETWORK,], [group for group in log_p if group != (NETWORK,)]
+        best = max(held_out, key=lambda group: held_out[group].mean)
         if self.keep_best:
-            return best if self.with_network else max(names, key=lambda name: held_out[name].mean, default=NETWORK)
-        safe = self._safe(log_p, labels, names, held_out)
-        if _is_too_sure(log_p[NETWORK], labels):
-            good = [name for name in safe if _as_good(held_out[name], held_out[best])]
+            return best if self.with_network else max(names, key=lambda group: held_out[group].mean)
+        safe = [group for group in names if self._is_safe(log_p, labels, group, held_out)]
+        if _is_too_sure(log_p[NETWORK,], labels):
+            good = [group for group in safe if _as_good(held_out[group], held_out[best])]
         else:
-            gains = {name: held_out[name].gain_over(network) for name in safe}
-            good = [name for name in safe if gains[name][0] > 2 * gains[name][1]]
-        return good[-1] if good else NETWORK
+            gains = {group: held_out[group].gain_over(network) for group in safe}
+            good = [group for group in safe if gains[group][0] > 2 * gains[group][1]]
+        return good[-1] if good else (NETWORK,)
 
-    def _safe(
-        self, log_p: dict[str, Tensor], labels: Tensor, names: list[str], held_out: dict[str, HeldOut]
-    ) -> list[str]:
-        if self.quantile is None:
-            return names
+    def _is_safe(
+        self, log_p: dict[Group, Tensor], labels: Tensor, group: Group, held_out: dict[Group, HeldOut]
+    ) -> bool:
+        if self.deviations is None:
+            return True
         if not self.of_labels:
-            network = held_out[NETWORK]
-            return [name for name in names if least_gain(held_out[name], network, self.quantile) >= -HARM]
-        p = tempered(log_p[NETWORK], labels)
-        return [name for name in names if float((p * (log_p[name] - log_p[NETWORK])).sum(1).mean()) >= -HARM]
+            return held_out[group].least_gain_over(held_out[NETWORK,], self.deviations) >= -HARM
+        p = tempered(log_p[NETWORK,], labels)
+        return float((p * (log_p[group] - log_p[NETWORK,])).sum(1).mean()) >= -HARM
 
 
 def _product(name: str) -> float:
@@ -88,16 +120,8 @@ def _product(name: str) -> float:
     return numbers[0] * numbers[-1]
 
 
-def least_gain(one: HeldOut, network: HeldOut, quantile: float) -> float:
-    """`HeldOut.least_gain_over` at another quantile."""
-    residual = one.total - network.total
-    gain = float(residual.mean())
-    residual, n = residual - gain, len(residual)
-    error = float((residual.square().sum() / (n * (n + 1))).sqrt())
-    if not error > 0:
-        return gain
-    skewness = 2 * float(residual.pow(3).sum()) / (n * (n + 1) * (n + 2)) / error**3
-    return gain + error * (-quantile + (quantile**2 - 1) / 6 * skewness)
+def _mixed(log_p: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.double() for one in log_p]).logsumexp(0) - log(len(log_p))
 
 
 def tempered(log_p: Tensor, labels: Tensor) -> Tensor:
@@ -123,32 +147,34 @@ def _as_good(one: HeldOut, best: HeldOut) -> bool:
     return gain <= min(MARGIN, 0.5 * error)
 
 
-ALIKE = Rule("all tensors alike (before)")
-NOW = Rule("and the last layer wider (now)", last=LAST)
-HEAD = ("all", "rest")
+ALIKE = Rule("all tensors alike (at first)")
+LAST_LAYER = Rule("and the last layer wider (before)", wider_last)
+UP_TO = Rule("a width that is not known, up to c: the mixture of all", up_to)
+FOUR = Rule("… four widths: c, c/2.5, c/6.25, c/15.6", shares(1, 2.5, 6.25, 15.625))
+NOW = replace(FOUR, title="… bound with 80 % (now)", deviations=SOME)
 RULES = (
     ALIKE,
-    replace(ALIKE, title="… no bound", quantile=None),
-    replace(ALIKE, title="… bound with 90 %", quantile=1.2816),
-    replace(ALIKE, title="… bound with 80 %", quantile=0.8416),
+    replace(ALIKE, title="… no bound", deviations=None),
+    replace(ALIKE, title="… bound with 90 %", deviations=MORE),
+    replace(ALIKE, title="… bound with 80 %", deviations=SOME),
     replace(ALIKE, title="… bound under tempered labels", of_labels=True),
     replace(ALIKE, title="… the maximum", keep_best=True),
-    replace(ALIKE, title="… wider ones too, up to 4", widest=inf),
-    Rule("units of 1/√fan-in", ("fan-in",)),
+    LAST_LAYER,
+    replace(LAST_LAYER, title="… bound with 90 %", deviations=MORE),
+    replace(LAST_LAYER, title="… bound with 80 %", deviations=SOME),
+    replace(LAST_LAYER, title="… no bound", deviations=None),
+    replace(LAST_LAYER, title="… 22 of them", groups=lambda names: wider_last(names, all_of_them=True)),
+    UP_TO,
+    replace(UP_TO, title="… bound with 90 %", deviations=MORE),
+    replace(UP_TO, title="… bound with 80 %", deviations=SOME),
+    Rule("… two widths, c and c/4, bound with 80 %", shares(1, 4), SOME),
+    Rule("… three, c, c/3 and c/10, bound with 80 %", shares(1, 3, 10), SOME),
+    Rule("… three and the network, bound with 80 %", shares(1, 3, 10, with_network=True), SOME),
+    FOUR,
+    replace(FOUR, title="… bound with 90 %", deviations=MORE),
     NOW,
-    replace(NOW, title="… bound with 90 %", quantile=1.2816),
-    replace(NOW, title="… no bound", quantile=None),
-    Rule("… 22 of them, by entropy off the data", HEAD, by_entropy=True),
-    Rule("… 22, bound under tempered labels", HEAD, by_entropy=True, of_labels=True),
-    Rule("a width that is not known, up to c: the mixture of all", ("up to",)),
-    Rule("… bound with 90 %", ("up to",), quantile=1.2816),
-    Rule("… bound with 80 %", ("up to",), quantile=0.8416),
-    Rule("… two widths, c and c/4", ("two",)),
-    Rule("… three, c, c/3 and c/10", ("three",)),
-    Rule("… one normal of unknown scale", ("scaled",)),
-    Rule("5 % of the widest mixed in", ("rarely",)),
-    Rule("MC dropout, the best rate or the network", ("dropout",), keep_best=True),
-    Rule("MC dropout, the best rate", ("dropout",), keep_best=True, with_network=False),
+    Rule("MC dropout, the best rate or the network", rates, keep_best=True),
+    Rule("MC dropout, the best rate", rates, keep_best=True, with_network=False),
 )
 
 
@@ -167,19 +193,19 @@ def compared(found: list[Record], rows: int, rules: Sequence[Rule]) -> str:
     lines = ["| rule | gain on test rows | worst | more than .01 worse | gain under shift | network kept |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for rule in rules:
-        if not all(rule.candidates(record) for record in found):
+        if not all(rule.groups(list(record["held out"])) for record in found):
             continue  # networks without dropout have no candidates of it
         kept = [rule(record, rows) for record in found]
-        test = [gain(record, name, "test") for record, name in zip(found, kept, strict=True)]
-        shift = [gain(record, name, "shift") for record, name in zip(found, kept, strict=True)]
+        test = [gain(record, group, "test") for record, group in zip(found, kept, strict=True)]
+        shift = [gain(record, group, "shift") for record, group in zip(found, kept, strict=True)]
         worse = 100 * mean(value < -0.01 for value in test)
-        network = 100 * mean(name == NETWORK for name in kept)
+        network = 100 * mean(group == (NETWORK,) for group in kept)
         cells = f"{mean(test):+.4f} | {min(test):+.4f} | {worse:.0f} % | {mean(shift):+.3f} | {network:.0f} %"
         lines.append(f"| {rule.title} | {cells} |")
     return "\n".join(lines)
 
 
-def gain(record: Record, name: str, part: str) -> float:
+def gain(record: Record, group: Group, part: str) -> float:
     """In log density over the network, the mean over the parts whose name starts so."""
     own = [one for key, one in record["densities"].items() if key.startswith(part)]
-    return mean(one[name] - one[NETWORK] for one in own)
+    return mean(float((_mixed([one[name] for name in group]) - one[NETWORK]).mean()) for one in own)

@@ -3,10 +3,9 @@
     python -m benchmarks.networks_widths --data DIR --sets breastmnist,digits,tables --first 100 --seeds 8 --out folder
     python -m benchmarks.networks_widths --out folder --table
 
-For every network and every candidate log p of all classes is kept of held-out rows, the mean log density of test and
-of shifted rows, and the mean entropy of held-out rows each of whose numbers is taken from another row ("off"): these
-lie where there are no data, and need no labels. The rules (`networks_rules.py`) are then compared on that: gain in log
-density over the network on test rows and under shift, the share of runs more than .01 nats worse than their network.
+For every network and every candidate log p of all classes is kept of held-out rows, and the log density of test and of
+shifted rows. The rules (`networks_rules.py`) are then compared on that: gain in log density over the network on test
+rows and under shift, the share of runs more than .01 nats worse than their network.
 Rows of "tables" are simulated (`never_worse.py`), and shifted by noise of one standard deviation; there each network
 has held-out sets of 40, 100 and 250 rows.
 """
@@ -15,7 +14,6 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from glob import escape
-from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,16 +33,11 @@ from . import networks_rules, never_worse
 from .networks_methods import of_dropout
 from .networks_nets import TASKS, dropout_layers, set_dropout, train
 
-#: wider than the default call tries; and of the last layer alone, the others at the width before the comma
-WIDER, HEADS = (2.5, 4.0), ((0.01, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.1, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)),
-                            (0.2, (0.45, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.3, (0.65, 1.0, 1.5, 2.5)))  # fmt: skip
-#: in units of 1/√fan-in
-FANS = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5)
+#: of all tensors; and of the last layer alone, the others at the width before the comma
+GRID = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.5, 4.0)
+HEADS = ((0.01, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.1, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)),
+         (0.2, (0.45, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.3, (0.65, 1.0, 1.5, 2.5)))  # fmt: skip
 POINTS, RATES, MASKS = 512, (0.02, 0.05, 0.1, 0.2), 64
-#: of a normal whose scale is not known
-SCALES = (1.0, 0.5, 0.25, 0.12, 0.06)
-#: the share of the widest prior in one that is rarely wide
-RARE = 0.05
 
 
 class Network(NamedTuple):
@@ -86,45 +79,31 @@ def _tables(seed: int) -> Iterator[Network]:
                 yield Network(f"tables {seed} {title}, {kind}", net, TensorDataset(x[:n], t[:n]), parts)
 
 
-def taken_apart(x: Tensor) -> Tensor:
-    """Every number of an input from another row: what is usual by itself, in a way that never was."""
-    flat = x.flatten(1)
-    order = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0)).argsort(0)
-    return flat.gather(0, order).reshape(x.shape)
-
-
 def measured(one: Network) -> dict[str, Any]:
-    """Of every candidate log p [B, C] of held-out rows, log density of test and shifted ones, entropy off the data."""
+    """Of every candidate log p [B, C] of held-out rows, and the log density of test and shifted ones."""
     bayes = vi.variationalize(one.net, vi.likelihoods.Categorical())
     batches = Batches(DataLoader(one.train, 64), 0)
     set_num_data(bayes, batches)
     laplace = _curvature(bayes, batches)
     theta, normals, found = laplace.theta, dict(_normals(bayes, laplace)), {}
-    inputs = one.parts["held out"][0]
-    for part, x in {**{name: own[0] for name, own in one.parts.items()}, "off": taken_apart(inputs)}.items():
+    for part, (x, *_) in one.parts.items():
         rows: dict[str, list[Tensor]] = {}
         with torch.no_grad():
             for y, J in jacobians(bayes, theta, x):
                 noise = evenly_spread(POINTS, y.shape[1], 0)
                 rows.setdefault("network", []).append(y.double().log_softmax(1))
                 for name, density in normals.items():
-                    covariance = density.between(J, J)
-                    own = [_drawn(y, scale**2 * covariance, noise) for scale in SCALES[: len(SCALES) * ("all" in name)]]
-                    rows.setdefault(name, []).append(own[0] if own else _drawn(y, covariance, noise))
-                    if own:
-                        rows.setdefault(name.replace("all", "scaled"), []).append(_mean(torch.stack(own)))
+                    rows.setdefault(name, []).append(_drawn(y, density.between(J, J), noise))
             found[part] = {name: torch.cat(own) for name, own in rows.items()}
-            found[part] |= dict(_mixed(found[part]))
             if dropout_layers(one.net):
                 found[part] |= {f"dropout, rate {rate:g}": _masked(one.net, rate, x) for rate in RATES}
-    entropy = {name: float(-(log_p.exp() * log_p).sum(1).mean()) for name, log_p in found.pop("off").items()}
     held_out = {name: log_p.float() for name, log_p in found.pop("held out").items()}
     densities = {
-        part: {name: float(log_p.gather(1, one.parts[part][1].unsqueeze(1)).mean()) for name, log_p in own.items()}
+        part: {name: log_p.gather(1, one.parts[part][1].unsqueeze(1)).squeeze(1) for name, log_p in own.items()}
         for part, own in found.items()
     }
     labels = one.parts["held out"][1]
-    return {"name": one.name, "labels": labels, "held out": held_out, "off": entropy, "densities": densities}
+    return {"name": one.name, "labels": labels, "held out": held_out, "densities": densities}
 
 
 def _curvature(bayes: Any, batches: Batches) -> Laplace:
@@ -151,27 +130,11 @@ def _normals(bayes: Any, laplace: Laplace) -> Iterator[tuple[str, Any]]:
         laplace.place(family, 1.0, prior_precision(model, theta))
         return copy.deepcopy(family)()
 
-    for width in (*candidates.WIDTHS, *WIDER):
+    for width in GRID:
         yield f"all {width:g}", at(width, width, rms)
     for width, heads in HEADS:
         for head in heads:
             yield f"rest {width:g}, last layer {head:g}", at(width, head, rms)
-    for width in FANS:
-        yield f"fan-in {width:g}", at(width, width, fans)
-
-
-def _mixed(found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Of a prior whose width is not known but anything up to some width; and of one that is rarely very wide."""
-    ladder = [found[f"all {width:g}"] for width in candidates.WIDTHS]
-    for k, width in enumerate(candidates.WIDTHS[1:], 2):
-        yield f"up to {width:g}", _mean(torch.stack(ladder[:k]))
-    for count, shares in (("two", (1, 4)), ("three", (1, 3, 10))):
-        for width in candidates.WIDTHS[4:]:
-            near = [min(candidates.WIDTHS, key=lambda one, w=width / share: abs(log(one / w))) for share in shares]
-            yield f"{count} up to {width:g}", _mean(torch.stack([found[f"all {one:g}"] for one in near]))
-    wide = ladder[-1] + torch.tensor(RARE, dtype=torch.float64).log()
-    for width, own in zip(candidates.WIDTHS[:-1], ladder, strict=False):
-        yield f"rarely wide {width:g}", torch.logaddexp(own + torch.tensor(1 - RARE, dtype=torch.float64).log(), wide)
 
 
 def _drawn(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def test_around_trained_networks():
     assert result.weights == [1 / 3] * 3
     assert [one.status for one in result.members] == [vi.Status.PLACED] * 3
     draws = mixture.predict(X, draws=30, generator=seeded())
-    assert draws.draws == 30
+    assert draws.draws == 3 * 12  # ten of each network, in groups of four widths
     assert float(draws.weights.sum()) == pytest.approx(1.0)
     average = torch.stack([member.predict(X, 2000).mean for member in mixture.posteriors]).mean(0)
     # 6000 draws: a probability has a standard error of at most 0.5/√2000 for each member

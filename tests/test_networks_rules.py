@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import networks_rules as rules
-from structvi.training.held_out import HeldOut
+from structvi.training import candidates
 
 
 def record(spread=(0.0, 0.3, 1.0), rows=400, seed=0, sure=2.0):
@@ -14,26 +14,33 @@ def record(spread=(0.0, 0.3, 1.0), rows=400, seed=0, sure=2.0):
     labels = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
     held_out = {"network": (sure * logits).log_softmax(1)}
     held_out |= {f"all {one:g}": (sure * logits / (1 + one)).log_softmax(1) for one in spread}
-    off = {name: float(-(log_p.exp() * log_p).sum(1).mean()) for name, log_p in held_out.items()}
-    densities = {name: float(log_p.gather(1, labels.unsqueeze(1)).mean()) for name, log_p in held_out.items()}
-    return {"name": "made 0", "labels": labels, "held out": held_out, "off": off,
+    densities = {name: log_p.gather(1, labels.unsqueeze(1)).squeeze(1) for name, log_p in held_out.items()}
+    return {"name": "made 0", "labels": labels, "held out": held_out,
             "densities": {"test": densities, "shift": densities}}  # fmt: skip
 
 
-def test_the_bound_is_the_librarys():
-    generator = torch.Generator().manual_seed(0)
-    ones = torch.ones(50, dtype=torch.float64)
-    one, two = (HeldOut(torch.randn(50, generator=generator, dtype=torch.float64), ones) for _ in range(2))
-    assert rules.least_gain(one, two, 1.6449) == pytest.approx(one.least_gain_over(two), rel=1e-9)
+def test_the_rule_of_the_library_is_among_them():
+    widths = rules.NOW.groups([f"all {candidates.WIDTHS[-1] / candidates.RATIO**k:g}" for k in range(candidates.PARTS)])
+    assert rules.NOW.deviations == candidates.MIXED
+    assert [float(name.split()[1]) for name in widths[-1]] == pytest.approx(
+        [part.width for part in candidates.Candidate("", candidates.WIDTHS[-1], True, 1.0).parts(candidates.PARTS)]
+    )
+
+
+def test_a_mixture_is_that_of_probabilities():
+    one = record()
+    mixed = rules.gain(one, ("all 0", "all 1"), "test")
+    p = [one["densities"]["test"][name].exp() for name in ("all 0", "all 1", "network")]
+    assert mixed == pytest.approx(float((((p[0] + p[1]) / 2).log() - p[2].log()).mean()), rel=1e-9)
 
 
 def test_a_network_that_is_too_sure_gets_the_width_that_suits_it():
     # candidates are the network at temperatures 1, 1.3 and 2, of which 2 is the true one
-    assert rules.ALIKE(record(), 400) == "all 1"
+    assert rules.ALIKE(record(), 400) == ("all 1",)
 
 
 def test_a_network_that_is_not_sure_enough_is_kept():
-    assert rules.ALIKE(record(sure=0.5), 400) == rules.NETWORK
+    assert rules.ALIKE(record(sure=0.5), 400) == (rules.NETWORK,)
 
 
 def test_few_rows_and_a_bound_keep_what_is_narrower():
@@ -42,7 +49,7 @@ def test_few_rows_and_a_bound_keep_what_is_narrower():
     kept = []
     for seed in range(20):
         one = record((0.0, 0.3, 1.0, 3.0), 400, seed, sure=1.5)
-        kept.append([widths.index(rule(one, 20)) for rule in rules.RULES[:2]])
+        kept.append([widths.index(rule(one, 20)[0]) for rule in rules.RULES[:2]])
     assert all(bound <= free for bound, free in kept)
     assert any(bound < free for bound, free in kept)
 
@@ -59,14 +66,15 @@ def test_labels_are_those_of_the_temperature_that_they_say():
 def test_the_table_has_all_rules():
     text = rules.compared([record()], 400, rules.RULES[:4])
     assert len(text.splitlines()) == 6
-    assert "| all tensors alike (before) | +" in text
+    assert "| all tensors alike (at first) | +" in text
 
 
 def test_with_a_wider_last_layer_the_product_of_both_widths_counts():
-    one = record((0.0, 1.0))
-    for width, wider in rules.LAST:
-        for last in wider:
-            one["held out"][f"rest {width:g}, last layer {last:g}"] = one["held out"]["all 1"]
-    assert rules.NOW.candidates(one)[-1] == "all 1"  # 1·1, the widest of the others is 0.1·4
-    del one["held out"]["all 1"]
-    assert rules.NOW(one, 400) == "rest 0.1, last layer 4"
+    names = [
+        "all 0.01",
+        "all 1",
+        *(f"rest {width:g}, last layer {last:g}" for width, all_ in rules.LAST for last in all_),
+    ]
+    found = [group[0] for group in rules.wider_last(names)]
+    assert found[0] == "all 0.01"  # 0.0001
+    assert found[-2:] == ["rest 0.1, last layer 4", "all 1"]  # 0.4 and 1

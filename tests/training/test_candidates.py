@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.families.normal_parts import weighted_normals
 from structvi.training import candidates
 from structvi.training.candidates import Candidate, Rule
-from structvi.training.held_out import HeldOut, of_mixed_normals, of_network, of_networks, of_normals
-from structvi.training.warm_start import prior_precision
+from structvi.training.held_out import HeldOut, of_mixed_normals, of_network, of_networks, of_normals, of_posterior
 
 
 def loader(pair, size=40):
@@ -227,37 +227,60 @@ def test_few_rows_do_not_choose_between_those_that_have_seen_all():
     assert rule.widest([narrow, wide, drawn]).name == "d"
 
 
-def test_the_last_layer_may_have_a_width_of_its_own():
-    """Its prior is N(0, (last·rms)²), that of the others N(0, (width·rms)²); names say so, and which is wider."""
+def test_a_width_that_is_not_known_is_an_equal_mixture_of_widths():
+    """Each part is the Laplace approximation of its own width, and so is the prior's."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
-    model = vi.variationalize(net, vi.likelihoods.Categorical(), num_data=10).model
-    theta = model.space.ravel({name: p.detach() for name, p in net.named_parameters()})
-    precisions = []
-    for last in (None, 2.5):
-        model.prior = candidates.relative_prior(model, theta, 0.1, last)
-        precisions.append(model.space.unravel(prior_precision(model, theta)))
-    alike, wider = precisions
-    ratios = {name: float((wider[name] / alike[name]).mean()) for name in model.space.names}
-    assert ratios == pytest.approx({"0.weight": 1.0, "0.bias": 1.0, "2.weight": 0.04**2, "2.bias": 0.04**2})
-
-
-def test_candidates_with_a_wider_last_layer_are_linearised_and_in_order_of_the_product_of_both_widths():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
-    x, t = torch.randn(60, 2), torch.randint(3, (60,))
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, t = torch.randn(60, 2).double(), torch.randint(3, (60,))
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
-    result = bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
-    wider = {f"linearised, prior {width:g}, last layer {last:g}" for width, all_ in candidates.LAST for last in all_}
-    assert {name for name in result.held_out if "last layer" in name} == wider
-    narrow, wide = Candidate("narrow", 0.1, True, 1.0, last=1.0), Candidate("wide", 0.45, True, 1.0)
-    assert narrow.spread < wide.spread < Candidate("wider", 0.1, True, 1.0, last=2.5).spread
+    bayes.fit(loader((x, t)), progress=False)
+    parts = weighted_normals(bayes.family())
+    assert [one.weight for one in parts] == pytest.approx([1 / candidates.PARTS] * candidates.PARTS)
+    for k, (_, normal) in enumerate(parts):
+        width = round(candidates.WIDTH / candidates.RATIO**k, 7)
+        one = vi.variationalize(
+            net, vi.likelihoods.Categorical(), vi.StructuredPrecision(25),  # the default rank is at most P/2
+            candidates.relative_prior(bayes.model, bayes.space.initial, width), linearise=True,
+        )  # fmt: skip
+        one.fit(loader((x, t)), progress=False)
+        torch.testing.assert_close(normal.mean, one.family().mean)
+        torch.testing.assert_close(normal.precision_diagonal(), one.family().precision_diagonal(), rtol=0.05, atol=0)
+        prior = bayes.model.prior.priors[k]
+        assert prior.scale == one.model.prior.scale
 
 
-def test_a_network_of_one_layer_has_no_last_one():
+def test_the_mixture_is_measured_as_it_predicts():
+    """Held-out density of the choice, from 512 points of each normal, and of the family that is placed, from draws."""
     torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, t = torch.randn(120, 2), torch.randint(3, (120,))
+    bayes, held_out = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True), loader((x[60:], t[60:]))
+    result = bayes.fit(loader((x[:60], t[:60])), validation=held_out, progress=False)
+    drawn = of_posterior(bayes, list(held_out), seed=0, draws=8000)
+    assert "up to" in result.kept
+    assert result.held_out[result.kept] == pytest.approx(drawn.mean, abs=0.004)  # 2000 draws of each part
+
+
+def test_mixtures_share_their_normals(monkeypatch):
+    """Neighbouring candidates have parts in common: each normal is made once."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
     x, t = torch.randn(60, 2), torch.randint(3, (60,))
-    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
-    result = bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
-    assert not [name for name in result.held_out if "last layer" in name]
-    assert candidates.last_layer(("weight", "bias")) == ()
+    seen, before = [], candidates.of_mixed_normals
+    monkeypatch.setattr(candidates, "of_mixed_normals", lambda *given: seen.append(given) or before(*given))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical())
+    bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    (given,) = seen
+    assert len(given[4]) == len(candidates.WIDTHS)
+    assert all(len(places) == candidates.PARTS for places in given[4])
+    assert len(given[1][0]) == len(candidates.WIDTHS) + 2 * (candidates.PARTS - 1)
+
+
+@pytest.mark.parametrize(("family", "deviations"), [(None, candidates.MIXED), (vi.MeanField(), candidates.ONE_WIDTH)])
+def test_one_width_is_held_to_a_stricter_bound(monkeypatch, family, deviations):
+    torch.manual_seed(0)
+    x, t, seen, before = torch.randn(60, 2), torch.randint(3, (60,)), [], candidates.Rule
+    monkeypatch.setattr(candidates, "Rule", lambda *given: seen.append(given) or before(*given))
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical(), family)
+    bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    assert [given[3] for given in seen] == [deviations]

@@ -12,6 +12,7 @@ from .mixture import Mixture
 from .point import MAP
 from .precision import StructuredPrecision
 from .rotated import Rotated
+from .scale_mixture import ScaleMixture
 from .structured import StructuredNormal
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MeanField",
     "Mixture",
     "Rotated",
+    "ScaleMixture",
     "StructuredNormal",
     "StructuredPrecision",
     "check_draw",

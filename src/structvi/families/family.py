@@ -1,9 +1,8 @@
 """A family: variational parameters in a module, and what it knows about itself.
 
 The first half is the protocol, recipe → bound family → density. The second is what fits ask of a family: to start at a
-mean with given scales, to learn in stages, to grow, to change coordinates, to be cut into rows. Each has a default: a
-normal of your own with the parameters `mean` [P] and `log_scale` [P] and nothing else has all that applies to it, and
-other families answer what they override; the rest is refused with what to write.
+mean, to learn in stages, to grow, to change coordinates, to be cut into rows. Each has a default: a normal of your own
+with `mean` [P] and `log_scale` [P] alone has all that applies to it; the rest is refused with what to write.
 """
 
 import copy
@@ -170,25 +169,27 @@ class Family(nn.Module, ABC):
     ) -> None:
         """Start at N(mean, (diag(1/scale²) + WWᵀ)⁻¹), W [.., K] the columns, all by name: `fit(start="trained")`.
 
-        Scales and columns are along the family's own axes (`to_axes`), in the tensors' shapes. Where the family has no
-        room for columns, its precision has the same diagonal.
+        Scales and columns are along the family's own axes (`to_axes`). Where it has no room for columns, its precision
+        has the same diagonal.
         """
         space = self.bound_space()
         flat = [self.own_rows(space.ravel({name: x[name] for name in space.names})) for x in (mean, scale)]
         if columns is not None:
-            W = torch.cat(
-                [
-                    columns[name].reshape(n, columns[name].shape[-1])
-                    for name, n in zip(space.names, space.numels, strict=True)
-                ]
-            )
-            W = self.own_rows(W)
+            sizes = zip(space.names, space.numels, strict=True)
+            W = self.own_rows(torch.cat([columns[name].reshape(n, columns[name].shape[-1]) for name, n in sizes]))
             own, rest = W[:, : self.precision_columns], W[:, self.precision_columns :]
             flat[1] = (flat[1].double() ** -2 + rest.double().square().sum(1)).rsqrt().to(flat[1])
         with torch.no_grad():
             self.place_at(*flat)
             if columns is not None and self.precision_columns:
                 self.place_columns(own)
+
+    #: the scales of a weight: several in a scale mixture, whose parts have one each
+    scale_count: int = 1
+
+    def place_scales(self, scales: Tensor) -> None:
+        """Of each part, [`scale_count`, P], after `place`."""
+        raise NotImplementedError(f"{type(self).__name__} has one scale for each weight")
 
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         """`place` with vectors [P]: what a family of its own shape overrides."""

@@ -1,10 +1,11 @@
 """Predictions of a linearised network in function space: what `DrawChunks` is for draws of weights, without these.
 
-The output y(x) is normal, N(f(x; θ₀) + J(μ − θ₀), J Σ Jᵀ), known exactly where outputs are few (`function_space.py`).
-It is drawn at evenly spread points, the same at every input. How inputs go together these do not tell.
+The output y(x) is normal, N(f(x; θ₀) + J(μ − θ₀), J Σ Jᵀ), known exactly where outputs are few (`function_space.py`);
+of a mixture of normals over the weights it is the mixture of these. It is drawn at evenly spread points, the same at
+every input and in every part. How inputs go together these do not tell.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..basics.random_streams import seed_from
-from ..families.gaussian import Gaussian
+from ..families.normal_parts import weighted_normals
 from ..models.calibration import Calibration
 from ..posterior import PosteriorBase
 from .function_space import (
@@ -28,8 +29,8 @@ from .function_space import (
 from .layer_moments import LayerMoments, has_layers
 from .predictive import Predictive
 
-#: evenly spread points at which outputs are drawn
-POINTS = 256
+#: evenly spread points at which outputs are drawn; of each part of a mixture at least
+POINTS, FEWEST = 256, 32
 #: numbers of one input's Jacobian, O·P, beyond which weights are drawn: Jacobians come at least 16 inputs at a time
 MOST_NUMBERS = 2**22
 #: outputs beyond which Jacobians of a network cost more than draws: without convolutions, and with them
@@ -54,18 +55,21 @@ class FunctionChunks:
 
     Args:
         posterior: one that `is_normal` says yes to.
-        points: how many draws of outputs.
+        points: how many draws of outputs, a share for each part of a mixture.
         calibrated: whether `whole` gives what the posterior's calibration makes of the mixture.
     """
 
     def __init__(self, posterior: PosteriorBase, points: int = POINTS, calibrated: bool = False):
-        self.posterior, self.draws = posterior, points
+        self.posterior = posterior
         self.reference, self.linearise = None, True
         with _with_derivatives():
             density = posterior.family()
-            assert isinstance(density, Gaussian)
-            self.density = density
+            parts = weighted_normals(density)
+            self.normals = [normal for _, normal in parts]
             self.theta = theta_of_linearisation(posterior, density.mean)
+        self.each = max(FEWEST, points // 2 ** (len(parts) - 1).bit_length()) if len(parts) > 1 else points
+        self.draws = self.each * len(parts)
+        self.weights = self.theta.new_tensor([one.weight for one in parts]).repeat_interleave(self.each) / self.each
         self.device = self.theta.device
         #: whether the function is the one that was fitted; a calibration is of that
         self.is_as_fitted = posterior.model.linearised_at is not None
@@ -92,7 +96,7 @@ class FunctionChunks:
         found = looked_at(self.posterior, self.theta, _differentiable(inputs), MOST_NUMBERS)
         if found is None:
             return False
-        if has_layers(self.posterior, self.density) and self._agrees(found):
+        if all(has_layers(self.posterior, one) for one in self.normals) and self._agrees(found):
             return True
         self.layers = None
         convolves = any(isinstance(one, CONVOLUTIONS) for one in self.posterior.net.modules())
@@ -102,13 +106,15 @@ class FunctionChunks:
         """Whether the moments of layers are those of the Jacobian, at the rows that were looked at."""
         rows, y, J = found
         try:
-            self.layers = LayerMoments(self.posterior, self.theta, self.density, J.shape[1])
-            is_whole = self.layers.is_whole(rows)
-            own = [torch.cat(part) for part in zip(*self.layers(rows), strict=True)]
+            self.layers = LayerMoments(self.posterior, self.theta, self.normals, J.shape[1])
+            if not self.layers.is_whole(rows):
+                return False
+            pieces = zip(*self.layers(rows), strict=True)  # of each normal, some rows at a time
+            own = [torch.cat(part) for normal in pieces for part in zip(*normal, strict=True)]
         except (RuntimeError, TypeError, ValueError):
             return False
-        expected = (y + (J @ (self.density.mean - self.theta)).reshape(y.shape), self.density.between(J, J))
-        return is_whole and all(is_near(a, b) for a, b in zip(own, expected, strict=True))
+        expected = [part for normal in self._of_jacobian(y, J) for part in normal]
+        return all(is_near(a, b) for a, b in zip(own, expected, strict=True))
 
     def __len__(self) -> int:
         return 1
@@ -121,12 +127,10 @@ class FunctionChunks:
         """The mixture over all draws."""
         model, parts = self.posterior.model, []
         with _with_derivatives():
-            for mean, covariance in self._moments(_differentiable(inputs)):
-                parts.append(normal_outputs(mean, covariance, self._noise(covariance.shape[1])))
-            outputs = torch.cat(parts, 1)
-            weights = self.theta.new_full((self.draws,), 1 / self.draws)
+            for moments in self._moments(_differentiable(inputs)):
+                parts.append(torch.cat([normal_outputs(*one, self._noise(one[1].shape[1])) for one in moments]))
             values = model.likelihood_values(self.theta.unsqueeze(0).expand(self.draws, -1))
-            return Predictive(outputs, weights, model.likelihood, values, self.note, by_input=True)
+            return Predictive(torch.cat(parts, 1), self.weights, model.likelihood, values, self.note, by_input=True)
 
     def whole(self, inputs: Any) -> Predictive:
         """The mixture over all draws; the calibrated one, where that is asked for."""
@@ -144,23 +148,26 @@ class FunctionChunks:
         """The target of a batch."""
         return self.posterior.model.split(batch)[1]
 
-    def _moments(self, inputs: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of y at every input, [b, ..] and [b, O, O], some inputs at a time."""
+    def _moments(self, inputs: Any) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+        """Of y at every input, [b, ..] and [b, O, O], some inputs at a time, under each normal."""
         if self.layers is not None:
             yield from self.layers(inputs)
             return
         for y, J in jacobians(self.posterior, self.theta, inputs):
-            yield y + (J @ (self.density.mean - self.theta)).reshape(y.shape), self.density.between(J, J)
+            yield self._of_jacobian(y, J)
+
+    def _of_jacobian(self, y: Tensor, J: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(y + (J @ (one.mean - self.theta)).reshape(y.shape), one.between(J, J)) for one in self.normals]
 
     def _noise(self, size: int) -> Tensor:
         """[S, O], the same for all inputs."""
         if self._points is None or self._points.shape[1] != size:
-            self._points = evenly_spread(self.draws, size, self.seed).to(self.device)
+            self._points = evenly_spread(self.each, size, self.seed).to(self.device)
         return self._points
 
 
 def is_normal(posterior: PosteriorBase, linearise: bool | None) -> bool:
-    """Whether the outputs are normal at every input: those of a network linearised, with one normal over its weights.
+    """Whether outputs are normal at every input: those of a network linearised, with normals over its weights.
 
     Nothing else may be random: neither tensors of the likelihood, nor dropout, nor statistics of batches.
     """
@@ -171,4 +178,4 @@ def is_normal(posterior: PosteriorBase, linearise: bool | None) -> bool:
         return False
     with torch.no_grad():
         density = posterior.family()
-    return isinstance(density, Gaussian) and density.P == model.space.size == model.net_space.size
+    return bool(weighted_normals(density)) and density.P == model.space.size == model.net_space.size

@@ -1,5 +1,7 @@
 """The linearised network in function space: y(x) is normal, with mean f(x; θ₀) + J(μ − θ₀) and covariance J Σ Jᵀ.
 
+Of a mixture of normals over the weights it is the mixture of these.
+
 Exact, and without draws, for outputs that are few: a row takes a backward pass for each of its outputs.
 """
 
@@ -15,12 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..basics.random_streams import alone
 from ..families.gaussian import Gaussian
+from ..families.normal_parts import weighted_normals
 from ..models.bayesian_model import BayesianModel
 from ..posterior import PosteriorBase
 from .draws import on_device
 
-#: so many numbers of Jacobians are held at once
-JACOBIAN_NUMBERS = 2**26
+#: so many numbers of Jacobians are held at once; on a GPU more, which waits for Python otherwise
+JACOBIAN_NUMBERS, ON_GPU = 2**26, 2**28
 #: a network with at most so many outputs is looked at in function space
 FEW_OUTPUTS = 48
 #: rows that tell whether that is so
@@ -40,7 +43,7 @@ def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
     A linearised posterior is linearised at its θ₀, any other around its mean.
 
     Args:
-        posterior: with a Gaussian family.
+        posterior: with a Gaussian family, or a mixture of such.
         x: as `predict` takes it.
 
     Example:
@@ -51,18 +54,23 @@ def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
         (torch.Size([5, 2]), torch.Size([5, 2, 2]))
     """
     density = posterior.family()
-    if not isinstance(density, Gaussian):
-        raise TypeError(
-            f"the outputs have a covariance in closed form for Gaussian families; {type(density).__name__} is none: "
-            "predict(x, linearise=True) draws from it"
-        )
     with torch.no_grad():
+        if not (parts := weighted_normals(density)):
+            raise TypeError(
+                "the outputs have a covariance in closed form for Gaussian families and mixtures of them; "
+                f"{type(density).__name__} is none: predict(x, linearise=True) draws from it"
+            )
         theta = theta_of_linearisation(posterior, density.mean)
         means, covariances, shape = [], [], torch.Size()
         for y, J in jacobians(posterior, theta, x):
             shape = y.shape[1:]
-            means.append(y.reshape(len(y), -1) + J @ (density.mean - theta))
-            covariances.append(density.between(J, J))
+            own = torch.stack([J @ (normal.mean - theta) for _, normal in parts])  # [C, b, O]
+            weights = own.new_tensor([weight for weight, _ in parts]).view(-1, 1, 1)
+            mean = (weights * own).sum(0)
+            apart = (own - mean).movedim(0, -1)  # [b, O, C]
+            within = sum(weight * normal.between(J, J) for weight, normal in parts)
+            means.append(y.reshape(len(y), -1) + mean)
+            covariances.append(within + (apart * weights.view(-1)) @ apart.mT)
         return OutputMoments(torch.cat(means).reshape(-1, *shape), torch.cat(covariances))
 
 
@@ -87,7 +95,8 @@ def jacobians(posterior: PosteriorBase, theta: Tensor, x: Any) -> Iterator[tuple
         raise ValueError(f"expected inputs [B, ..] of one B, got {[tuple(leaf.shape) for leaf in tensors]}")
     with torch.no_grad(), posterior.network_mode(), model.linearised_around(None):
         first = _one(model, theta, tree_map(lambda leaf: leaf[0], x))
-        chunk = max(1, JACOBIAN_NUMBERS // max(1, first.numel() * theta.numel()))
+        numbers = ON_GPU if theta.is_cuda else JACOBIAN_NUMBERS
+        chunk = max(1, numbers // max(1, first.numel() * theta.numel()))
         for start in range(0, len(tensors[0]), chunk):
             rows = tree_map(lambda leaf, start=start: leaf[start : start + chunk], x)
             y, J = _jacobian(model, theta, rows)

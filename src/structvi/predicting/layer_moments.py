@@ -6,7 +6,7 @@ Of a linear layer u = W a + b the Jacobian of an output is an outer product, δ 
 would be O·P numbers. The scale and shift of a normalisation are elementwise, δ ∘ û and δ.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.gaussian import Gaussian
+from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from .draws import on_device
 
@@ -39,48 +40,37 @@ class LayerMoments:
     Args:
         posterior: one that `has_layers` says yes to.
         theta: θ₀ [P].
-        density: the normal over the weights.
+        normals: over the weights; the network is called for all of them at once.
         outputs: O.
     """
 
-    def __init__(self, posterior: PosteriorBase, theta: Tensor, density: Gaussian, outputs: int):
+    def __init__(self, posterior: PosteriorBase, theta: Tensor, normals: Sequence[Gaussian], outputs: int):
         self.posterior, self.theta = posterior, theta.detach()
-        d, V, self.C = density.low_rank()
-        space, self.columns = posterior.space, V.shape[1]
-        shift = space.unravel(density.mean - theta)
-        named_d = space.unravel(d)
-        #: of every random tensor: d, V with its columns last, and μ − θ₀
-        self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {
-            name: (named_d[name], V[space.slice(name)].unflatten(0, shift[name].shape), shift[name])
-            for name in space.names
-        }
-        self.layers = {name.rpartition(".")[0] for name in space.names}
-        widths = {name.rpartition(".")[0]: tensor[0].shape[0] for name, tensor in self.tensors.items()}.values()
-        self.rows = max(1, NUMBERS // max(self.columns * max(widths), outputs * sum(widths)))
+        self.normals = [_Named.of(density, theta, posterior.space) for density in normals]
+        self.layers = {name.rpartition(".")[0] for name in posterior.space.names}
+        shapes = zip(posterior.space.names, posterior.space.shapes, strict=True)
+        widths = {name.rpartition(".")[0]: shape[0] for name, shape in shapes}.values()
+        columns = max(len(one.C) for one in self.normals)
+        self.rows = max(1, NUMBERS // max(columns * max(widths), outputs * sum(widths)))
 
-    def __call__(self, x: Any) -> Iterator[Moments]:
-        """Of the outputs at x, some rows at a time."""
+    def __call__(self, x: Any) -> Iterator[list[Moments]]:
+        """Of the outputs at x, some rows at a time, under each normal."""
         x = on_device(x, self.theta.device)
         for start in range(0, len(tree_leaves(x)[0]), self.rows):
             yield self._of(tree_map(lambda leaf, start=start: leaf[start : start + self.rows], x))
 
-    def _of(self, rows: Any) -> Moments:
+    def _of(self, rows: Any) -> list[Moments]:
         y, seen = self._called(rows)
         ends, every = [out for _, _, out in seen], range(y[0].numel())
         with torch.enable_grad():
             sums = y.reshape(len(y), -1).sum(0)  # rows do not depend on each other
             slopes = [torch.autograd.grad(sums[o], ends, retain_graph=o < every[-1]) for o in every]
         with torch.no_grad():
-            mean, covariance, W = 0.0, 0.0, 0.0
-            for place, (name, a, _) in enumerate(seen):
-                delta = torch.stack([one[place] for one in slopes], 1)  # [b, O, n]
-                for kind in ("weight", "bias"):
-                    if (found := self.tensors.get(f"{name}.{kind}".removeprefix("."))) is not None:
-                        own = _matrix(delta, a, *found) if found[0].ndim == 2 else _vector(delta, a, kind, *found)
-                        mean, covariance, W = mean + own[0], covariance + own[1], W + own[2]
-            assert isinstance(W, Tensor)
-            covariance = covariance + W @ self.C @ W.mT
-            return Moments(y.detach() + torch.as_tensor(mean).reshape(y.shape), covariance)
+            layers = [
+                (name, a, torch.stack([one[place] for one in slopes], 1))  # δ [b, O, n]
+                for place, (name, a, _) in enumerate(seen)
+            ]
+            return [_moments(normal, y.detach(), layers) for normal in self.normals]
 
     def is_whole(self, rows: Any) -> bool:
         """Whether random tensors reach the output through these layers alone: where these hold them, it is constant."""
@@ -114,6 +104,36 @@ class LayerMoments:
                     stack.callback(handle.remove)
             with torch.enable_grad():
                 return posterior.model.outputs(theta.unsqueeze(0), rows)[0]
+
+
+class _Named(NamedTuple):
+    """A normal with Σ = diag(d) + V C Vᵀ, by the names of its tensors."""
+
+    #: of every random tensor: d, V with its columns last, and μ − θ₀
+    tensors: dict[str, tuple[Tensor, Tensor, Tensor]]
+    C: Tensor  # [K, K]
+
+    @classmethod
+    def of(cls, density: Gaussian, theta: Tensor, space: Parameters) -> "_Named":
+        d, V, C = density.low_rank()
+        shift, named_d = space.unravel(density.mean - theta), space.unravel(d)
+        tensors = {
+            name: (named_d[name], V[space.slice(name)].unflatten(0, shift[name].shape), shift[name])
+            for name in space.names
+        }
+        return cls(tensors, C)
+
+
+def _moments(normal: _Named, y: Tensor, layers: Sequence[tuple[str, Tensor, Tensor]]) -> Moments:
+    """Of outputs y at θ₀, from the name, the input and δ of every layer."""
+    mean, covariance, W = 0.0, 0.0, 0.0
+    for name, a, delta in layers:
+        for kind in ("weight", "bias"):
+            if (found := normal.tensors.get(f"{name}.{kind}".removeprefix("."))) is not None:
+                own = _matrix(delta, a, *found) if found[0].ndim == 2 else _vector(delta, a, kind, *found)
+                mean, covariance, W = mean + own[0], covariance + own[1], W + own[2]
+    assert isinstance(W, Tensor)
+    return Moments(y + torch.as_tensor(mean).reshape(y.shape), covariance + W @ normal.C @ W.mT)
 
 
 def has_layers(posterior: PosteriorBase, density: Gaussian) -> bool:

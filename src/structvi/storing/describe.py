@@ -23,11 +23,12 @@ from ..families import (
     MeanField,
     Mixture,
     Rotated,
+    ScaleMixture,
     StructuredNormal,
     StructuredPrecision,
 )
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
-from ..models.priors.base import SumPrior
+from ..models.priors.base import MixturePrior, SumPrior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.hierarchical import HierarchicalNormalPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, StudentTPrior
@@ -53,9 +54,18 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
         MCDropout,
         FittedDropout,
         Rotated,
+        ScaleMixture,
     ),
     "likelihood": (Gaussian, Categorical, Bernoulli, Poisson, StudentT),
-    "prior": (NormalPrior, LaplacePrior, StudentTPrior, HierarchicalNormalPrior, DistributionPrior, SumPrior),
+    "prior": (
+        NormalPrior,
+        LaplacePrior,
+        StudentTPrior,
+        HierarchicalNormalPrior,
+        DistributionPrior,
+        SumPrior,
+        MixturePrior,
+    ),
 }
 #: rebuilt from their constructor's arguments, which they keep as attributes
 _CLASSES = {cls.__name__: cls for classes in _BY_KIND.values() for cls in classes}

@@ -61,6 +61,12 @@ def _mixture(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     return shapes
 
 
+def _scale_mixture(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
+    components = arguments.get("components", 3)
+    own: Shapes = {"log_ratio": (components - 1, space.size), "raw_logits": (components,)}
+    return {**own, **_under("part", _low_rank(arguments, space))}
+
+
 def _blocks(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     pairs = arguments["blocks"]["dict"]
     owners = assign(space.names, [pattern for pattern, _ in pairs], "Blocks")
@@ -101,4 +107,5 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Parameters], Shapes]] = {
     "MCDropout": _point,
     "FittedDropout": _fitted_dropout,
     "Rotated": _rotated,
+    "ScaleMixture": _scale_mixture,
 }

@@ -5,10 +5,10 @@ open is chosen:
 
 - the prior's width c: N(0, (c·rms)²), rms that of each tensor's trained values. Weights before a normalisation can be
   multiplied by any number without a change of the network, and with this unit without a change of its posterior. The
-  last layer may have a larger width than the rest: that costs little on data like the training data, and gains most on
-  others;
+  width is not known but for its largest value: the posterior is the equal mixture of those of several widths up to c.
+  It is heavy-tailed: that costs little on data like the training data, where they agree, and gains most on others;
 - whether the network is linearised at θ₀, or called at drawn weights;
-- the family, the precision form: its leading directions are those in which the data say most.
+- the family, a scale mixture of the precision form: its leading directions are those in which the data say most.
 
 With held-out data the choice is theirs: the *widest* posterior whose log density is within `MARGIN` nats of the best
 candidate's, and within half a paired standard error of it, the network itself among the candidates. The widest, since
@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 
 from ..families.family import Family
 from ..families.precision import StructuredPrecision
+from ..families.scale_mixture import ScaleMixture
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from .batches import Batches, Reread, held_out_batches
-from .candidates import RANK, WIDTH, Around, Candidate, candidates_of, chosen, relative_prior
+from .candidates import PARTS, RANK, WIDTH, Around, Candidate, candidates_of, chosen, relative_prior
 from .comparing import elbo_on_seed
 from .constant_predictor import Watched
 from .held_out import HeldOut, of_network
@@ -121,7 +122,8 @@ def _prepared(posterior: PosteriorBase, batches: Batches, options: FitOptions) -
         theta = with_residual_noise(model, theta, batches.everything())
         if "family" in posterior.left_open:
             rank = min(RANK, theta.numel() // 2)
-            posterior.family = StructuredPrecision(rank).bind(posterior.space).to(posterior.device)
+            recipe = ScaleMixture(rank, PARTS) if "prior" in posterior.left_open else StructuredPrecision(rank)
+            posterior.family = recipe.bind(posterior.space).to(posterior.device)
         if "prior" in posterior.left_open:
             model.prior = relative_prior(model, theta, WIDTH)
         for family in posterior.family.families():
@@ -174,7 +176,7 @@ def _result(
     read = Watched(batches.everything(_few(batches)), posterior.model)
     elbo = _elbo(posterior, read, options)
     model = posterior.model
-    notes = [*notes, _explain(kept, options)]
+    notes = [*notes, _explain(kept, options, posterior.family.scale_count)]
     if not isinstance(model.likelihood, Likelihood):
         notes.append(
             "the likelihood is a plain function, of which no labels can be drawn: the curvature is that of the "
@@ -207,7 +209,7 @@ def _verdict(kept: Candidate) -> str:
     return f"placed around the network: {kept.name}"
 
 
-def _explain(kept: Candidate, options: FitOptions) -> str:
+def _explain(kept: Candidate, options: FitOptions, parts: int) -> str:
     text = (
         "the mean is held at the trained weights, which have seen the data, and the precision is the curvature there: "
         "a Laplace approximation. Its ELBO is a bound, but no ELBO was maximised"
@@ -216,8 +218,8 @@ def _explain(kept: Candidate, options: FitOptions) -> str:
         text += "; it is that of the network linearised at these weights"
     if kept.width is not None:
         how = "by held-out density" if options.validation is not None else "without held-out data"
-        last = "" if kept.last is None else f" and {kept.last:g} in the last layer"
-        text += f". The prior's width, {kept.width:g} of each tensor's root mean square{last}, was chosen {how}"
+        up_to = f"one of {parts} widths up to " if parts > 1 else ""
+        text += f". The prior's width, {up_to}{kept.width:.3g} of each tensor's root mean square, was chosen {how}"
     if kept.noise != 1.0:
         text += f", and so was the noise, {kept.noise:.3g} times the residuals on the training data"
     return text

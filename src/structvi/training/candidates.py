@@ -8,11 +8,14 @@ from glob import escape
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..families.gaussian import Gaussian
+from ..families.normal_parts import weighted_normals
 from ..models.batch import rows
 from ..models.bayesian_model import BayesianModel
+from ..models.priors.base import MixturePrior
 from ..models.priors.scale import NormalPrior
 from ..posterior import PosteriorBase
 from ..predicting.function_space import FEW_OUTPUTS
@@ -24,15 +27,16 @@ from .temperature_path import temperature_path
 from .validation import MARGIN, NETWORK, as_good, narrowed
 from .warm_start import Laplace, prior_precision
 
-#: widths of the prior that are tried, in units of each tensor's root mean square; the least stands for the network
-WIDTHS = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5)
-#: linearised, with the last layer wider than the rest: at these widths of the rest, these of the last layer. What a
-#: last layer says of inputs like the training data is well determined, and of others it is not
-LAST = ((0.01, (1.0, 1.5, 2.5, 4.0)), (0.1, (1.0, 1.5, 2.5, 4.0)))
+#: the prior's width is not known but for its largest value c: PARTS widths, equally likely, each 1/RATIO of the one
+#: before
+PARTS, RATIO = 4, 2.5
+#: widths that are tried, in units of each tensor's root mean square, two of them for each RATIO; the least stands for
+#: the network
+WIDTHS = tuple(round(1.5 * RATIO ** (k / 2), 9) for k in range(-8, 1))
 #: those where each costs passes of the network: the first in both ways, the next in the better one while it is as good
-FEW_WIDTHS = (0.1, 0.3, 1.0)
+FEW_WIDTHS = WIDTHS[2], WIDTHS[5], WIDTHS[8]
 #: without held-out data
-WIDTH = 0.2
+WIDTH = WIDTHS[4]
 #: rank of the default family, and the share of the weights that it is at most
 RANK = 32
 #: the prior's width on a path of temperatures
@@ -43,10 +47,11 @@ DRAWS, PASSES, FEWEST = 8, 0.4, 64
 #: passes that Jacobians of held-out rows may take, and the rows that are seen nevertheless: a row takes a forward pass
 #: and a backward pass for each output
 EXACT_PASSES, FEWEST_EXACT = 1.0, 300
-#: nats by which what is kept may be worse than the network, with a chance of 5 % at most
-HARM = 0.01
+#: nats by which what is kept may be worse than the network, but for a chance: standard deviations that a normal exceeds
+#: with 95 %, of one width, and with 80 %, of a width that is not known, whose narrow parts bound the harm
+HARM, ONE_WIDTH, MIXED = 0.01, 1.6449, 0.8416
 #: numbers of normals that are kept once they are made
-KEPT_NUMBERS = 2**27
+KEPT_NUMBERS = 2**28
 
 
 @dataclass
@@ -54,24 +59,28 @@ class Candidate:
     """A posterior that was tried."""
 
     name: str
-    width: float | None  # c; None where the prior is the user's
+    width: float | None  # c, the largest; None where the prior is the user's
     linearised: bool
     temperature: float  # λ
     noise: float = 1.0  # of a Gaussian("point"), in units of the network's residuals
     held_out: HeldOut | None = None
     density: float = -inf  # of held-out data, in nats for each element
-    last: float | None = None  # c of the last layer, where it is another
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What it is but for its noise."""
-        return (self.width, self.last, self.temperature, self.linearised)
+        return (self.width, self.temperature, self.linearised)
+
+    def parts(self, count: int) -> "list[Candidate]":
+        """Of so many widths, the largest first, what it is with each alone."""
+        if self.width is None:
+            return [self]
+        return [replace(self, width=round(self.width / RATIO**k, 7)) for k in range(count)]
 
     @property
     def spread(self) -> tuple[float, float, bool, float]:
         """From narrow to wide; of one width the noise that suits it best, for noise is no doubt about the network."""
-        width = inf if self.width is None else self.width * (self.last or self.width)
-        return (width, self.temperature, self.linearised, self.density)
+        return (inf if self.width is None else self.width, self.temperature, self.linearised, self.density)
 
     @property
     def rows(self) -> int:
@@ -85,26 +94,13 @@ class Candidate:
         return held_out
 
 
-def relative_prior(model: BayesianModel, theta: Tensor, width: float, last: float | None = None) -> NormalPrior:
-    """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ; of the last layer another width."""
-    named, of_last = model.space.unravel(theta), last_layer(model.net_space.names) if last is not None else ()
+def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
+    """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
+    named = model.space.unravel(theta)
     scales = dict(zip(model.net_space.names, model.net_space.scales.tolist(), strict=True))
     rms = {name: float(named[name].double().square().mean().sqrt()) for name in scales}
     # a tensor that is zero says nothing of its scale
-    widths = {name: last if last is not None and name in of_last else width for name in scales}
-    return NormalPrior({escape(name): widths[name] * max(rms[name], 1e-3 * scales[name]) for name in scales})
-
-
-def last_layer(names: Sequence[str]) -> tuple[str, ...]:
-    """The tensors of the module that comes last; none where there is no other.
-
-    Example:
-        >>> last_layer(("0.weight", "0.bias", "2.weight", "2.bias"))
-        ('2.weight', '2.bias')
-    """
-    module = names[-1].rpartition(".")[0]
-    found = tuple(name for name in names if name.rpartition(".")[0] == module)
-    return found if len(found) < len(names) else ()
+    return NormalPrior({escape(name): width * max(rms[name], 1e-3 * scales[name]) for name in scales})
 
 
 def candidates_of(
@@ -124,21 +120,17 @@ def candidates_of(
     if options.temperature == "validated":
         widths = (None,) if widths == (None,) else (PATH_WIDTH,)
         temperatures = temperature_path(elements)
-    found = []
+    found, several = [], posterior.family.scale_count > 1
     for linearised in linear:
-        pairs: list[tuple[float | None, float | None]] = [(width, None) for width in widths]
-        if linearised and len(widths) > 1 and last_layer(posterior.model.net_space.names):
-            pairs += [(width, last) for width, wider in LAST for last in wider]
-        for width, last in pairs:
+        for width in widths:
             for temperature in temperatures:
                 how = "linearised" if linearised else "drawn weights"
-                prior = "" if width is None else f", prior {width:g}"
-                prior += "" if last is None else f", last layer {last:g}"
+                prior = "" if width is None else f", prior {'up to ' if several else ''}{width:.3g}"
                 dial = "" if len(temperatures) == 1 else f", λ = {temperature:g}"
                 for noise in noises:
                     own = "" if len(noises) == 1 else _noise(noise)
                     name = f"{how}{prior}{dial}{own}"
-                    found.append(Candidate(name, width, linearised, float(temperature), noise, last=last))
+                    found.append(Candidate(name, width, linearised, float(temperature), noise))
     return found
 
 
@@ -164,12 +156,21 @@ class Around:
         """The posterior of a candidate. A noise c times as large makes the data's curvature smaller by c²."""
         posterior, laplace, model = self.posterior, self.laplace, self.posterior.model
         self.noise.set(candidate.noise)
-        if candidate.width is not None:
-            model.prior = relative_prior(model, laplace.theta, candidate.width, candidate.last)
         if "linearise" in posterior.left_open:
             model.linearised_at = laplace.theta[: model.net_space.size].clone() if candidate.linearised else None
         curvature = candidate.temperature * candidate.noise**2
-        laplace.place(posterior.family, curvature, prior_precision(model, laplace.theta))
+        parts = candidate.parts(posterior.family.scale_count)
+        priors, scales = [], []
+        for part in reversed(parts):  # the widest is placed last
+            if part.width is not None:
+                model.prior = relative_prior(model, laplace.theta, part.width)
+                priors.insert(0, model.prior)
+            precision = prior_precision(model, laplace.theta)
+            scales.insert(0, laplace.scales(posterior.family, curvature, precision))
+        laplace.place(posterior.family, curvature, precision)
+        if len(parts) > 1:
+            posterior.family.place_scales(torch.stack(scales))
+            model.prior = MixturePrior(priors)
 
     def place_kept(self, kept: Candidate, batches: Iterable[Any]) -> None:
         """What is kept: the network as a normal so narrow that its predictions, of a batch, are the network's own."""
@@ -179,18 +180,21 @@ class Around:
         self.place(replace(kept, width=WIDTHS[0] if "prior" in self.posterior.left_open else None))
         narrowed(*self.network, batches)
 
-    def normal(self, candidate: Candidate) -> Gaussian:
-        """That of a candidate, kept if there is room, and the noise that goes with it set."""
-        key = (*candidate.kind, candidate.noise)
+    def normal(self, one: Candidate) -> Gaussian:
+        """That of one width, kept if there is room, and the noise that goes with it set."""
+        key = (*one.kind, one.noise)
         if (made := self.made.get(key)) is not None:
-            self.noise.set(candidate.noise)
+            self.noise.set(one.noise)
             return made
-        self.place(candidate)
-        family = self.posterior.family
-        numbers = sum(tensor.numel() for tensor in family.state_dict().values())
+        posterior, laplace, model = self.posterior, self.laplace, self.posterior.model
+        self.noise.set(one.noise)
+        if one.width is not None:
+            model.prior = relative_prior(model, laplace.theta, one.width)
+        precision = prior_precision(model, laplace.theta)
+        laplace.place(posterior.family, one.temperature * one.noise**2, precision)
+        numbers = sum(tensor.numel() for tensor in posterior.family.state_dict().values())
         room = (1 + len(self.made)) * numbers <= KEPT_NUMBERS
-        density = (copy.deepcopy(family) if room else family)()
-        assert isinstance(density, Gaussian)
+        density = weighted_normals((copy.deepcopy(posterior.family) if room else posterior.family)())[0].normal
         if room:
             self.made[key] = density
         return density
@@ -232,16 +236,17 @@ class Rule:
     posterior is taken only where it gains two standard errors over the network.
 
     Of few held-out rows chance makes the best, and the widest within a margin of it may be a bad one. So a posterior is
-    as good only if held-out data say with 95 % that it is not more than `harm` nats worse than the network.
+    as good only if held-out data say that it is not more than `harm` nats worse than the network, with so many standard
+    deviations.
     """
 
-    def __init__(self, network: Candidate, is_too_sure: bool, harm: float):
-        self.alone, self.is_too_sure, self.harm = network, is_too_sure, harm
+    def __init__(self, network: Candidate, is_too_sure: bool, harm: float, deviations: float = ONE_WIDTH):
+        self.alone, self.is_too_sure, self.harm, self.deviations = network, is_too_sure, harm, deviations
         assert network.held_out is not None
         self.network = network.held_out
 
     def is_good(self, one: Candidate, best: HeldOut) -> bool:
-        if one.held_out is None or one.held_out.least_gain_over(self.network) < -self.harm:
+        if one.held_out is None or one.held_out.least_gain_over(self.network, self.deviations) < -self.harm:
             return False
         if self.is_too_sure:
             return as_good(one.held_out, best)
@@ -286,7 +291,7 @@ class Measuring:
         elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
             self.was_exact = True
             self.exactly(linear)
-            best = max((one for one in linear if one.last is None), key=lambda one: one.density)
+            best = max(linear, key=lambda one: one.density)
             same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
             self.on_draws(same, self.few(PASSES, DRAWS, FEWEST))
         else:
@@ -307,12 +312,16 @@ class Measuring:
         return [one for one in finer if one.held_out and (is_best or self.rule.is_good(one, one.held_out))]
 
     def exactly(self, candidates: list[Candidate]) -> None:
-        normals = [[partial(around.normal, one) for one in candidates] for around in self.arounds]
+        count = self.arounds[0].posterior.family.scale_count
+        parts = [one.parts(count) for one in candidates]
+        each = {(*part.kind, part.noise): part for own in parts for part in own}  # candidates share their normals
+        places = {key: place for place, key in enumerate(each)}
+        mixed = [[places[*part.kind, part.noise] for part in own] for own in parts]
+        normals = [[partial(around.normal, one) for one in each.values()] for around in self.arounds]
         networks = [one.network for one in self.arounds]
         outputs = outputs_of(*networks[0], networks[0][0].model.split(self.first())[0])
-        found = of_mixed_normals(
-            networks, normals, self.few(EXACT_PASSES, 1 + 2 * int(outputs), FEWEST_EXACT), self.options.seed
-        )
+        few = self.few(EXACT_PASSES, 1 + 2 * int(outputs), FEWEST_EXACT)
+        found = of_mixed_normals(networks, normals, few, self.options.seed, mixed)
         for one, density in zip(candidates, found, strict=True):
             one.measured(density, self.network)
 
@@ -326,7 +335,6 @@ class Measuring:
 
     def one_by_one(self, candidates: list[Candidate]) -> None:
         """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
-        candidates = [one for one in candidates if one.last is None]
         best, few = self.network, self.few(PASSES, 2 * DRAWS, FEWEST)
         for width in FEW_WIDTHS:
             tried = [one for one in candidates if one.width == width]
@@ -346,7 +354,7 @@ class Measuring:
         return next(iter(self.held_out))
 
     def is_exact(self, posterior: PosteriorBase) -> bool:
-        if posterior.model.user_forward is not None or not isinstance(posterior.family(), Gaussian):
+        if posterior.model.user_forward is not None or not weighted_normals(posterior.family()):
             return False
         if posterior.mixes_rows or posterior.dropout == "on":
             return False
@@ -364,7 +372,8 @@ def chosen(
     candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()), noises)
     # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
     open_prior = "prior" in posterior.left_open
-    rule = Rule(alone, is_too_sure, HARM) if open_prior else Rule(alone, is_too_sure=True, harm=inf)
+    deviations = ONE_WIDTH if posterior.family.scale_count == 1 else MIXED
+    rule = Rule(alone, is_too_sure, HARM, deviations) if open_prior else Rule(alone, is_too_sure=True, harm=inf)
     measuring = Measuring(arounds, held_out, options, rule)
     measuring(candidates)
     candidates = [one for one in candidates if one.held_out is not None]

@@ -50,14 +50,14 @@ class HeldOut(NamedTuple):
         rows = len(residual)
         return gain, sqrt(float(residual.square().sum()) / (rows * (rows - 1))) if rows > 1 else 0.0
 
-    def least_gain_over(self, other: "HeldOut") -> float:
+    def least_gain_over(self, other: "HeldOut", deviations: float = QUANTILE) -> float:
         """A gain that the true one exceeds with 95 %; −∞ where it is no number, and of one row, which tells no more.
 
-        The 5 % quantile of the Bayesian bootstrap: weights of the rows drawn from a flat Dirichlet distribution, the
-        mean gain under them. With residuals rᵢ of n rows its variance is Σrᵢ²/n(n+1), its third central moment
-        2Σrᵢ³/n(n+1)(n+2), and the quantile is that of Cornish and Fisher with these. Gains are skewed: a wide posterior
-        loses little on most rows and gains much on the few that a network has wrong, which a standard error alone
-        counts against it.
+        With other deviations, what a normal exceeds by so many. The 5 % quantile of the Bayesian bootstrap: weights of
+        the rows drawn from a flat Dirichlet distribution, the mean gain under them. With residuals rᵢ of n rows its
+        variance is Σrᵢ²/n(n+1), its third central moment 2Σrᵢ³/n(n+1)(n+2), and the quantile is that of Cornish and
+        Fisher with these. Gains are skewed: a wide posterior loses little on most rows and gains much on the few that a
+        network has wrong, which a standard error alone counts against it.
 
         Example:
             >>> count = torch.ones(4, dtype=torch.float64)
@@ -71,7 +71,7 @@ class HeldOut(NamedTuple):
         if not error > 0:
             return gain if error == 0 else -inf
         skewness = 2 * float(residual.pow(3).sum()) / (n * (n + 1) * (n + 2)) / error**3
-        return gain + error * (-QUANTILE + (QUANTILE**2 - 1) / 6 * skewness)
+        return gain + error * (-deviations + (deviations**2 - 1) / 6 * skewness)
 
     def _beside(self, other: "HeldOut") -> tuple[float, Tensor]:
         """The gain over the rows that both have seen, and what each row adds to it, about zero [rows]."""
@@ -180,17 +180,19 @@ def of_mixed_normals(
     normals: Sequence[Sequence[Callable[[], Gaussian]]],
     batches: Iterable[Any],
     seed: int,
+    mixed: Sequence[Sequence[int]] | None = None,
 ) -> list[HeldOut]:
-    """The same of equal mixtures: the k-th is of the k-th normal of each network."""
+    """The same of equal mixtures: the k-th is of the k-th normal of each network, or of those that `mixed[k]` names."""
     noise: Tensor | None = None
-    found: list[list[HeldOut]] = [[] for _ in normals[0]]
+    mixed = [[k] for k in range(len(normals[0]))] if mixed is None else mixed
+    found: list[list[HeldOut]] = [[] for _ in mixed]
     with torch.no_grad():
         for batch in batches:
             inputs, target = networks[0][0].model.split(batch)
             if noise is None:
                 size = int(outputs_of(*networks[0], inputs))
                 noise = evenly_spread(OUTPUT_DRAWS, size, seed).to(networks[0][1].device)
-            log_probs: list[list[Tensor]] = [[] for _ in found]
+            log_probs: list[list[Tensor]] = [[] for _ in normals[0]]
             observed = None
             for (posterior, theta), own in zip(networks, normals, strict=True):
                 model, (S, _) = posterior.model, noise.shape
@@ -201,8 +203,8 @@ def of_mixed_normals(
                     predictive = Predictive(output, theta.new_full((S,), 1 / S), model.likelihood, values)
                     rows.append(predictive.log_prob(target).double())
                     observed = _observed(predictive, target)
-            for rows, own in zip(found, log_probs, strict=True):
-                rows.append(_rows(_log_mean(own), observed))
+            for rows, places in zip(found, mixed, strict=True):
+                rows.append(_rows(_log_mean([one for place in places for one in log_probs[place]]), observed))
     return [joined(rows) for rows in found]
 
 

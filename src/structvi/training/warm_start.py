@@ -113,8 +113,7 @@ class Laplace(NamedTuple):
 
     def place(self, family: Family, temperature: float, prior: Tensor, factor: float | Tensor = 1.0) -> None:
         """Start a family at N(θ, CΛ⁻¹C), with this prior precision [P], C = factor, or diag(factor) along its axes."""
-        rest = (self.diagonal - self.columns.double().square().sum(1)).clamp(min=0.0)
-        scale = factor * (rest / temperature + family.diagonal_to_axes(prior)).rsqrt().to(self.theta)
+        scale = factor * self.scales(family, temperature, prior)
         by_row = factor.unsqueeze(-1) if isinstance(factor, Tensor) else factor
         columns = self.columns / (by_row * temperature**0.5)
         named = {
@@ -122,6 +121,11 @@ class Laplace(NamedTuple):
             for name, shape in zip(self.space.names, self.space.shapes, strict=True)
         }
         family.place(self.space.unravel(self.theta), self.space.unravel(scale), named)
+
+    def scales(self, family: Family, temperature: float, prior: Tensor) -> Tensor:
+        """Those of Λ without its leading directions: [P]."""
+        rest = (self.diagonal - self.columns.double().square().sum(1)).clamp(min=0.0)
+        return (rest / temperature + family.diagonal_to_axes(prior)).rsqrt().to(self.theta)
 
 
 def settle(

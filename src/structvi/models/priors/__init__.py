@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ...basics.later import later
-from .base import Prior, PriorModule, SeparablePrior, SumPrior
+from .base import MixturePrior, Prior, PriorModule, SeparablePrior, SumPrior
 from .distribution import DistributionPrior
 from .hierarchical import HierarchicalNormalPrior
 from .scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
@@ -18,6 +18,7 @@ __all__ = [
     "HierarchicalNormalPrior",
     "LaplacePrior",
     "LipschitzPrior",
+    "MixturePrior",
     "NormalPrior",
     "Prior",
     "PriorModule",

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -126,6 +127,44 @@ class SumPrior(PriorModule):
 
     def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([log_prior(prior, parameters, theta, fixed) for prior in self.priors]).sum(0)
+
+
+class MixturePrior(PriorModule):
+    """p(θ) = 1/C Σ_c p_c(θ): one of several priors is right, and nobody knows which; a width that is not known.
+
+    Args:
+        priors: a list of them, all of them normalised.
+
+    Example:
+        >>> from structvi import NormalPrior
+        >>> prior = MixturePrior([NormalPrior(1.0), NormalPrior(0.1)])
+        >>> prior(Parameters({"z": torch.zeros(1)}), torch.zeros(1, 1))  # log of the mean of 0.399 and 3.99
+        tensor([0.7856])
+    """
+
+    def __init__(self, priors: Sequence[Prior]):
+        super().__init__()
+        if not isinstance(priors, Sequence) or not priors:
+            raise ValueError(f"MixturePrior expects a list of priors, got {priors!r}")
+        for prior in priors:
+            if not callable(prior) or isinstance(prior, type):
+                raise TypeError(f"MixturePrior: expected a prior (parameters, theta) → [S], got {prior!r}")
+            if isinstance(prior, PriorModule) and not prior.normalised:
+                raise ValueError(
+                    f"{type(prior).__name__} is known up to a constant, and how it compares with the other priors of "
+                    "a mixture is not known: give priors that are normalised"
+                )
+        self.priors = list(priors)
+        self.modules_of_mixture = nn.ModuleList(prior for prior in priors if isinstance(prior, nn.Module))
+
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        return self._mean([prior(parameters, theta) for prior in self.priors])
+
+    def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
+        return self._mean([log_prior(prior, parameters, theta, fixed) for prior in self.priors])
+
+    def _mean(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values).logsumexp(0) - log(len(values))
 
 
 def _join(parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
