@@ -212,8 +212,13 @@ class _Drawn(torch.autograd.Function):
 
 def kernels_serve(factor: Tensor) -> bool:
     """Whether Triton kernels are used for this factor [P, K]."""
-    wanted = factor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return wanted and factor.dtype == torch.float32 and factor.shape[-1] <= 128 and has_triton()
+    return factor.shape[-1] <= 128 and kernels_take(factor)
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether Triton kernels may be used for this tensor at all."""
+    wanted = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return wanted and x.dtype == torch.float32 and has_triton()
 
 
 @cache

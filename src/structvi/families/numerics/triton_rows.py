@@ -20,7 +20,7 @@ _WIDEST = 128
 
 def sum_rows(partial: Tensor) -> Tensor:
     """Σ_n of [n, w] in float64: [w]."""
-    return fold_rows(partial).sum(0)
+    return partial.sum(0, dtype=torch.float64) if len(partial) < _MANY else fold_rows(partial).sum(0)
 
 
 def fold_rows(partial: Tensor) -> Tensor:
