@@ -23,8 +23,8 @@ def shares(
     if not on_device:
         factor, temperature = float(factor), float(temperature)
     _shares[(1,)](
-        weight, factor, temperature, float(upscaled), float(slope or 0.0), out,
-        S=S, PADDED=triton.next_power_of_2(S), ON_DEVICE=on_device, num_warps=1,
+        weight.contiguous(), factor, temperature, float(upscaled), float(slope or 0.0), out,
+        S=S, PADDED=_padded(S), ON_DEVICE=on_device, num_warps=1,
     )  # fmt: skip
     likelihood, prior, log_q, to_theta = out.unbind()
     return likelihood, prior, log_q, None if slope is None else to_theta
@@ -38,10 +38,14 @@ def told(
     out = torch.empty(2, groups, dtype=torch.float64, device=weight.device)
     high = c_float(upscaled).value  # a number comes to a kernel in float32, and this one is wanted in float64
     _told[(groups,)](
-        log_likelihood.contiguous(), log_prior.contiguous(), log_q.contiguous(), weight, high, upscaled - high, out,
-        groups, EACH=S // groups, PADDED=triton.next_power_of_2(S // groups), num_warps=1,
+        log_likelihood.contiguous(), log_prior.contiguous(), log_q.contiguous(), weight.contiguous(),
+        high, upscaled - high, out, groups, EACH=S // groups, PADDED=_padded(S // groups), num_warps=1,
     )  # fmt: skip
     return out
+
+
+def _padded(count: int) -> int:
+    return max(2, triton.next_power_of_2(count))
 
 
 @triton.jit
@@ -51,10 +55,10 @@ def _shares(
 ):  # fmt: skip
     at = tl.arange(0, PADDED)
     mask = at < S
-    if ON_DEVICE:
-        factor, temperature = tl.load(factor).to(tl.float32), tl.load(temperature).to(tl.float32)
-    share = tl.load(weight + at, mask=mask, other=0.0) * factor
-    prior = share * temperature
+    of_draw = tl.load(factor).to(tl.float32) if ON_DEVICE else factor
+    cooled = tl.load(temperature).to(tl.float32) if ON_DEVICE else temperature
+    share = tl.load(weight + at, mask=mask, other=0.0) * of_draw
+    prior = share * cooled
     tl.store(out + at, share * upscaled, mask=mask)
     tl.store(out + S + at, prior, mask=mask)
     tl.store(out + 2 * S + at, -prior, mask=mask)
