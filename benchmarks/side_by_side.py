@@ -1,6 +1,7 @@
-"""Two checkouts in one process: steps of the small MLP in turn, for a machine that others use too.
+"""Two checkouts in one process: steps of an MLP in turn, for a machine that others use too.
 
-    python -m benchmarks.side_by_side FOLDER [--seconds 40] [--threads 1] [--peers DIR]
+    python -m benchmarks.side_by_side FOLDER [--seconds 40] [--threads 1] [--peers DIR]      # the small one, on a CPU
+    python -m benchmarks.side_by_side FOLDER --device cuda           # 784-1024-1024-10, eight draws, captured
 
 FOLDER is another checkout, such as `git worktree add ../before main~20`. Its package is loaded under another name, and
 each repeat takes one turn of every step: what else the machine does falls on all alike. With one thread seconds are the
@@ -15,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from . import peers, timing
 from .nets import problem
 from .peers import LR, N
@@ -23,6 +26,13 @@ from .timing import Step
 
 #: name → rank, draws, whether as mirrored pairs
 STEPS = {"rank 0": (0, 1, False), "rank 4": (4, 1, False), "rank 4, a pair": (4, 2, True), "rank 16": (16, 1, False)}
+#: on a GPU: family, rank
+CAPTURED = {
+    "mean field": ("MeanField",),
+    "rank 4": ("StructuredNormal", 4),
+    "rank 16": ("StructuredNormal", 16),
+    "precision form, rank 16": ("StructuredPrecision", 16),
+}
 
 
 def package(name: str, checkout: Path) -> Any:
@@ -47,27 +57,53 @@ def step_of(vi: Any, batch: int, rank: int, draws: int, pairs: bool) -> Step:
     return lambda: step(given.batch)
 
 
+def captured_step(vi: Any, batch: int, draws: int, device: torch.device, kind: str, *rank: int) -> Step:
+    """As in `benchmarks.step_cost`: the graph alone, without a copy of the batch or a look at what comes out."""
+    stepping = importlib.import_module(f"{vi.__name__}.training.step")
+    optimizers = importlib.import_module(f"{vi.__name__}.training.optimizers")
+    given = problem("wide-mlp", batch, device)
+    bayes = vi.variationalize(given.net, vi.likelihoods.Categorical(), getattr(vi, kind)(*rank), num_data=N).to(device)
+    optimizer = optimizers.make_optimizer(list(bayes.parameters()), None, LR, bayes.family)
+    generator = torch.Generator(device).manual_seed(0)
+    step = stepping.Step(bayes, optimizer, generator, groups=draws, coupling=vi.naive)
+    step([given.batch])
+    return step.replay
+
+
+def made(versions: dict[str, Any], batch: int, draws: int, device: torch.device) -> dict[str, Step]:
+    """All steps that are compared, the deterministic one first."""
+    if device.type == "cuda":
+        steps = {"deterministic": deterministic_step(problem("wide-mlp", batch, device), True)}
+        for name, family in CAPTURED.items():
+            for when, vi in versions.items():
+                steps[f"{name}, {when}"] = captured_step(vi, batch, draws, device, *family)
+        return steps
+    steps = {"deterministic": deterministic_step(problem("mlp", batch), False)}
+    for name, (rank, number, pairs) in STEPS.items():
+        for when, vi in versions.items():
+            steps[f"{name}, {when}"] = step_of(vi, batch, rank, number, pairs)
+    if peers.installed("ivon"):
+        steps["IVON"] = peers.ivon(problem("mlp", batch), 1)
+    return steps
+
+
 def main(arguments: Sequence[str] | None = None) -> dict:
     parser = timing.parser(__doc__ or "")
     parser.add_argument("before", type=Path)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--draws", type=int, default=8, help="of steps on a GPU")
     options = parser.parse_args(arguments)
     device = timing.start(options)
     batch = 8 if options.quick else options.batch
     versions = {"before": package("structvi_before", options.before), "now": importlib.import_module("structvi")}
-    steps: dict[str, Step] = {"deterministic": deterministic_step(problem("mlp", batch), False)}
-    for name, (rank, draws, pairs) in STEPS.items():
-        for when, vi in versions.items():
-            steps[f"{name}, {when}"] = step_of(vi, batch, rank, draws, pairs)
-    if peers.installed("ivon"):
-        steps["IVON"] = peers.ivon(problem("mlp", batch), 1)
+    steps = made(versions, batch, options.draws, device)
     for step in steps.values():
         timing.warm(step)
     times = timing.measure(steps, device, 3 if options.quick else 10**6, budget=options.seconds)
     rows = []
     for name, spent in times.items():
-        row = [name, f"{1e3 * median(spent):.2f}", f"{timing.ratio(spent, times['deterministic'])['ratio']:.2f}"]
+        row = [name, f"{1e3 * median(spent):.3f}", f"{timing.ratio(spent, times['deterministic'])['ratio']:.2f}"]
         before = times.get(name.replace(", now", ", before"), spent)
         row.append(f"{timing.ratio(spent, before)['ratio']:.3f}" if name.endswith("now") else "")
         row.append(f"{timing.ratio(spent, times['IVON'])['ratio']:.3f}" if "IVON" in times else "")

@@ -116,3 +116,28 @@ def test_adam_with_a_thin_gradient_is_torchs(K, R, gpu):
     before = factor.clone(), first.clone(), second.clone()
     triton_adam.adam(factor, first, second, A, Z, count, lr, clip, 0 * make, (0.9, 0.999), 1e-8)
     assert all(map(torch.equal, before, (factor, first, second)))
+
+
+@pytest.mark.parametrize(("n", "w"), [(1, 3), (58_241, 8), (58_241, 3), (2_640, 393)])
+def test_rows_of_partial_sums(n, w, gpu):
+    from structvi.families.numerics.triton_rows import fold_rows, sum_rows
+
+    partial = torch.randn(n, w, generator=torch.Generator().manual_seed(0)).to(gpu)
+    for got in (fold_rows(partial).sum(0), sum_rows(partial)):
+        torch.testing.assert_close(got, partial.double().sum(0), rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "on the device"])
+@pytest.mark.parametrize(("S", "groups"), [(1, 1), (8, 8), (14, 7), (7, 1)])
+def test_numbers_of_draws_are_those_of_torch(S, groups, on_device, gpu):
+    from structvi.training import by_hand, triton_terms
+
+    generator = torch.Generator().manual_seed(0)
+    weight, log_likelihood, log_q = (torch.randn(S, generator=generator).to(gpu) for _ in range(3))
+    log_prior = 1e5 * torch.randn(S, generator=generator, dtype=torch.float64).to(gpu)
+    numbers = [torch.tensor(x, dtype=torch.float64, device=gpu) if on_device else x for x in (-0.123456789, 0.3)]
+    given = weight, *numbers, 390.6257, -0.7
+    for got, expected in zip(triton_terms.shares(*given), by_hand._Terms.shares(*given), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-7, atol=0.0)
+    given = log_likelihood, log_prior, log_q, weight, 50_000 / 128.3, groups
+    torch.testing.assert_close(triton_terms.told(*given), by_hand._Terms.told(*given), rtol=1e-13, atol=1e-8)

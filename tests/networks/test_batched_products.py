@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_loop(posterior, rooms, chunk, apart):
     other.net.load_state_dict(bayes.net.state_dict())
     _, found = gradient(bayes, batch, theta)
     torch.testing.assert_close(found, gradient(other, batch, theta)[1])
-    assert rooms == [3] * (1 if chunk is None else 2)  # of three layers, each once
+    assert rooms == [5] * (1 if chunk is None else 2)  # of three layers, each once, and of two biases
 
 
 def test_twice_through_one_graph(posterior):

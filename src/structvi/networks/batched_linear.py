@@ -111,16 +111,16 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _, ctx.room = inputs
-        ctx.save_for_backward(x, weight)
+        x, weight, bias, ctx.room = inputs
+        ctx.save_for_backward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         to_x, to_weight, to_bias, _ = ctx.needs_input_grad
         return (
             product(g, weight) if to_x else None,
             product(g.mT, x, ctx.room.of(weight)) if to_weight else None,
-            g.sum(1) if to_bias else None,
+            torch.sum(g, 1, out=ctx.room.of(bias)) if to_bias else None,
             None,
         )

@@ -275,8 +275,9 @@ def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({}
     """The norm of all gradients, the thin ones too, as a tensor."""
     squares, counted = [], set()
     for gradient in thin.values():
-        whole, vectors = gradient.with_vectors, gradient.vectors
-        if whole is not None and vectors and all(x.is_leaf and x.requires_grad for x in vectors):
+        vectors = gradient.vectors
+        together = vectors and all(x.is_leaf and x.requires_grad for x in vectors)
+        if together and (whole := gradient.with_vectors) is not None:
             squares.append(whole)
             counted.update(vectors)
         else:

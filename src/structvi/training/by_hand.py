@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from ..families.density import Density, Detached
+from ..families.numerics.fused import kernels_take
 from ..models.bayesian_model import BayesianModel
-from ..objective import check_draws, check_prior, per_group
+from ..objective import check_draws, check_prior
 
 
 class AtDraws(NamedTuple):
     """What a batch says at the draws."""
 
-    elbo: Tensor  # [groups], float64, at λ = 1
-    fit: Tensor  # [groups], float64: its log likelihood
+    told: Tensor  # [2, groups], float64: ELBO at λ = 1, and its log likelihood
     theta: Tensor  # the gradient at the draws, [S, P]
     log_q: Tensor  # that at log q, [S]
     slope: Tensor | None  # [S]: times the draws it is still to be added to the first; None for nothing
@@ -47,25 +47,66 @@ def gradient_at(
     prior = None if fixed else model.prior_by_hand(theta, detached.squares)
     log_prior = model.log_prior(theta, fixed) if prior is None else prior.value
     upscaled = model.num_data / B
+    slope = None if prior is None else prior.slope
+    terms = _terms(theta, density)
     with torch.no_grad():
-        share = draws.weight * rounded(factor, theta)
-        to_prior = share * rounded(temperature, theta)
-    made = [(log_likelihood, share * upscaled)] + [(log_prior, to_prior)] * (prior is None)
+        own = Shares(*terms.shares(draws.weight, factor, temperature, upscaled, slope))
+    made = [(log_likelihood, own.likelihood)] + [(log_prior, own.prior)] * (prior is None)
     with_graph = [(value, gradient.to(value.dtype)) for value, gradient in made if value.requires_grad]
     if with_graph:
         values, gradients = zip(*with_graph, strict=True)
         torch.autograd.backward(values, gradients)
     with torch.no_grad():
         g = torch.zeros_like(theta) if theta.grad is None else theta.grad
-        slope = None
-        if prior is not None and prior.slope is not None:
-            slope = to_prior * prior.slope
-        elif prior is not None:
-            prior.add(g, to_prior)
-        fit = log_likelihood.detach().double() * upscaled
-        values = fit + log_prior.detach() - log_q
-        elbo, fit = (per_group(one, density, draws, groups) for one in (values, fit))
-        return AtDraws(elbo, fit, g, -to_prior, slope)
+        if prior is not None and slope is None:
+            prior.add(g, own.prior)
+        told = terms.told(log_likelihood.detach(), log_prior.detach(), log_q, draws.weight, upscaled, groups)
+        return AtDraws(told, g, own.log_q, own.slope)
+
+
+class Shares(NamedTuple):
+    """What the terms of each draw are multiplied by in what is descended, [S] each."""
+
+    likelihood: Tensor  # that of the batch alone
+    prior: Tensor
+    log_q: Tensor
+    slope: Tensor | None  # θ itself, where the prior's gradient is a number times θ
+
+
+def _terms(theta: Tensor, density: Density) -> Any:
+    if density.enumerates:
+        return _Enumerated
+    if not kernels_take(theta):
+        return _Terms
+    from . import triton_terms  # Triton takes longer to import than all of the library
+
+    return triton_terms
+
+
+class _Terms:
+    """In torch. As in `triton_terms`."""
+
+    @staticmethod
+    def shares(weight, factor, temperature, upscaled, slope):
+        """`Shares` of draws with these weights [S]; what is a number here is one on the device in a captured step."""
+        share = weight * rounded(factor, weight)
+        prior = share * rounded(temperature, weight)
+        return share * upscaled, prior, -prior, None if slope is None else prior * slope
+
+    @staticmethod
+    def told(log_likelihood, log_prior, log_q, weight, upscaled, groups):
+        """ELBO and log likelihood of each group: [2, groups]."""
+        fit = log_likelihood.double() * upscaled
+        both = weight * torch.stack([fit + log_prior - log_q, fit])
+        return groups * both.reshape(2, groups, -1).sum(-1)
+
+
+class _Enumerated(_Terms):
+    """Of all draws that there are: every group has them."""
+
+    @staticmethod
+    def told(log_likelihood, log_prior, log_q, weight, upscaled, groups):
+        return _Terms.told(log_likelihood, log_prior, log_q, weight, upscaled, 1).expand(2, groups)
 
 
 def rounded(number: Any, like: Tensor) -> Any:

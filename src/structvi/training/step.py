@@ -193,7 +193,7 @@ class Step:
     ) -> tuple[Tensor, Tensor, Thin]:
         """Gradients of −(E log lik − λ KL)/N into the parameters' `.grad`, but for the thin ones, which are returned;
         and ELBO and log likelihood of each group, [2, groups], times the weights' sum, and the gradient's norm."""
-        total: Tensor | float = 0.0
+        total: Tensor | None = None
         thin: dict[Tensor, list[LowRankGradient]] = {}
         for offset, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             # a product: of a captured step the weight is a tensor, and CUDA divides one by a number as x·(1/N)
@@ -209,8 +209,8 @@ class Step:
                     told = self._by_hand(density, detached, batch, factor, temperature, thin)
                 else:
                     told = self._by_graph(density, batch, factor, temperature, generator)
-            total = total + told * weight
-        assert isinstance(total, Tensor)
+            total = told * weight if total is None else total + told * weight
+        assert total is not None
         total = self.ranks.reduce(self.named, total)
         joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}
         return total, self.ranks.norm(self.named, lambda own: gradient_norm(own, joined)), joined
@@ -234,7 +234,7 @@ class Step:
         with unread(), self.posterior.network_mode():
             at = gradient_at(density, detached, model, batch, self.groups, factor, temperature)
         self._pull(detached, at, thin)
-        return torch.stack([at.elbo, at.fit])
+        return at.told
 
     def _by_graph(
         self, density: Density, batch: Any, factor: Any, temperature: Any, generator: torch.Generator

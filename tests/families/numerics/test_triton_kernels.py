@@ -63,6 +63,26 @@ for K, S, precision in ((16, 8, False), (12, 3, True)) if TUPLES else ():
     assert mma.serve(S, given[1])
     for got, expected in zip(mma.sums(*given), fused._Slabs.sums(*given), strict=True):
         close(got, expected, 1e-6)
+# rows of partial sums, of one and of several programs, columns that fill a tile and that do not
+from structvi.families.numerics.triton_rows import fold_rows, sum_rows
+for n, w in ((1, 5), (300, 3), (2700, 8), (3, 393)):
+    partial = torch.randn(n, w)
+    folded = fold_rows(partial)
+    assert folded.dtype == torch.float64 and len(folded) <= min(n, 132) and (len(folded) > 1) == (n == 2700 or n == 300)
+    close(folded.sum(0), partial.double().sum(0), 1e-14)
+    close(sum_rows(partial), partial.double().sum(0), 1e-14)
+# the numbers of draws around the network: groups of one, of many that fill no tile, numbers and tensors
+from structvi.training import by_hand, triton_terms
+for S, groups in ((1, 1), (8, 8), (12, 4), (7, 1)):
+    weight, log_q = torch.rand(S), 100 * torch.randn(S)
+    log_likelihood, log_prior = 100 * torch.randn(S), 1e5 * torch.randn(S, dtype=torch.float64)
+    for slope in (None, -0.7):
+        for kind in (float, lambda x: torch.tensor(x, dtype=torch.float64)):
+            given = weight, kind(-0.123456789), kind(0.3), 390.6257, slope
+            for got, expected in zip(triton_terms.shares(*given), by_hand._Terms.shares(*given), strict=True):
+                assert (got is None and expected is None) or torch.equal(got, expected)
+    given = log_likelihood, log_prior, log_q, weight, 50_000 / 128.3, groups
+    close(triton_terms.told(*given), by_hand._Terms.told(*given), 1e-14)
 # by how much a gradient is clipped, and whether the step is made
 for elbo, norm, clip, make, expected in (
     ([-3.0, -4.0, 1.0], 20.0, 10.0, None, (0.5, 1.0)),

@@ -37,10 +37,9 @@ class LowRankGradient(NamedTuple):
 
     A: Tensor  # [R, P]
     Z: Tensor  # [R, K]
-    #: |AᵀZ|² in float64, where the pass that made A has summed it up
-    square: Tensor | None = None
-    #: that and the squares of the gradients of mean and log scale together, likewise
-    with_vectors: Tensor | None = None
+    #: parts of the squares of mean's and log scale's gradients and of |AᵀZ|² in float64, [.., 3], where the pass that
+    #: made A has summed them up
+    squares: Tensor | None = None
     #: the mean and log scale that it is about
     vectors: tuple[Tensor, ...] = ()
 
@@ -51,13 +50,23 @@ class LowRankGradient(NamedTuple):
             return parts[0]
         return cls(torch.cat([one.A for one in parts]), torch.cat([one.Z for one in parts]))
 
+    @property
+    def square(self) -> Tensor | None:
+        """|AᵀZ|², where it is known."""
+        return None if self.squares is None else self.squares[..., 2].sum()
+
+    @property
+    def with_vectors(self) -> Tensor | None:
+        """That and the squares of the gradients of mean and log scale together, likewise."""
+        return None if self.squares is None else self.squares.sum()
+
     def dense(self) -> Tensor:
         return (self.Z.mT @ self.A).mT
 
     def squared_norm(self) -> Tensor:
         """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ), in float64."""
-        if self.square is not None:
-            return self.square
+        if (known := self.square) is not None:
+            return known
         if len(self.A) == 1:
             return SumSquares.forward(self.A[0]) * SumSquares.forward(self.Z[0])
         return ((self.A @ self.A.mT).double() * (self.Z @ self.Z.mT).double()).sum()
@@ -173,17 +182,13 @@ def backward(
         return _back_scaled(scaled, scale, unit, epsilon, u, z, g, g_q, theta, slope)
     if not precision:
         *gradients, A, squares = compute.back_covariance(*common, epsilon, u, z, g, g_q, theta, slope)
-        return *gradients, _with_squares(A, z, squares)
+        return *gradients, LowRankGradient(A, z, squares)
     g, projection = compute.pull(*common, epsilon, z, g, g_q, theta, slope)
     if reduce is not None:
         projection = reduce(projection)
     v = (projection @ inverse).to(z.dtype)
     *gradients, A, squares = compute.back_precision(*common, epsilon, u, v, g)
-    return *gradients, _with_squares(A, torch.cat([u, v]), squares)
-
-
-def _with_squares(A: Tensor, Z: Tensor, squares: Tensor | None) -> LowRankGradient:
-    return LowRankGradient(A, Z) if squares is None else LowRankGradient(A, Z, squares[2], squares.sum())
+    return *gradients, LowRankGradient(A, torch.cat([u, v]), squares)
 
 
 class _Drawn(torch.autograd.Function):
@@ -207,8 +212,13 @@ class _Drawn(torch.autograd.Function):
 
 def kernels_serve(factor: Tensor) -> bool:
     """Whether Triton kernels are used for this factor [P, K]."""
-    wanted = factor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return wanted and factor.dtype == torch.float32 and factor.shape[-1] <= 128 and has_triton()
+    return factor.shape[-1] <= 128 and kernels_take(factor)
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether Triton kernels may be used for this tensor at all."""
+    wanted = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return wanted and x.dtype == torch.float32 and has_triton()
 
 
 @cache

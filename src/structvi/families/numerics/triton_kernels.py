@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_lane_sums, triton_lanes, triton_mma, triton_sums, triton_tiles
+from .triton_rows import fold_rows, sum_rows
 from .triton_solve import solve, solves
 from .triton_sums import DRAWS, load_factor, ratio_of
 from .triton_tiles import aligned, padded
@@ -62,7 +63,7 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
         *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), PRECISION=precision, BLOCK=block,
     )  # fmt: skip
-    return theta, squares.sum(0, dtype=torch.float64)
+    return theta, sum_rows(squares)
 
 
 def back_covariance(
@@ -90,7 +91,7 @@ def back_covariance(
         theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0), *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, fold_rows(squares)
 
 
 def pull(
@@ -112,7 +113,7 @@ def pull(
         pulled, projection, P, theta.stride(0), *factor.stride(),
         S=S, K=K, KP=padded(K), SP=padded(S), ROWS=_ROWS, BLOCK=32, num_warps=1, num_stages=3,
     )  # fmt: skip
-    return pulled, projection.sum(0, dtype=torch.float64)
+    return pulled, sum_rows(projection.flatten(1)).view(S, K)
 
 
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
@@ -138,7 +139,7 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         S=S, K=K, KP=triton.next_power_of_2(max(K, 1)), BLOCK=block,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, fold_rows(squares)
 
 
 def _block(K: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import triton_lanes
 from .triton_lanes import rows_of, times, vectors_of
+from .triton_rows import sum_rows
 from .triton_tiles import aligned
 
 #: from so many draws on
@@ -45,8 +46,8 @@ def sums_and_draws(mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor
     )  # fmt: skip
     squares = scale.new_empty(programs, K * K)
     _gram[(programs,)](scale, factor, unit, squares, P, **shape)
-    projection, noise, drawn, total = partial.sum(0, dtype=torch.float64).split(sizes)
-    gram = squares.sum(0, dtype=torch.float64).view(K, K)
+    projection, noise, drawn, total = sum_rows(partial).split(sizes)
+    gram = sum_rows(squares).view(K, K)
     return scale, gram, projection.view(S, K), noise, total.view(()), theta, drawn, None
 
 
@@ -69,7 +70,7 @@ def pull(
         pulled, projection, P, theta.stride(0),
         S=S, K=K, ROWS=rows, BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip
-    return pulled, projection.sum(0, dtype=torch.float64).view(S, K)
+    return pulled, sum_rows(projection).view(S, K)
 
 
 def _rows(P: int) -> int:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_rows import fold_rows, sum_rows
 from .triton_tiles import TUPLES, aligned
 
 #: from so many draws on; and warps of a program
@@ -40,7 +41,7 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
         mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, squares, P, theta.stride(0),
         S=S, K=K, PRECISION=precision, BLOCK=block, num_warps=PLACE_WARPS,
     )  # fmt: skip
-    return theta, squares.sum(0, dtype=torch.float64)
+    return theta, sum_rows(squares)
 
 
 def back_covariance(
@@ -57,7 +58,7 @@ def back_covariance(
         theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0),
         S=S, K=K, BLOCK=block, num_warps=COVARIANCE_WARPS,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, fold_rows(squares)
 
 
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
@@ -71,7 +72,7 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         mean_gradient, scale_gradient, A, squares, P,
         S=S, K=K, BLOCK=block, num_warps=PRECISION_WARPS,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, fold_rows(squares)
 
 
 @triton.jit

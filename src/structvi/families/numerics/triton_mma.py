@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_rows import sum_rows
 from .triton_tiles import TUPLES
 
 #: whether it is used at all, for a comparison
@@ -51,7 +52,7 @@ def sums(
         S=S, K=K, PRECISION=precision, ROWS=rows, GROUPS=GROUPS, WIDTH=sum(sizes),
         QUICK=not _INTERPRETED, num_warps=1,
     )  # fmt: skip
-    gram, projection, noise, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    gram, projection, noise, total = sum_rows(partial).split(sizes)
     return scale, gram.view(K, K), projection.view(S, K), noise, total.view(())
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_rows import sum_rows
 from .triton_tiles import padded
 
 _ROWS = 1024  # weights whose products are added in float32
@@ -54,7 +55,7 @@ def sums(
             *arguments, **common, KP=padded(K), SP=padded(S),
             BLOCK=DOT.rows, DOT=DOT.precision, num_warps=DOT.warps, num_stages=1,
         )  # fmt: skip
-    gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    gram, projection, squares, total = sum_rows(partial).split(sizes)
     return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
 
 

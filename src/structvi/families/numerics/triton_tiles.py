@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_rows import fold_rows, sum_rows
+
 
 class Shape(NamedTuple):
     """Of a program: how many weights it takes, and in how many warps."""
@@ -45,7 +47,7 @@ def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: 
         *factor.stride(),
         **_sizes(epsilon, factor), PRECISION=precision, BLOCK=PLACE.weights, num_warps=PLACE.warps,
     )  # fmt: skip
-    return theta, squares.sum(0, dtype=torch.float64)
+    return theta, sum_rows(squares)
 
 
 def back_covariance(
@@ -62,7 +64,7 @@ def back_covariance(
         theta, slope, mean_gradient, scale_gradient, A, squares, P, theta.stride(0), *factor.stride(),
         **_sizes(epsilon, factor), BLOCK=COVARIANCE.weights, num_warps=COVARIANCE.warps,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, fold_rows(squares)
 
 
 def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, g: Tensor):
@@ -76,7 +78,7 @@ def back_precision(scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor,
         mean_gradient, scale_gradient, A, squares, P, *factor.stride(),
         **_sizes(epsilon, factor), BLOCK=PRECISION.weights, num_warps=PRECISION.warps,
     )  # fmt: skip
-    return mean_gradient, scale_gradient, A, squares.sum(0, dtype=torch.float64)
+    return mean_gradient, scale_gradient, A, fold_rows(squares)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -42,10 +42,7 @@ class _Classes(Likelihood):
         if reads():
             self._check_labels(labels, classes)
         else:
-            wrong = (labels < 0) | (labels >= classes)
-            if labels.dtype.is_floating_point:
-                wrong = wrong | (labels != labels.floor())
-            labels = labels.masked_fill(wrong, 0)
+            wrong, labels = _wrong_labels(labels, classes)
         log_prob = self._log_prob(output, labels)
         if wrong is not None:
             log_prob = log_prob.masked_fill(wrong, nan)
@@ -89,6 +86,15 @@ class _Classes(Likelihood):
     @abstractmethod
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
         """Of labels that are all in range."""
+
+
+def _wrong_labels(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Which labels there are not, and others in their place, of which the host reads nothing."""
+    if not labels.dtype.is_floating_point:
+        inside = labels.clamp(0, classes - 1)
+        return inside != labels, inside
+    wrong = (labels < 0) | (labels >= classes) | (labels != labels.floor())
+    return wrong, labels.masked_fill(wrong, 0)
 
 
 class Categorical(_Classes):
