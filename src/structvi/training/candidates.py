@@ -47,6 +47,8 @@ DRAWS, PASSES, FEWEST = 8, 0.4, 64
 #: passes that Jacobians of held-out rows may take, and the rows that are seen nevertheless: a row takes a forward pass
 #: and a backward pass for each output
 EXACT_PASSES, FEWEST_EXACT = 1.0, 300
+#: candidates with this share of the rows of those with most are compared with them on the rows that both have seen
+NEARLY = 0.75
 #: nats by which what is kept may be worse than the network, but for a chance: standard deviations that a normal exceeds
 #: with 95 %, of one width, and with 80 %, of a width that is not known, whose narrow parts bound the harm
 HARM, ONE_WIDTH, MIXED = 0.01, 1.6449, 0.8416
@@ -254,9 +256,9 @@ class Rule:
         return gain > 2 * error
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
-        """Of those with the most rows; one that has seen fewer where it gains two standard errors on these."""
-        most = max(one.rows for one in candidates)
-        whole = [one for one in candidates if one.rows == most]
+        """Of those with nearly the most rows; one that has seen fewer where it gains two standard errors on these."""
+        most = NEARLY * max(one.rows for one in candidates)
+        whole = [one for one in candidates if one.rows >= most]
         best = max(*whole, self.alone, key=lambda one: one.density).held_out
         assert best is not None
         good = [one for one in whole if self.is_good(one, best)]
