@@ -289,7 +289,8 @@ def _number_losses(chunks: Chunks, inputs: Any, target: Any) -> Iterator[Tensor]
     """At every scale c −log p, [B, ..], of the mixture stretched around its mean: log p(m + (t − m)/c) − log c."""
     pred = chunks.uncalibrated(inputs)
     pred.log_prob(target)
-    d, weights = pred.components, pred.weights.double()
+    weights, d = pred.mixture
+    weights = weights.double()
     assert isinstance(d, Normal)
     wide = Normal(d.loc.double(), d.scale.double(), validate_args=False)
     mean = torch.tensordot(weights, wide.loc, dims=1)

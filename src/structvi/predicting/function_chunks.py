@@ -1,7 +1,8 @@
 """Predictions of a linearised network in function space: what `DrawChunks` is for draws of weights, without these.
 
 The output y(x) is normal, N(f(x; θ₀) + J(μ − θ₀), J Σ Jᵀ), known exactly where outputs are few (`function_space.py`).
-It is drawn at evenly spread points, the same at every input. How inputs go together these do not tell.
+It is drawn at evenly spread points, the same at every input. How inputs go together these do not tell. With Gaussian
+noise that does not depend on y, p(t | x) is normal too, and answers come from it: the points are for `outputs` alone.
 """
 
 from collections.abc import Iterator
@@ -122,11 +123,13 @@ class FunctionChunks:
         model, parts = self.posterior.model, []
         with _with_derivatives():
             for mean, covariance in self._moments(_differentiable(inputs)):
-                parts.append(normal_outputs(mean, covariance, self._noise(covariance.shape[1])))
-            outputs = torch.cat(parts, 1)
+                variance = covariance.diagonal(dim1=-2, dim2=-1).reshape(mean.shape)
+                parts.append((normal_outputs(mean, covariance, self._noise(covariance.shape[1])), mean, variance))
+            drawn, means, variances = zip(*parts, strict=True)
+            outputs, moments = torch.cat(drawn, 1), (torch.cat(means), torch.cat(variances))
             weights = self.theta.new_full((self.draws,), 1 / self.draws)
             values = model.likelihood_values(self.theta.unsqueeze(0).expand(self.draws, -1))
-            return Predictive(outputs, weights, model.likelihood, values, self.note, by_input=True)
+            return Predictive(outputs, weights, model.likelihood, values, self.note, True, moments)
 
     def whole(self, inputs: Any) -> Predictive:
         """The mixture over all draws; the calibrated one, where that is asked for."""
