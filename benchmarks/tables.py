@@ -1,6 +1,7 @@
 """`structvi fit` on public tables, unattended, beside the baseline of scikit-learn's that the folds choose.
 
-    python -m benchmarks.tables --data DIR [--tables diabetes concrete ..] [--all] [--seed 0] [--missing] [--out r.json]
+    python -m benchmarks.tables --data DIR [--tables diabetes concrete ..] [--all] [--seed 0] [--missing] [--inner]
+        [--out r.json]
 
 DIR holds the UCI tables, NAME.npz with X and y (as for `benchmarks.uci`). Each table is written as a CSV file and
 fitted as the command line does it with nothing but `--target`. Eight by default: scikit-learn's diabetes,
@@ -11,8 +12,12 @@ ours. CPU seconds are those of all: fit, comparison and page, on one thread.
 
 `--missing` adds a line for each table: one number after the other is taken away from all test rows, though it was never
 missing when the model was fitted. Printed are, over columns (the first 13), the mean test log-likelihood and the share
-of test rows inside their 90 % interval (of classes: the share right), with the column's mean in its place and with the
-mixture over values that a row could have; and for comparison those of the complete rows.
+of test rows inside their 90 % interval (of classes: the share right), in three ways: with the column's mean in its
+place, with a mixture over values of the column by itself, and with the mixture over values that a row could have; and
+for comparison those of the complete rows.
+
+`--inner` takes the test rows away first: a table is what the others are, and a fifth of those is its test. Choices are
+made by such a run, and no figure of a run without it is of rows that took part in one.
 """
 
 import argparse
@@ -31,7 +36,10 @@ import torch
 
 from structvi.tables.assessing import OURS
 from structvi.tables.command import fit_file
-from structvi.tables.fitting import TableFit
+from structvi.tables.fitting import MOST_ROWS, TableFit
+from structvi.tables.reading import read_table
+from structvi.tables.stand_ins import StandIns
+from structvi.tables.target import split, target_of
 
 SKLEARN = ("diabetes", "breast_cancer", "wine", "digits")
 UCI = ("boston", "concrete", "energy", "kin8nm")
@@ -69,7 +77,13 @@ def load(name: str, data: Path | None) -> tuple[list[str], np.ndarray, list[Any]
 
 
 def run(
-    name: str, data: Path | None, folder: Path, seed: int, quiet: bool = True, gaps: bool = False
+    name: str,
+    data: Path | None,
+    folder: Path,
+    seed: int,
+    quiet: bool = True,
+    gaps: bool = False,
+    inner: bool = False,
 ) -> dict[str, Any]:
     """Write the table, fit it, and what came of it."""
     names, rows, target = load(name, data)
@@ -78,6 +92,8 @@ def run(
         writer = csv.writer(file)
         writer.writerow([*names, "target"])
         writer.writerows([*row, t] for row, t in zip(rows.tolist(), target, strict=True))
+    if inner:
+        rows = without_test_rows(path, seed)
     start = time.process_time()
     fitted = fit_file(path, "target", seed=seed, say=(lambda _: None) if quiet else print)
     fitted.write(folder)
@@ -91,6 +107,16 @@ def run(
         "parts": [[one.name, one.weight] for one in fitted.fit.tried if one.weight],
         "missing": missing(fitted.fit) if gaps else None,
     }  # fmt: skip
+
+
+def without_test_rows(path: Path, seed: int) -> np.ndarray:
+    """The file without the rows that a fit of it with this seed tests on; which rows it has now."""
+    table = read_table(path, "utf-8", [])
+    goal = target_of(table, "target", "auto", [])
+    labels = goal.encode(table) if goal.classes else None
+    kept = split(labels, len(table), seed, MOST_ROWS).fit.sort().values.numpy()
+    table.iloc[kept].to_csv(path, index=False)
+    return kept
 
 
 def scores(fit: TableFit, without: str | None = None) -> list[float]:
@@ -107,11 +133,12 @@ def scores(fit: TableFit, without: str | None = None) -> list[float]:
 
 
 def missing(fit: TableFit) -> dict[str, list[float]]:
-    """`scores` of complete rows, and over numbers that were complete and are taken away, in two ways."""
+    """`scores` of complete rows, and over numbers that were complete and are taken away, in three ways."""
     model, own = fit.model, fit.model.stand_ins
+    assert own is not None
     names = [column.name for column in model.columns.columns if column.kind == "number" and not column.missing]
     found = {"complete": scores(fit)}
-    for way, stand_ins in (("mean", None), ("mixture", own)):
+    for way, stand_ins in (("mean", None), ("alone", StandIns(own.margins, [])), ("mixture", own)):
         model.stand_ins = stand_ins
         found[way] = np.mean([scores(fit, name) for name in names[:MOST_COLUMNS]], 0).tolist()
     model.stand_ins = own
@@ -145,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write everything as JSON")
     parser.add_argument("--missing", action="store_true", help="test rows without one column after the other")
+    parser.add_argument("--inner", action="store_true", help="without the test rows of the other runs: for choices")
     parser.add_argument("--verbose", action="store_true", help="what was tried on each")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -152,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     print(HEAD)
     for name in ALL if options.all else options.tables:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run(name, options.data, Path(folder), options.seed, not options.verbose, options.missing))
+            how = (options.seed, not options.verbose, options.missing, options.inner)
+            rows.append(run(name, options.data, Path(folder), *how))
         print(line(rows[-1]), flush=True)
         if options.missing:
             told = (f"{way} {a:.3f}, {100 * b:.0f} %" for way, (a, b) in rows[-1]["missing"].items())

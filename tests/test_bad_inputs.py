@@ -806,6 +806,16 @@ TABLE = {
         ValueError,
         r"logits \[B, C, \.\.\] and labels \[B, \.\.\], got \(6, 2\) and \(6, 2\)",
     ),
+    "categorical: one logit": (
+        lambda: likelihoods.Categorical()(torch.zeros(6, 1, 4, 4), torch.zeros(6, 4, 4, dtype=torch.long)),
+        ValueError,
+        r"a logit for each class.*got \(6, 1, 4, 4\).*likelihoods\.Bernoulli\(\)",
+    ),
+    "bernoulli: masks without the channel": (
+        lambda: likelihoods.Bernoulli()(torch.zeros(6, 1, 4, 4), torch.zeros(6, 4, 4)),
+        ValueError,
+        r"\(6, 1, 4, 4\) and the target \(6, 4, 4\).*t\.unsqueeze\(1\)",
+    ),
     "categorical: logits without classes": (
         lambda: classes(LABELS, nn.Sequential(net(), nn.Flatten(0))),
         ValueError,

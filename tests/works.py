@@ -316,11 +316,11 @@ all draws share one pass of the backbone, so that vmap is for the head alone.
 
 - **architectures**: the cells of the table above;
 - **capture**: a step captured as a CUDA graph gives the bits of the eager one, for every kind of family, clipped,
-  tempered, in stages, in float64, bfloat16 and float16; what is not finite changes nothing in a graph; a network that
+  tempered, in stages, in float64, bfloat16 and float16. What is not finite changes nothing in a graph. A network that
   cannot be captured is fitted eagerly, with a note;
-- **fits**: every kind of family in float32, bfloat16 and float16 learns and predicts; a resumed fit ends in the bits of
-  one never stopped; a fit goes on on another device; files go from the GPU to the CPU and back; outputs and ELBO are
-  those of the CPU; fits around a trained network, evaluation, calibration, diagnosis, growth, log densities;
+- **fits**: every kind of family in float32, bfloat16 and float16 learns and predicts. A resumed fit ends in the bits of
+  one never stopped; a fit goes on on another device. Files go from the GPU to the CPU and back. Outputs and ELBO are
+  those of the CPU. Tried too: fits around a trained network, evaluation, calibration, diagnosis, growth, log densities;
 - **kernels**: draws and gradients of the Triton kernels against the plain path in float64 at P = 101 and 100,003,
   ranks 1, 3, 16, 17 and 64, with 1, 2, 7 and 40 draws, and Adam against torch's;
 - **laws**: every law of every family (`structvi.testing`) in float32 and float64;

@@ -109,6 +109,8 @@ def test_frames_of_pandas():
     np.testing.assert_array_equal(model.predict(frame), BayesianRegressor(**QUICK).fit(X, y).predict(X))
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame[["b", "a"]])
+    with pytest.raises(ValueError, match=r"'x': X must be numbers.*OneHotEncoder.*fit_table"):
+        BayesianRegressor(**QUICK).fit(frame.assign(a="x"), pd.Series(y))
     labels = pd.Series(np.where(y > 100, "high", "low"), dtype="category")
     classifier = BayesianClassifier(**QUICK).fit(frame, labels)
     assert set(classifier.predict(frame)) <= {"high", "low"}

@@ -66,6 +66,13 @@ BAD = {
     "a class for each row": (rows(("x", number), ("y", lambda i: f"n{i}"), n=80), [], ["80 classes", "50"]),
     "words as amounts": (rows(("x", number), ("y", lambda i: "ab"[i % 2])), ["--task", "regression"], ["'a' in row 1"]),
     "dates as target": (rows(("x", number), ("y", lambda i: f"2024-01-{i % 28 + 1:02}")), [], ["dates", "days"]),
+    "percentages as target": (
+        rows(("x", number), ("y", lambda i: f"{i % 13}.5 %")),
+        [],
+        ["target 'y'", "look like numbers", "%'", "12345.6"],
+    ),
+    "a line of totals": (rows(*PLAIN) + "Total,812.4\n", [], ["'x' has numbers", "'Total' in row 41"]),
+    "the names again": (rows(*PLAIN) + rows(*PLAIN), [], ["'y' has numbers", "'y' in row 41"]),
     "text in numbers": (
         rows(("x", lambda i: "broken" if i == 7 else number(i)), ("y", amount)),
         [],
@@ -189,6 +196,22 @@ ODD = {
     "few whole numbers": (rows(("x", number), ("y", lambda i: i % 3)), ["classification", "whole numbers 0 to 2"]),
     "few other numbers": (rows(("x", number), ("y", lambda i: 0.5 + i % 3)), ["regression: it has 3 different"]),
     "dates": (rows(("d", lambda i: f"2024-{i % 12 + 1:02}-{i % 28 + 1:02}"), *PLAIN), []),
+    "dates with a time, day first": (
+        rows(("d", lambda i: f"{i % 28 + 1:02}.0{i % 9 + 1}.2024 1{i % 9}:30"), *PLAIN),
+        ["'d': date, read as day.month.year"],
+    ),
+    "dates of several time zones": (
+        rows(("d", lambda i: f"2024-03-{i % 28 + 1:02}T08:00:00{'Z' if i % 2 else '+01:00'}"), *PLAIN),
+        ["'d': date"],
+    ),
+    "spellings of a class": (
+        rows(("x", number), ("y", lambda i: ["Yes", "yes", "no"][i % 3])),
+        ["'Yes' and 'yes'"],
+    ),
+    "a code in the target": (
+        rows(("x", number), ("y", lambda i: -999 if i % 9 == 0 else amount(i))),
+        ["'y' is -999 in 5"],
+    ),
     "a code of missing values": (
         rows(("x", lambda i: -999 if i % 9 == 0 else number(i)), ("y", amount)),
         ["'x' is -999 in 5"],

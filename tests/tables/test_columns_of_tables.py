@@ -170,6 +170,30 @@ def test_separators_and_decimal_commas_are_told(tmp_path):
     assert "row number" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [("%Y-%m-%d %H:%M", "date"), ("%d.%m.%Y %H:%M", "date, read as day.month.year"),
+     ("%m/%d/%Y", "date, read as month/day/year"), ("%d/%m/%y", "date, read as day/month/year"),
+     ("%m/%d/%Y %I:%M %p", "date, read as month/day/year"), ("%Y/%m/%d", "date")],
+)  # fmt: skip
+def test_dates_as_people_write_them(form, words):
+    days = pd.Series(pd.date_range("2024-01-01", periods=60, freq="D"))
+    columns = Columns.of(pd.DataFrame({"d": days.dt.strftime(form)}), {})
+    assert columns.describe() == [f"'d': {words}"]
+    again = Columns.from_record(json.loads(json.dumps(columns.record())))
+    # of new rows that do not tell themselves which number is the day
+    new = again.values(pd.DataFrame({"d": days[2:3].dt.strftime(form)}))["d"]
+    assert new.tolist() == [(pd.Timestamp("2024-01-03") - pd.Timestamp(0)).days]
+    # ISO 8601 is always known
+    assert again.values(pd.DataFrame({"d": ["2024-01-03"]}))["d"].tolist() == new.tolist()
+
+
+def test_dates_that_do_not_tell_the_day_are_said_to():
+    table = pd.DataFrame({"d": [f"{i % 12 + 1:02}/{i % 7 + 1:02}/2024" for i in range(60)]})
+    (words,) = Columns.of(table, {}).describe()
+    assert words == "'d': date, read as month/day/year (no day is above 12: if the day comes first, write 2024-12-31)"
+
+
 def test_dates_of_new_rows():
     columns = Columns.of(pd.DataFrame({"d": pd.date_range("2024-01-01", periods=40).strftime("%Y-%m-%d")}), {})
     assert not np.isnan(columns.encode(pd.DataFrame({"d": ["2024-02-01"]})).plain).any()

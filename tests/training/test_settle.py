@@ -32,14 +32,14 @@ def posterior(net, family):
 
 def fixed_point(x, mean, temperature):
     """s [D] with s⁻² = Σ_n E_q[σ(1 − σ)(y_n)] x_n²/λ + π, by Gauss–Hermite over y_n ~ N(x_nᵀm, Σ x_n² s²)."""
-    x, mean = x.double(), mean.double()
+    x, mean = x[:ROWS].double(), mean.double()  # the others are these again
     node, weight = torch.linalg.eigh(torch.diag(torch.arange(1.0, 40.0, dtype=torch.float64).sqrt(), 1) * 1.0, "U")
     weight = weight[0].square()
     s = torch.full((x.shape[1],), 0.5, dtype=torch.float64)
     for _ in range(60):  # half of the distance each
         y = (x @ mean)[:, None] + (x.square() @ s.square()).sqrt()[:, None] * node
         curvature = (torch.sigmoid(y) * torch.sigmoid(-y)) @ weight
-        s = (s.log() + (curvature @ x.square() / temperature + 0.25).rsqrt().log()).mul(0.5).exp()
+        s = (s.log() + (TIMES * curvature @ x.square() / temperature + 0.25).rsqrt().log()).mul(0.5).exp()
     return s
 
 

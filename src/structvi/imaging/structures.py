@@ -13,7 +13,8 @@ from ..predicting.curves import CalibrationHistogram, Reliability
 from ..predicting.draws import on_device
 from ..predicting.member_chunks import chunks_of
 from ..predicting.metrics import summary_of
-from ..predicting.predictive import label_entropy, observed_target
+from ..predicting.predictive import observed_target
+from ..predicting.probabilities import label_entropy
 from .maps import Maps
 
 #: Voxels whose probability of a structure is below this say nothing of its calibration: nearly all are far from it.

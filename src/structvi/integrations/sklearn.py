@@ -123,7 +123,7 @@ class _Estimator(BaseEstimator):
     def predictive(self, X: Any) -> Iterable[Predictive | Pooled]:
         """Predictive distributions of the standardised target, `ROWS` rows at a time, all from the same draws."""
         check_is_fitted(self, "posterior_")
-        raw = np.asarray(validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite="allow-nan"))
+        raw = np.asarray(_numbers(self, X, reset=False))
         new = np.flatnonzero(np.isnan(raw).any(0) & ~self.missing_)
         if len(new):
             warnings.warn(
@@ -191,9 +191,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
 
     def fit(self, X: Any, y: Any, **refused: Any) -> Self:
         self._refuse(refused)
-        X, y = validate_data(
-            self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_all_finite="allow-nan"
-        )
+        X, y = _numbers(self, X, y, multi_output=True, y_numeric=True)
         rows = np.asarray(y, dtype=np.float64).reshape(len(X), -1)  # [N, D]
         self._targets, self._flat = _Standard(rows), y.ndim == 1
         self._fit(X, self._targets.forth(rows), rows.shape[1], Gaussian("point"))
@@ -231,7 +229,7 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
     def fit(self, X: Any, y: Any, **refused: Any) -> Self:
         self._refuse(refused)
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite="allow-nan")
+        X, y = _numbers(self, X, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -248,6 +246,19 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
         """The most probable class, [N]."""
         best = self.predict_proba(X).argmax(1)
         return self.classes_[best]
+
+
+def _numbers(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
+    """X, or X and y, as scikit-learn checks them; words are told where they are read."""
+    try:
+        return validate_data(estimator, *data, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+    except ValueError as error:
+        if "could not convert string to float" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}: X must be numbers. Put an encoder before this estimator in the pipeline, such as scikit-learn's "
+            "OneHotEncoder in a ColumnTransformer, or use structvi.tables.fit_table, which reads words and dates"
+        ) from None
 
 
 class _Inputs:

@@ -192,16 +192,18 @@ def fitted(kind: Kind, losses: Tensor, count: Tensor, order: list[str]) -> Adjus
 
 
 def _minimum(losses: Tensor) -> float:
-    """log T with the least of losses [G]: between neighbours of the best point, by golden sections."""
+    """log T with the least of losses [G]: between neighbours of the best point, where the polynomial's slope is zero.
+
+    By its slope, for values tell a minimum to the root of rounding only.
+    """
     best = int(losses.argmin())
     start, nodes = _around(float(GRID[best]))
     values = losses[start : start + POINTS].tolist()
     low, high = float(GRID[max(0, best - 1)]), float(GRID[min(len(GRID) - 1, best + 1)])
-    ratio = (sqrt(5) - 1) / 2
-    for _ in range(50):
-        a, b = high - ratio * (high - low), low + ratio * (high - low)
-        at_a, at_b = (sum(w * v for w, v in zip(_shares(u, nodes), values, strict=True)) for u in (a, b))
-        low, high = (low, b) if at_a < at_b else (a, high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        rises = sum(w * v for w, v in zip(_slopes(middle, nodes), values, strict=True)) > 0
+        low, high = (low, middle) if rises else (middle, high)
     return (low + high) / 2
 
 
@@ -222,6 +224,15 @@ def _around(u: float) -> tuple[int, list[float]]:
 def _shares(u: float, nodes: list[float]) -> list[float]:
     """Lagrange's polynomials at u."""
     return [prod((u - other) / (own - other) for other in nodes if other != own) for own in nodes]
+
+
+def _slopes(u: float, nodes: list[float]) -> list[float]:
+    """Their derivatives."""
+    return [
+        sum(prod(u - one for one in nodes if one not in (own, left_out)) for left_out in nodes if left_out != own)
+        / prod(own - other for other in nodes if other != own)
+        for own in nodes
+    ]
 
 
 class _Rows(NamedTuple):
@@ -278,7 +289,8 @@ def _number_losses(chunks: Chunks, inputs: Any, target: Any) -> Iterator[Tensor]
     """At every scale c −log p, [B, ..], of the mixture stretched around its mean: log p(m + (t − m)/c) − log c."""
     pred = chunks.uncalibrated(inputs)
     pred.log_prob(target)
-    d, weights = pred.components, pred.weights.double()
+    weights, d = pred.mixture
+    weights = weights.double()
     assert isinstance(d, Normal)
     wide = Normal(d.loc.double(), d.scale.double(), validate_args=False)
     mean = torch.tensordot(weights, wide.loc, dims=1)

@@ -2,7 +2,8 @@
 
 The output y(x) is normal, N(f(x; θ₀) + J(μ − θ₀), J Σ Jᵀ), known exactly where outputs are few (`function_space.py`);
 of a mixture of normals over the weights it is the mixture of these. It is drawn at evenly spread points, the same at
-every input and in every part. How inputs go together these do not tell.
+every input and in every part. How inputs go together these do not tell. With Gaussian noise that does not depend on y,
+p(t | x) is normal too, or a mixture, and answers come from it: the points are for `outputs` alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,9 +129,14 @@ class FunctionChunks:
         model, parts = self.posterior.model, []
         with _with_derivatives():
             for moments in self._moments(_differentiable(inputs)):
-                parts.append(torch.cat([normal_outputs(*one, self._noise(one[1].shape[1])) for one in moments]))
+                drawn = torch.cat([normal_outputs(*one, self._noise(one[1].shape[1])) for one in moments])
+                means = torch.stack([mean for mean, _ in moments])
+                variances = torch.stack([one.diagonal(dim1=-2, dim2=-1) for _, one in moments]).reshape(means.shape)
+                parts.append((drawn, means, variances))
+            outputs, means, variances = (torch.cat(part, 1) for part in zip(*parts, strict=True))
             values = model.likelihood_values(self.theta.unsqueeze(0).expand(self.draws, -1))
-            return Predictive(torch.cat(parts, 1), self.weights, model.likelihood, values, self.note, by_input=True)
+            moments = self.weights[:: self.each] * self.each, means, variances
+            return Predictive(outputs, self.weights, model.likelihood, values, self.note, True, moments)
 
     def whole(self, inputs: Any) -> Predictive:
         """The mixture over all draws; the calibrated one, where that is asked for."""

@@ -261,9 +261,11 @@ def _summary(chunks: Chunks, inputs: Any, target: Any) -> tuple[Summary, Tensor 
             t = observed_target(part.likelihood, target)[0].flatten()
             E, size = t.numel(), max(1, CRPS_NUMBERS // chunks.draws)
             block = slice(done, done + size)
-            means.append(part.components.loc.flatten(1)[:, block].clone())
-            scales.append(part.components.scale.flatten(1)[:, block].clone())
-            weights.append(chunks.share(index) * part.weights)
+            own_weights, d = part.mixture
+            assert isinstance(d, Normal)
+            means.append(d.loc.flatten(1)[:, block].clone())
+            scales.append(d.scale.flatten(1)[:, block].clone())
+            weights.append(chunks.share(index) * own_weights)
         if t is None:
             break
         mean = torch.cat(means)
@@ -275,7 +277,7 @@ def _summary(chunks: Chunks, inputs: Any, target: Any) -> tuple[Summary, Tensor 
 
 def _of_whole(predictive: Predictive, target: Any) -> tuple[Summary, Tensor | None]:
     """The same of a predictive that is not the mixture of its chunks' predictives: a calibrated one."""
-    d, weights = predictive.components, predictive.weights
+    weights, d = predictive.mixture
     if not isinstance(d, Normal):
         return Summary.of(predictive, target, 1.0), None
     t, size = observed_target(predictive.likelihood, target)[0].flatten(), max(1, CRPS_NUMBERS // predictive.draws)

@@ -14,7 +14,9 @@ from ..models import likelihoods
 from ..models.calibration import Calibration
 from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
 from . import conformal
+from .closed_form import NormalOutputs, with_noise
 from .components import HALF, at_least_float32, concatenated, in_range, mapped
+from .probabilities import as_log_probability, as_probability, label_entropy
 from .quantiles import continuous_quantile, count_quantile, normal_mixture_crps, poisson_cdf
 from .recalibrated import recalibrated
 
@@ -37,6 +39,9 @@ class Predictive:
         note: how the number of draws came about, where it is not the one asked for; and how it is calibrated.
         by_input: whether the outputs were drawn at every input by itself, in function space: how inputs go together
             is then not known.
+        moments: weights [M], means and variances [M, B, ..] of outputs that are a mixture of normals. With Gaussian
+            noise that does not depend on them p(t | x) is then in closed form: all but `outputs` and `components` come
+            from it.
 
     Example:
         >>> from structvi import likelihoods
@@ -53,6 +58,7 @@ class Predictive:
         values: Mapping[str, Tensor] = NO_VALUES,
         note: str = "",
         by_input: bool = False,
+        moments: tuple[Tensor, Tensor, Tensor] | None = None,
     ):
         S = weights.shape[0] if weights.ndim == 1 else -1
         for leaf in pytree.tree_leaves(outputs):
@@ -71,6 +77,7 @@ class Predictive:
                 if type(self._components) is Normal and not _has_known_noise(likelihood):
                     self._components = in_range(self._components)
         self._drawn, self.calibration = self._components, None
+        self._normal = None if moments is None else with_noise(likelihood, self._drawn, *moments)
 
     @classmethod
     def joined(cls, parts: "Sequence[Predictive]", shares: Sequence[float], note: str = "") -> "Predictive":
@@ -83,6 +90,7 @@ class Predictive:
         whole.note = note
         if not whole.is_function:
             whole._components = whole._drawn = concatenated([part.components for part in parts])
+        whole._normal = NormalOutputs.joined([part._normal for part in parts], shares)
         return whole
 
     def calibrated(self, calibration: Calibration | None) -> "Predictive":
@@ -131,6 +139,18 @@ class Predictive:
             )
         return self._components
 
+    @property
+    def in_closed_form(self) -> NormalOutputs | None:
+        """Outputs and noise, where the outputs are known to be normal, and both; after a scale that is applied."""
+        applied = None if self.calibration is None else self.calibration.applied
+        return self._normal if self._normal is None or applied is None else self._normal.stretched(applied.value)
+
+    @property
+    def mixture(self) -> tuple[Tensor, Distribution]:
+        """Weights [M] and distributions [M, B, ..] of t whose mixture is p(t | x): a draw each, or all of them."""
+        found = self.in_closed_form
+        return (self.weights, self.components) if found is None else (found.weights, found.observed())
+
     # y: the function
 
     @property
@@ -143,25 +163,27 @@ class Predictive:
     @property
     def function_mean(self) -> Any:
         """Σ_s w_s y_s: [B, ..]."""
-        return pytree.tree_map(self._average, self.function)
+        return pytree.tree_map(self._average, self.function) if self._normal is None else self._normal.average
 
     @property
     def function_variance(self) -> Any:
         """Σ_s w_s (y_s − ȳ)²: [B, ..]."""
-        return pytree.tree_map(self._spread, self.function)
+        return pytree.tree_map(self._spread, self.function) if self._normal is None else self._normal.spread
 
     # t: the observation
 
     @property
     def mean(self) -> Tensor:
         """E t; of a classifier the class probabilities, [B, C, ..]."""
-        mean = self._average(self._means())
+        found = self.in_closed_form
+        mean = self._average(self._means()) if found is None else found.average
         return as_probability(mean) if isinstance(self.components, Categorical | Bernoulli) else mean
 
     @property
     def epistemic(self) -> Tensor:
         """Var_s E[t | y_s]: what more data could remove."""
-        return self._spread(self._means())
+        found = self.in_closed_form
+        return self._spread(self._means()) if found is None else found.spread
 
     @property
     def aleatoric(self) -> Tensor:
@@ -207,7 +229,8 @@ class Predictive:
 
         Class weights of the likelihood take no part: this is a log probability.
         """
-        return self._log_average(self.log_prob_draws(target))
+        weights, d = (self.weights, self._components) if self.is_function else self.mixture
+        return self._log_average(self._log_probs(target, d), weights)
 
     def joint_log_prob(self, target: Any) -> Tensor:
         """log Σ_s w_s Π_b p(t_b | y_bs): of all observations of the batch together, a scalar.
@@ -215,15 +238,16 @@ class Predictive:
         It is not the sum of `log_prob`, for the inputs share the unknown weights.
         """
         self._check_together("joint_log_prob")
-        return self._log_average(self.log_prob_draws(target).flatten(1).sum(1))  # of [S]
+        return self._log_average(self.log_prob_draws(target).flatten(1).sum(1), self.weights)  # of [S]
 
     def cdf(self, t: Tensor) -> Tensor:
         """P(T ≤ t) of every element: [B, ..]."""
-        d = self.components
+        weights, d = self.mixture
         self._check_numbers("cdf")
         if isinstance(d, Bernoulli):
             return torch.where(t < 0, 0.0, torch.where(t < 1, 1 - self.mean, 1.0))
-        return as_probability(self._average(poisson_cdf(t, d.rate) if isinstance(d, Poisson) else d.cdf(t)))
+        each = poisson_cdf(t, d.rate) if isinstance(d, Poisson) else d.cdf(t)
+        return as_probability(torch.tensordot(weights.to(each), each, dims=1))
 
     def quantile(self, p: float | Sequence[float]) -> Tensor:
         """The smallest t with P(T ≤ t) ≥ p: [B, ..] for one p, [Q, B, ..] for several.
@@ -241,10 +265,11 @@ class Predictive:
             return (1 - self.mean < p).to(dtype)
         exact = copy.copy(self)
         exact._components = mapped(d, lambda x: x.double())
+        exact._normal = None if self._normal is None else self._normal.double()
         return exact._quantile(p).to(dtype)
 
     def _quantile(self, p: float) -> Tensor:
-        d = self.components
+        _, d = self.mixture
         if isinstance(d, Poisson):
             return count_quantile(p, self.cdf, (self.mean + 8 * self.std + 8).nan_to_num(torch.inf, torch.inf))
         try:
@@ -280,17 +305,17 @@ class Predictive:
 
     def crps(self, t: Tensor) -> Tensor:
         """E|T − t| − ½ E|T − T'| for Gaussian noise, in closed form over all pairs of draws: [B, ..]."""
-        d = self.components
+        weights, d = self.mixture
         if not isinstance(d, Normal):
             raise TypeError(f"crps is closed form for Gaussian noise; this p(t | y) is {type(d).__name__}")
-        flat = normal_mixture_crps(d.loc.flatten(1), d.scale.flatten(1), self.weights, t.flatten())
+        flat = normal_mixture_crps(d.loc.flatten(1), d.scale.flatten(1), weights, t.flatten())
         return flat.reshape(t.shape)
 
     def distribution(self) -> MixtureSameFamily:
-        """The mixture over draws as a torch distribution with batch shape [B, ..]."""
-        batch = len(self.components.batch_shape)
-        last = mapped(self.components, lambda x: x.movedim(0, batch - 1))
-        weights = self.weights.expand(*last.batch_shape)
+        """The mixture as a torch distribution with batch shape [B, ..]."""
+        weights, d = self.mixture
+        last = mapped(d, lambda x: x.movedim(0, len(d.batch_shape) - 1))
+        weights = weights.expand(*last.batch_shape)
         return MixtureSameFamily(Categorical(probs=weights, validate_args=False), last, validate_args=False)
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -315,24 +340,28 @@ class Predictive:
             deviation = deviation.masked_fill(x == mean, 0.0)
         return self._average(deviation.square())
 
-    def _log_average(self, log_prob: Tensor) -> Tensor:
+    def _log_average(self, log_prob: Tensor, weights: Tensor) -> Tensor:
         """log Σ_s w_s p_s of log p_s [S, ..]."""
-        log_weights = self.weights.to(log_prob).log().reshape(-1, *[1] * (log_prob.ndim - 1))
+        log_weights = weights.to(log_prob).log().reshape(-1, *[1] * (log_prob.ndim - 1))
         return as_log_probability((log_weights + log_prob).logsumexp(0), self.is_discrete)
 
     def log_prob_draws(self, target: Any) -> Tensor:
         """log p(t | y_s), [S, B, ..]; 0 where t was not observed."""
+        return self._log_probs(target, self._components)
+
+    def _log_probs(self, target: Any, d: Any) -> Tensor:
+        """The same of distributions [M, B, ..]."""
         if not isinstance(self.likelihood, Likelihood):
             one = [pytree.tree_map(lambda leaf, s=s: leaf[s], self.outputs) for s in range(self.draws)]
             return torch.stack([self.likelihood(output, target) for output in one])
         with torch.no_grad():  # its checks of shapes, dtypes and labels
             self.likelihood(pytree.tree_map(lambda leaf: leaf[0], self.outputs), target)
         t, observed = observed_target(self.likelihood, target)
-        if not t.dtype.is_floating_point and not isinstance(self.components, Categorical):
+        if not t.dtype.is_floating_point and not isinstance(d, Categorical):
             t = t.to(self._means().dtype)
-        log_prob = self.components.log_prob(t)
+        log_prob = d.log_prob(t)
         if isinstance(self.likelihood, likelihoods.Poisson):  # rates that are zero or infinite by rounding
-            rounded = (self.components.rate == 0) | self.components.rate.isinf()  # pyright: ignore
+            rounded = (d.rate == 0) | d.rate.isinf()  # pyright: ignore
             y = self.outputs
             log_prob = torch.where(rounded, t * y - y.exp() - (t + 1).lgamma(), log_prob)
         return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
@@ -363,23 +392,6 @@ def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None
         labelled = t != likelihood.ignore_index
         mask = labelled if mask is None else mask & labelled
     return (t, None) if mask is None else (t.masked_fill(~mask, 0), mask)
-
-
-def as_probability(p: Tensor) -> Tensor:
-    """A sum of weighted probabilities, without what rounding may add: in [0, 1]."""
-    return p.clamp(0.0, 1.0)
-
-
-def as_log_probability(log_p: Tensor, discrete: bool) -> Tensor:
-    """log of a sum of weighted probabilities, at most 0; of densities as it is."""
-    return log_p.clamp(max=0.0) if discrete else log_p
-
-
-def label_entropy(p: Tensor, binary: bool) -> Tensor:
-    """−Σ_c p_c log p_c in nats, of probabilities [B, C, ..], or of those of 1 [B, ..]: [B, ..]."""
-    if binary:
-        return -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
-    return -torch.xlogy(p, p).sum(1)
 
 
 def _has_known_noise(likelihood: Likelihood) -> bool:

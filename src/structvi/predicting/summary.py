@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from .predictive import Predictive, as_log_probability, as_probability, label_entropy, observed_target
+from .predictive import Predictive, observed_target
+from .probabilities import as_log_probability, as_probability, label_entropy
 
 Score = Literal[
     "entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic", "function_variance"

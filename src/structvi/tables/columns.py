@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import dates
 from .oddities import written_numbers
 from .reading import Table, TableError, Values, pandas_module
 
@@ -32,6 +33,7 @@ class Column:
         edges: of the bins of z.
         levels: that are told apart; all others share the input "other" where `other`, or none.
         missing: whether missing values occurred, and have an input of their own.
+        form: of dates that are texts; `ambiguous` where no value tells which number is the day.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Column:
     levels: list[str] = field(default_factory=list)
     other: bool = False
     missing: bool = False
+    form: str = ""
+    ambiguous: bool = False
 
     def describe(self) -> str:
         gaps = ", some missing" if self.missing else ""
@@ -52,7 +56,8 @@ class Column:
             more = " and others" if self.other else ""
             return f"category, {len(self.levels)} levels{more}{gaps}"
         squashed = ", with values far out: read on a logarithmic scale" if self.squash else ""
-        return f"{self.kind}{gaps}{squashed}"
+        kind = dates.described(self.form, self.ambiguous) if self.kind == "date" else self.kind
+        return f"{kind}{gaps}{squashed}"
 
     def z(self, x: np.ndarray) -> np.ndarray:
         """Standardised, NaN where missing; beyond the fitted range it goes on for one range more, and then stays."""
@@ -87,26 +92,14 @@ class Column:
         return np.clip((z - low) / (high - low), 0.0, 1.0) - 0.5
 
 
-def values_of(series: Values, kind: str, name: str) -> np.ndarray:
+def values_of(series: Values, kind: str, name: str, form: str = "") -> np.ndarray:
     """A column's values: float64 with NaN, or strings with "" where missing; TableError where they are no such."""
     pandas = pandas_module()
 
     if kind == "category":
         return _words(series)
     if kind == "date":
-        if not pandas.api.types.is_datetime64_any_dtype(series):
-            dates = _dates(series)
-            if dates is None and not series.notna().any():
-                return np.full(len(series), np.nan)
-            if dates is None:
-                first = str(series.dropna().iloc[0])
-                raise TableError(
-                    f"column {name!r} had dates when the model was fitted, and now not all of it are, or not in one "
-                    f"form; the first is {first!r}. Write them as 2024-12-31, or leave the fields empty"
-                )
-            series = dates
-        days = (series.dt.tz_localize(None) - pandas.Timestamp(0)) / pandas.Timedelta(days=1)
-        return days.to_numpy(dtype=np.float64, na_value=np.nan)
+        return dates.days(series, form, name)
     if pandas.api.types.is_bool_dtype(series):
         series = series.astype(float)
     if not pandas.api.types.is_numeric_dtype(series):
@@ -150,20 +143,6 @@ def _text_in_numbers(name: str, bad: Values) -> str:
     )
 
 
-def _dates(series: Values) -> Values | None:
-    """As dates, where every text is one."""
-    pandas = pandas_module()
-
-    text = series.dropna().astype(str).str.strip()
-    if not len(text) or not text.str.match(r"^\d{4}-\d{1,2}-\d{1,2}|^\d{1,2}[./]\d{1,2}[./]\d{2,4}").all():
-        return None
-    for options in ({"format": "ISO8601"}, {"format": "%d.%m.%Y"}, {"format": "%m/%d/%Y"}, {"format": "%d/%m/%Y"}):
-        found = pandas.to_datetime(series.astype(str).str.strip().where(series.notna()), errors="coerce", **options)
-        if bool((found.notna() == series.notna()).all()):
-            return found
-    return None
-
-
 def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
     """("number", "date" or "category", "") or ("", why the column is left out)."""
     pandas = pandas_module()
@@ -187,13 +166,14 @@ def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
         if bool(number.notna().all()):
             return _kind_of_numbers(number, name, rows)
         raise TableError(_text_in_numbers(name, present[number.isna()]))
-    if _dates(series) is not None:
+    if dates.form_of(series):
         return "date", ""
     example = written_numbers(present.astype(str).str.strip().unique().tolist()) if distinct > LEVELS else ""
     if example:
         return "", f"its fields look like numbers, such as {example!r}, and are text. {AS_NUMBERS}"
     if distinct > max(LEVELS, 0.5 * len(present)):
-        return "", f"nearly every row has a text of its own ({distinct} in {rows} rows): an identifier or free text"
+        own = f"nearly every row has a text of its own ({distinct} in {rows} rows)"
+        return "", f"{own}: an identifier or free text; of dates write 2024-12-31"
     return "category", ""
 
 
@@ -213,6 +193,10 @@ def _kind_of_numbers(present: Values, name: str, rows: int) -> tuple[str, str]:
     ):
         return "", "by its name and its values, all different, it is an identifier"
     return "number", ""
+
+
+def _form(series: Values) -> str:
+    return "" if pandas_module().api.types.is_datetime64_any_dtype(series) else dates.form_of(series)
 
 
 def fitted(name: str, kind: str, values: np.ndarray, bins: int) -> Column:
@@ -277,8 +261,11 @@ class Columns:
         bins = int(max(4, min(BINS, MOST_INPUTS // len(kinds))))
         found = []
         for name, kind in kinds.items():
-            values = values_of(table[name], kind, name)
+            form = _form(table[name]) if kind == "date" else ""
+            values = values_of(table[name], kind, name, form)
             found.append(fitted(name, kind, values if rows is None else values[np.asarray(rows)], bins))
+            found[-1].form = form
+            found[-1].ambiguous = dates.is_ambiguous(table[name], form)
         return cls(found, left_out)
 
     def describe(self) -> list[str]:
@@ -294,7 +281,7 @@ class Columns:
                 f"{known}. Add {'it' if len(gone) == 1 else 'them'}, with empty fields where nothing is known; or fit "
                 f"again without: structvi fit .. --without {gone[0]}"
             )
-        return {column.name: values_of(table[column.name], column.kind, column.name) for column in self.columns}
+        return {c.name: values_of(table[c.name], c.kind, c.name, c.form) for c in self.columns}
 
     def encode(self, table: Table) -> "Encoded":
         """Rows as numbers; a value that is missing, and never was, counts as the mean of its column, or as no level."""
@@ -363,5 +350,6 @@ def _is_sound(column: Column) -> bool:
         and column.scale > 0
         and column.width > 0
         and all(isinstance(level, str) for level in column.levels)
-        and all(isinstance(flag, bool) for flag in (column.squash, column.other, column.missing))
+        and all(isinstance(flag, bool) for flag in (column.squash, column.other, column.missing, column.ambiguous))
+        and column.form in ("", *dates.FORMS)
     )

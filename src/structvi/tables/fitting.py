@@ -189,7 +189,7 @@ def _ranges(columns: Columns, features: Table, rows: np.ndarray) -> dict[str, tu
     found = {}
     for column in columns.columns:
         if column.kind != "category":
-            values = values_of(features[column.name], column.kind, column.name)[rows]
+            values = values_of(features[column.name], column.kind, column.name, column.form)[rows]
             if not np.isnan(values).all():
                 found[column.name] = (float(np.nanmin(values)), float(np.nanmax(values)))
     return found

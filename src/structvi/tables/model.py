@@ -139,7 +139,7 @@ class TableModel:
         value where none was ever missing."""
         names = [[] for _ in range(len(table))]
         for column in self.columns.columns:
-            values = values_of(table[column.name], column.kind, column.name)
+            values = values_of(table[column.name], column.kind, column.name, column.form)
             if column.kind == "category":
                 beyond = ~np.isin(values, [*column.levels, ""]) | ((values == "") & (not column.missing))
             else:

@@ -46,6 +46,7 @@ def oddities(table: Table, target: str, columns: Sequence[str]) -> list[str]:
             f"{copies} of {len(table)} rows are copies of others. If each is an observation of its own, fine; if not, "
             "copies on both sides of the test make every figure too good: remove them first."
         )
+    notes += _code(table[target], target) + _spellings(table[target], target)
     for name in columns:
         if _is_target(table[name], table[target]):
             notes.append(f"{name!r} tells {target!r} exactly: leave it out (--without) if it is not known beforehand.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .columns import AS_NUMBERS, kind_of, values_of
+from .oddities import written_numbers
 from .reading import Table, TableError, pandas_module
 
 TASKS = ("auto", "regression", "classification")
@@ -110,6 +111,12 @@ def target_of(table: Table, name: str, task: str, notes: list[str]) -> Target:
         f"{str(word)!r} ({count} rows)" for word, count in zip(words, counts, strict=True) if count < FEWEST_OF_CLASS
     ]
     if rare:
+        example = written_numbers([str(word) for word in words])
+        if example:
+            raise TableError(
+                f"the target {name!r} cannot be read: its fields look like numbers, such as {example!r}, and are text. "
+                f"{AS_NUMBERS}"
+            )
         raise TableError(
             f"classes of {name!r} with fewer than {FEWEST_OF_CLASS} rows cannot be learned and checked: "
             f"{', '.join(rare[:5])}. Remove these rows, merge the classes, or give --task regression for amounts"

@@ -14,7 +14,8 @@ from ..families.point import MAP
 from ..posterior import PosteriorBase
 from ..predicting.draws import DrawChunks
 from ..predicting.function_space import evenly_spread, outputs_of_normals
-from ..predicting.predictive import Predictive, label_entropy, observed_target
+from ..predicting.predictive import Predictive, observed_target
+from ..predicting.probabilities import label_entropy
 
 #: draws over which a prediction is averaged
 DRAWS = 32

@@ -154,6 +154,10 @@ def check_same_shape(name: str, output: Any, target: Tensor) -> None:
             remedy = ": give targets as t.unsqueeze(-1)"
         elif target.shape == (*output.shape, 1):
             remedy = ": give targets as t.squeeze(-1)"
+        elif output.shape == (*target.shape[:1], 1, *target.shape[1:]):
+            remedy = ": give targets as t.unsqueeze(1)"
+        elif target.shape == (*output.shape[:1], 1, *output.shape[1:]):
+            remedy = ": give targets as t.squeeze(1)"
         raise ValueError(
             f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; "
             f"they must be equal (broadcasting would silently compare every output with every target){remedy}"

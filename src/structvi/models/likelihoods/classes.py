@@ -116,6 +116,11 @@ class Categorical(_Classes):
 
     def _check(self, output: Any, target: Tensor) -> int:
         check_output("Categorical", output)
+        if output.ndim > 1 and output.shape[1] == 1:
+            raise ValueError(
+                f"Categorical expects a logit for each class, [B, C, ..], got {tuple(output.shape)}: one channel is "
+                "the logit of a yes or no: likelihoods.Bernoulli(), with labels 0 and 1 of the output's shape"
+            )
         if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:
             raise ValueError(
                 "Categorical expects logits [B, C, ..] and labels [B, ..], "
