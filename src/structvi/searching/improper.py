@@ -51,6 +51,8 @@ POWER = 1.1
 STILL = 2e-3
 #: the last radii at which the mass is compared
 COMPARED = 3
+#: points on from a plane, up to half of the way from the one before, of which the highest is taken
+WAVES = 32
 #: nats for each number by which a mass can be below the highest point: rounding leaves nothing narrower
 LEAST = 50.0
 #: open ways that are measured, the highest first
@@ -229,8 +231,9 @@ def _has_no_end(view: View, way: Way) -> bool:
     """Whether the mass on the last planes falls no faster than R to minus `POWER`; not at all, if they are not far."""
     if way.change[-1] > HIGH:
         return True
-    masses = {}
-    for radius, theta in zip(way.radii[-COMPARED:], way.theta[-COMPARED:], strict=True):
+    masses, befores = {}, [*way.theta[:1], *way.theta][-COMPARED - 1 : -1]
+    for radius, theta, before in zip(way.radii[-COMPARED:], way.theta[-COMPARED:], befores, strict=True):
+        theta = _highest(view, theta, before)
         mass, at = view.mass(way.number, theta), view.values(theta.unsqueeze(0)).item()
         if radius and mass > at - LEAST * len(theta):  # or the ridge is too narrow for its normal to be found
             masses[radius] = mass
@@ -238,6 +241,13 @@ def _has_no_end(view: View, way: Way) -> bool:
         return False
     power = POWER if way.radii[-1] == RADII[-1] else STILL
     return all(masses[far] - masses[near] > -power * log(far / near) for near, far in pairwise(masses))
+
+
+def _highest(view: View, theta: Tensor, before: Tensor) -> Tensor:
+    """The highest of points on from θ: the log density of an angle goes up and down, and its planes are as its tops."""
+    onward = torch.arange(WAVES, dtype=theta.dtype, device=theta.device) / (2 * WAVES)
+    tries = theta + onward.unsqueeze(-1) * (theta - before)
+    return tries[view.values(tries).argmax()]
 
 
 def _numbers(space: Parameters, way: Way) -> tuple[str, ...]:
