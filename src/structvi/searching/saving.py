@@ -102,7 +102,7 @@ def at_mean(target: Target, family: Family) -> float | None:
 
 
 def twice_the_same(target: Target, family: Family) -> float | None:
-    """`at_mean` over batches where two passes agree: random batches, or some that leave rows out, have no such value."""
+    """`at_mean` over batches where two passes agree; None of random batches, or of some that leave rows out."""
     one, other = at_mean(target, family), at_mean(target, family)
     if one is None or other is None or abs(one - other) > SAME[target.space.dtype] * (1 + abs(one)):
         return None
