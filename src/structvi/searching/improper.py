@@ -33,7 +33,7 @@ from .large_member import large_form
 from .large_view import large_views
 from .low_rank_matrix import LowRankMatrix
 from .rows import ascend, tangent
-from .units import View, curved, place
+from .units import NARROW, View, curved, place
 
 #: standard deviations to which numbers are led away; at the third a Gaussian's ways are closed
 RADII = tuple(10.0 ** (k / 2) for k in range(13))
@@ -124,7 +124,9 @@ def _views(target: Target, family: Family, curvature: LowRankMatrix | None) -> I
     if (form := large_form(family)) is not None:
         yield from large_views(target, form, curvature)
         return
-    yield curved(View(target, *place(family, target)))
+    view = View(target, *place(family, target))
+    if bool((view.scale > NARROW * target.space.scale).all()):  # or it has fallen onto an edge, and sees nothing else
+        yield curved(view)
     yield [View(target, target.space.initial, target.space.scale)]
 
 
