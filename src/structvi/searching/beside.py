@@ -14,17 +14,19 @@ from ..families.density import Density, NormalPart
 from ..models.target import Target
 from .coordinates import Counted, Limit
 from .modes import Modes
-from .peaks import Peak, is_at, with_mass
+from .peaks import WIDER, Peak, is_at, with_mass
 from .units import View
 
 #: numbers of which modes are looked for, at most, draws of q that tell its mass, and evaluations in all
 MOST, DRAWS, LIMIT = 100, 256, 100_000
-#: points that climb first, of those of a round; where they find something, rounds and how many of them find nothing
-CLIMBERS, ROUNDS, QUIET = 32, 6, 2
+#: first points, and how many of them climb; where they find something, rounds and how many of them find nothing
+POINTS, CLIMBERS, ROUNDS, QUIET = 2048, 32, 6, 2
 #: of the mass of q, from which on what is beside it counts, and the least and the greatest share of draws for it
 COUNTS, LEAST, GREATEST = 1e-3, 0.05, 0.95
 #: nats by which p must be above q there
 OVER = 2.0
+#: draws of a normal are within √P and so many standard deviations
+AMONG = 1.0
 
 
 def beside(density: Density, target: Target, seed: int, *, thorough: bool = False) -> list[NormalPart]:
@@ -76,7 +78,7 @@ class Look:
                 return
             at = (part.mean.detach() - self.view.centre) / unit
             self.parts.append(with_mass(Peak(at, 0.0, root), part.log_weight + self.mass))
-        self.seen.some_climb(self.parts, CLIMBERS)
+        self.seen.some_climb(self.parts, POINTS, CLIMBERS)
         if self.found() and not self.seen.rough:
             self.seen.refine()
             quiet = 0
@@ -98,10 +100,19 @@ class Look:
 
     @torch.no_grad()
     def found(self) -> list[Peak]:
-        """Where p is far above q and holds mass, but for modes that are q's."""
-        peaks = [peak for peak in self.seen.peaks if not any(is_at(peak, p.at, p.root @ p.root.mT) for p in self.parts)]
+        """Where p is far above q and holds mass, but for modes that are q's or that its draws go to."""
+        peaks = [peak for peak in self.seen.peaks if not any(_has(part, peak) for part in self.parts)]
         return [peak for peak in peaks + self.seen.shoulders if self.counts(peak)]
 
     def counts(self, peak: Peak) -> bool:
         log_q = self.density.log_prob(self.view.theta(peak.at).unsqueeze(0)) + self.view.root.log().sum()
         return peak.log_mass - self.mass > log(COUNTS) and peak.value - self.mass - log_q.item() > OVER
+
+
+def _has(part: Peak, mode: Peak) -> bool:
+    """Whether the normal is at the mode, or draws of it are about there and the mode is no spike among them: that of a
+    skewed posterior is aside."""
+    if is_at(mode, part.at, part.root @ part.root.mT):
+        return True
+    P, wider = len(mode.at), (part.root.diagonal().log() - mode.root.diagonal().log()).sum().item()
+    return part.distance(mode.at.unsqueeze(0)).item() < P**0.5 + AMONG and wider < P * log(WIDER)

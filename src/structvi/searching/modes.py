@@ -112,10 +112,10 @@ class Modes:
         total = self.total()
         return found or any(peak.log_mass - total > log(COUNTS) for peak in new)
 
-    def some_climb(self, parts: list[Peak], climbers: int) -> None:
-        """So many points of a round climb log p, those first where it is far above these normals."""
+    def some_climb(self, parts: list[Peak], points: int, climbers: int) -> None:
+        """Of so many points around these normals some climb log p, those first where it is far above them."""
         self.parts = parts
-        z = self.points(POINTS)
+        z = self.points(points)
         taken, _, rounding = Masses(parts)(z)
         value = self.view.values(self.view.theta(z))
         self.climb(self.chosen(z, value, value - taken - rounding, LEFT[-1], climbers))
