@@ -1,7 +1,7 @@
 """Log densities on which fits of normals go wrong: excess over the best of several seeds, and what the verdict says.
 
-    python -m benchmarks.hard_densities [logistic collinear rank network posteriordb] [--seeds 10] [--data DIR]
-        [--out results.json]
+    python -m benchmarks.hard_densities [logistic collinear rank network posteriordb] [--seeds 10] [--first 0]
+        [--data DIR] [--only NAME ..] [--families NAME ..] [--out results.json]
 
 * logistic: 1600 rows, 120 binary columns (levels of 20 factors that depend on each other, or independent ones), three
   others and a constant: 124 numbers, prior N(0, 1). Families full, mean field, ranks 5, 10, 20 of both forms. The
@@ -23,7 +23,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log, pi
 from pathlib import Path
 
@@ -106,47 +106,51 @@ def logistic_target(X: Tensor, y: Tensor, prior: float = 1.0) -> Known:
     return Known(X.shape[1], log_density)
 
 
-def logistic(seeds: int, families: Sequence[str] = ()) -> list[dict]:
+def logistic(seeds: range, families: Sequence[str] = (), only: Sequence[str] = ()) -> list[dict]:
     recipes: dict[str, vi.Family] = {"full": vi.FullNormal(), "mean field": vi.MeanField()}
     recipes |= {f"covariance {rank}": vi.StructuredNormal(rank) for rank in RANKS}
     recipes |= {f"precision {rank}": vi.StructuredPrecision(rank) for rank in RANKS}
     recipes = {name: recipe for name, recipe in recipes.items() if not families or name in families}
     rows = []
-    for kind in ("factors", "columns"):
+    for kind in chosen(("factors", "columns"), only):
         rows += over_seeds(kind, logistic_target(*logistic_data(kind)), recipes, seeds, first=not rows)
     return rows
 
 
-def posteriordb(seeds: int, data: Path) -> list[dict]:
+def posteriordb(seeds: range, data: Path, only: Sequence[str] = ()) -> list[dict]:
     rows = []
-    for name in MODELS:
+    for name in chosen(MODELS, only):
         target = Posterior(name, data / "posteriordb")
         rows += over_seeds(name, target, recipes(target.P), seeds, first=not rows)
     return rows
 
 
-def over_seeds(name: str, target: Target, families: dict[str, vi.Family], seeds: int, first: bool) -> list[dict]:
+def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    return [name for name in names if not only or name in only]
+
+
+def over_seeds(name: str, target: Target, families: dict[str, vi.Family], seeds: range, first: bool) -> list[dict]:
     """Excess of each seed over the best of its family."""
     rows = []
     for family, recipe in families.items():
         own = []
-        for seed in range(seeds):
+        for seed in seeds:
             result = vi.fit(target, recipe, seed=seed, progress=False)
             row = {"target": name, "family": family, "seed": seed, "elbo": common(result.family, target)}
             row |= {"told": told(result), "evaluations": result.evaluations, "check": result.check_evaluations}
             own.append(row | {"seconds": result.seconds, "verdict": result.verdict})
         best = max(row["elbo"] for row in own)
         own = [row | {"excess": best - row["elbo"]} for row in own]
-        line = {"target": name, "family": family, "seeds": seeds, "best ELBO": best}
+        line = {"target": name, "family": family, "seeds": len(seeds), "best ELBO": best}
         line |= {"excess, most": max(row["excess"] for row in own)}
         line |= {"silent ones, most": max((row["excess"] for row in own if not row["told"]), default="–")}
         line |= {"told": sum(row["told"] for row in own), "evaluations, most": max(row["evaluations"] for row in own)}
-        show(line | {"seconds, mean": sum(row["seconds"] for row in own) / seeds}, first=first and not rows)
+        show(line | {"seconds, mean": sum(row["seconds"] for row in own) / len(seeds)}, first=first and not rows)
         rows += own
     return rows
 
 
-def collinear(seeds: int) -> list[dict]:
+def collinear(seeds: range) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     X = normals(generator, 50, 5)
     X[:, 1] = X[:, 0] + 1e-4 * X[:, 1]
@@ -161,7 +165,7 @@ def collinear(seeds: int) -> list[dict]:
     families = {"full": vi.FullNormal(), "covariance 5": vi.StructuredNormal(5)}
     families |= {"precision 5": vi.StructuredPrecision(5)}
     for name, recipe in families.items():
-        for seed in range(seeds):
+        for seed in seeds:
             result = vi.fit(target, recipe, seed=seed, progress=False)
             with torch.no_grad():
                 q = result.family()
@@ -190,17 +194,17 @@ def threes() -> dict[str, Known]:
     return {"Gaussian": Known(3, exact.log_prob), "logistic": logistic_target(X, y, 3.0), "Poisson": Known(3, poisson)}
 
 
-def rank(seeds: int) -> list[dict]:
+def rank(seeds: range) -> list[dict]:
     rows = []
     for name, target in threes().items():
         for form, recipe in (("covariance", vi.StructuredNormal(3)), ("precision", vi.StructuredPrecision(3))):
-            for seed in range(seeds):
+            for seed in seeds:
                 full = vi.fit(target, vi.FullNormal(), seed=seed, progress=False)
                 result = vi.fit(target, recipe, seed=seed, progress=False)
                 short = common(full.family, target) - common(result.family, target)
                 rows.append({"family": f"{name}, {form} 3", "seed": seed, "short": short, "told": told(result)})
                 rows[-1] |= {"evaluations": result.evaluations, "verdict": result.verdict}
-            show(worst(rows, rows[-1]["family"], ("short", "evaluations")), first=len(rows) == seeds)
+            show(worst(rows, rows[-1]["family"], ("short", "evaluations")), first=len(rows) == len(seeds))
     return rows
 
 
@@ -246,10 +250,10 @@ def case_name(name: str, recipe: vi.Family, options: dict) -> str:
     return f"{name} {options.get('max_evaluations', 'none')}"
 
 
-def network(seeds: int, families: Sequence[str] = ()) -> list[dict]:
+def network(seeds: range, families: Sequence[str] = (), only: Sequence[str] = ()) -> list[dict]:
     rows = []
     cases = [case for case in network_cases() if not families or case_name(*case) in families]
-    for data in range(2):
+    for data in map(int, chosen("01", only)):
         target = Network(data)
         truth = reference(target)
         print(
@@ -258,16 +262,16 @@ def network(seeds: int, families: Sequence[str] = ()) -> list[dict]:
             flush=True,
         )
         for name, recipe, options in cases:
-            for seed in range(seeds):
+            for seed in seeds:
                 row = {"data": data, "family": name, "options": str(options), "seed": seed}
                 rows.append(row | network_fit(target, recipe, options, seed, truth))
-            own = rows[-seeds:]
+            own = rows[-len(seeds) :]
             line = {"data": data, "family": name, "limit": options.get("max_evaluations", "none")}
-            line |= {"seeds": seeds, "ELBO, least": min(row["elbo"] for row in own)}
+            line |= {"seeds": len(seeds), "ELBO, least": min(row["elbo"] for row in own)}
             line |= {f"{n}, most": max(row[n] for row in own) for n in ("error", "below its best stage", "evaluations")}
             line |= {"predictive − HMC's": ", ".join(f"{row['predictive']:+.4f}" for row in own)}
             line |= {"width / HMC's": ", ".join(f"{row['width']:.2f}" for row in own)}
-            show(line | {"told": sum(row["told"] for row in own)}, first=len(rows) == seeds)
+            show(line | {"told": sum(row["told"] for row in own)}, first=len(rows) == len(seeds))
     return rows
 
 
@@ -331,7 +335,9 @@ def main(arguments: list[str] | None = None) -> dict:
     every = [*SECTIONS, "posteriordb"]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}; all by default")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--families", nargs="*", default=[], help='"precision 20", "mixture, auto 200000": these alone')
+    parser.add_argument("--only", nargs="*", default=[], help="columns, 1, arK-arK: these targets alone")
     parser.add_argument("--data", type=Path, help="the folder that holds posteriordb/")
     parser.add_argument("--out", type=Path, help="write all rows as JSON")
     options = parser.parse_args(arguments)
@@ -341,15 +347,16 @@ def main(arguments: list[str] | None = None) -> dict:
         parser.error("posteriordb needs --data, the folder that holds posteriordb/")
     torch.set_num_threads(1)
     print(f"structvi {vi.__version__}, torch {torch.__version__}, {platform.machine()}")
-    rows = {}
+    rows, seeds = {}, range(options.first, options.first + options.seeds)
     for name in options.names or every:
         if name == "posteriordb" and not options.data:
             continue
         print(f"\n{name}", flush=True)
-        own = (options.families,) if name in ("logistic", "network") else ()
-        rows[name] = (
-            posteriordb(options.seeds, options.data) if name == "posteriordb" else SECTIONS[name](options.seeds, *own)
-        )
+        if name == "posteriordb":
+            rows[name] = posteriordb(seeds, options.data, options.only)
+        else:
+            own = (options.families, options.only) if name in ("logistic", "network") else ()
+            rows[name] = SECTIONS[name](seeds, *own)
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1))
     return rows

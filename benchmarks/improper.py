@@ -1,4 +1,4 @@
-"""Which log densities are called improper, over seeds: 18 that cannot be normalised and 23 that can.
+"""Which log densities are called improper, over seeds: 19 that cannot be normalised and 24 that can.
 
     python -m benchmarks.improper [--seeds 6] [--families "mean field" full] [--only NAME ..]
 
@@ -124,6 +124,7 @@ IMPROPER = {
     "τ flat, two groups, μ flat": (schools(lambda v: v, groups=2, mu_scale=1e300), 4, "z[0] → ", 10_000),
     "a tail of 1/x": (lambda z: -0.5 * torch.log1p(z.square()).sum(), 1, "z → ", None),
     "a product alone": (lambda z: -0.5 * (z[0] * z[1] - 1).square(), 2, "∞", None),
+    "an angle": (lambda z: 5 * (z[0] - 1).cos() - 0.5 * z[1:].square().sum(), 3, "z[0] → ", None),
 }
 
 PROPER = {
@@ -136,6 +137,7 @@ PROPER = {
     "Student-t, 3": (lambda z: StudentT(3.0).log_prob(z).sum(), 3),
     "Student-t, 3, of a radius": (lambda z: -3.5 * torch.log1p(z.square().sum() / 3), 4),
     "Cauchy": (lambda z: -torch.log1p(z.square()).sum(), 2),
+    "waves with tails": (lambda z: (2 * (3 * z).cos() - 1.5 * torch.log1p(z.square())).sum(), 2),
     "Laplace": (lambda z: -z.abs().sum(), 3),
     "banana": (lambda z: -0.5 * ((z[0] / 2).square() + ((z[1] - z[0].square()) / 0.5).square()), 2),
     "Neal's funnel": (funnel(lambda v: -v.square() / 18), 10),

@@ -266,3 +266,46 @@ def test_a_mixture_of_float32():
     result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
     assert result.converged
     assert len(result.modes) == 2
+
+
+def test_modes_beside_a_normal_are_drawn_from():
+    """Modes 10 of the first one's deviations away, half as wide, with 0.3 and 0.2 of the mass: draws of the normal,
+    also with tails, do not meet them, and its own k̂ does not see them."""
+    centres = tensor([[0.0] * 6, [10.0] + [0.0] * 5, [0.0, -10.0] + [0.0] * 4])
+    weights, widths = tensor([0.5, 0.3, 0.2]), tensor([1.0, 0.5, 0.5])
+    constant = weights.log() - 6 * widths.log()
+
+    def log_density(p):
+        squares = (p["z"] - centres).square().sum(-1) / widths.square()
+        return (constant - 0.5 * squares).logsumexp(0)
+
+    target = vi.LogDensity(log_density, vi.Parameters({"z": tensor([0.0] * 6)}))
+    result = vi.fit(target, vi.FullNormal(), starts=1, progress=False)
+    q = result.family().mean.detach()
+    assert (q - centres).norm(dim=-1).min() < 0.1  # one of them
+    table = result.summary()
+    mean = weights @ centres
+    sd = (weights @ (widths.square().unsqueeze(-1) + (centres - mean).square())).sqrt()
+    assert table.k is not None
+    assert table.k < 0.7
+    assert ((table.mean["z"] - mean).abs() / sd).max() < 0.05  # some 20,000 effective draws
+    assert (table.sd["z"] / sd - 1).abs().max() < 0.05
+    report = vi.diagnostics.diagnose(result.family, target, gradients=False, progress=False)
+    assert not report.sound
+    assert report["mean"].level == "bad"
+
+
+def test_weights_that_end_at_a_bound_have_no_tail():
+    """A mean and a variance, twelve rows: with tails no weight is 2.4 times their mean, and k̂ was 0.7 to 1.4."""
+    y = tensor([2.3, 0.9, 3.1, 4.0, 1.2, 2.6, 0.1, 2.2, 3.6, 1.9, 2.8, 2.0])
+    target = vi.LogDensity(
+        lambda p: -8.0 * p["v"].log() - (2 + 0.5 * (y - p["mu"]).square().sum()) / p["v"] - p["v"].log(),
+        vi.Parameters({"mu": tensor(0.0), "v": vi.positive(1.0)}),
+    )
+    a, b = 7.5, 2 + 0.5 * (y - y.mean()).square().sum().item()  # v is inverse gamma, of 8 + 1 − 1/2 − 1
+    table = vi.fit(target, vi.FullNormal(), progress=False).summary()
+    assert table.k is not None
+    assert table.k < 0.7
+    assert abs(table.mean["v"].item() / (b / (a - 1)) - 1) < 0.02
+    assert abs(table.sd["v"].item() / (b / (a - 1) / sqrt(a - 2)) - 1) < 0.05
+    assert abs(table.sd["mu"].item() / sqrt(b / (a - 1) / 12) - 1) < 0.05

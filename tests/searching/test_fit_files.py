@@ -113,6 +113,19 @@ def test_minibatches_need_their_loader(tmp_path):
     assert torch.equal(
         again.target.log_joint(torch.zeros(1, 1).double()), result.target.log_joint(torch.zeros(1, 1).double())
     )
+    with pytest.raises(ValueError, match="fit of another log density: at the mean of q it was"):
+        vi.load_fit(tmp_path / "fit", aim, [batch + 1 for batch in batches])
+
+
+def test_batches_that_differ_from_pass_to_pass_are_not_compared(tmp_path):
+    class Noisy:
+        def __iter__(self):
+            return iter([x + torch.randn_like(x) for x in DATA.split(2)])
+
+    space = vi.Parameters({"mu": torch.zeros((), dtype=torch.float64)})
+    aim = vi.LogDensity(lambda p, batch: -0.5 * len(DATA) * (batch - p["mu"]).square().mean(), space)
+    vi.fit(aim, vi.MeanField(), Noisy(), steps=8, progress=False).save(tmp_path / "fit")
+    assert vi.load_fit(tmp_path / "fit", aim, Noisy()).family is not None
 
 
 @pytest.mark.parametrize(

@@ -345,3 +345,13 @@ def test_the_best_stage_comes_back_also_where_the_last_is_little_worse():
     run.target.exhausted = True
     assert run.on_held_draws(last, [(-1.0, best), (-3.0, last)]) is best
     assert run.release() == 0
+
+
+def test_an_edge_is_told_as_one():
+    """Half a normal, −∞ below zero: climbs end at the edge. It was called improper, after up to 724 thousand points."""
+    space = vi.Parameters({"z": torch.ones(1, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: torch.where(p["z"] > 0, -0.5 * p["z"].square(), -torch.inf).sum(), space)
+    result = vi.fit(target, vi.FullNormal(), progress=False)
+    assert result.status is vi.Status.DIVERGED
+    assert "shrunk onto an edge" in result.verdict
+    assert result.evaluations < 50_000

@@ -51,7 +51,8 @@ def diagnose(
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
 
     For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7, of q's draws or of those
-    with tails (unless k̂ < 1 and 80 % of q's draws are effective, or 90 % are and k̂ with tails is below −0.5), where
+    with tails (unless nothing is found beside q and k̂ < 1 and 80 % of q's draws are effective, or 90 % are and k̂ with
+    tails is below −0.5), where
     importance-corrected moments differ from q's by more than 0.1 standard deviations or 10 % in any coordinate, where
     fewer than 100 draws are effective, where the ELBO is not finite, or where the fit says that it missed modes. Near
     its limits k̂ is the mean over five sets of draws. For a network, whose posterior no Gaussian matches, k̂ is reported
@@ -180,12 +181,12 @@ def _k(weighted: Importance, own: float, P: int, network: bool) -> Finding:
         text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
         return Finding("k̂", value, "good", text)
     bounded = bool(weighted.tails) and weighted.k_weights < BOUNDED and weighted.efficiency > NEARLY_ALL
-    if bounded or (k < NO_MEAN and weighted.efficiency > MOST_EFFECTIVE):
+    if not weighted.beside and (bounded or (k < NO_MEAN and weighted.efficiency > MOST_EFFECTIVE)):
         text = f"{100 * weighted.efficiency:.0f} % of the draws are effective: the tail of the weights matters little"
         return Finding("k̂", value, "good", text)
     if not network:
-        text = "q misses part of the posterior: neither its moments nor corrected ones can be trusted"
-        return Finding("k̂", value, "bad", text)
+        corrected = "but corrected ones can" if weighted.k_weights < K_LIMIT else "nor can corrected ones"
+        return Finding("k̂", value, "bad", f"q misses part of the posterior: its moments cannot be trusted, {corrected}")
     text = (
         f"q is not the posterior itself, as is to be expected of {P} weights: no importance weighting can correct it, "
         "and there are no corrected moments. It does not say that predictions are bad, nor that another family would "

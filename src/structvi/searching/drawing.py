@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..basics.checks import check_integer
 from ..correcting.annealing import Annealed, Annealing
-from ..correcting.pareto import K_LIMIT
+from ..correcting.pareto import K_LIMIT, psislw_of_arviz
 from ..correcting.weighted_draws import Importance, Unavailable, weigh
 from ..families.family import Family
 from ..models.target import Target
 from ..parameters import Parameters
 from ..predicting.draws import IndependentDraws
+from .beside import beside
 
 #: of q, in each of two runs
 DRAWS = 4000
@@ -82,11 +83,14 @@ def weighted_draws(family: Family, target: Target, draws: int, generator: torch.
     """Draws of θ with importance weights towards the target; raises where there are none.
 
     From two runs, for k̂ of a posterior with a neck that q misses is by chance below 0.7 now and then. Where rounds of
-    tails were cut short four times as many draws are taken.
+    tails were cut short four times as many draws are taken. Draws with tails are around modes beside q too.
     """
+    psislw_of_arviz()  # before the searches, not after
+    device = None if generator is None else generator.device
+    around = beside(family(), target, int(torch.randint(2**31, (), generator=generator, device=device)))
 
     def run(count: int) -> Importance:
-        return weigh(family(), target.space, target.log_joint, count, generator=generator)
+        return weigh(family(), target.space, target.log_joint, count, around=around, generator=generator)
 
     runs = [run(draws) for _ in range(2)]
     if any(one.cut_short for one in runs):

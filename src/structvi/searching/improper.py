@@ -33,7 +33,7 @@ from .large_member import large_form
 from .large_view import large_views
 from .low_rank_matrix import LowRankMatrix
 from .rows import ascend, tangent
-from .units import View, curved, place
+from .units import NARROW, View, curved, place
 
 #: standard deviations to which numbers are led away; at the third a Gaussian's ways are closed
 RADII = tuple(10.0 ** (k / 2) for k in range(13))
@@ -51,6 +51,8 @@ POWER = 1.1
 STILL = 2e-3
 #: the last radii at which the mass is compared
 COMPARED = 3
+#: points on from a plane, up to half of the way from the one before, of which the highest is taken
+WAVES = 32
 #: nats for each number by which a mass can be below the highest point: rounding leaves nothing narrower
 LEAST = 50.0
 #: open ways that are measured, the highest first
@@ -122,7 +124,9 @@ def _views(target: Target, family: Family, curvature: LowRankMatrix | None) -> I
     if (form := large_form(family)) is not None:
         yield from large_views(target, form, curvature)
         return
-    yield curved(View(target, *place(family, target)))
+    view = View(target, *place(family, target))
+    if bool((view.scale > NARROW * target.space.scale).all()):  # or it has fallen onto an edge, and sees nothing else
+        yield curved(view)
     yield [View(target, target.space.initial, target.space.scale)]
 
 
@@ -229,8 +233,9 @@ def _has_no_end(view: View, way: Way) -> bool:
     """Whether the mass on the last planes falls no faster than R to minus `POWER`; not at all, if they are not far."""
     if way.change[-1] > HIGH:
         return True
-    masses = {}
-    for radius, theta in zip(way.radii[-COMPARED:], way.theta[-COMPARED:], strict=True):
+    masses, befores = {}, [*way.theta[:1], *way.theta][-COMPARED - 1 : -1]
+    for radius, theta, before in zip(way.radii[-COMPARED:], way.theta[-COMPARED:], befores, strict=True):
+        theta = _highest(view, theta, before)
         mass, at = view.mass(way.number, theta), view.values(theta.unsqueeze(0)).item()
         if radius and mass > at - LEAST * len(theta):  # or the ridge is too narrow for its normal to be found
             masses[radius] = mass
@@ -238,6 +243,13 @@ def _has_no_end(view: View, way: Way) -> bool:
         return False
     power = POWER if way.radii[-1] == RADII[-1] else STILL
     return all(masses[far] - masses[near] > -power * log(far / near) for near, far in pairwise(masses))
+
+
+def _highest(view: View, theta: Tensor, before: Tensor) -> Tensor:
+    """The highest of points on from θ: the log density of an angle goes up and down, and its planes are as its tops."""
+    onward = torch.arange(WAVES, dtype=theta.dtype, device=theta.device) / (2 * WAVES)
+    tries = theta + onward.unsqueeze(-1) * (theta - before)
+    return tries[view.values(tries).argmax()]
 
 
 def _numbers(space: Parameters, way: Way) -> tuple[str, ...]:

@@ -27,12 +27,10 @@ from ..storing.posterior_description import DENSITY_FIT, refusing
 from .minibatches import OverBatches
 from .modes import Mode
 from .result import DensityFit, SearchStep
-from .saving import COUNTS, at_mean, space_of
+from .saving import COUNTS, SAME, at_mean, space_of
 
 _FIELDS = {"kind", "family", "space", "dtype", "log_joint", "minibatches", "status", "verdict", "notes", "seconds"}
 _FIELDS |= {"elbo", "trace", "modes", *COUNTS}
-#: by how much log p at the mean may differ, as a share of itself and of one nat
-_SAME = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 def load_fit(
@@ -51,7 +49,8 @@ def load_fit(
         path: the file.
         target: the log density that was fitted. Parameters of other names, shapes or constraints, and another value at
             the mean of q (other data, another prior), are refused.
-        loader: of a fit in minibatches, its batches.
+        loader: of a fit in minibatches, its batches; one pass over them tells whether they are the same, but for
+            batches that differ from pass to pass.
         family: a family that you wrote yourself is not in the file: give its recipe again.
 
     Raises:
@@ -195,12 +194,12 @@ def _whole(saved: Mapping[str, Any], target: Target, loader: Iterable[Any] | Non
     if saved["minibatches"]:
         if loader is None:
             raise ValueError(f"{path} was fitted in minibatches: give the loader too, load_fit(path, target, loader)")
-        return OverBatches(target, loader)
-    if loader is not None:
+        target = OverBatches(target, loader)
+    elif loader is not None:
         raise ValueError(f"{path} was fitted without minibatches: load_fit(path, target), without a loader")
     before = saved["log_joint"]
     now = None if before is None else at_mean(target, q)
-    if before is not None and (now is None or abs(now - before) > _SAME[q().mean.dtype] * (1 + abs(before))):
+    if before is not None and (now is None or abs(now - before) > SAME[target.space.dtype] * (1 + abs(before))):
         raise ValueError(
             f"{path} is the fit of another log density: at the mean of q it was {before:.6g} and is "
             f"{'not finite' if now is None else f'{now:.6g}'}. Give the data and the prior that were fitted; to fit "

@@ -6,12 +6,11 @@ modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round
 """
 
 from contextlib import suppress
-from math import exp, inf, log, log1p
+from math import exp, inf, log1p
 from typing import NamedTuple
 
 import torch
 
-from ..families.density import Density
 from ..families.family import Family
 from ..families.forms import PartsSought
 from ..families.gaussian import Gaussian
@@ -20,7 +19,7 @@ from .choosing import weighted
 from .coordinates import Limit
 from .mixing import Chosen, Mixing, in_theta
 from .modes import POINTS, Mode, Modes
-from .peaks import Peak, with_mass
+from .peaks import Peak, is_at, with_mass
 from .result import FRESH, Found
 from .rough_modes import fit_rough
 from .search import Search
@@ -37,8 +36,6 @@ GAIN = 0.05
 BESIDE = 0.02
 #: nats by which p at a mode may be above q
 COVERED = 2.0
-#: a part is a mode's within so many standard deviations of its curvature, times √P, and so many times as wide at most
-AT, WIDER = 0.5, 3.0
 #: share of the mass at modes without a part from which on a fit has not converged
 MISSED = 0.01
 
@@ -210,15 +207,6 @@ def missed(found: Found, modes: list[Peak]) -> float:
     log_q = found.family().log_prob(torch.stack([mode.at for mode in modes])).tolist()
     over = [mode for mode, q in zip(modes, log_q, strict=True) if mode.value - total.item() - q > COVERED]
     parts = [part() for part in found.family.mixture_parts()[0]] if over else []
-    lost = [mode.log_mass for mode in over if not any(_is_at(part, mode) for part in parts)]
+    normals = [(part.mean, part.covariance()) for part in parts if isinstance(part, Gaussian)]
+    lost = [mode.log_mass for mode in over if not any(is_at(mode, *normal) for normal in normals)]
     return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()
-
-
-def _is_at(part: Density, mode: Peak) -> bool:
-    """Whether a normal is at the mode and about as wide: of a mode with heavy tails it is wider than the curvature, of
-    a skewed one of many numbers its mean is aside."""
-    near = max(1.0, AT * len(mode.at) ** 0.5)
-    if not isinstance(part, Gaussian) or float(mode.distance(part.mean.unsqueeze(0))) > near:
-        return False
-    wider = (part.covariance().logdet() / 2 - mode.root.diagonal().log().sum()).item()
-    return wider < len(mode.at) * log(WIDER)

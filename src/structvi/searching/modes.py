@@ -112,6 +112,14 @@ class Modes:
         total = self.total()
         return found or any(peak.log_mass - total > log(COUNTS) for peak in new)
 
+    def some_climb(self, parts: list[Peak], points: int, climbers: int) -> None:
+        """Of so many points around these normals some climb log p, those first where it is far above them."""
+        self.parts = parts
+        z = self.points(points)
+        taken, _, rounding = Masses(parts)(z)
+        value = self.view.values(self.view.theta(z))
+        self.climb(self.chosen(z, value, value - taken - rounding, LEFT[-1], climbers))
+
     def again(self, parts: list[Peak]) -> bool:
         """A round with other normals taken off, those of a fit; whether a mode was new that counts."""
         self.parts, before = parts, len(self.peaks)
@@ -120,13 +128,13 @@ class Modes:
         total = self.total()
         return any(peak.log_mass - total > log(NEW) for peak in self.peaks[before:])
 
-    def chosen(self, z: Tensor, value: Tensor, over: Tensor, least: float) -> Tensor:
+    def chosen(self, z: Tensor, value: Tensor, over: Tensor, least: float, climbers: int = CLIMBERS) -> Tensor:
         """Points where p is `least` nats over what is known: with most over it, most left, any; and any others."""
         visible = (over > least).nonzero().squeeze(-1)
         left = value + torch.log(
             -torch.expm1(-over.clamp(min=torch.finfo(over.dtype).tiny))
         )  # log of what is left of p
-        n = CLIMBERS // 4
+        n = climbers // 4
         most = [visible[one[visible].argsort(descending=True)[:n]] for one in (over, left)]
         some = visible[torch.randperm(len(visible), generator=self.generator)[:n]]
         rest = torch.randperm(len(z), generator=self.generator)[:n].to(z.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..models.target import Target
 from ..parameters import Parameters
 from .coordinates import Limit
+from .units import NARROW
 
 #: steps that are tried one after the other: least curvature that is believed, relative to q's (its inverse the
 #: greatest), and the share of the way that is gone
@@ -97,10 +98,10 @@ def is_singular(root: Tensor) -> bool:
 
 
 def is_far(normal: Normal, space: Parameters) -> bool:
-    """Whether it has left or outgrown the space by more than a posterior does, or is no normal at all."""
-    scale = space.scale.double()
-    reach = torch.maximum((normal.mean - space.initial.double()).abs(), normal.root.norm(dim=-1)) / scale
-    return not bool((reach < FAR).all())
+    """Whether it has left or outgrown the space by more than a posterior does, or shrunk, or is no normal at all."""
+    scale, wide = space.scale.double(), normal.root.norm(dim=-1)
+    reach = torch.maximum((normal.mean - space.initial.double()).abs(), wide) / scale
+    return not bool((reach < FAR).all()) or bool((wide < NARROW * scale).any())
 
 
 def local(target: Target, normal: Normal, noise: Tensor) -> Local | None:

@@ -16,6 +16,8 @@ SHORTER = 12
 AGREE, HOLE = 0.02, 1.0
 #: least curvature of a maximum, relative to the greatest; what is flatter has no normal
 FLAT = 1e-12
+#: a normal is a mode's within so many standard deviations of its curvature, times √P, and so many times as wide at most
+AT, WIDER = 0.5, 3.0
 
 
 class Peak(NamedTuple):
@@ -38,6 +40,15 @@ class Peak(NamedTuple):
 def with_mass(peak: Peak, log_mass: float) -> Peak:
     """The peak as high as makes its mass this one."""
     return peak._replace(value=peak.value + log_mass - peak.log_mass)
+
+
+def is_at(mode: Peak, mean: Tensor, covariance: Tensor) -> bool:
+    """Whether a normal is at the mode and about as wide: of a mode with heavy tails it is wider than the curvature, of
+    a skewed one of many numbers its mean is aside."""
+    if float(mode.distance(mean.unsqueeze(0))) > max(1.0, AT * len(mode.at) ** 0.5):
+        return False
+    wider = (covariance.logdet() / 2 - mode.root.diagonal().log().sum()).item()
+    return wider < len(mode.at) * log(WIDER)
 
 
 def settle(function: RowFunction, z: Tensor, unit: Tensor) -> Peak | None:

@@ -22,6 +22,7 @@ from .low_rank_matrix import LowRankMatrix
 from .modes import Mode
 from .saving import save_fit
 from .summary import Summary, summarise
+from .units import NARROW
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -221,6 +222,11 @@ def judge(
     if max(found.family().mean.abs().max().item(), fresh.value) > FAR:
         words = "not sound: the ELBO grows without bound: is the log density one that can be normalised?"
         return Status.DIVERGED, words
+    if not found.converged and _is_on_an_edge(found.family):
+        return Status.DIVERGED, (
+            "not sound: the fit has shrunk onto an edge, beside which the log density is −∞ or no number: give what "
+            "cannot take every value as positive(..) or its like"
+        )
     if exhausted:
         stopped = f"stopped at the limit of evaluations, {evaluations} of them and in the stage '{stage}'"
         if isinf(fresh.value):
@@ -250,3 +256,10 @@ def judge(
             "another seed= may find a better one, by up to 0.2 nats where that was tried"
         )
     return Status.CONVERGED, words
+
+
+@torch.no_grad()
+def _is_on_an_edge(family: Family) -> bool:
+    """Whether it is narrower than any posterior: a normal that no draw of leaves the support is a point."""
+    sd, scale = family().variance.sqrt(), family.bound_space().scale
+    return len(sd) == len(scale) and bool((sd < NARROW * scale).any())

@@ -1,7 +1,8 @@
 """A mixture where the curvature at a mode says nothing of the mass around it, as with a network's weights.
 
 Normals with such a curvature are no start and no model of what is known: taking them off p tells nothing. So each part
-is the part family's own fit, from other starts each time, and the mixture is made of those that gain.
+is the part family's own fit, from other starts each time, and the mixture is made of those that gain. More parts
+than these are halves of the heaviest: a funnel has one fit, and a mixture around it gains all the same.
 """
 
 import copy
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..families.family import Coordinates, Family
 from ..families.forms import PartsSought
 from .approximation import normal_of
-from .choosing import Kept
+from .choosing import Kept, weighted
 from .coordinates import Limit
 from .fixed_draws import least_draws
 from .mixing import Chosen, Mixing
@@ -60,8 +61,11 @@ def fit_rough(
     run.target.limit += choosing
     families, log_weights, elbo = _mixed(run, fits)
     found = fits[0]._replace(elbo=elbo, converged=all(fit.converged for fit in fits))
-    if found.converged and not run.target.exhausted and len(families) > 1:
-        return _polished(run, recipe, sought, families, log_weights, draws)
+    if found.converged and not run.target.exhausted:
+        if sought.number is None:
+            return _grown(run, recipe, sought, found, families, log_weights, draws)
+        if sought.number > 1:
+            return _polished(run, recipe, sought, families, log_weights, sought.number, draws)
     while len(families) < (sought.number or 1):  # the same density with more parts
         heaviest = int(log_weights.argmax())
         families.append(copy.deepcopy(families[heaviest]))
@@ -94,10 +98,40 @@ def _mixed(run: Search, fits: list[Found]) -> tuple[list[Family], Tensor, float]
     return [families[member] for member in members], log_weights.double().cpu(), elbo
 
 
-def _polished(
-    run: Search, recipe: Family, sought: PartsSought, families: list[Family], log_weights: Tensor, draws: int | None
+def _grown(
+    run: Search,
+    recipe: Family,
+    sought: PartsSought,
+    found: Found,
+    families: list[Family],
+    log_weights: Tensor,
+    draws: int | None,
 ) -> Found:
-    """All parts together, on fixed draws; they stay as they were where that does not gain on fresh ones."""
+    """With as many parts as gain: those that there are, then one more each time, the heaviest in two halves."""
+    best = found._replace(family=recipe.of_parts(copy.deepcopy(families), log_weights.to(run.space.initial)))
+    try:
+        value = weighted(best.family, run.target, run.seed)[0]
+        for number in range(max(2, len(families)), MOST + 1):
+            trial = _polished(run, recipe, sought, families, log_weights, number, draws)
+            gained = weighted(trial.family, run.target, run.seed)[0] - value
+            if gained < (GAIN if number > len(families) else 0.0):
+                break
+            best, value = trial, value + gained
+    except Limit:  # before the trial could be compared
+        pass
+    return best
+
+
+def _polished(
+    run: Search,
+    recipe: Family,
+    sought: PartsSought,
+    families: list[Family],
+    log_weights: Tensor,
+    number: int,
+    draws: int | None,
+) -> Found:
+    """So many parts together, on fixed draws; they stay as they were where that does not gain on fresh ones."""
     places = []
     for family in families:
         normal = normal_of(family)
@@ -106,7 +140,7 @@ def _polished(
     weights = log_weights.tolist()
     places = [place._replace(value=w - m) for place, m, w in zip(places, masses, weights, strict=True)]
     mixing = Mixing(run, recipe, sought, places)
-    chosen = mixing.chosen(places, [], sought.number or len(places))
+    chosen = mixing.chosen(places, [], number)
     found = mixing.fit(Chosen(*chosen), draws)
     mixing.to_theta(found.family)
     return found

@@ -14,6 +14,8 @@ from .plane_mass import mass_bound
 
 #: covariances and curvatures are diagonal beyond so many numbers
 DENSE = 512
+#: of the scales of a space: a fit this narrow has fallen onto an edge, beside which there is no density
+NARROW = 1e-14
 #: numbers that a check leads away at most
 MOST = 512
 #: least curvature that is believed, relative to the fit's, and where that was wrong; their inverses the greatest
