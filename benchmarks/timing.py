@@ -214,7 +214,7 @@ def markdown(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
         | ---- | --: |
         | a    | 1.0 |
     """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(2, *map(len, column)) for column in zip(header, *rows, strict=True)]  # "-:" is the shortest rule
 
     def line(cells: Sequence[str]) -> str:
         aligned = [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))]

@@ -1,7 +1,9 @@
 """Ctrl-C that waits until a step is whole."""
 
-import signal
 import threading
+
+# past the enumerations that `signal` makes of numbers, which take four times as long
+from _signal import SIGINT, getsignal, signal  # pyright: ignore[reportMissingImports]
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +18,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual = signal.getsignal(signal.SIGINT)
+    usual = getsignal(SIGINT)
     if not callable(usual):  # ignored, or not Python's
         yield
         return
@@ -27,10 +29,10 @@ def uninterrupted() -> Iterator[None]:
         if len(kept) > 1:
             usual(number, frame)
 
-    signal.signal(signal.SIGINT, keep)
+    signal(SIGINT, keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal(SIGINT, usual)
     if kept:
         usual(kept[0], None)

@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -36,9 +37,16 @@ class Twin:
         copied = ModuleCopy(twins.original, known)
         self.private = copied.complete
         self.net = copied.net if self.private else twins.original
-        self._watched = [(box, _view(box), had) for box, had in copied.watched]
+        self._watch(copied.watched)
         self._pairs = copied.pairs
         self.look()
+
+    def _watch(self, watched: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+        """From now on look at these containers, which have had this in them."""
+        self._watched = list(watched)
+        self._views = [_view(box) for box, _ in watched]
+        self._sizes = [len(had) for _, had in watched]
+        self._had = [one for _, had in watched for one in had]
 
     def look(self) -> None:
         """What is in the tree."""
@@ -90,14 +98,12 @@ class Twin:
         """Whether the network is as it was when this twin was made, but for its values and its mode."""
         if not self.private:
             return True
-        for _, view, had in self._watched:
-            if len(view) != len(had) or not all(map(is_, view, had)):
-                break
-        else:
+        # of hundreds of containers, at every step: no loop in Python
+        if list(map(len, self._views)) == self._sizes and all(map(is_, chain.from_iterable(self._views), self._had)):
             return True
-        if not all(_same_but_mode(box, had) for box, _, had in self._watched):
+        if not all(_same_but_mode(box, had) for box, had in self._watched):
             return False
-        self._watched = [(box, view, tuple(view)) for box, view, _ in self._watched]
+        self._watch([(box, tuple(view)) for (box, _), view in zip(self._watched, self._views, strict=True)])
         for own, twin in self._pairs:  # the registered ones get theirs at every call
             twin.__dict__["training"] = own.training
         return True

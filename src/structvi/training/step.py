@@ -146,12 +146,13 @@ class Step:
         finally:
             evaluation.captured = False
         whole = sum(weights) if whole is None else whole
-        *values, size = torch.cat([(told / whole).flatten(), norm.reshape(1)]).tolist()  # the one time the host waits
+        *values, size = torch.cat([told.flatten(), norm.reshape(1)]).tolist()  # the one time the host waits
+        values = [value / whole for value in values]
         if not all(map(isfinite, [*values, size])):
             self.generator.set_state(stream)
             raise self._explained(batches, temperature, not isfinite(sum(values)))
-        elbo, fit = torch.tensor(values, dtype=torch.float64).view(2, -1)
-        self.fit = float(fit.mean())
+        groups = len(values) // 2
+        elbo, self.fit = torch.tensor(values[:groups], dtype=torch.float64), sum(values[groups:]) / groups
         if graph is None and not moved:
             self._move(size, thin)
         if isinstance(self.optimizer, Adam):

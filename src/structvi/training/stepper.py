@@ -46,9 +46,16 @@ class Stepper:
     ):
         self.posterior, self.optimizer, self.generator = posterior, optimizer, make_step.generator
         self.observations, self.precision = observations, precision
-        self.steps, self.elbo, self.gradient_norm = 0, None, nan
+        self.steps, self.gradient_norm = 0, nan
+        self._values: Tensor | None = None
+        self._parameter = next(posterior.parameters())
         self._schedule = Schedule(optimizer, scheduler, 0.0, 1)
         self._step, self._compiled = make_step, compiled
+
+    @property
+    def elbo(self) -> Estimate | None:
+        """Of the last step, in nats for the whole data set, at λ = 1; None before the first."""
+        return None if self._values is None else Estimate.of(self._values)
 
     @property
     def captured(self) -> bool:
@@ -75,7 +82,7 @@ class Stepper:
         if not batches:
             raise ValueError("step(batch) takes a batch, or several that share the step; got none")
         check_positive(temperature, "temperature")
-        posterior, device = self.posterior, self.posterior.device
+        posterior, device = self.posterior, self._parameter.device
         if device != self.generator.device:
             raise ValueError(
                 f"the posterior is on {device} and was on {self.generator.device} when the stepper was made: "
@@ -90,9 +97,10 @@ class Stepper:
             except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
                 return nan
         self._schedule.after()
-        posterior.calibration = None  # it was one of the posterior before
-        self.steps, self.elbo, self.gradient_norm = self.steps + 1, Estimate.of(values), norm
-        return -self.elbo.value / posterior.model.num_data
+        if posterior.calibration is not None:  # it was one of the posterior before
+            posterior.calibration = None
+        self.steps, self._values, self.gradient_norm = self.steps + 1, values, norm
+        return -float(values.mean()) / posterior.model.num_data
 
     @contextmanager
     def _network(self) -> Iterator[None]:

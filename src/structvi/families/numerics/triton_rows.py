@@ -14,7 +14,7 @@ from torch import Tensor
 
 #: rows from which on it pays; programs that are wanted, one for each multiprocessor; numbers of a tile
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_MANY, _PROGRAMS, _TILE = 2 if _INTERPRETED else 1024, 132, 1024
+_MANY, _PROGRAMS, _TILE = 256 if _INTERPRETED else 1024, 132, 1024
 _WIDEST = 128
 
 
