@@ -134,11 +134,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--out", default="referral.png")
     parser.add_argument("--tune", action="store_true", help="choose settings on the validation split, instead")
-    parser.add_argument("--smoke", action="store_true", help="a budget of 20: shows that it runs, no more")
+    parser.add_argument("--smoke", action="store_true", help="100 images, a budget of 20: shows that it runs, no more")
     options = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
     splits = load(options.data)
+    if options.smoke:
+        splits = {name: TensorDataset(*(tensor[:100] for tensor in data.tensors)) for name, data in splits.items()}
     problem = Problem(network, splits["train"], 20 if options.smoke else options.budget, batch=100)
     if options.tune:
         tune(options.methods, problem, splits["val"], options.seeds)

@@ -193,13 +193,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--out", default="segmentation.png", help="maps of the structured posterior")
     parser.add_argument("--tune", action="store_true", help="settings on the validation images, instead")
-    parser.add_argument("--smoke", action="store_true", help="20 images, a budget of 10: shows that it runs, no more")
+    parser.add_argument("--smoke", action="store_true", help="8 images, a budget of 10: shows that it runs, no more")
     options = parser.parse_args()
     torch.set_num_threads(1)
     side, budget = (32, 10) if options.smoke else (options.side, options.budget)
     splits = load(options.data, side)
     if options.smoke:
-        splits = {name: TensorDataset(*(tensor[:20] for tensor in data.tensors)) for name, data in splits.items()}
+        splits = {name: TensorDataset(*(tensor[:8] for tensor in data.tensors)) for name, data in splits.items()}
     network = chosen_network(options.net)
     problem = Problem(network, splits["train"], budget, batch=8, select=options.select, members=4)
     if options.tune:
