@@ -31,7 +31,7 @@ NOISES, SPREADS = (0.7, 0.85, 1.0, 1.5, 3.0, 10.0, 30.0), (1.0, 3.0)
 #: members of each candidate in the end
 LAST = 2
 #: held-out rows of one kind, at most
-MOST = 1000
+MOST = 700
 CANDIDATES = [
     *(Candidate(λ, None) for λ in uci.LEARNED),
     *(Candidate(λ, s * λ**0.5) for λ, s in uci.DECAYED),
@@ -109,12 +109,28 @@ def collect(split: Split, number: int, count: int, length: float) -> dict[str, A
         )  # fmt: skip
         if name != "test":
             found[f"{name} target"] = own.t_test.view(-1).numpy()[:MOST]
-        for job, bayes in zip(jobs, posteriors, strict=True):
-            draws = uci_methods.DRAWS if job.candidate.temperature else 1
-            values = predicted(bayes, own, draws, None if name == "test" else MOST)
-            c = CANDIDATES.index(job.candidate)
-            found |= {f"{name}/{c}/{job.member}/{key}": value for key, value in values.items()}
+        for c, one in enumerate(CANDIDATES):
+            draws = uci_methods.DRAWS if one.temperature else 1
+            parts = [
+                predicted(bayes, own, draws, None if name == "test" else MOST)
+                for job, bayes in zip(jobs, posteriors, strict=True) if job.candidate == one
+            ]  # fmt: skip
+            found |= {f"{name}/{c}/{key}": value for key, value in equal(parts).items()}
     return found
+
+
+def equal(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The equal mixture of some members."""
+    means = np.stack([part["mean"] for part in parts])
+    squares = np.stack([part["spread"] for part in parts]) ** 2 + means**2
+    densities = torch.stack([torch.from_numpy(part["log_density"]) for part in parts]).float()
+    mixture = (densities.logsumexp(0) - log(len(parts))).numpy()
+    return {
+        "log_density": mixture.astype(parts[0]["log_density"].dtype),
+        "mean": means.mean(0),
+        "spread": np.sqrt(np.maximum(squares.mean(0) - means.mean(0) ** 2, 0)),
+        "scale": np.float32(np.mean([part["scale"] for part in parts])),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
