@@ -59,12 +59,13 @@ def gaps(split: Split, count: int, seed: int) -> list[Split]:
 
 
 @torch.no_grad()
-def predicted(bayes: vi.Posterior, split: Split, draws: int, most: int | None) -> dict[str, np.ndarray]:
+def predicted(bayes: vi.Posterior, split: Split, draws: int, most: int | None) -> dict[str, Any]:
     """log density [spreads, noises, n], mean and spread of the network's outputs [n]."""
     x, t = split.x_test[:most], split.t_test[:most].view(-1).double()
     density = bayes.family()
     is_point = draws == 1
-    scale = float(bayes.predict(x[:2], 2, generator=torch.Generator().manual_seed(7)).components.scale.mean())
+    components: Any = bayes.predict(x[:2], 2, generator=torch.Generator().manual_seed(7)).components
+    scale = float(components.scale.mean())
     theta = density.draw(draws, vi.naive, torch.Generator().manual_seed(7)).theta
     rows, outputs = [], torch.empty(0)
     for spread in SPREADS[:1] if is_point else SPREADS:
