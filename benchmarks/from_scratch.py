@@ -72,6 +72,7 @@ class Setting:
     rank: int = 4
     epochs: int = 25
     batch: int = 100
+    power: float = 1.0  # of the cosine along which rates fall: above one they are small for longer
     limit: float = 0.0  # seconds of a fit: its rates fall to zero by then, and it ends; 0 for none
     seed: int = 0
     draws: int = 32  # to predict
@@ -191,13 +192,14 @@ class Clock:
 
     def passed(self, step: int) -> float:
         """The part of the fit that is over."""
-        return max(step / self.total, 0.0 if self.begun is None else (now() - self.begun) / self.setting.limit)
+        limit = self.setting.limit or math.inf
+        return max(step / self.total, 0.0 if self.begun is None else (now() - self.begun) / limit)
 
     def factor(self, step: int) -> float:
         start, rise = self.passed(step), self.setting.warmup
         if step < rise * self.total and start < rise:
             return (step + 1) / (rise * self.total)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (start - rise) / (1 - rise))))
+        return (0.5 * (1 + math.cos(math.pi * min(1.0, (start - rise) / (1 - rise))))) ** self.setting.power
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
@@ -209,7 +211,7 @@ class Clock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.with_suffix(".curve").write_text(json.dumps(curve(history)))
             self.written = now()
-        if self.passed(len(history)) >= 1:
+        if self.passed(len(history)) >= 1 and len(history) < self.total:
             raise KeyboardInterrupt
 
 
@@ -241,7 +243,7 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
             rates = setting.lr, setting.scale_lr, setting.beta1, setting.radius
             optimizer = vi.NaturalGradient(*rates, refresh=setting.refresh, turn=turn, gram_beta=setting.gram)
     loader = shop.loader(setting.batch)
-    clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit else None
+    clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit or setting.power != 1 else None
     result = bayes.fit(
         loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,
