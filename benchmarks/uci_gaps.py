@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import structvi as vi
-from structvi.network_mixture import stacking
 from structvi.training.fit_many import fit_many
 
 from . import uci, uci_methods
@@ -29,8 +28,8 @@ from .uci_methods import Candidate, Job, Method, started, template
 
 #: factors of the noise, and of the posterior's spread
 NOISES, SPREADS = (0.7, 0.85, 1.0, 1.5, 3.0, 10.0, 30.0), (1.0, 3.0)
-#: members of each candidate in the end, of those that weigh little by every rule and of the others; and what is little
-FEW, MANY, LITTLE = 2, 5, 0.05
+#: members of each candidate in the end
+LAST = 2
 #: held-out rows of one kind, at most
 MOST = 700
 CANDIDATES = [
@@ -99,8 +98,7 @@ def collect(split: Split, number: int, count: int, length: float) -> dict[str, A
     method = Method("normal", lambda _: vi.MeanField(), steps, uci.LR)
     found: dict[str, Any] = {"unit": split.unit, "test target": split.t_test.view(-1).numpy()}
     for name, own in {**folds, "test": split}.items():
-        members = counts(found, list(folds)) if name == "test" else [1] * len(CANDIDATES)
-        jobs = [Job(number, one, m) for one, many in zip(CANDIDATES, members, strict=True) for m in range(many)]
+        jobs = [Job(number, one, m) for one in CANDIDATES for m in range(LAST if name == "test" else 1)]
         seeds = [100 * number + job.member for job in jobs]
         known = {one: template(split.x.shape[1], method, one) for one in CANDIDATES}
         posteriors = [started(known[job.candidate], seed) for job, seed in zip(jobs, seeds, strict=True)]
@@ -119,16 +117,6 @@ def collect(split: Split, number: int, count: int, length: float) -> dict[str, A
             ]  # fmt: skip
             found |= {f"{name}/{c}/{key}": value for key, value in equal(parts).items()}
     return found
-
-
-def counts(found: dict[str, Any], kinds: Sequence[str]) -> list[int]:
-    """How many members each candidate has in the end: by its largest weight in a stack for rows of one kind."""
-    largest = torch.zeros(len(CANDIDATES), dtype=torch.float64)
-    for kind in kinds:
-        own = [torch.from_numpy(found[f"{kind}/{c}/log_density"][0]).double() for c in range(len(CANDIDATES))]
-        weights = stacking(torch.cat(own))  # [candidates · noises]
-        largest = torch.maximum(largest, weights.view(len(CANDIDATES), -1).sum(1))
-    return [MANY if float(weight) > LITTLE else FEW for weight in largest]
 
 
 def equal(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
