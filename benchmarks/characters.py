@@ -47,6 +47,7 @@ LOOKS = 10
 @dataclass(frozen=True)
 class Setting:
     method: str = "ours"
+    family: str = "mean_field"  # or "rotated": in the coordinates of Soap
     optimizer: str = "soap"
     lam: float = 0.01
     prior: float = 1.0
@@ -230,11 +231,13 @@ def drawn(net: nn.Module, names: Sequence[str], thetas: Tensor) -> list[Draw]:
 def fit_ours(text: Text, setting: Setting, device: torch.device) -> tuple[list[Draw], dict[str, Any]]:
     torch.manual_seed(setting.seed)
     net = network(text, setting, 0.0).to(device).eval()
+    family = vi.Rotated(vi.MeanField()) if setting.family == "rotated" else vi.MeanField()
     bayes = vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.MeanField(),
+        net, vi.likelihoods.Categorical(), family,
         vi.NormalPrior.fan_in(setting.prior), num_data=len(text.train) // setting.length,
     )  # fmt: skip
-    log_scale = dict(bayes.family.named_parameters())["log_scale"]
+    named = bayes.family.named_parameters()
+    log_scale = next(parameter for name, parameter in named if name.endswith("log_scale"))
     with torch.no_grad():  # embeddings start as narrow as matrices
         log_scale.fill_(math.log(setting.initial_scale * START))
     begun = log_scale.detach().clone()

@@ -41,7 +41,6 @@ from .networks_methods import of_network, of_posterior
 from .networks_nets import TASKS, Task, train
 from .newton_scales import NewtonScales
 
-BATCH = 100
 #: groups of antithetic draws for the ELBO
 GROUPS = 8
 
@@ -72,6 +71,9 @@ class Setting:
     watch: bool = False  # the last step or the average by validation images; else by the ELBO
     rank: int = 4
     epochs: int = 25
+    batch: int = 100
+    power: float = 1.0  # of the cosine along which rates fall: above one they are small for longer
+    limit: float = 0.0  # seconds of a fit: its rates fall to zero by then, and it ends; 0 for none
     seed: int = 0
     draws: int = 32  # to predict
     variants: str = ""  # predict in other ways too: "width" or "all", `benchmarks.from_scratch_variants`
@@ -120,8 +122,8 @@ class Shop:
         self.task, self.data, self.device, self.meter = task, data, device, Meter(device)
         self.x, self.t = (tensor.to(device) for tensor in data.train.tensors)
 
-    def loader(self) -> Augmented:
-        return Augmented(self.x, self.t, BATCH, self.task.augment)
+    def loader(self, batch: int) -> Augmented:
+        return Augmented(self.x, self.t, batch, self.task.augment)
 
     def net(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -174,7 +176,57 @@ def bound(bayes: vi.Posterior, shop: Shop) -> dict[str, float]:
     return {"elbo": found.value, "elbo_error": found.standard_error, "gain": found.value - shop.constant()}
 
 
-def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
+class Clock:
+    """Rates that fall to zero at the last step or when the time is over, whichever is first; and the curve so far.
+
+    Args:
+        setting: of the run.
+        total: steps of a fit that has all of its time.
+        path: where the mean ELBO of every epoch is written now and then, or None.
+    """
+
+    def __init__(self, setting: Setting, total: int, path: Path | None):
+        self.setting, self.total, self.path = setting, total, path
+        self.begun: float | None = None
+        self.written = 0.0
+
+    def passed(self, step: int) -> float:
+        """The part of the fit that is over."""
+        limit = self.setting.limit or math.inf
+        return max(step / self.total, 0.0 if self.begun is None else (now() - self.begun) / limit)
+
+    def factor(self, step: int) -> float:
+        start, rise = self.passed(step), self.setting.warmup
+        if step < rise * self.total and start < rise:
+            return (step + 1) / (rise * self.total)
+        return (0.5 * (1 + math.cos(math.pi * min(1.0, (start - rise) / (1 - rise))))) ** self.setting.power
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+
+    def __call__(self, history: Any) -> None:
+        if self.begun is None:
+            self.begun = self.written = now()
+        if self.path is not None and now() - self.written > 25:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.with_suffix(".curve").write_text(json.dumps(curve(history)))
+            self.written = now()
+        if self.passed(len(history)) >= 1 and len(history) < self.total:
+            raise KeyboardInterrupt
+
+
+def now() -> float:
+    return time.perf_counter()
+
+
+def curve(history: Any) -> list[float]:
+    """The mean ELBO of every epoch, of the steps' own draws and batches."""
+    elbo, epoch = history["elbo"].nan_to_num(), history["epoch"].long()
+    count = torch.bincount(epoch).clamp_min(1)
+    return (torch.bincount(epoch, elbo) / count).round(decimals=1).tolist()
+
+
+def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predictor, dict[str, Any]]:
     """One run of ours, and what it says of itself."""
     bayes = posterior(shop.net(setting.seed), setting, shop, family(setting))
     begun = None if setting.method == "map" else log_scales(bayes)
@@ -190,10 +242,12 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         if setting.optimizer == "newton":
             rates = setting.lr, setting.scale_lr, setting.beta1, setting.radius
             optimizer = vi.NaturalGradient(*rates, refresh=setting.refresh, turn=turn, gram_beta=setting.gram)
+    loader = shop.loader(setting.batch)
+    clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit or setting.power != 1 else None
     result = bayes.fit(
-        shop.loader(), epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
+        loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
         warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,
-        stop=False, restarts=0, compare=2.0,
+        stop=False, restarts=0, compare=2.0, callback=clock, scheduler=None if clock is None else clock.scheduler,
         progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
     )  # fmt: skip
     seconds, lam = result.history["seconds"], result.history["temperature"]
@@ -202,6 +256,8 @@ def fit(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
         "risen": float((lam < lam[-1]).double().mean()),  # after which part of the steps λ has its value
         "ms": 1000 * float(torch.as_tensor(seconds).double().nanmedian()),
         "notes": [note for note in result.notes if "captured" in note or "undone" in note],
+        "made": len(lam),
+        "curve": curve(result.history),
     }
     if begun is not None:
         log_s = log_scales(bayes)
@@ -221,7 +277,7 @@ def fit_sgd(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     task = replace(shop.task, epochs=setting.epochs, weight_decay=setting.decay)
     start = time.perf_counter()
     net = train(task, shop.data.train, setting.seed, shop.device)
-    steps = setting.epochs * len(shop.loader())
+    steps = setting.epochs * len(shop.loader(setting.batch))
     return of_network(net), {"ms": 1000 * (time.perf_counter() - start) / steps}
 
 
@@ -229,7 +285,7 @@ def ivon(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     """As a posterior of ours with its mean and scales, so that it is measured alike."""
     net = shop.net(setting.seed)
     mean, scale, details = fit_ivon(
-        net, shop.loader(), setting.epochs, lr=setting.lr, ess=setting.ess * len(shop.x), h0=setting.h0,
+        net, shop.loader(setting.batch), setting.epochs, lr=setting.lr, ess=setting.ess * len(shop.x), h0=setting.h0,
         decay=setting.decay, beta1=setting.beta1, beta2=setting.beta2, warmup=setting.warmup, seed=setting.seed,
     )  # fmt: skip
     # its prior: N(0, 1/(N decay))
@@ -242,10 +298,10 @@ def ivon(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     return of_posterior(bayes, setting.draws, setting.seed), details
 
 
-def run(setting: Setting, shop: Shop) -> dict[str, Any]:
+def run(setting: Setting, shop: Shop, path: Path | None = None) -> dict[str, Any]:
     """Fitted and measured, with a temperature on top too, chosen on validation images."""
     start = time.perf_counter()
-    make = {"sgd": fit_sgd, "ivon": ivon}.get(setting.method, fit)
+    make = {"sgd": fit_sgd, "ivon": ivon}.get(setting.method, partial(fit, path=path))
     predictor, details = make(setting, shop)
     others: dict[str, Predictor] = details.pop("others", {})
     fitted = time.perf_counter() - start
@@ -318,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         path = None if options.out is None else options.out / f"{setting.name}.json"
         if path is not None and path.exists():
             continue
-        row = run(setting, shop)
+        row = run(setting, shop, path)
         rows.append(row)
         print(json.dumps(from_scratch_tables.short(row, asdict(Setting()))), flush=True)
         if path is not None:

@@ -18,7 +18,7 @@ SHORT = (
 MEASURES = ("nll", "accuracy", "ece", "shift", "validation", "auroc")
 COLUMNS = {"nll": 4, "accuracy": 4, "ece": 3, "shift": 3, "validation": 4, "elbo": 0, "gain": 0, "moved": 2, "ms": 1}
 #: settings that are no choice of a method: runs that differ in these alone are repeats
-REPEATS = ("seed", "draws", "variants")
+REPEATS = ("seed", "draws", "variants", "limit")
 SEEDS = range(3)
 #: resamples of a bootstrap over seeds and test images
 RESAMPLES = 2000

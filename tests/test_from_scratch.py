@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import structvi as vi
-from benchmarks import characters, from_scratch, from_scratch_tables, from_scratch_variants
+from benchmarks import characters, from_scratch, from_scratch_tables, from_scratch_variants, networks_data
+from benchmarks.networks_nets import TASKS
 from benchmarks.newton_scales import NewtonScales
 
 
@@ -37,9 +38,11 @@ def test_other_ways_to_predict(tmp_path, capsys, monkeypatch):
     """As rows of the table; a posterior of width zero is its mean, and a mean of many draws what `predict` gives."""
     monkeypatch.setattr(from_scratch_variants, "MORE", 2)
     monkeypatch.setattr(from_scratch_variants, "WIDTHS", (1.0, 1000.0))
+    monkeypatch.setattr(from_scratch_variants, "LADDER", (0.5, 1.0, 1000.0))
+    monkeypatch.setattr(from_scratch_variants, "MIXED", 6)
     (row,) = from_scratch.main(["--quick", "--runs", "lam=.1,variants=all", "--out", str(tmp_path)])
-    assert set(row["ways"]) == {"2 draws", "linearised", "widened", "widest"}
-    assert row["widths"] == {"widened": 1.0, "widest": 1.0}
+    assert set(row["ways"]) == {"2 draws", "linearised", "widened", "widest", "mixed"}
+    assert row["widths"] == {"widened": 1.0, "widest": 1.0, "mixed": 1.0}
     capsys.readouterr()
     from_scratch.main(["--out", str(tmp_path), "--table"])
     assert "| mean_field, linearised, tempered, lam 0.1, epochs 2 | 1 |" in capsys.readouterr().out
@@ -51,6 +54,31 @@ def test_other_ways_to_predict(tmp_path, capsys, monkeypatch):
     found = from_scratch_variants.widened(bayes, 2000, 0, 1.0)(x).exp()
     # a probability's standard deviation is at most a half: 2000 draws leave 0.011, two of them 0.016
     assert torch.allclose(found, bayes.predict(x, draws=2000).mean.double(), atol=4 * 0.016)
+
+
+def test_draws_take_widths_in_turn():
+    bayes = vi.variationalize(torch.nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField(), num_data=5)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    narrow, wide, both = (from_scratch_variants.widened(bayes, 2, 0, *c)(x).exp() for c in ((0.0,), (2.0,), (0.0, 2.0)))
+    second = 2 * both - narrow  # of the draws the first is the mean, the second twice as far from it as it was
+    first = 2 * wide - second
+    assert bool((first > 0).all())
+    assert not torch.allclose(first, second)
+    torch.testing.assert_close(narrow, bayes.mean_network()(x).softmax(1).double(), atol=1e-6, rtol=0)
+
+
+def test_rates_fall_to_zero_by_the_clock(tmp_path, monkeypatch):
+    """A fit that has no time for its steps ends when the time is over, with what it learned on the way."""
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(from_scratch, "now", lambda: float(next(seconds)))
+    setting = from_scratch.Setting.read("epochs=40,batch=250,limit=60,draws=2")
+    shop = from_scratch.Shop(TASKS["digits"], networks_data.digits(None), torch.device("cpu"))
+    clock = from_scratch.Clock(setting, 160, tmp_path / "run.json")
+    assert clock.factor(0) == pytest.approx(1 / 8)  # of 160 steps 8 rise
+    row = from_scratch.run(setting, shop, tmp_path / "run.json")
+    assert 5 < row["made"] < 60
+    assert len(row["curve"]) == -(-row["made"] // 4)
+    assert (tmp_path / "run.curve").exists()
 
 
 def test_the_widest_that_is_as_good():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import structvi as vi
-from benchmarks import uci, uci_methods, uci_tables, uci_tried
+from benchmarks import uci, uci_gap_rules, uci_gaps, uci_methods, uci_tables, uci_tried
 from benchmarks.uci_data import load
 from benchmarks.uci_methods import Candidate, Job, Method, Predicted
 
@@ -229,3 +229,29 @@ def test_what_was_tried_is_a_table(folder, short):
     lines = uci_tried.main(["--data", str(folder), *given]).splitlines()
     assert lines[0].startswith("| yacht, normal, held-out |")
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| prior scales by ELBO", "| deep ensemble"]
+
+
+def test_a_gap_is_the_middle_third_along_an_input(folder):
+    split = load(folder, "yacht")[0]
+    (gap,) = uci_gaps.gaps(split, 3, 0)  # the other input is constant
+    held, rest = gap.x_test[:, 0], gap.x[:, 0]
+    assert len(held) == 12
+    assert int((rest < held.min()).sum()) == int((rest > held.max()).sum()) == 12
+
+
+def test_rules_for_weights_of_what_was_kept(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(uci_methods, "HIDDEN", 3)
+    monkeypatch.setattr(uci_gaps, "CANDIDATES", uci_gaps.CANDIDATES[-2:])
+    monkeypatch.setattr(uci_gap_rules, "CANDIDATES", uci_gaps.CANDIDATES)
+    out = tmp_path / "kept"
+    uci_gaps.main(["--data", str(folder), "--sets", "yacht", "--splits", "0", "--length", "0.02", "--out", str(out)])
+    uci_gap_rules.main([str(out), "--rules", "stacked, random", "local, both"])
+    assert "| local, both |" in capsys.readouterr().out
+    with np.load(out / "yacht-standard-0.npz") as file:
+        kinds = {kind: uci_gap_rules.Rows.read(file, kind) for kind in ("random", "gap 0", "test")}
+        unit = log(float(file["unit"]))
+    held = {kind: kinds[kind] for kind in ("random", "gap 0")}
+    found = uci_gap_rules.chosen(uci_gap_rules.RULES["local, both"], held)(kinds["test"]) - unit
+    assert uci_gap_rules.judged(out / "yacht-standard-0.npz", uci_gap_rules.RULES["local, both"])[2] == found
+    alone = [one[0, uci_gaps.NOISES.index(1.0)].mean() - unit for one in kinds["test"].densities]
+    assert min(alone) - 2 < found < max(alone) + 2

@@ -41,6 +41,7 @@ from .network_mixture import MixtureResult, NetworkMixture, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
 from .predicting import metrics
+from .predicting.local_mixture import LocalMixture
 from .predicting.metrics import Metrics
 from .predicting.predictive import Predictive
 from .result import Result, Status
@@ -94,6 +95,7 @@ __all__ = [
     "History",
     "LaplacePrior",
     "LipschitzPrior",
+    "LocalMixture",
     "LogDensity",
     "MCDropout",
     "MeanField",
