@@ -184,6 +184,8 @@ class NetworkMixture(NetworkMixtureBase):
             if weights == "stacked":
                 self.weights.copy_(stacking(log_probs))
             held_out = float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
+            if together is not None and weights == "equal":  # as it was measured, without draws where it predicts so
+                held_out = together.kept.density
         notes = [] if together is None else [_compared(together)]
         if weights == "stacked":
             notes.append("the weights were chosen on the held-out data: its log density above is optimistic")

@@ -9,6 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.diagnostics.low_rank_spectrum import spectrum
+from structvi.diagnostics.what_was_learned import learned
+from structvi.families.growth import with_rank
+from structvi.families.normal_parts import weighted_normals
 from structvi.training.candidates import FEW_WIDTHS, WIDTH, WIDTHS
 from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
 from structvi.training.validation import MARGIN, as_good
@@ -340,3 +344,25 @@ def test_a_plain_function_is_told_of():
 def test_a_density_that_is_no_number_is_the_worst():
     count = torch.ones(2, dtype=torch.float64)
     assert HeldOut(torch.tensor([-1.0, torch.nan]).double(), count).mean == -torch.inf
+
+
+def test_what_the_default_call_places_can_be_grown_and_looked_at(dense):
+    """A scale mixture: more columns in all parts, the spectrum of its directions, tensors still at their prior."""
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), linearise=True)
+    bayes.fit(loader(TRAIN), progress=False)
+    assert bayes.family().mean.equal(bayes.family.part.mean)
+    rank = bayes.family.rank
+    assert len(spectrum(bayes).eigenvalues) == rank
+    assert set(learned(bayes, loader(TRAIN)).tensors) == set(bayes.space.names)
+    grown = with_rank(bayes.family, rank + 2, torch.Generator().manual_seed(0))
+    assert grown.rank == grown.part.rank == rank + 2
+    # new columns are small: the same normals to first order
+    for a, b in zip(weighted_normals(grown()), weighted_normals(bayes.family()), strict=True):
+        torch.testing.assert_close(a.normal.variance, b.normal.variance, rtol=0.01, atol=0.0)
+
+
+def test_the_parts_of_a_scale_mixture_have_noise_of_their_own():
+    q = vi.ScaleMixture(1, 4).bind(vi.Parameters({"z": torch.zeros(5).double()}))
+    theta = q().draw(groups=1, generator=torch.Generator().manual_seed(0)).theta.detach()
+    turned = theta / theta.norm(dim=1, keepdim=True)
+    assert (turned @ turned.mT - torch.eye(4)).abs().max() < 0.99  # with one noise all would point the same way

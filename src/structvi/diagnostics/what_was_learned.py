@@ -12,8 +12,10 @@ from torch import Tensor
 from ..basics.checks import check_seed
 from ..basics.patterns import assign
 from ..models.bayesian_model import BayesianModel
+from ..models.priors.base import MixturePrior, Prior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
+from ..parameters import Parameters
 from ..posterior import PosteriorBase
 from ..training.stuck import Explained, explained
 
@@ -88,9 +90,16 @@ def prior_moments(model: BayesianModel) -> tuple[Tensor, Tensor]:
         >>> prior_moments(model)[1]
         tensor([0.5000, 0.5000, 0.5000], dtype=torch.float64)
     """
-    space, prior = model.net_space, model.prior
-    mean = torch.zeros(model.space.size, dtype=torch.float64)
+    return _moments(model.prior, model.net_space, model.space.size)
+
+
+def _moments(prior: Prior, space: Parameters, size: int) -> tuple[Tensor, Tensor]:
+    mean = torch.zeros(size, dtype=torch.float64)
     sd = torch.full_like(mean, torch.nan)
+    if isinstance(prior, MixturePrior):
+        each = [_moments(one, space, size) for one in prior.priors]
+        means, sds = (torch.stack(own) for own in zip(*each, strict=True))
+        return means.mean(0), (sds.square().mean(0) + means.var(0, correction=0)).sqrt()
     if isinstance(prior, ScalePrior):
         factor = {NormalPrior: 1.0, LaplacePrior: sqrt(2)}.get(type(prior), torch.nan)
         if isinstance(prior, StudentTPrior) and prior.df > 2:

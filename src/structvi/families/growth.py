@@ -8,6 +8,8 @@ from ..basics.checks import is_integer
 from .family import Family
 from .low_rank import LowRankFamily
 from .mixture import LOGIT_UNIT, Mixture
+from .precision import StructuredPrecision
+from .scale_mixture import ScaleMixture
 from .starts import normal
 from .structured import StructuredNormal
 
@@ -27,11 +29,17 @@ def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
         >>> with_rank(q, 2, torch.Generator().manual_seed(0)).rank
         2
     """
+    if isinstance(family, ScaleMixture):
+        grown = copy.deepcopy(family)
+        part = with_rank(family.part, rank, generator)
+        assert isinstance(part, StructuredPrecision)
+        grown.part, grown.rank = part, rank
+        return grown
     form = family.low_rank_form()
     if form is None or family.space is None:
         raise TypeError(
-            "grow(rank=) is for MeanField, StructuredNormal and StructuredPrecision, and normals of your own with the "
-            f"parameters `mean` and `log_scale` alone, not for {type(family).__name__}"
+            "grow(rank=) is for MeanField, StructuredNormal, StructuredPrecision and ScaleMixture, and normals of your "
+            f"own with the parameters `mean` and `log_scale` alone, not for {type(family).__name__}"
         )
     present = form.factor.shape[-1]
     if not is_integer(rank, present + 1):

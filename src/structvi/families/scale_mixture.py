@@ -1,18 +1,48 @@
 """Scale mixtures of normals: one mean and one set of leading directions, several widths."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..basics.checks import check_integer
 from ..parameters import Parameters
+from .density import LowRankPart
 from .family import Family
 from .mixture import LOGIT_UNIT, MixtureDensity
 from .precision import StructuredPrecision, StructuredPrecisionDensity
 
 #: scales of a part start at this share of those of the part before
 SHARE = 1 / 3
+
+
+class ScaleMixtureDensity(MixtureDensity):
+    """Σ_c π_c N(μ, Λ_c⁻¹): the mean is that of every part, to the last digit.
+
+    Each part has noise of its own: with one for all, draws of the parts would lie along the same few directions.
+    """
+
+    centred = True
+
+    def __init__(self, parts: Sequence[StructuredPrecisionDensity], log_proportions: Tensor):
+        super().__init__(parts, log_proportions, common_noise=False)
+        self.widest = parts[0]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.widest.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self.proportions @ torch.stack([part.variance for part in self.parts])
+
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        blocks = torch.stack([part.covariance_block(rows, columns) for part in self.parts])
+        return torch.tensordot(self.proportions, blocks, dims=1)
+
+    def low_rank_part(self) -> LowRankPart:
+        """That of the first part: all have one W."""
+        return self.widest.low_rank_part()
 
 
 class ScaleMixture(Family):
@@ -60,14 +90,11 @@ class ScaleMixture(Family):
         self.log_ratio = nn.Parameter(steps * torch.full_like(parameters.initial, SHARE).log())  # [C − 1, P]
         self.raw_logits = nn.Parameter(parameters.initial.new_zeros(self.components))
 
-    def forward(self) -> MixtureDensity:
+    def forward(self) -> ScaleMixtureDensity:
         part = self.part
-        first = part()
-        others = [
-            StructuredPrecisionDensity(part.mean, part.log_scale + ratio, part.factor, part.unit)
-            for ratio in self.log_ratio
-        ]
-        return MixtureDensity([first, *others], (LOGIT_UNIT * self.raw_logits).log_softmax(-1))
+        log_scales = [part.log_scale, *(part.log_scale + ratio for ratio in self.log_ratio)]
+        parts = [StructuredPrecisionDensity(part.mean, one, part.factor, part.unit) for one in log_scales]
+        return ScaleMixtureDensity(parts, (LOGIT_UNIT * self.raw_logits).log_softmax(-1))
 
     @property
     def precision_columns(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

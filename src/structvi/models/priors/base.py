@@ -139,7 +139,7 @@ class MixturePrior(PriorModule):
         >>> from structvi import NormalPrior
         >>> prior = MixturePrior([NormalPrior(1.0), NormalPrior(0.1)])
         >>> prior(Parameters({"z": torch.zeros(1)}), torch.zeros(1, 1))  # log of the mean of 0.399 and 3.99
-        tensor([0.7856])
+        tensor([0.7858])
     """
 
     def __init__(self, priors: Sequence[Prior]):
