@@ -1,7 +1,8 @@
 """Bayesian multilayer perceptrons for tables as scikit-learn estimators, for Pipelines and cross-validations."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Self
 
@@ -17,13 +18,16 @@ from ..models.likelihoods import Categorical, Gaussian, Likelihood
 from ..models.priors.scale import NormalPrior
 from ..predicting.predictive import Predictive
 from ..tables.arrays import ArrayFit, fit_array
+from ..tables.model import ROWS_WITH_GAPS, taken
 from ..tables.pooled import Pooled
+from ..tables.reading import TableError, as_table, is_table
 from ..tables.recipes import NAMED, family_of
+from ..tables.stand_ins import Rows
 from ..training.result import FitResult
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-    from sklearn.utils import check_random_state
+    from sklearn.utils import check_random_state, check_X_y
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError:
@@ -35,6 +39,8 @@ except ImportError:
 STEPS = 4000
 #: So many rows are predicted at once.
 ROWS = 4096
+#: the family that stands for the default of `structvi fit` where hidden="auto"
+DEFAULT = "StructuredPrecision"
 
 
 class _Estimator(BaseEstimator):
@@ -48,7 +54,7 @@ class _Estimator(BaseEstimator):
         self,
         hidden: Sequence[int] | str = (50,),
         *,
-        family: str | Family = "StructuredPrecision",
+        family: str | Family = DEFAULT,
         rank: int = 5,
         prior_scale: float = 1.0,
         learn_prior: bool = True,
@@ -73,16 +79,26 @@ class _Estimator(BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
-    def _fit(self, X: np.ndarray, t: Tensor, outputs: int, likelihood: Likelihood) -> None:
+    def _checked(self, X: Any, y: Any, **options: Any) -> Any:
+        """X and y as scikit-learn checks them; a table that is read as `structvi fit` reads it stays one."""
+        is_default = isinstance(self.hidden, str) and self.hidden == "auto" and self.family == DEFAULT
+        if not (is_default and is_table(X)):
+            return _numbers(self, X, y, **options)
+        as_table(X)  # an error where two columns have one name
+        X, y = validate_data(self, X, y, skip_check_array=True)  # names and number of columns
+        return X, check_X_y(np.zeros((len(X), 1)), y, **options)[1]
+
+    def _fit(self, X: Any, t: Tensor, outputs: int, likelihood: Likelihood) -> None:
         """X [N, F] as it came, t [N, ..] as the likelihood takes it."""
-        self._inputs = _Inputs(X)
-        self.missing_ = self._inputs.missing
+        gone = X.isna().to_numpy() if is_table(X) else np.isnan(X)
+        self.missing_ = np.asarray(gone.any(0))
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self._auto = None
         if isinstance(self.hidden, str):
             self._fit_auto(X, t, outputs)
-            self.result_.notes += _notes(X)
+            self.result_.notes += [] if is_table(X) else _notes(gone)
             return
+        self._inputs = _Inputs(X)
         generator = torch.Generator().manual_seed(self._seed)
         sizes = [self._inputs.width, *_sizes(self.hidden), outputs]
         with borrowed_stream(generator):
@@ -97,21 +113,23 @@ class _Estimator(BaseEstimator):
         self.result_ = self.posterior_.fit(
             loader, epochs=epochs, lr=self.lr, groups=self.groups, seed=self._seed, progress=self.verbose
         )
-        self.result_.notes += _notes(X)
+        self.result_.notes += _notes(gone)
 
-    def _fit_auto(self, X: np.ndarray, t: Tensor, outputs: int) -> None:
+    def _fit_auto(self, X: Any, t: Tensor, outputs: int) -> None:
         """The way of `structvi fit`; "StructuredPrecision", the default, stands for its own default."""
         if self.hidden != "auto":
             raise ValueError(f'hidden must be the widths of the hidden layers, or "auto", got {self.hidden!r}')
         is_number = t.dtype.is_floating_point
         if is_number and outputs > 1:
             raise ValueError(f'hidden="auto" is for one number to predict, got {outputs}: fit one estimator for each')
-        family = None if self.family == "StructuredPrecision" else family_of(self.family, self.rank)
-        self._auto = fit_array(X, t, 0 if is_number else outputs, self._seed, family, "auto")
+        family = None if self.family == DEFAULT else family_of(self.family, self.rank)
+        with _told_here():
+            self._auto = fit_array(X, t, 0 if is_number else outputs, self._seed, family, "auto")
         self.tried_ = self._auto.tried
         self.posterior_ = self._auto.parts[0].posteriors[0]
         assert isinstance(self.posterior_.last_fit, FitResult)
         self.result_ = self.posterior_.last_fit
+        self.result_.notes += self._auto.notes
 
     def _recipe(self, sizes: Sequence[int]) -> Family:
         P = sum(a * b + b for a, b in pairwise(sizes))
@@ -121,25 +139,59 @@ class _Estimator(BaseEstimator):
         return recipe
 
     def predictive(self, X: Any) -> Iterable[Predictive | Pooled]:
-        """Predictive distributions of the standardised target, `ROWS` rows at a time, all from the same draws."""
+        """Predictive distributions of the standardised target, at most `ROWS` rows at a time, all from the same draws.
+
+        With hidden="auto" rows in which a value is missing for the first time are apart from those before and after.
+        """
+        return self._predictives(*self._read(X))
+
+    def _collected(self, X: Any, what: Callable[[Predictive | Pooled], Sequence[Tensor]]) -> list[Tensor]:
+        """What is asked of the predictives of all rows, [N, ..] each; those with such values are predicted together."""
+        rows, gaps = self._read(X)
+        order = np.argsort(gaps, kind="stable")
+        found = [what(pred) for pred in self._predictives(taken(rows, order), gaps[order])]
+        back = torch.as_tensor(np.argsort(order))
+        return [torch.cat(parts)[back].double() for parts in zip(*found, strict=True)]
+
+    def _read(self, X: Any) -> tuple[Rows, np.ndarray]:
+        """Values by column, or all as one, and which rows are a mixture over values that are missing, [N]."""
         check_is_fitted(self, "posterior_")
-        raw = np.asarray(_numbers(self, X, reset=False))
-        new = np.flatnonzero(np.isnan(raw).any(0) & ~self.missing_)
-        if len(new):
-            warnings.warn(
-                f"values are missing in columns {_few(new)}, where none was when the model was fitted: their means are "
-                "taken, and the predictions do not know that",
-                stacklevel=3,
-            )
-        if self._auto is not None:
-            each = max(1, self.draws // sum(len(part.posteriors) for part in self._auto.parts))
-            for start in range(0, len(raw), ROWS):
-                yield self._auto.pooled(raw[start : start + ROWS], each)
-            return
-        x = self._inputs.forth(raw)
-        for rows in x.split(ROWS):
-            generator = torch.Generator().manual_seed(self._seed)
-            yield self.posterior_.predict(rows, draws=self.draws, generator=generator)
+        if self._auto is None:
+            raw = np.asarray(_numbers(self, X, reset=False))
+            new = np.flatnonzero(np.isnan(raw).any(0) & ~self.missing_)
+            if len(new):
+                warnings.warn(
+                    f"values are missing in columns {_few(new)}, where none was when the model was fitted: their means "
+                    "are taken, and the predictions do not know that",
+                    stacklevel=4,
+                )
+            return {"X": raw}, np.zeros(len(raw), dtype=bool)
+        if not self._auto.names:
+            X = np.asarray(_numbers(self, X, reset=False))
+        elif is_table(X):
+            validate_data(self, X, reset=False, skip_check_array=True)
+            if not len(X):
+                raise ValueError("X has no rows: give at least one to predict")
+        else:
+            X = validate_data(self, X, reset=False, dtype=None, ensure_all_finite="allow-nan")
+        with _told_here():
+            rows = self._auto.rows(X)
+        for note in self._auto.columns.unseen(rows):
+            warnings.warn(note, stacklevel=4)
+        return rows, self._auto.gaps(rows)
+
+    def _predictives(self, rows: Rows, gaps: np.ndarray) -> Iterator[Predictive | Pooled]:
+        for run in np.split(np.arange(len(gaps)), np.flatnonzero(np.diff(gaps)) + 1):
+            has_gaps = bool(gaps[run[0]])
+            size = ROWS_WITH_GAPS if has_gaps else ROWS
+            for start in range(0, len(run), size):
+                some = taken(rows, run[start : start + size])
+                if self._auto is not None:
+                    each = max(1, self.draws // sum(len(part.posteriors) for part in self._auto.parts))
+                    yield self._auto.pooled(some, each, has_gaps)
+                else:
+                    generator = torch.Generator().manual_seed(self._seed)
+                    yield self.posterior_.predict(self._inputs.forth(some["X"]), draws=self.draws, generator=generator)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -160,12 +212,14 @@ class BayesianRegressor(RegressorMixin, _Estimator):
 
     Inputs and target are standardised inside; predictions are in the target's own unit. Missing values (NaN) of X are
     taken as `structvi fit` takes them: the column's mean, and an input of its own that says where; `missing_` and
-    `result_.notes` tell of which columns.
+    `result_.notes` tell of which columns. With hidden="auto" and the default family X may be a pandas table with words,
+    categories, dates and truth values too, read as `fit_table` reads it; `result_.notes` tells how.
 
     Args:
         hidden: the widths of the hidden layers; () for a linear model; "auto" to try linear and additive models and
             networks, of amounts with four kinds of noise, on folds of the rows, and to mix the best, as `structvi fit`
-            does: `tried_` tells which. Of the arguments below family, draws and random_state then count.
+            does: `tried_` tells which. Of the arguments below family, draws and random_state then count. A value that
+            is missing for the first time in a row to predict makes a mixture over values that the row could have.
         family: "StructuredPrecision", "StructuredNormal", "MeanField", "FullNormal", or a recipe with its own settings.
         rank: of the two structured families.
         prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).
@@ -191,7 +245,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
 
     def fit(self, X: Any, y: Any, **refused: Any) -> Self:
         self._refuse(refused)
-        X, y = _numbers(self, X, y, multi_output=True, y_numeric=True)
+        X, y = self._checked(X, y, multi_output=True, y_numeric=True)
         rows = np.asarray(y, dtype=np.float64).reshape(len(X), -1)  # [N, D]
         self._targets, self._flat = _Standard(rows), y.ndim == 1
         self._fit(X, self._targets.forth(rows), rows.shape[1], Gaussian("point"))
@@ -199,8 +253,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """E t, [N] as y was or [N, D]; with `return_std` also the standard deviation of t: weights and noise."""
-        pairs = [(pred.mean, pred.std) for pred in self.predictive(X)]
-        mean, std = (torch.cat(parts).double().numpy() for parts in zip(*pairs, strict=True))
+        mean, std = (x.numpy() for x in self._collected(X, lambda pred: (pred.mean, pred.std)))
         mean, std = self._targets.back(mean), std * self._targets.scale
         mean, std = (mean[:, 0], std[:, 0]) if self._flat else (mean, std)
         return (mean, std) if return_std else mean
@@ -229,7 +282,7 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
     def fit(self, X: Any, y: Any, **refused: Any) -> Self:
         self._refuse(refused)
-        X, y = _numbers(self, X, y)
+        X, y = self._checked(X, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -239,7 +292,7 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Σ_s w_s p(class | y_s), [N, C] in the order of `classes_`."""
-        mean = torch.cat([pred.mean for pred in self.predictive(X)]).double()
+        (mean,) = self._collected(X, lambda pred: (pred.mean,))
         return (mean / mean.sum(1, keepdim=True)).numpy()  # float32's sums are one up to 1e-7
 
     def predict(self, X: Any) -> np.ndarray:
@@ -257,7 +310,21 @@ def _numbers(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
             raise
         raise ValueError(
             f"{error}: X must be numbers. Put an encoder before this estimator in the pipeline, such as scikit-learn's "
-            "OneHotEncoder in a ColumnTransformer, or use structvi.tables.fit_table, which reads words and dates"
+            "OneHotEncoder in a ColumnTransformer, or use structvi.tables.fit_table, which reads words and dates; so "
+            'does this estimator with hidden="auto" and the default family, where X is a pandas table'
+        ) from None
+
+
+@contextmanager
+def _told_here() -> Iterator[None]:
+    """What a table's message says of the command line, for an estimator."""
+    try:
+        yield
+    except TableError as error:
+        if "--category" not in (said := str(error)):
+            raise
+        raise TableError(
+            f"{said} of `structvi fit`, and here a letter before each value: 'c' + X[name].astype(str)"
         ) from None
 
 
@@ -305,9 +372,8 @@ def _few(columns: np.ndarray) -> str:
     return shown if len(columns) <= 8 else f"{shown} and {len(columns) - 8} others"
 
 
-def _notes(X: np.ndarray) -> list[str]:
-    """Which values are missing, in words."""
-    gone = np.isnan(X)
+def _notes(gone: np.ndarray) -> list[str]:
+    """Which values are missing, in words, of where they are, [N, F]."""
     columns = np.flatnonzero(gone.any(0))
     if not len(columns):
         return []

@@ -291,8 +291,11 @@ class Columns:
         """The same of the values that `values` gives."""
         plain = np.concatenate([column.plain(rows[column.name]) for column in self.columns], 1)
         bins = [column.bins(rows[column.name]) for column in self.columns]
-        notes = [note for column in self.columns for note in _unseen(column, rows[column.name])]
-        return Encoded(plain, np.concatenate([plain, *bins], 1), notes)
+        return Encoded(plain, np.concatenate([plain, *bins], 1), self.unseen(rows))
+
+    def unseen(self, rows: Mapping[str, np.ndarray]) -> list[str]:
+        """Sentences on values that were not seen when the model was fitted."""
+        return [note for column in self.columns for note in _unseen(column, rows[column.name])]
 
     def record(self) -> dict[str, Any]:
         return {"columns": [asdict(column) for column in self.columns], "left_out": self.left_out}
@@ -329,7 +332,7 @@ def _unseen(column: Column, values: np.ndarray) -> list[str]:
     if gone and not column.missing:
         notes.append(
             f"{column.name!r} is missing in {gone} rows and was never when the model was fitted: the prediction of "
-            "such a row is a mixture over values that it could have, given its others; see 'outside'"
+            "such a row is a mixture over values that it could have, given its others"
         )
     new = sorted(set(values[~np.isin(values, [*column.levels, ""])].tolist())) if column.kind == "category" else []
     if new:

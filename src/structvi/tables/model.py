@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from .members import network
 from .pooled import Pooled
 from .reading import Table, TableError, as_table, pandas_module
 from .recipes import CLASSES, NOISES, Part, Recipe, pooled
-from .stand_ins import StandIns, gaps_of
+from .stand_ins import Rows, StandIns, gaps_of
 from .target import Target
 
 KIND, FORMAT, FILE = "structvi table", 2, "model.json"
@@ -61,7 +61,7 @@ class TableModel:
         encoded = self.columns.encode(table)
         if notes is not None:
             notes += encoded.notes
-        return _tensors(encoded)
+        return tensors(encoded)
 
     def mixtures(self, table: Table) -> Iterator[tuple[np.ndarray, Pooled]]:
         """Places of rows in the table, and the mixture for them; every row is in one of them.
@@ -72,19 +72,10 @@ class TableModel:
         rows = self.columns.values(table)
         gaps = gaps_of(self.columns.columns, rows).any(1) & (self.stand_ins is not None)
         for some in _split(np.flatnonzero(~gaps), ROWS):
-            yield some, self.pooled(_tensors(self.columns.encoded(_taken(rows, some))))
+            yield some, self.pooled(tensors(self.columns.encoded(taken(rows, some))))
         for some in _split(np.flatnonzero(gaps), ROWS_WITH_GAPS):
-            yield some, self._over_gaps(_taken(rows, some))
-
-    def _over_gaps(self, rows: dict[str, np.ndarray]) -> Pooled:
-        assert self.stand_ins is not None
-        copies = self.stand_ins.filled(self.columns.columns, rows, self.seed)
-        each = [
-            pooled(self.parts, _tensors(self.columns.encoded(copy)), self.seed + d, DRAWS_WITH_GAPS)
-            for d, copy in enumerate(copies)
-        ]
-        weights = [weight / len(each) for one in each for weight in one.weights]
-        return Pooled([part for one in each for part in one.parts], weights)
+            assert self.stand_ins is not None
+            yield some, over_gaps(self.parts, self.columns, self.stand_ins, taken(rows, some), self.seed)
 
     def predict(self, table: Table, notes: list[str] | None = None) -> Table:
         """A row for each row of the table.
@@ -211,11 +202,19 @@ class TableModel:
         return cls(columns, target, parts, ranges, level, seed, stand_ins or None)
 
 
-def _tensors(encoded: Encoded) -> dict[str, Tensor]:
+def over_gaps(parts: Sequence[Part], columns: Columns, stand_ins: StandIns, rows: Rows, seed: int) -> Pooled:
+    """The mixture for rows with values that are missing for the first time, over values that may stand there."""
+    copies = stand_ins.filled(columns.columns, rows, seed)
+    each = [pooled(parts, tensors(columns.encoded(copy)), seed + d, DRAWS_WITH_GAPS) for d, copy in enumerate(copies)]
+    weights = [weight / len(each) for one in each for weight in one.weights]
+    return Pooled([part for one in each for part in one.parts], weights)
+
+
+def tensors(encoded: Encoded) -> dict[str, Tensor]:
     return {name: torch.as_tensor(encoded.inputs(name), dtype=torch.float32) for name in ("plain", "bins")}
 
 
-def _taken(rows: dict[str, np.ndarray], some: np.ndarray) -> dict[str, np.ndarray]:
+def taken(rows: Rows, some: np.ndarray) -> dict[str, np.ndarray]:
     return {name: values[some] for name, values in rows.items()}
 
 

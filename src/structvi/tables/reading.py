@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import re
+import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -70,6 +71,17 @@ def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: lis
     if not len(table):
         raise TableError(f"{path} has column names and no rows below them: is it the right file?")
     return table
+
+
+def is_table(table: object) -> bool:
+    """Whether it is a pandas table; pandas is not imported for it.
+
+    Example:
+        >>> is_table([[1.0]])
+        False
+    """
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(table, pandas.DataFrame)
 
 
 def as_table(table: Any) -> Table:
