@@ -69,7 +69,12 @@ def row(name: str, inputs: int) -> str:
     t = None if outputs > 1 else moments.mean + moments.covariance[:, 0].sqrt()
     variance = moments.covariance.diagonal(dim1=1, dim2=2).reshape(moments.mean.shape)
     drawn = normal_outputs(*moments, noise)
-    truth = told(Predictive(drawn, weights, model.likelihood, moments=(moments.mean, variance)), t)
+    truth = told(
+        Predictive(
+            drawn, weights, model.likelihood, moments=(weights[:1] / weights[:1], moments.mean[None], variance[None])
+        ),
+        t,
+    )
     cells = []
     for draws in (64, None):
         seconds, error = [], 0.0
