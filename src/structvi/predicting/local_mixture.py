@@ -243,7 +243,7 @@ class LocalMixture:
     """
 
     def __init__(
-        self, mixture: NetworkMixtureBase, widths: Sequence[float] = WIDTHS, draws: int = DRAWS, seed: int = 0
+        self, mixture: NetworkMixtureBase, *, widths: Sequence[float] = WIDTHS, draws: int = DRAWS, seed: int = 0
     ):
         check_integer("draws", draws)
         if not widths or min(widths) <= 0:
