@@ -227,7 +227,6 @@ class LocalMixture:
         mixture: what `fit(.., members=M)` has as `mixture`.
         widths: factors of the noise.
         draws: of each member, to weigh and to predict.
-        seed: of them.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -242,13 +241,11 @@ class LocalMixture:
         torch.Size([64, 1])
     """
 
-    def __init__(
-        self, mixture: NetworkMixtureBase, *, widths: Sequence[float] = WIDTHS, draws: int = DRAWS, seed: int = 0
-    ):
+    def __init__(self, mixture: NetworkMixtureBase, *, widths: Sequence[float] = WIDTHS, draws: int = DRAWS):
         check_integer("draws", draws)
         if not widths or min(widths) <= 0:
             raise ValueError(f"widths must be positive factors of the noise, got {widths}")
-        self.mixture, self.widths, self.draws, self.seed = mixture, tuple(widths), draws, seed
+        self.mixture, self.widths, self.draws = mixture, tuple(widths), draws
         self.weights: LocalWeights | None = None
 
     def fit(
@@ -286,7 +283,7 @@ class LocalMixture:
 
     def _parts(self, mixture: NetworkMixtureBase, x: Any) -> list[Predictive]:
         found: list[Any] = list(mixture.members)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(0)  # the draws that the weights were learned from
         return [one.predict(x, self.draws, generator=generator, calibrated=False) for one in found]
 
     def _read(self, mixture: NetworkMixtureBase, batches: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, Tensor]:
