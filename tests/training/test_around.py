@@ -366,3 +366,16 @@ def test_the_parts_of_a_scale_mixture_have_noise_of_their_own():
     theta = q().draw(groups=1, generator=torch.Generator().manual_seed(0)).theta.detach()
     turned = theta / theta.norm(dim=1, keepdim=True)
     assert (turned @ turned.mT - torch.eye(4)).abs().max() < 0.99  # with one noise all would point the same way
+
+
+def test_what_the_default_call_places_is_kept_in_a_file(dense, tmp_path):
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+    bayes.fit(loader(TRAIN), progress=False)
+    bayes.save(tmp_path / "posterior.safetensors")
+    again = vi.load(tmp_path / "posterior.safetensors", copy.deepcopy(dense))
+    x = HELD_OUT[0]
+    assert isinstance(again.family, vi.ScaleMixture)
+    one, two = (own.predict(x, generator=torch.Generator().manual_seed(1)).mean for own in (again, bayes))
+    assert torch.equal(one, two)
+    theta = bayes.family().draw(generator=torch.Generator().manual_seed(0)).theta
+    assert torch.equal(again.model.log_prior(theta), bayes.model.log_prior(theta))
