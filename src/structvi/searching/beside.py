@@ -67,7 +67,8 @@ class Look:
         self.density, self.view, self.seed = density, view, seed
         self.seen = Modes(view, torch.Generator().manual_seed(seed))
         #: log of the mass in these units that q has, at least, and its normals
-        self.mass, self.parts = torch.inf, []
+        self.mass: float = torch.inf
+        self.parts: list[Peak] = []
 
     def search(self, own: list[NormalPart], thorough: bool) -> None:
         """Climbs; whole rounds where they find a mode, or one of the thorough."""
