@@ -84,7 +84,7 @@ def test_the_spread_of_draws_is_that_covariance():
 
 
 @pytest.mark.parametrize(
-    "family", [vi.MCDropout(0.5), vi.MAP(), vi.Mixture(vi.MAP(), 2)], ids=["masks", "point", "points"]
+    "family", [vi.MCDropout(0.5), vi.MAP(), vi.Mixture(vi.MeanField(), 2)], ids=["masks", "point", "several means"]
 )
 def test_families_without_a_normal_are_refused(family):
     bayes = vi.variationalize(nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), family, num_data=9)

@@ -184,4 +184,5 @@ def is_normal(posterior: PosteriorBase, linearise: bool | None) -> bool:
         return False
     with torch.no_grad():
         density = posterior.family()
-    return bool(weighted_normals(density)) and density.P == model.space.size == model.net_space.size
+    has_centre = density.centred or model.linearised_at is not None
+    return has_centre and bool(weighted_normals(density)) and density.P == model.space.size == model.net_space.size

@@ -55,10 +55,11 @@ def output_moments(posterior: PosteriorBase, x: Any) -> OutputMoments:
     """
     density = posterior.family()
     with torch.no_grad():
-        if not (parts := weighted_normals(density)):
+        parts = weighted_normals(density) if density.centred or posterior.model.linearised_at is not None else []
+        if not parts:
             raise TypeError(
-                "the outputs have a covariance in closed form for Gaussian families and mixtures of them; "
-                f"{type(density).__name__} is none: predict(x, linearise=True) draws from it"
+                "the outputs have a covariance in closed form for Gaussian families, and mixtures of them around one "
+                f"point; {type(density).__name__} is none: predict(x) draws from it"
             )
         theta = theta_of_linearisation(posterior, density.mean)
         means, covariances, shape = [], [], torch.Size()
