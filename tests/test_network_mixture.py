@@ -79,6 +79,16 @@ def test_around_trained_networks():
     assert all(f"network {c}: placed" in result.details for c in range(3))
 
 
+def test_the_density_that_is_told_is_that_of_predictions():
+    """In function space both. The error of 32 points of each part is .0015 nats here, that of drawn weights .0038."""
+    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), linearise=True)
+    wrong = DataLoader(TensorDataset(X[40:], T[40:] ^ (torch.arange(20) % 2)), batch_size=20)
+    result = mixture.fit(loader(), validation=wrong, progress=False)
+    assert "up to" in result.members[0].kept
+    expected = torch.cat([mixture.predict(x, generator=seeded()).log_prob(t) for x, t in wrong]).mean().item()
+    assert result.held_out == pytest.approx(expected, abs=0.0025)
+
+
 def test_the_bound_is_that_of_part_and_weights():
     """With equal weights, the mean of the members' bounds: the part costs nothing."""
     mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
