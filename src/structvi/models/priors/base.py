@@ -109,11 +109,8 @@ class SumPrior(PriorModule):
 
     def __init__(self, priors: Sequence[Prior]):
         super().__init__()
-        if not isinstance(priors, Sequence) or not priors:
-            raise ValueError(f"SumPrior expects a list of priors, got {priors!r}")
+        _check(type(self).__name__, priors)
         for prior in priors:
-            if not callable(prior) or isinstance(prior, type):
-                raise TypeError(f"SumPrior: expected a prior (parameters, theta) → [S], got {prior!r}")
             if learns(prior):
                 raise ValueError(
                     "a sum of priors is not normalised, and its constant depends on the scale that "
@@ -144,11 +141,8 @@ class MixturePrior(PriorModule):
 
     def __init__(self, priors: Sequence[Prior]):
         super().__init__()
-        if not isinstance(priors, Sequence) or not priors:
-            raise ValueError(f"MixturePrior expects a list of priors, got {priors!r}")
+        _check(type(self).__name__, priors)
         for prior in priors:
-            if not callable(prior) or isinstance(prior, type):
-                raise TypeError(f"MixturePrior: expected a prior (parameters, theta) → [S], got {prior!r}")
             if isinstance(prior, PriorModule) and not prior.normalised:
                 raise ValueError(
                     f"{type(prior).__name__} is known up to a constant, and how it compares with the other priors of "
@@ -165,6 +159,14 @@ class MixturePrior(PriorModule):
 
     def _mean(self, values: list[Tensor]) -> Tensor:
         return torch.stack(values).logsumexp(0) - log(len(values))
+
+
+def _check(name: str, priors: Sequence[Prior]) -> None:
+    if not isinstance(priors, Sequence) or not priors:
+        raise ValueError(f"{name} expects a list of priors, got {priors!r}")
+    for prior in priors:
+        if not callable(prior) or isinstance(prior, type):
+            raise TypeError(f"{name}: expected a prior (parameters, theta) → [S], got {prior!r}")
 
 
 def _join(parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
