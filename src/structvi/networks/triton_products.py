@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 
 
 #: of a product in general; with few columns; with few rows
-LARGE, NARROW, FLAT = Shape(64, 64, 32, 4, 3), Shape(16, 16, 128, 2, 3), Shape(16, 64, 64, 4, 2)
+LARGE, NARROW, FLAT = Shape(64, 32, 32, 2, 4), Shape(16, 16, 128, 2, 3), Shape(16, 64, 64, 4, 2)
 _FEW = 32
 
 

@@ -1,7 +1,7 @@
 """One training step: draws, network, gradients, clipping and the optimizer; on a GPU captured as one CUDA graph."""
 
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, isfinite, nan
 from typing import Any, NamedTuple
@@ -138,15 +138,17 @@ class Step:
         evaluation.captured = self.reason is None
         try:
             graph, told, norm, thin = self._gradients(batches, weights, temperature)
+            numbers = torch.cat([told.flatten(), norm.reshape(1)])
             # where the host would wait for the device, the optimizer is launched before it does
             moved = graph is None and self._moves_unread
+            read = _read_later(numbers) if moved else numbers.tolist
             if moved:
                 assert isinstance(self.optimizer, Adam)
                 self.optimizer.step_clipped(told, norm, thin, self.clip)
         finally:
             evaluation.captured = False
         whole = sum(weights) if whole is None else whole
-        *values, size = torch.cat([told.flatten(), norm.reshape(1)]).tolist()  # the one time the host waits
+        *values, size = read()  # the one time the host waits
         values = [value / whole for value in values]
         if not all(map(isfinite, [*values, size])):
             self.generator.set_state(stream)
@@ -349,6 +351,20 @@ class Step:
                 torch.cuda.empty_cache()  # what a capture has taken is needed
                 return None
         return self._graphs[key]
+
+
+def _read_later(numbers: Tensor) -> Callable[[], list[float]]:
+    """`numbers.tolist` of a GPU, which waits for what has been launched so far, and not for what comes after."""
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def _keep_freed_memory() -> None:

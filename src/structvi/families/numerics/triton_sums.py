@@ -1,6 +1,6 @@
 """Sums over the weights that the K×K algebra needs, GᵀG and Gᵀε, as Triton kernels.
 
-Sums are taken in float32 over 1024 weights and added in float64, as everywhere.
+Sums are taken in float32 over 1024 weights, of more than 32 columns over 4096, and added in float64, as everywhere.
 """
 
 # Triton's decorators hide what is called with what:
@@ -32,6 +32,8 @@ class Dot(NamedTuple):
 
 
 DOT = Dot(128, 1, "ieee")
+#: of more than 32 columns, whose sums one warp cannot hold: it would have thousands of products, and minutes to compile
+WIDE = {64: Dot(32, 4, "ieee"), 128: Dot(16, 8, "ieee")}
 
 
 def sums(
@@ -43,17 +45,19 @@ def sums(
         scale, gram, _, _, total = parts[0]
         return scale, gram, torch.cat([one[2] for one in parts]), torch.cat([one[3] for one in parts]), total
     S, (P, K) = len(epsilon), factor.shape
-    programs, sizes = triton.cdiv(P, _ROWS), [K * K, S * K, S, 1]
+    dot = WIDE.get(padded(K), DOT)
+    rows = _ROWS if dot is DOT else 4 * _ROWS  # of K² sums each program writes
+    programs, sizes = triton.cdiv(P, rows), [K * K, S * K, S, 1]
     scale, partial = log_scale.exp(), factor.new_empty(programs, sum(sizes))
     arguments = log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride()
-    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": _ROWS, "WIDTH": sum(sizes)}
+    common = {"S": S, "K": K, "PRECISION": precision, "ROWS": rows, "WIDTH": sum(sizes)}
     k, draws = triton.next_power_of_2(max(K, 1)), triton.next_power_of_2(S)
     if k * max(k, draws) <= _SMALL:  # a matrix product would mostly be padding
         _sums_small[(programs,)](*arguments, **common, KP=k, SP=draws, BLOCK=128)
     else:
         _sums[(programs,)](
             *arguments, **common, KP=padded(K), SP=padded(S),
-            BLOCK=DOT.rows, DOT=DOT.precision, num_warps=DOT.warps, num_stages=1,
+            BLOCK=dot.rows, DOT=dot.precision, num_warps=dot.warps, num_stages=1,
         )  # fmt: skip
     gram, projection, squares, total = sum_rows(partial).split(sizes)
     return scale, gram.view(K, K), projection.view(S, K), squares, total.view(())
