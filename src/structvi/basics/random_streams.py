@@ -71,9 +71,13 @@ def borrowed_stream(generator: torch.Generator | None = None, rank: int = 0) -> 
     with alone():
         device = None if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)
-            for index in devices:
-                torch.cuda.default_generators[index].manual_seed(seed)
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        streams = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+        states = [stream.get_state() for stream in streams]
+        try:
+            for stream in streams:
+                stream.manual_seed(seed)
             yield
+        finally:
+            for stream, state in zip(streams, states, strict=True):
+                stream.set_state(state)

@@ -268,6 +268,9 @@ class BayesianModel(nn.Module):
         return self._evaluate(one, theta, fixed, "outputs")
 
     def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
+        if theta.shape[0] == 1:
+            with self.twins.borrowed():
+                return self.evaluation(one, theta)
         single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
         against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
         with self.twins.borrowed() as twin:

@@ -1,7 +1,7 @@
 """One call of a network with given tensors in place of its own: in mixed precision, or without keeping activations."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -56,7 +56,7 @@ def call_network(
         buffers = twin.copied_buffers()
         every = {**held, **buffers, **tensors}
         direct = functional is functional_call and twin.private and not tied and every.keys() <= twin.places.keys()
-        with forgotten(twin.flattened), kernels_that_serve(twin, some), _autocast(some.device, precision):
+        with _around(twin, some, precision):
             if direct:
                 output = twin.called(every, arguments, keywords)
             else:
@@ -79,8 +79,17 @@ def call_network(
     return output if up is None else times_gradient(output, up)
 
 
-def _autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if precision is None else torch.autocast(device.type, precision)
+def _around(twin: Twin, some: Tensor, precision: torch.dtype | None) -> AbstractContextManager[Any]:
+    """What some networks need around a call; most need nothing."""
+    recurs = twin.flattened or twin.recurrent or twin.attends
+    return _served(twin, some, precision) if recurs or precision is not None else nullcontext()
+
+
+@contextmanager
+def _served(twin: Twin, some: Tensor, precision: torch.dtype | None) -> Iterator[None]:
+    autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
+    with forgotten(twin.flattened), kernels_that_serve(twin, some), autocast:
+        yield
 
 
 def _again(twin: Twin, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -209,10 +209,9 @@ class Twins:
     def __reduce__(self) -> tuple[Any, ...]:  # copies and other processes make their own
         return Twins, (self.original,)
 
-    @contextmanager
     def borrowed(
         self, modes: Callable[[nn.Module], bool] | Sequence[bool] | None = None, caller: int | None = None
-    ) -> Iterator[Twin]:
+    ) -> AbstractContextManager[Twin]:
         """A twin for this thread, the same one inside.
 
         Args:
@@ -220,18 +219,25 @@ class Twins:
             caller: the thread that waits for this one, where it is another: what is its own may be used.
         """
         twin = self._own.twin
+        if twin is not None and modes is None:
+            return nullcontext(twin)
+        return self._borrowed(twin, modes, caller)
+
+    @contextmanager
+    def _borrowed(
+        self, twin: Twin | None, modes: Callable[[nn.Module], bool] | Sequence[bool] | None, caller: int | None
+    ) -> Iterator[Twin]:
         if twin is None:
             with self._taken(caller) as twin, self.borrowed(modes):
                 yield twin
-        elif modes is None:
+            return
+        assert modes is not None
+        before = twin.modes
+        twin.set_modes([modes(module) for module in twin.modules] if callable(modes) else modes)
+        try:
             yield twin
-        else:
-            before = twin.modes
-            twin.set_modes([modes(module) for module in twin.modules] if callable(modes) else modes)
-            try:
-                yield twin
-            finally:
-                twin.set_modes(before)
+        finally:
+            twin.set_modes(before)
 
     @contextmanager
     def _taken(self, caller: int | None) -> Iterator[Twin]:
@@ -244,7 +250,7 @@ class Twins:
                 twin.look()  # nobody else is inside now
             self._own.twin, whole = twin, False
             try:
-                with twin.guarded():
+                with twin.guarded() if any(buffer.own for buffer in twin.buffers) else nullcontext():
                     yield twin
                 whole = True
             finally:

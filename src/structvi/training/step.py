@@ -1,8 +1,7 @@
 """One training step: draws, network, gradients, clipping and the optimizer; on a GPU captured as one CUDA graph."""
 
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
@@ -207,25 +206,19 @@ class Step:
             if self._thin is not None and density.has_density:
                 with unread():
                     detached = density.draw_detached(self.groups, self.coupling, generator)
-            with self._named(offset):
+            try:
                 if detached is not None:
                     told = self._by_hand(density, detached, batch, factor, temperature, thin)
                 else:
                     told = self._by_graph(density, batch, factor, temperature, generator)
+            except (ValueError, TypeError, RuntimeError, IndexError) as error:
+                error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
+                raise
             total = told * weight if total is None else total + told * weight
         assert total is not None
         total = self.ranks.reduce(self.named, total)
         joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}
         return total, self.ranks.norm(self.named, lambda own: gradient_norm(own, joined)), joined
-
-    @contextmanager
-    def _named(self, offset: int) -> Iterator[None]:
-        """Inside, an error knows which of the batches it is about."""
-        try:
-            yield
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
-            raise
 
     def _by_hand(
         self, density: Density, detached: Detached, batch: Any, factor: Any, temperature: Any,

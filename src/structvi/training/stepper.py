@@ -1,7 +1,7 @@
 """The step that `fit` makes, for a loop of the user's own: `step = bayes.stepper()`, `loss = step(batch)`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import nan
 from typing import Any
 
@@ -91,7 +91,8 @@ class Stepper:
         moved = [_on_device(batch, device) for batch in batches]
         counts = [rows(batch) for batch in moved]
         mean = self.observations or float(sum(counts))
-        with borrowed_stream(self.generator), self._network(), uninterrupted():
+        as_it_is = self.precision is None and self._compiled is None
+        with borrowed_stream(self.generator), nullcontext() if as_it_is else self._network(), uninterrupted():
             try:
                 values, norm = self._step(moved, [one / mean for one in counts], temperature, sum(counts) / mean)
             except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
@@ -100,15 +101,12 @@ class Stepper:
         if posterior.calibration is not None:  # it was one of the posterior before
             posterior.calibration = None
         self.steps, self._values, self.gradient_norm = self.steps + 1, values, norm
-        return -float(values.mean()) / posterior.model.num_data
+        return -sum(each := values.tolist()) / len(each) / posterior.model.num_data
 
     @contextmanager
     def _network(self) -> Iterator[None]:
         """Inside, the network runs in the precision, and compiled, as asked."""
         model = self.posterior.model
-        if self.precision is None and self._compiled is None:
-            yield
-            return
         before, model.precision = model.precision, self.precision or model.precision
         model.compiled = self._compiled
         try:

@@ -13,7 +13,8 @@ from structvi.families.numerics.fused import kernels_serve
 from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
 
 for form in (vi.StructuredNormal, vi.StructuredPrecision):
-    for rank, groups in ((1, 1), (3, 3), (17, 1), (17, 4), (36, 1), (3, 20)):  # the last takes its 40 draws in two parts
+    # the last takes its 40 draws in two parts
+    for rank, groups in ((1, 1), (3, 3), (17, 1), (17, 4), (36, 1), (3, 20)):
         q = family(form(rank), torch.float32)
         assert kernels_serve(q.factor)
         # the test's function has derivatives of about a hundred: that many roundings of float32
