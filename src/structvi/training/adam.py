@@ -114,14 +114,15 @@ class Adam(torch.optim.Adam):
                 self._moments(parameter)
         done = self._step_families(thin, coefficient, make) if make is not None else set()
         for group in self.param_groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None and p not in done]
+            with_gradient = [p for p in group["params"] if p.grad is not None and not (done and p in done)]
             if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
                 torch._foreach_mul_([p.grad for p in with_gradient], coefficient)  # pyright: ignore[reportPrivateImportUsage]
             # a factor with a whole gradient (of a mixture's part, a block) is a parameter like others
-            by_kernel = {p for p in with_gradient if p in self._by_kernel and p.ndim == 1}
-            self._step_fused([p for p in with_gradient if p not in by_kernel], group, coefficient, make)
+            by_kernel = {p for p in with_gradient if p.ndim == 1} & self._by_kernel if self._by_kernel else set()
+            others = [p for p in with_gradient if p not in by_kernel] if by_kernel else with_gradient
+            self._step_fused(others, group, coefficient, make)
             dense = coefficient if isinstance(coefficient, Tensor) else 1.0
-            for parameter in group["params"]:
+            for parameter in group["params"] if thin or by_kernel else ():
                 if parameter in by_kernel:
                     assert parameter.grad is not None
                     ones = parameter.new_ones(1, 1)
@@ -175,7 +176,11 @@ class Adam(torch.optim.Adam):
             )
         )
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 if make is None else [make] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
+        if make is None:
+            for step in steps:
+                step += 1
+        else:
+            torch._foreach_add_(steps, [make] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
         # the kernel divides gradients by the one and does nothing where the other is 1
         scale = {} if make is None else {"grad_scale": coefficient.reciprocal(), "found_inf": 1 - make}
         _fused(values, gradients, first, second, steps, group, **scale)
@@ -285,8 +290,13 @@ def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({}
     others = [p.grad for p in parameters if p.grad is not None and p not in counted]
     if others:
         norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
-        squares.append(torch.stack(norms).double().square().sum())
+        squares.append(torch.stack(norms).double().square().sum() if norms[0].is_cuda else _summed(norms))
     return sum(squares[1:], squares[0]).sqrt()
+
+
+def _summed(norms: Sequence[Tensor]) -> Tensor:
+    """Σ n² in numbers of Python, which takes less time on a CPU."""
+    return torch.tensor(sum(norm.item() ** 2 for norm in norms), dtype=torch.float64)
 
 
 def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def sum_weights(x: Tensor) -> Tensor:
     block, (size, rest) = _cut(P)
     if not rest:
         return x.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64)
-    whole, few = torch.split(x, [size, rest], dim=-1)
+    whole, few = x.split_with_sizes((size, rest), -1)
     return whole.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64) + few.sum(-1, dtype=torch.float64)
 
 
@@ -53,7 +53,7 @@ class SumSquares(torch.autograd.Function):
         if x.dtype == torch.float64 or P <= _BLOCK:
             return x.square().sum(-1, dtype=torch.float64)
         block, (size, rest) = _cut(P)
-        whole, few = torch.split(x, [size, rest], dim=-1) if rest else (x, None)
+        whole, few = x.split_with_sizes((size, rest), -1) if rest else (x, None)
         norms = torch.linalg.vector_norm(whole.unflatten(-1, (-1, block)), dim=-1).double()
         squares = norms.square().sum(-1)
         return squares if few is None else squares + few.square().sum(-1, dtype=torch.float64)
