@@ -322,7 +322,7 @@ all draws share one pass of the backbone, so that vmap is for the head alone.
   one never stopped; a fit goes on on another device. Files go from the GPU to the CPU and back. Outputs and ELBO are
   those of the CPU. Tried too: fits around a trained network, evaluation, calibration, diagnosis, growth, log densities;
 - **kernels**: draws and gradients of the Triton kernels against the plain path in float64 at P = 101 and 100,003,
-  ranks 1, 3, 16, 17, 64 and 128, with 1, 2, 7 and 40 draws, Adam against torch's, partial sums and the numbers of draws;
+  ranks 1, 3, 16, 17, 64 and 128, with 1, 2, 7 and 40 draws, Adam against torch's, partial sums and numbers of draws;
 - **laws**: every law of every family (`structvi.testing`) in float32 and float64;
 - **many_fits**: fits at once are those one by one, captured; the noise of all generators in one launch is that of each;
 - **memory**: a step that does not fit says what would, and nothing is lost;

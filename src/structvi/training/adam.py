@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..families.forms import Factor
+from ..families.numerics.algebra import square_on_host
 from ..families.numerics.fused import LowRankGradient, kernels_serve
 
 #: The gradients of factors [P, K] as their two sides, of those whose `.grad` is not written.
@@ -192,16 +193,17 @@ class Adam(torch.optim.Adam):
         P, K = parameter.shape
         most = max(1, _COLUMNS // P)
         columns = A.new_empty(min(most, K), P)
+        moved = [x.mT for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]  # [K, P]
         for start in range(0, K, most):
             some = slice(start, min(start + most, K))
             z, gradient = Z[:, some].mT, columns[: some.stop - start]  # [k, R], [k, P]
             if len(A) <= _FEW:  # row by row: a matrix product of so few takes longer
                 torch.mul(z[:, :1], A[0], out=gradient)
-                for row, side in zip(z.mT[1:], A[1:], strict=True):
-                    gradient.addcmul_(side, row.unsqueeze(-1))
+                for row in range(1, len(A)):
+                    gradient.addcmul_(A[row], z[:, row : row + 1])
             else:
                 torch.mm(z, A, out=gradient)
-            value, first, second = (x.mT[some] for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            value, first, second = (x[some] for x in moved)
             _fused([value], [gradient], [first], [second], [state["step"]], group)
 
     def _step_families(self, thin: Thin, coefficient: Any, make: Tensor) -> set[Tensor]:
@@ -289,14 +291,12 @@ def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({}
             squares.append(gradient.squared_norm())
     others = [p.grad for p in parameters if p.grad is not None and p not in counted]
     if others:
-        norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
-        squares.append(torch.stack(norms).double().square().sum() if norms[0].is_cuda else _summed(norms))
+        if others[0].device.type == "cpu":  # numbers of Python take less time
+            squares.append(torch.tensor(sum(map(square_on_host, others)), dtype=torch.float64))
+        else:
+            norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
+            squares.append(torch.stack(norms).double().square().sum())
     return sum(squares[1:], squares[0]).sqrt()
-
-
-def _summed(norms: Sequence[Tensor]) -> Tensor:
-    """Σ n² in numbers of Python, which takes less time on a CPU."""
-    return torch.tensor(sum(norm.item() ** 2 for norm in norms), dtype=torch.float64)
 
 
 def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .algebra import SumSquares, half_log_det, project, sum_weights
+from .algebra import SumSquares, half_log_det, project, square_on_host, sum_weights
 from .way_back import back_at_once, back_diagonal, back_scaled, sloped
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -69,6 +69,8 @@ class LowRankGradient(NamedTuple):
         """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ), in float64."""
         if (known := self.square) is not None:
             return known
+        if len(self.A) == 1 and self.A.device.type == "cpu":
+            return torch.tensor(square_on_host(self.A[0]) * square_on_host(self.Z[0]), dtype=torch.float64)
         if len(self.A) == 1:
             return SumSquares.forward(self.A[0]) * SumSquares.forward(self.Z[0])
         return ((self.A @ self.A.mT).double() * (self.Z @ self.Z.mT).double()).sum()
