@@ -289,13 +289,13 @@ def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({}
             counted.update(vectors)
         else:
             squares.append(gradient.squared_norm())
-    others = [p.grad for p in parameters if p.grad is not None and p not in counted]
+    others = [p.grad for p in parameters if p.grad is not None and not (counted and p in counted)]
+    if others and others[0].device.type == "cpu":  # numbers in Python take less time
+        whole = sum(square.item() for square in squares) + sum(map(square_on_host, others))
+        return torch.full((), whole**0.5, dtype=torch.float64)
     if others:
-        if others[0].device.type == "cpu":  # numbers of Python take less time
-            squares.append(torch.tensor(sum(map(square_on_host, others)), dtype=torch.float64))
-        else:
-            norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
-            squares.append(torch.stack(norms).double().square().sum())
+        norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
+        squares.append(torch.stack(norms).double().square().sum())
     return sum(squares[1:], squares[0]).sqrt()
 
 

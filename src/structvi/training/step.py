@@ -213,7 +213,8 @@ class Step:
             except (ValueError, TypeError, RuntimeError, IndexError) as error:
                 error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
                 raise
-            total = told * weight if total is None else total + told * weight
+            told = told if isinstance(weight, float) and weight == 1.0 else told * weight
+            total = told if total is None else total + told
         assert total is not None
         total = self.ranks.reduce(self.named, total)
         joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}

@@ -14,7 +14,7 @@ from ...basics.host_reads import reads
 
 _BLOCK = 4096  # weights whose products are added in their own precision
 _LEAST = 256  # a block that leaves no rest has at least so many
-_DOT = 2**18  # numbers in a dot product on a CPU
+_DOT = 2**20  # numbers in a dot product on a CPU
 _SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
 
 
@@ -85,6 +85,8 @@ def square_on_host(x: Tensor) -> float:
     """
     if x.ndim != 1:
         return torch.linalg.vector_norm(x).item() ** 2
+    if len(x) <= _DOT:
+        return torch.dot(x, x).item()
     return sum(torch.dot(part, part).item() for part in x.split(_DOT))
 
 

@@ -271,7 +271,8 @@ class _Slabs:
         scale = _exp(log_scale)
         scaled = factor.mT * ratio(scale, unit, False)
         sums = project(scaled, scaled.mT), project(epsilon, scaled.mT), SumSquares.forward(epsilon)
-        theta = torch.addcmul(mean, scale, torch.addmm(epsilon, z, scaled))
+        theta = torch.addmm(epsilon, z, scaled)
+        torch.addcmul(mean, scale, theta, out=theta)
         return scale, *sums, sum_weights(log_scale), theta, None, scaled
 
     @staticmethod
