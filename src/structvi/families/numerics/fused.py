@@ -241,6 +241,11 @@ def _passes(factor: Tensor) -> Any:
     return triton_kernels
 
 
+def one_slab(factor: Tensor, precision: bool) -> bool:
+    """Whether G = r∘F is made once, and kept from the draws to the way back."""
+    return not precision and factor.device.type == "cpu" and 0 < factor.numel() <= factor.shape[-1] * _SLAB
+
+
 def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
     return scale / unit if precision else unit / scale
 
@@ -264,7 +269,7 @@ class _Slabs:
     @staticmethod
     def joins(S, factor, precision):
         """Where all weights are one slab G is kept: θ and the score are products with it."""
-        return not precision and factor.device.type == "cpu" and 0 < factor.numel() <= factor.shape[-1] * _SLAB
+        return one_slab(factor, precision)
 
     @staticmethod
     def sums_and_draws(mean, log_scale, factor, unit, epsilon, z):
