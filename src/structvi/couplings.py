@@ -39,6 +39,8 @@ def naive(
         torch.Size([3, 5])
     """
     every = torch.randn(groups * (P + K), generator=generator, dtype=dtype, device=device)  # one call for both
+    if K == 0:
+        return Noise(every.view(groups, P), every.new_empty(groups, 0))
     return Noise(every[: groups * P].view(groups, P), every[groups * P :].view(groups, K))
 
 

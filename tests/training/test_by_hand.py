@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import structvi as vi
+from structvi.training import by_hand
 from structvi.training.adam import Adam
 from structvi.training.step import Step
 
@@ -90,3 +91,10 @@ def test_of_several_batches_it_is_the_sum():
 
 def test_with_random_noise_in_the_likelihood():
     check(made(vi.StructuredNormal(3), vi.NormalPrior(0.7), vi.likelihoods.Gaussian("random")), [batch()])
+
+
+@pytest.mark.parametrize(("groups", "S"), [(1, 1), (1, 2), (3, 6)])
+def test_numbers_of_draws_in_python_are_those_of_tensors(groups, S):
+    values = torch.randn(3, S, generator=torch.Generator().manual_seed(0))
+    given = *values, torch.full((S,), 1 / S), 12.5, groups
+    torch.testing.assert_close(by_hand._Numbers.told(*given), by_hand._Terms.told(*given), rtol=1e-6, atol=1e-6)

@@ -240,7 +240,7 @@ class BayesianModel(nn.Module):
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
             log_prob = self._log_prob(own, output, target)
             check_log_prob(log_prob, output, target, B)
-            return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
+            return sum_weights(log_prob if log_prob.ndim == 1 else log_prob.reshape(-1)).to(log_prob.dtype)
 
         return self._evaluate(one, theta, fixed), B
 

@@ -15,6 +15,9 @@ from ..basics.patterns import few
 from ..basics.random_streams import alone
 from .module_copy import ModuleCopy
 
+#: of the modules of a network: which are in training mode, by a function of each or in their order
+Modes = Callable[[nn.Module], bool] | Sequence[bool]
+
 
 class _Buffer(NamedTuple):
     name: str
@@ -121,9 +124,20 @@ class Twin:
         """Which modules are in training mode, in the order of `net.modules()`."""
         return tuple([module.training for module in self.modules])
 
-    def set_modes(self, modes: Sequence[bool]) -> None:
-        for module, mode in zip(self.modules, modes, strict=True):
+    def set_modes(self, modes: Modes) -> None:
+        each = map(modes, self.modules) if callable(modes) else modes
+        for module, mode in zip(self.modules, each, strict=True):
             module.__dict__["training"] = mode  # past nn.Module's own, which takes longer than small networks
+
+    @contextmanager
+    def in_modes(self, modes: Modes) -> Iterator["Twin"]:
+        """Inside, its modules are in these modes; afterwards in those of before."""
+        before = self.modes
+        self.set_modes(modes)
+        try:
+            yield self
+        finally:
+            self.set_modes(before)
 
     def copied_buffers(self) -> dict[str, Tensor]:
         """Copies of those buffers that a call may change: the network's own stay as they are."""
@@ -209,9 +223,7 @@ class Twins:
     def __reduce__(self) -> tuple[Any, ...]:  # copies and other processes make their own
         return Twins, (self.original,)
 
-    def borrowed(
-        self, modes: Callable[[nn.Module], bool] | Sequence[bool] | None = None, caller: int | None = None
-    ) -> AbstractContextManager[Twin]:
+    def borrowed(self, modes: Modes | None = None, caller: int | None = None) -> AbstractContextManager[Twin]:
         """A twin for this thread, the same one inside.
 
         Args:
@@ -219,38 +231,26 @@ class Twins:
             caller: the thread that waits for this one, where it is another: what is its own may be used.
         """
         twin = self._own.twin
-        if twin is not None and modes is None:
-            return nullcontext(twin)
-        return self._borrowed(twin, modes, caller)
-
-    @contextmanager
-    def _borrowed(
-        self, twin: Twin | None, modes: Callable[[nn.Module], bool] | Sequence[bool] | None, caller: int | None
-    ) -> Iterator[Twin]:
         if twin is None:
-            with self._taken(caller) as twin, self.borrowed(modes):
-                yield twin
-            return
-        assert modes is not None
-        before = twin.modes
-        twin.set_modes([modes(module) for module in twin.modules] if callable(modes) else modes)
-        try:
-            yield twin
-        finally:
-            twin.set_modes(before)
+            return self._taken(modes, caller)
+        return nullcontext(twin) if modes is None else twin.in_modes(modes)
 
     @contextmanager
-    def _taken(self, caller: int | None) -> Iterator[Twin]:
+    def _taken(self, modes: Modes | None, caller: int | None) -> Iterator[Twin]:
         waited_for = caller not in (None, threading.get_ident())
         twin = self._take(waited_for)
         with nullcontext() if twin.private or waited_for else alone():
             if twin.private:
-                twin.set_modes([module.training for module in twin.originals])
+                twin.set_modes([module.training for module in twin.originals] if modes is None else modes)
             else:
                 twin.look()  # nobody else is inside now
             self._own.twin, whole = twin, False
+            own = any(buffer.own for buffer in twin.buffers)
             try:
-                with twin.guarded() if any(buffer.own for buffer in twin.buffers) else nullcontext():
+                with (
+                    nullcontext() if twin.private or modes is None else twin.in_modes(modes),
+                    twin.guarded() if own else nullcontext(),
+                ):
                     yield twin
                 whole = True
             finally:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..families.forms import Factor
+from ..families.numerics.algebra import square_on_host
 from ..families.numerics.fused import LowRankGradient, kernels_serve
 
 #: The gradients of factors [P, K] as their two sides, of those whose `.grad` is not written.
@@ -114,14 +115,15 @@ class Adam(torch.optim.Adam):
                 self._moments(parameter)
         done = self._step_families(thin, coefficient, make) if make is not None else set()
         for group in self.param_groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None and p not in done]
+            with_gradient = [p for p in group["params"] if p.grad is not None and not (done and p in done)]
             if not isinstance(coefficient, Tensor) and coefficient != 1 and with_gradient:
                 torch._foreach_mul_([p.grad for p in with_gradient], coefficient)  # pyright: ignore[reportPrivateImportUsage]
             # a factor with a whole gradient (of a mixture's part, a block) is a parameter like others
-            by_kernel = {p for p in with_gradient if p in self._by_kernel and p.ndim == 1}
-            self._step_fused([p for p in with_gradient if p not in by_kernel], group, coefficient, make)
+            by_kernel = {p for p in with_gradient if p.ndim == 1} & self._by_kernel if self._by_kernel else set()
+            others = [p for p in with_gradient if p not in by_kernel] if by_kernel else with_gradient
+            self._step_fused(others, group, coefficient, make)
             dense = coefficient if isinstance(coefficient, Tensor) else 1.0
-            for parameter in group["params"]:
+            for parameter in group["params"] if thin or by_kernel else ():
                 if parameter in by_kernel:
                     assert parameter.grad is not None
                     ones = parameter.new_ones(1, 1)
@@ -175,7 +177,11 @@ class Adam(torch.optim.Adam):
             )
         )
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 if make is None else [make] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
+        if make is None:
+            for step in steps:
+                step += 1
+        else:
+            torch._foreach_add_(steps, [make] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
         # the kernel divides gradients by the one and does nothing where the other is 1
         scale = {} if make is None else {"grad_scale": coefficient.reciprocal(), "found_inf": 1 - make}
         _fused(values, gradients, first, second, steps, group, **scale)
@@ -187,16 +193,17 @@ class Adam(torch.optim.Adam):
         P, K = parameter.shape
         most = max(1, _COLUMNS // P)
         columns = A.new_empty(min(most, K), P)
+        moved = [x.mT for x in (parameter, state["exp_avg"], state["exp_avg_sq"])]  # [K, P]
         for start in range(0, K, most):
             some = slice(start, min(start + most, K))
             z, gradient = Z[:, some].mT, columns[: some.stop - start]  # [k, R], [k, P]
             if len(A) <= _FEW:  # row by row: a matrix product of so few takes longer
                 torch.mul(z[:, :1], A[0], out=gradient)
-                for row, side in zip(z.mT[1:], A[1:], strict=True):
-                    gradient.addcmul_(side, row.unsqueeze(-1))
+                for row in range(1, len(A)):
+                    gradient.addcmul_(A[row], z[:, row : row + 1])
             else:
                 torch.mm(z, A, out=gradient)
-            value, first, second = (x.mT[some] for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            value, first, second = (x[some] for x in moved)
             _fused([value], [gradient], [first], [second], [state["step"]], group)
 
     def _step_families(self, thin: Thin, coefficient: Any, make: Tensor) -> set[Tensor]:
@@ -282,7 +289,10 @@ def gradient_norm(parameters: Iterable[Tensor], thin: Thin = MappingProxyType({}
             counted.update(vectors)
         else:
             squares.append(gradient.squared_norm())
-    others = [p.grad for p in parameters if p.grad is not None and p not in counted]
+    others = [p.grad for p in parameters if p.grad is not None and not (counted and p in counted)]
+    if others and others[0].device.type == "cpu":  # numbers in Python take less time
+        whole = sum(square.item() for square in squares) + sum(map(square_on_host, others))
+        return torch.full((), whole**0.5, dtype=torch.float64)
     if others:
         norms = torch._foreach_norm(others)  # pyright: ignore[reportPrivateImportUsage]
         squares.append(torch.stack(norms).double().square().sum())

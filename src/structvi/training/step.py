@@ -137,10 +137,9 @@ class Step:
         evaluation.captured = self.reason is None
         try:
             graph, told, norm, thin = self._gradients(batches, weights, temperature)
-            numbers = torch.cat([told.flatten(), norm.reshape(1)])
             # where the host would wait for the device, the optimizer is launched before it does
             moved = graph is None and self._moves_unread
-            read = _read_later(numbers) if moved else numbers.tolist
+            read = _reading(told, norm, moved)
             if moved:
                 assert isinstance(self.optimizer, Adam)
                 self.optimizer.step_clipped(told, norm, thin, self.clip)
@@ -214,7 +213,8 @@ class Step:
             except (ValueError, TypeError, RuntimeError, IndexError) as error:
                 error.batch = offset  # pyright: ignore[reportAttributeAccessIssue]
                 raise
-            total = told * weight if total is None else total + told * weight
+            told = told if isinstance(weight, float) and weight == 1.0 else told * weight
+            total = told if total is None else total + told
         assert total is not None
         total = self.ranks.reduce(self.named, total)
         joined = {factor: LowRankGradient.joined(parts) for factor, parts in thin.items()}
@@ -346,8 +346,13 @@ class Step:
         return self._graphs[key]
 
 
-def _read_later(numbers: Tensor) -> Callable[[], list[float]]:
-    """`numbers.tolist` of a GPU, which waits for what has been launched so far, and not for what comes after."""
+def _reading(told: Tensor, norm: Tensor, later: bool) -> Callable[[], list[float]]:
+    """How these numbers are read: where it is later, it waits for what has been launched so far, and no more."""
+    if not told.is_cuda:
+        return lambda: [*told.flatten().tolist(), norm.item()]
+    numbers = torch.cat([told.flatten(), norm.reshape(1)])
+    if not later:
+        return numbers.tolist
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()

@@ -14,6 +14,7 @@ from ...basics.host_reads import reads
 
 _BLOCK = 4096  # weights whose products are added in their own precision
 _LEAST = 256  # a block that leaves no rest has at least so many
+_DOT = 2**20  # numbers in a dot product on a CPU
 _SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
 
 
@@ -38,7 +39,7 @@ def sum_weights(x: Tensor) -> Tensor:
     block, (size, rest) = _cut(P)
     if not rest:
         return x.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64)
-    whole, few = torch.split(x, [size, rest], dim=-1)
+    whole, few = x.split_with_sizes((size, rest), -1)
     return whole.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64) + few.sum(-1, dtype=torch.float64)
 
 
@@ -53,7 +54,7 @@ class SumSquares(torch.autograd.Function):
         if x.dtype == torch.float64 or P <= _BLOCK:
             return x.square().sum(-1, dtype=torch.float64)
         block, (size, rest) = _cut(P)
-        whole, few = torch.split(x, [size, rest], dim=-1) if rest else (x, None)
+        whole, few = x.split_with_sizes((size, rest), -1) if rest else (x, None)
         norms = torch.linalg.vector_norm(whole.unflatten(-1, (-1, block)), dim=-1).double()
         squares = norms.square().sum(-1)
         return squares if few is None else squares + few.square().sum(-1, dtype=torch.float64)
@@ -73,6 +74,20 @@ def sum_squares(x: Tensor) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return SumSquares.forward(x)
     return SumSquares.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def square_on_host(x: Tensor) -> float:
+    """Σ x² of a tensor of the CPU: of a vector by dot products, which are faster than torch's norm, and more exact.
+
+    Example:
+        >>> square_on_host(torch.tensor([3.0, 4.0]))
+        25.0
+    """
+    if x.ndim != 1:
+        return torch.linalg.vector_norm(x).item() ** 2
+    if len(x) <= _DOT:
+        return torch.dot(x, x).item()
+    return sum(torch.dot(part, part).item() for part in x.split(_DOT))
 
 
 def project(x: Tensor, factor: Tensor) -> Tensor:

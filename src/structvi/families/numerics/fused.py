@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .algebra import SumSquares, half_log_det, project, sum_weights
+from .algebra import SumSquares, half_log_det, project, square_on_host, sum_weights
+from .way_back import back_at_once, back_diagonal, back_scaled, sloped
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SLAB = 1 << 19  # weights that a pass on the CPU handles at once
 _PRODUCTS = 64  # from S·K of these on products of all draws with the factor are one matrix product
 
@@ -67,6 +69,8 @@ class LowRankGradient(NamedTuple):
         """Σ_pk (AᵀZ)² = Σ_rr' (AAᵀ)(ZZᵀ), in float64."""
         if (known := self.square) is not None:
             return known
+        if len(self.A) == 1 and self.A.device.type == "cpu":
+            return torch.tensor(square_on_host(self.A[0]) * square_on_host(self.Z[0]), dtype=torch.float64)
         if len(self.A) == 1:
             return SumSquares.forward(self.A[0]) * SumSquares.forward(self.Z[0])
         return ((self.A @ self.A.mT).double() * (self.Z @ self.Z.mT).double()).sum()
@@ -156,6 +160,9 @@ def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tens
         quadratic = quadratic + (p * z64 + (p + z64 @ sums.gram) * u64).sum(-1)
         determinant = determinant + (-1 if precision else 1) * half_log_det(L)
         u = u64.to(z.dtype)
+    elif not z.is_cuda and not isinstance(P, Tensor):
+        known = 0.5 * log(2 * pi) * P + determinant.item()
+        return z, torch.tensor([-0.5 * x - known for x in quadratic.tolist()], dtype=z.dtype), sums.gram
     else:
         u, inverse = z, sums.gram
     log_q = (-0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P).to(z.dtype)
@@ -179,7 +186,8 @@ def backward(
     if theta is None or slope is None:
         theta, slope = g, torch.zeros_like(g_q)
     if scaled is not None:
-        return _back_scaled(scaled, scale, unit, epsilon, u, z, g, g_q, theta, slope)
+        to_mean, to_scale, A = back_scaled(scaled, scale, unit, epsilon, u, g, g_q, theta, slope)
+        return to_mean, to_scale, LowRankGradient(A, z)
     if not precision:
         *gradients, A, squares = compute.back_covariance(*common, epsilon, u, z, g, g_q, theta, slope)
         return *gradients, LowRankGradient(A, z, squares)
@@ -217,8 +225,7 @@ def kernels_serve(factor: Tensor) -> bool:
 
 def kernels_take(x: Tensor) -> bool:
     """Whether Triton kernels may be used for this tensor at all."""
-    wanted = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return wanted and x.dtype == torch.float32 and has_triton()
+    return (x.is_cuda or _INTERPRETED) and x.dtype == torch.float32 and has_triton()
 
 
 @cache
@@ -234,8 +241,22 @@ def _passes(factor: Tensor) -> Any:
     return triton_kernels
 
 
+def one_slab(factor: Tensor, precision: bool) -> bool:
+    """Whether G = r∘F is made once, and kept from the draws to the way back."""
+    return not precision and factor.device.type == "cpu" and 0 < factor.numel() <= factor.shape[-1] * _SLAB
+
+
 def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
     return scale / unit if precision else unit / scale
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x) as 2^(x/log 2) in float32 on a CPU, where torch leaves exp to a library that is slow on some processors.
+
+    x/log 2 is rounded once more: about |x| roundings of the result, less than those of θ = μ + s∘ε.
+    """
+    slow = x.dtype == torch.float32 and x.device.type == "cpu"
+    return torch.mul(x, 1 / log(2)).exp2_() if slow else x.exp()
 
 
 class _Slabs:
@@ -248,26 +269,28 @@ class _Slabs:
     @staticmethod
     def joins(S, factor, precision):
         """Where all weights are one slab G is kept: θ and the score are products with it."""
-        return not precision and factor.device.type == "cpu" and 0 < factor.numel() <= factor.shape[-1] * _SLAB
+        return one_slab(factor, precision)
 
     @staticmethod
     def sums_and_draws(mean, log_scale, factor, unit, epsilon, z):
-        scale = log_scale.exp()
+        scale = _exp(log_scale)
         scaled = factor.mT * ratio(scale, unit, False)
         sums = project(scaled, scaled.mT), project(epsilon, scaled.mT), SumSquares.forward(epsilon)
-        theta = torch.addcmul(mean, scale, torch.addmm(epsilon, z, scaled))
+        theta = torch.addmm(epsilon, z, scaled)
+        torch.addcmul(mean, scale, theta, out=theta)
         return scale, *sums, sum_weights(log_scale), theta, None, scaled
 
     @staticmethod
     def sums(log_scale, factor, unit, precision, epsilon):
-        S, K, scale = len(epsilon), factor.shape[-1], log_scale.exp()
+        S, K, scale = len(epsilon), factor.shape[-1], _exp(log_scale)
         both = factor.new_zeros(K + S, K, dtype=torch.float64)
         for at in _slabs(scale) if K else ():
             rows = factor.new_empty(K + S, scale[at].shape[0])  # Gᵀ and ε: their products with G are one
             torch.mul(factor[at].mT, ratio(scale[at], unit[at], precision), out=rows[:K])
             rows[K:] = epsilon[:, at]
             both += project(rows, rows[:K].mT)
-        return scale, both[:K], both[K:], SumSquares.forward(epsilon), sum_weights(log_scale)
+        gram, projection = both.split_with_sizes((K, S))
+        return scale, gram, projection, SumSquares.forward(epsilon), sum_weights(log_scale)
 
     @staticmethod
     def place(mean, scale, factor, unit, precision, epsilon, a):
@@ -284,27 +307,24 @@ class _Slabs:
 
         One draw after the other: a vector stays in the cache from one operation to the next, and none is made anew.
         """
-        own_g, g = theta is not g, _sloped(g, theta, slope)
+        spare, g = theta is not g, sloped(g, theta, slope)
         if g.is_cuda:
-            return _back_at_once(scale, factor, unit, epsilon, u, g, g_q)
-        S, K = len(g), factor.shape[-1]
+            return back_at_once(scale, factor, unit, epsilon, u, g, g_q)
+        if factor.shape[-1] == 0:
+            return *back_diagonal(scale, epsilon, g, g_q, spare), g, None
         # in its place, where nobody else has it
-        mean_gradient = g[0] if own_g and S == 1 else torch.empty_like(scale)
-        scale_gradient = torch.empty_like(scale)
-        A = torch.empty_like(g) if K else g
-        cotangents = g_q.tolist()
+        mean_gradient = g[0] if spare and len(g) == 1 else torch.empty_like(scale)
+        scale_gradient, A, cotangents = torch.empty_like(scale), torch.empty_like(g), g_q.tolist()
         for at in _slabs(scale):
             s, s0 = scale[at], unit[at]
             to_mean, to_scale = mean_gradient[at], scale_gradient[at]
-            ratio = s0 / s if K else s
-            pulled = torch.empty_like(s) if S > 1 else to_mean  # of the draws after the first
+            pulled = torch.empty_like(s) if len(g) > 1 else to_mean  # of the draws after the first
             for draw, product in enumerate(_products(u, factor[at])):
                 e = epsilon[draw, at]
-                t = e if product is None else torch.addcmul(e, product, ratio)
+                t = torch.addcmul(e, product, s0 / s)
                 own = pulled if draw else to_mean  # the first is where the sum begins
                 torch.addcdiv(g[draw, at], t, s, value=-cotangents[draw], out=own)
-                if K:
-                    torch.mul(own, s0, out=A[draw, at])
+                torch.mul(own, s0, out=A[draw, at])
                 if draw:
                     to_scale.addcmul_(own, e)
                     to_mean.add_(own)
@@ -316,7 +336,7 @@ class _Slabs:
     @staticmethod
     def pull(scale, factor, unit, epsilon, z, g, g_q, theta, slope):
         """g' = g + slope·θ + g_q·score in the precision form, and Gᵀ(s∘g')."""
-        g = _sloped(g, theta, slope)
+        g = sloped(g, theta, slope)
         pulled, projection = torch.empty_like(g), torch.zeros_like(z, dtype=torch.float64)
         for at in _slabs(scale):
             F, s, s0 = factor[at], scale[at], unit[at]
@@ -344,48 +364,9 @@ class _Slabs:
         return mean_gradient, scale_gradient, A, None
 
 
-def _back_scaled(
-    scaled: Tensor, scale: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor,
-    theta: Tensor, slope: Tensor,
-) -> tuple[Tensor, Tensor, LowRankGradient]:  # fmt: skip
-    """`back_covariance` where G is at hand: with t = ε + G u, in whose place A = s₀∘g' is put."""
-    own_g, g = theta is not g, _sloped(g, theta, slope)
-    A = torch.addmm(epsilon, u, scaled)
-    to_mean = g[0] if own_g and len(g) == 1 else torch.empty_like(scale)  # in its place, where nobody else has it
-    to_scale = torch.empty_like(scale)
-    for draw, cotangent in enumerate(g_q.tolist()):
-        pulled = A[draw] if draw else to_mean  # the first is where the sum begins
-        torch.addcdiv(g[draw], A[draw], scale, value=-cotangent, out=pulled)
-        if draw:
-            to_scale.addcmul_(pulled, epsilon[draw])
-            to_mean.add_(pulled)
-            pulled.mul_(unit)
-        else:
-            torch.mul(pulled, epsilon[draw], out=to_scale)
-            torch.mul(pulled, unit, out=A[draw])
-    return to_mean, to_scale.mul_(scale), LowRankGradient(A, z)
-
-
-def _back_at_once(
-    scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, g: Tensor, g_q: Tensor
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """`back_covariance` of all draws together, of which the host reads nothing: for a captured step."""
-    t = torch.addcmul(epsilon, u @ factor.mT, unit / scale) if factor.shape[-1] else epsilon
-    pulled = torch.addcmul(g, t / scale, g_q.unsqueeze(-1), value=-1)
-    A = pulled * unit if factor.shape[-1] else g
-    return pulled.sum(0), (pulled * epsilon).sum(0) * scale, A, None
-
-
-def _products(a: Tensor, factor: Tensor) -> Iterable[Tensor | None]:
+def _products(a: Tensor, factor: Tensor) -> Iterable[Tensor]:
     """F a_s of each draw, [P]: for few columns one by one, which is faster and needs no room for all of them."""
-    (S, K), together = a.shape, a.numel() >= _PRODUCTS
-    if K == 0:
-        return [None] * S
-    return a @ factor.mT if together else (torch.mv(factor, row) for row in a)
-
-
-def _sloped(g: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
-    return g if theta is g else g.addcmul_(theta, slope.unsqueeze(-1))
+    return a @ factor.mT if a.numel() >= _PRODUCTS else (torch.mv(factor, row) for row in a)
 
 
 def _slabs(weights: Tensor) -> list[slice]:
