@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..couplings import naive, paired
 from ..families.gaussian import Gaussian
 from ..families.normal_parts import weighted_normals
 from ..models.batch import rows
@@ -293,9 +294,7 @@ class Measuring:
         elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
             self.was_exact = True
             self.exactly(linear)
-            best = max(linear, key=lambda one: one.density)
-            same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
-            self.on_draws(same, self.few(PASSES, DRAWS, FEWEST))
+            self.near(max(linear, key=lambda one: one.density), drawn)
         else:
             self.one_by_one([one for one in candidates if one.noise == self.rule.alone.noise])
 
@@ -327,13 +326,27 @@ class Measuring:
         for one, density in zip(candidates, found, strict=True):
             one.measured(density, self.network)
 
+    def near(self, best: Candidate, drawn: Sequence[Candidate]) -> None:
+        """Weights drawn at two widths: a network bears less than its linearisation, and so first narrower than the best
+        of those by `RATIO`; where that is better, then as wide, else narrower once more."""
+        same = {one.width: one for one in drawn if one.noise == best.noise}
+        if not same or best.width is None or best.held_out is None:
+            return
+        few, widths = self.few(PASSES, DRAWS, FEWEST), [width for width in WIDTHS[::-1] if width <= best.width][::2]
+        first = same[widths[min(1, len(widths) - 1)]]
+        self.on_draws([first], few)
+        is_better = first.held_out is not None and first.held_out.gain_over(best.held_out)[0] > 0
+        then = [same[width] for width in (widths[:1] if is_better else widths[2:3])]
+        self.on_draws([one for one in then if one is not first], few)
+
     def on_draws(self, candidates: list[Candidate], held_out: Reread) -> None:
+        """Those of one posterior in mirrored pairs: their mean has no error of first order, so that few are enough."""
         posteriors = [one.posterior for one in self.arounds]
-        draws = -(-DRAWS // len(posteriors))
+        draws, coupling = -(-DRAWS // len(posteriors)), paired if len(posteriors) == 1 else naive
         for one in candidates:
             for around in self.arounds:
                 around.place(one)
-            one.measured(of_posteriors(posteriors, held_out, self.options.seed, draws), self.network)
+            one.measured(of_posteriors(posteriors, held_out, self.options.seed, draws, coupling), self.network)
 
     def one_by_one(self, candidates: list[Candidate]) -> None:
         """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""
