@@ -10,7 +10,7 @@ many rows each. Of large data half the rows, in as many parts, tell the same for
 and leading directions are of the same gradients: where there is room they are kept, and the data are read once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -35,8 +35,8 @@ FEW = 8
 DENSE = 1024
 #: of more rows, half are looked at, and at least so many
 ROWS = 4000
-#: numbers of gradients that are kept
-KEPT_NUMBERS = 2**28
+#: numbers of gradients that are kept, and places of each that are looked at together
+KEPT_NUMBERS, BLOCK = 2**28, 2**16
 #: a gradient [P], and of how many rows it is
 Root = tuple[Tensor, int]
 #: rows [.., P] along other axes
@@ -128,11 +128,13 @@ def leading_columns(
     """W [P, rank] with WWᵀ the leading part of G = Σ_n J_nᵀ H_n J_n in the metric of a diagonal D [P], of P(K + few).
 
     D^(−½) G D^(−½) has its largest eigenvalues where the data say more than any diagonal can. With the gradients of
-    `diagonal_curvature` G − WWᵀ has no negative diagonal. They are taken in a few at a time, and the leading directions
-    kept (an incremental singular value decomposition).
+    `diagonal_curvature` G − WWᵀ has no negative diagonal. Where they are at hand their inner products tell; else they
+    are taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
     if len(precision) <= DENSE:
         return _leading_dense(model, roots, precision, rank, along)
+    if isinstance(roots, Roots) and roots.kept:
+        return _leading_kept(model, roots.kept, precision, rank, along)
     scale, seen = precision.rsqrt().to(model.space.dtype), 0
     kept = scale.new_empty(len(scale), 0)
     block: list[Tensor] = []
@@ -145,6 +147,20 @@ def leading_columns(
         kept = torch.cat([kept, torch.stack(block, 1)], 1)
     kept = _leading(kept, rank) * (model.num_data / max(1, seen)) ** 0.5
     return kept / scale.unsqueeze(-1)
+
+
+def _leading_kept(model: BayesianModel, kept: Sequence[Root], precision: Tensor, rank: int, along: Turn) -> Tensor:
+    """The same from the inner products of all gradients A [n, P]: AAᵀ has the eigenvalues of AᵀA."""
+    turned, scale = [along(gradient) for gradient, _ in kept], precision.double().rsqrt()
+    blocks = [slice(start, start + BLOCK) for start in range(0, len(scale), BLOCK)]
+
+    def scaled(block: slice) -> Tensor:
+        return torch.stack([gradient[block] for gradient in turned]).double() * scale[block]
+
+    products = sum((one @ one.mT for one in map(scaled, blocks)), start=torch.zeros((), dtype=torch.float64))
+    leading = torch.linalg.eigh(products)[1].flip(1)[:, :rank]
+    columns = torch.cat([scaled(block).mT @ leading / scale[block].unsqueeze(-1) for block in blocks])
+    return (columns * (model.num_data / sum(rows for _, rows in kept)) ** 0.5).to(model.space.dtype)
 
 
 def _leading_dense(model: BayesianModel, roots: Iterable[Root], precision: Tensor, rank: int, along: Turn) -> Tensor:
