@@ -220,13 +220,14 @@ def test_networks_that_disagree_are_less_sure_than_each():
     assert too_sure(networks, [(x, t)]) == bool((-both[0]).mean() > both[1].mean())
 
 
-def test_few_rows_do_not_choose_between_those_that_have_seen_all():
-    """On the first two rows the wide one is as good as the drawn one, which is best there; on all it is not."""
+def test_few_draws_do_not_choose_between_those_that_need_none():
+    """The drawn one is best, and on its two rows the wide one as good; what is exact is compared by itself."""
     alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 6), density=-1.0)
     narrow, wide, drawn = (Candidate(name, width, True, 1.0) for name, width in (("n", 0.1), ("w", 0.3), ("d", 0.1)))
     narrow.measured(held_out(-0.9, -0.9, -0.9, -0.9, -0.9, -0.9), alone.held_out)
     wide.measured(held_out(-0.7, -1.0, -1.0, -1.0, -1.0, -1.0), alone.held_out)
     drawn.measured(held_out(-0.7, -0.99), alone.held_out)
+    narrow.is_exact = wide.is_exact = True
     rule = Rule(alone, is_too_sure=True, harm=inf)
     assert drawn.density > narrow.density > wide.density
     assert rule.widest([narrow, wide]).name == "n"
@@ -234,6 +235,9 @@ def test_few_rows_do_not_choose_between_those_that_have_seen_all():
     assert rule.widest([narrow, wide, drawn]).name == "n"
     drawn.measured(held_out(-0.6, -0.61), alone.held_out)
     assert rule.widest([narrow, wide, drawn]).name == "d"
+    careful = Rule(alone, is_too_sure=True, harm=candidates.HARM)
+    drawn.measured(held_out(*[-0.5] * 5, -3.0), alone.held_out)  # no worse for certain than the network is asked of it
+    assert careful.widest([drawn]).name == "the network"
 
 
 def test_a_width_that_is_not_known_is_an_equal_mixture_of_widths():

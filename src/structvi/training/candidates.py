@@ -48,8 +48,6 @@ DRAWS, PASSES, FEWEST = 8, 0.4, 64
 #: passes that Jacobians of held-out rows may take, and the rows that are seen nevertheless: a row takes a forward pass
 #: and a backward pass for each output
 EXACT_PASSES, FEWEST_EXACT = 1.0, 300
-#: candidates with this share of the rows of those with most are compared with them on the rows that both have seen
-NEARLY = 0.75
 #: nats by which what is kept may be worse than the network, but for a chance: standard deviations that a normal exceeds
 #: with 95 %, of one width, and with 80 %, of a width that is not known, whose narrow parts bound the harm
 HARM, ONE_WIDTH, MIXED = 0.01, 1.6449, 0.8416
@@ -68,6 +66,7 @@ class Candidate:
     noise: float = 1.0  # of a Gaussian("point"), in units of the network's residuals
     held_out: HeldOut | None = None
     density: float = -inf  # of held-out data, in nats for each element
+    is_exact: bool = False  # measured without draws
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -85,11 +84,6 @@ class Candidate:
         """From narrow to wide; of one width the noise that suits it best, for noise is no doubt about the network."""
         return (inf if self.width is None else self.width, self.temperature, self.linearised, self.density)
 
-    @property
-    def rows(self) -> int:
-        """Of held-out data, that it was measured on."""
-        return 0 if self.held_out is None else len(self.held_out.count)
-
     def measured(self, held_out: HeldOut, network: HeldOut) -> HeldOut:
         """Keep what was measured; of some of the rows, the network's own density and what is gained over it there."""
         gain = held_out.gain_over(network)[0]
@@ -99,11 +93,11 @@ class Candidate:
 
 def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
     """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
-    named = model.space.unravel(theta)
-    scales = dict(zip(model.net_space.names, model.net_space.scales.tolist(), strict=True))
-    rms = {name: float(named[name].double().square().mean().sqrt()) for name in scales}
+    named, names = model.space.unravel(theta), model.net_space.names
+    rms = torch.stack([named[name].double().square().mean().sqrt() for name in names]).tolist()  # a GPU waits once
     # a tensor that is zero says nothing of its scale
-    return NormalPrior({escape(name): width * max(rms[name], 1e-3 * scales[name]) for name in scales})
+    scales = [max(own, 1e-3 * scale) for own, scale in zip(rms, model.net_space.scales.tolist(), strict=True)]
+    return NormalPrior({escape(name): width * scale for name, scale in zip(names, scales, strict=True)})
 
 
 def candidates_of(
@@ -257,15 +251,16 @@ class Rule:
         return gain > 2 * error
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
-        """Of those with nearly the most rows; one that has seen fewer where it gains two standard errors on these."""
-        most = NEARLY * max(one.rows for one in candidates)
-        whole = [one for one in candidates if one.rows >= most]
-        best = max(*whole, self.alone, key=lambda one: one.density).held_out
+        """Of those that were measured exactly, if some were; one on draws where it gains two standard errors over that:
+        the noise of few draws is the same in all rows, and no standard error over these shows it."""
+        exact, on_draws = ([one for one in candidates if one.is_exact is kind] for kind in (True, False))
+        exact, on_draws = (exact, on_draws) if exact else (on_draws, [])
+        best = max(*exact, self.alone, key=lambda one: one.density).held_out
         assert best is not None
-        good = [one for one in whole if self.is_good(one, best)]
+        good = [one for one in exact if self.is_good(one, best)]
         kept = max(good, key=lambda one: one.spread) if good else self.alone
-        for one in candidates:
-            if one.rows < most and one.held_out is not None and kept.held_out is not None:
+        for one in on_draws:
+            if one.held_out is not None and kept.held_out is not None and self.is_good(one, one.held_out):
                 gain, error = one.held_out.gain_over(kept.held_out)
                 kept = one if gain > 2 * error else kept
         return kept
@@ -325,6 +320,7 @@ class Measuring:
         found = of_mixed_normals(networks, normals, few, self.options.seed, mixed)
         for one, density in zip(candidates, found, strict=True):
             one.measured(density, self.network)
+            one.is_exact = True
 
     def near(self, best: Candidate, drawn: Sequence[Candidate]) -> None:
         """Weights drawn at two widths: a network bears less than its linearisation, and so first narrower than the best
