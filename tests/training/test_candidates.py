@@ -220,6 +220,20 @@ def test_networks_that_disagree_are_less_sure_than_each():
     assert too_sure(networks, [(x, t)]) == bool((-both[0]).mean() > both[1].mean())
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(0.004, "wide"), (0.001, "narrow")])
+def test_what_gains_more_than_it_loses_is_as_good_as_the_best(gain, expected):
+    """Of so many rows every difference is certain: the wide one is .003 below the best, and above the network."""
+    alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 400), density=-1.0)
+    narrow, wide = Candidate("narrow", 0.1, True, 1.0), Candidate("wide", 0.3, True, 1.0)
+    narrow.measured(held_out(*[-0.997 + gain] * 400), alone.held_out)
+    wide.measured(held_out(*[-0.9995 + gain, -1.0005 + gain] * 200), alone.held_out)
+    assert Rule(alone, is_too_sure=True, harm=candidates.HARM).widest([narrow, wide]).name == expected
+    # a gain of .0045 ± .0050 over the network, .004 below the best, is none for certain
+    narrow.measured(held_out(*[-0.9915] * 400), alone.held_out)
+    wide.measured(held_out(*[-0.8955, -1.0955] * 200), alone.held_out)
+    assert Rule(alone, is_too_sure=True, harm=inf).widest([narrow, wide]).name == "narrow"
+
+
 def test_few_draws_do_not_choose_between_those_that_need_none():
     """The drawn one is best, and on its two rows the wide one as good; what is exact is compared by itself."""
     alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 6), density=-1.0)

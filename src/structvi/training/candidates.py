@@ -245,10 +245,11 @@ class Rule:
     def is_good(self, one: Candidate, best: HeldOut) -> bool:
         if one.held_out is None or one.held_out.least_gain_over(self.network, self.deviations) < -self.harm:
             return False
-        if self.is_too_sure:
-            return as_good(one.held_out, best)
         gain, error = one.held_out.gain_over(self.network)
-        return gain > 2 * error
+        if not self.is_too_sure:
+            return gain > 2 * error
+        # or more is gained over the network, and not by chance alone, than is lost against the best
+        return as_good(one.held_out, best) or (gain > error and best.gain_over(one.held_out)[0] <= min(MARGIN, gain))
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
         """Of those that were measured exactly, if some were; one on draws where it gains two standard errors over that:
