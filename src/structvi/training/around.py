@@ -11,10 +11,11 @@ open is chosen:
 - the family, a scale mixture of the precision form: its leading directions are those in which the data say most.
 
 With held-out data the choice is theirs: the *widest* posterior whose log density is within `MARGIN` nats of the best
-candidate's, and within half a paired standard error of it, the network itself among the candidates. The widest, since
-it costs nothing where data are like the training data, and is what gains where they are not; and none that the data
-let be more than `HARM` nats worse than the network. `keep="best"` takes the maximum. Where the network is not sure
-enough already, a posterior must gain to be taken (`candidates.py`). Without held-out data c = `WIDTH`, linearised.
+candidate's, and within half a paired standard error of it or not more below it than above the network, which is itself
+among the candidates. The widest, since it costs nothing where data are like the training data, and is what gains where
+they are not; and none that the data let be more than `HARM` nats worse than the network. `keep="best"` takes the
+maximum. Where the network is not sure enough already, a posterior must gain to be taken (`candidates.py`). Without
+held-out data c = `WIDTH`, linearised.
 """
 
 import copy
