@@ -249,6 +249,9 @@ def test_few_draws_do_not_choose_between_those_that_need_none():
     assert rule.widest([narrow, wide, drawn]).name == "n"
     drawn.measured(held_out(-0.6, -0.61), alone.held_out)
     assert rule.widest([narrow, wide, drawn]).name == "d"
+    other = Candidate("o", 0.3, False, 1.0)  # better than that one, not for certain
+    other.measured(held_out(-0.5, -0.65), alone.held_out)
+    assert rule.widest([narrow, wide, drawn, other]).name == "o"
     careful = Rule(alone, is_too_sure=True, harm=candidates.HARM)
     drawn.measured(held_out(*[-0.5] * 5, -3.0), alone.held_out)  # no worse for certain than the network is asked of it
     assert careful.widest([drawn]).name == "the network"

@@ -252,19 +252,22 @@ class Rule:
         return as_good(one.held_out, best) or (gain > error and best.gain_over(one.held_out)[0] <= min(MARGIN, gain))
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
-        """Of those that were measured exactly, if some were; one on draws where it gains two standard errors over that:
-        the noise of few draws is the same in all rows, and no standard error over these shows it."""
+        """Of those that were measured exactly, if some were; the best on draws where it gains two standard errors over
+        that: the noise of few draws is the same in all rows, and no standard error over these shows it."""
         exact, on_draws = ([one for one in candidates if one.is_exact is kind] for kind in (True, False))
         exact, on_draws = (exact, on_draws) if exact else (on_draws, [])
         best = max(*exact, self.alone, key=lambda one: one.density).held_out
         assert best is not None
         good = [one for one in exact if self.is_good(one, best)]
         kept = max(good, key=lambda one: one.spread) if good else self.alone
-        for one in on_draws:
-            if one.held_out is not None and kept.held_out is not None and self.is_good(one, one.held_out):
-                gain, error = one.held_out.gain_over(kept.held_out)
-                kept = one if gain > 2 * error else kept
-        return kept
+        better = [one for one in on_draws if self.is_certain(one, kept)]
+        return max(better, key=lambda one: one.density, default=kept)
+
+    def is_certain(self, one: Candidate, kept: Candidate) -> bool:
+        if one.held_out is None or kept.held_out is None or not self.is_good(one, one.held_out):
+            return False
+        gain, error = one.held_out.gain_over(kept.held_out)
+        return gain > 2 * error
 
     def best(self, candidates: list[Candidate]) -> Candidate:
         best = max(candidates, key=lambda one: one.density)
