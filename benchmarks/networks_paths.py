@@ -3,7 +3,7 @@
     python -m benchmarks.networks_paths --data DIR [--sets digits,breastmnist,nuclei] [--nets folder] --out paths.png
 
 The networks are those of `benchmarks.networks`; `--nets` is the folder nets/ of a run of it, whose networks are taken
-again. The prior is that of a path: a fifth of each tensor's root mean square.
+again. The prior is that of a path: four widths, up to 0.24 of each tensor's root mean square.
 """
 
 import argparse

@@ -77,6 +77,8 @@ class Rule:
         of_labels: the bound is on the gain under the labels of the network at a temperature, whose 95 % interval the
             held-out rows give: what is unknown is one number.
         keep_best: the maximum, as `keep="best"`, the network among them or not.
+        by_gain: as good is also what gains more over the network, by one standard error at least, than it loses
+            against the best.
     """
 
     title: str
@@ -85,6 +87,7 @@ class Rule:
     of_labels: bool = False
     keep_best: bool = False
     with_network: bool = True
+    by_gain: bool = False
 
     def __call__(self, record: Record, rows: int) -> Group:
         labels, every = record["labels"][:rows], record["held out"]
@@ -96,12 +99,15 @@ class Rule:
         if self.keep_best:
             return best if self.with_network else max(names, key=lambda group: held_out[group].mean)
         safe = [group for group in names if self._is_safe(log_p, labels, group, held_out)]
+        gains = {group: held_out[group].gain_over(network) for group in safe}
         if _is_too_sure(log_p[NETWORK,], labels):
-            good = [group for group in safe if _as_good(held_out[group], held_out[best])]
+            good = [group for group in safe if self._is_good(held_out[group], held_out[best], *gains[group])]
         else:
-            gains = {group: held_out[group].gain_over(network) for group in safe}
             good = [group for group in safe if gains[group][0] > 2 * gains[group][1]]
         return good[-1] if good else (NETWORK,)
+
+    def _is_good(self, one: HeldOut, best: HeldOut, gain: float, error: float) -> bool:
+        return _as_good(one, best) or (self.by_gain and gain > error and best.gain_over(one)[0] <= min(MARGIN, gain))
 
     def _is_safe(
         self, log_p: dict[Group, Tensor], labels: Tensor, group: Group, held_out: dict[Group, HeldOut]
@@ -151,7 +157,8 @@ ALIKE = Rule("all tensors alike (at first)")
 LAST_LAYER = Rule("and the last layer wider (before)", wider_last)
 UP_TO = Rule("a width that is not known, up to c: the mixture of all", up_to)
 FOUR = Rule("… four widths: c, c/2.5, c/6.25, c/15.6", shares(1, 2.5, 6.25, 15.625))
-NOW = replace(FOUR, title="… bound with 80 % (now)", deviations=SOME)
+EIGHTY = replace(FOUR, title="… bound with 80 % (before)", deviations=SOME)
+NOW = replace(EIGHTY, title="… or more gained than lost (now)", by_gain=True)
 RULES = (
     ALIKE,
     replace(ALIKE, title="… no bound", deviations=None),
@@ -172,6 +179,7 @@ RULES = (
     Rule("… three and the network, bound with 80 %", shares(1, 3, 10, with_network=True), SOME),
     FOUR,
     replace(FOUR, title="… bound with 90 %", deviations=MORE),
+    EIGHTY,
     NOW,
     Rule("MC dropout, the best rate or the network", rates, keep_best=True),
     Rule("MC dropout, the best rate", rates, keep_best=True, with_network=False),

@@ -110,7 +110,7 @@ def _curvature(bayes: Any, batches: Batches) -> Laplace:
     """That of the default call (`training/around.py`)."""
     model, theta = bayes.model, trained_values(bayes, present=True)
     with bayes.network_mode(), model.linearised_around(None):
-        bayes.family = vi.StructuredPrecision(candidates.RANK).bind(bayes.space)
+        bayes.family = vi.StructuredPrecision(candidates.RANK).bind(bayes.space).to(bayes.device)
         model.prior = candidates.relative_prior(model, theta, candidates.WIDTH)
         for family in bayes.family.families():
             family.first_stage()

@@ -1,6 +1,6 @@
 """How often the default call ends worse than its network, by the number of held-out rows.
 
-    python -m benchmarks.never_worse [--seeds 4] [--first 0] [--out FILE.json] [--quick]
+    python -m benchmarks.never_worse [--seeds 4] [--first 0] [--only regression] [--out FILE.json] [--quick]
     python -m benchmarks.never_worse --merge FILE.json ..
 
 Eight simulated tables, four kinds of network (with batch norm and dropout, or plain; trained to the end, or stopped
@@ -101,10 +101,12 @@ def gain(net: nn.Module, is_labels: bool, train, held_out, test, harm: float) ->
     return float(found.mean()) - density_of(net, is_labels, test, held_out), result.kept == "the network"
 
 
-def runs(seeds: Sequence[int], quick: bool, out: Path | None) -> list[dict]:
+def runs(seeds: Sequence[int], quick: bool, out: Path | None, only: str = "") -> list[dict]:
     found = []
     for seed in seeds:
         for name, is_labels, x, t, n in tables(seed):
+            if only not in name:
+                continue
             for with_norm in (True, False):
                 for stopped in (False, True):
                     net = trained(x[:n], t[:n], is_labels, with_norm, stopped, seed)
@@ -146,12 +148,15 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path, help="a JSON file for the runs, written after each network")
     parser.add_argument("--merge", type=Path, nargs="+", help="print the table of files made before")
+    parser.add_argument(
+        "--only", default="", help='tables with this in their name: "classes", "regression", "300 rows"'
+    )
     parser.add_argument("--quick", action="store_true", help="one table, one size")
     args = parser.parse_args(arguments)
     if args.merge:
         found = [one for file in args.merge for one in json.loads(file.read_text())]
     else:
-        found = runs(range(args.first, args.first + args.seeds), args.quick, args.out)
+        found = runs(range(args.first, args.first + args.seeds), args.quick, args.out, args.only)
     text = table(found)
     print(text)
     return text

@@ -122,13 +122,14 @@ def test_around_a_network_the_curvature_is_that_along_the_axes(part):
     bayes.fit(loader, steps=0, start="trained", progress=False)
     family, model = bayes.family, bayes.model
     theta, batches = trained_values(bayes), list(Batches(loader).in_order(1))
-    roots = torch.stack([g for g, _ in curvature_roots(model, theta, batches)])
+    found = list(curvature_roots(model, theta, batches))
+    roots = torch.stack([g for g, _ in found])
     Q = dense(family.basis, family.space.size)
     assert not torch.allclose(Q, torch.eye(len(Q), dtype=torch.float64))
     G = Q.mT @ (roots.mT @ roots) @ Q
-    torch.testing.assert_close(diagonal_curvature(model, theta, batches, along=family.to_axes), G.diagonal())
+    torch.testing.assert_close(diagonal_curvature(model, found, family.to_axes), G.diagonal())
     metric = G.diagonal() + 1
-    W = leading_columns(model, theta, batches, metric, 3, along=family.to_axes)
+    W = leading_columns(model, found, metric, 3, family.to_axes)
     values, vectors = torch.linalg.eigh(G / (metric.sqrt().unsqueeze(0) * metric.sqrt().unsqueeze(1)))
     leading = (vectors * values.clamp(min=0).sqrt()).flip(1)[:, :3] * metric.sqrt().unsqueeze(1)
     torch.testing.assert_close(W @ W.mT, leading @ leading.mT)

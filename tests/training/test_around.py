@@ -13,6 +13,8 @@ from structvi.diagnostics.low_rank_spectrum import spectrum
 from structvi.diagnostics.what_was_learned import learned
 from structvi.families.growth import with_rank
 from structvi.families.normal_parts import weighted_normals
+from structvi.networks.vmap_or_loop import Evaluation
+from structvi.training.around import by_rule
 from structvi.training.candidates import FEW_WIDTHS, WIDTH, WIDTHS
 from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
 from structvi.training.validation import MARGIN, as_good
@@ -379,3 +381,28 @@ def test_what_the_default_call_places_is_kept_in_a_file(dense, tmp_path):
     assert torch.equal(one, two)
     theta = bayes.family().draw(generator=torch.Generator().manual_seed(0)).theta
     assert torch.equal(again.model.log_prior(theta), bayes.model.log_prior(theta))
+
+
+def test_a_rule_decides_how_the_few_draws_are_evaluated():
+    """No clock inside; what it decided is not kept for what comes after, and a choice of the user's stays."""
+    evaluation = Evaluation(deterministic=False)
+    with by_rule(evaluation, torch.device("cpu")):
+        assert not evaluation.times(torch.device("cpu"))
+        evaluation(lambda row: row.sum(), torch.ones(3, 2))
+        assert "timed" not in evaluation.reason
+    assert evaluation.times(torch.device("cpu"))
+    assert evaluation.choice is None
+    asked = Evaluation("loop")
+    with by_rule(asked, torch.device("cpu")):
+        asked(lambda row: row.sum(), torch.ones(3, 2))
+    assert asked.choice == "loop"
+
+
+def test_the_default_call_takes_a_pass_for_the_curvature():
+    """Diagonal and directions are of the same gradients: rows with a backward pass, with a few of the ELBO's proof."""
+    torch.manual_seed(0)
+    net, passes = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), []
+    net.register_forward_hook(lambda module, inputs, output: passes.append(len(output) * output.requires_grad))
+    x, t = torch.randn(600, 2), torch.randint(3, (600,))
+    vi.variationalize(net, vi.likelihoods.Categorical()).fit(DataLoader(TensorDataset(x, t), 100), progress=False)
+    assert sum(passes) <= 1.05 * 600  # rows with a backward pass

@@ -8,10 +8,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.couplings import naive, paired
 from structvi.families.normal_parts import weighted_normals
 from structvi.training import candidates
 from structvi.training.candidates import Candidate, Rule
-from structvi.training.held_out import HeldOut, of_mixed_normals, of_network, of_networks, of_normals, of_posterior
+from structvi.training.held_out import (
+    HeldOut,
+    of_mixed_normals,
+    of_network,
+    of_networks,
+    of_normals,
+    of_posterior,
+    of_posteriors,
+)
 
 
 def loader(pair, size=40):
@@ -211,13 +220,28 @@ def test_networks_that_disagree_are_less_sure_than_each():
     assert too_sure(networks, [(x, t)]) == bool((-both[0]).mean() > both[1].mean())
 
 
-def test_few_rows_do_not_choose_between_those_that_have_seen_all():
-    """On the first two rows the wide one is as good as the drawn one, which is best there; on all it is not."""
+@pytest.mark.parametrize(("gain", "expected"), [(0.004, "wide"), (0.001, "narrow")])
+def test_what_gains_more_than_it_loses_is_as_good_as_the_best(gain, expected):
+    """Of so many rows every difference is certain: the wide one is .003 below the best, and above the network."""
+    alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 400), density=-1.0)
+    narrow, wide = Candidate("narrow", 0.1, True, 1.0), Candidate("wide", 0.3, True, 1.0)
+    narrow.measured(held_out(*[-0.997 + gain] * 400), alone.held_out)
+    wide.measured(held_out(*[-0.9995 + gain, -1.0005 + gain] * 200), alone.held_out)
+    assert Rule(alone, is_too_sure=True, harm=candidates.HARM).widest([narrow, wide]).name == expected
+    # a gain of .0045 ± .0050 over the network, .004 below the best, is none for certain
+    narrow.measured(held_out(*[-0.9915] * 400), alone.held_out)
+    wide.measured(held_out(*[-0.8955, -1.0955] * 200), alone.held_out)
+    assert Rule(alone, is_too_sure=True, harm=inf).widest([narrow, wide]).name == "narrow"
+
+
+def test_few_draws_do_not_choose_between_those_that_need_none():
+    """The drawn one is best, and on its two rows the wide one as good; what is exact is compared by itself."""
     alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 6), density=-1.0)
     narrow, wide, drawn = (Candidate(name, width, True, 1.0) for name, width in (("n", 0.1), ("w", 0.3), ("d", 0.1)))
     narrow.measured(held_out(-0.9, -0.9, -0.9, -0.9, -0.9, -0.9), alone.held_out)
     wide.measured(held_out(-0.7, -1.0, -1.0, -1.0, -1.0, -1.0), alone.held_out)
     drawn.measured(held_out(-0.7, -0.99), alone.held_out)
+    narrow.is_exact = wide.is_exact = True
     rule = Rule(alone, is_too_sure=True, harm=inf)
     assert drawn.density > narrow.density > wide.density
     assert rule.widest([narrow, wide]).name == "n"
@@ -225,6 +249,12 @@ def test_few_rows_do_not_choose_between_those_that_have_seen_all():
     assert rule.widest([narrow, wide, drawn]).name == "n"
     drawn.measured(held_out(-0.6, -0.61), alone.held_out)
     assert rule.widest([narrow, wide, drawn]).name == "d"
+    other = Candidate("o", 0.3, False, 1.0)  # better than that one, not for certain
+    other.measured(held_out(-0.5, -0.65), alone.held_out)
+    assert rule.widest([narrow, wide, drawn, other]).name == "o"
+    careful = Rule(alone, is_too_sure=True, harm=candidates.HARM)
+    drawn.measured(held_out(*[-0.5] * 5, -3.0), alone.held_out)  # no worse for certain than the network is asked of it
+    assert careful.widest([drawn]).name == "the network"
 
 
 def test_a_width_that_is_not_known_is_an_equal_mixture_of_widths():
@@ -284,3 +314,41 @@ def test_one_width_is_held_to_a_stricter_bound(monkeypatch, family, deviations):
     bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical(), family)
     bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
     assert [given[3] for given in seen] == [deviations]
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(0.1, [0.096, 0.24]), (-0.1, [0.096, 0.0384])])
+def test_weights_are_drawn_narrower_than_the_linearised_network_bears(monkeypatch, gain, expected):
+    """The best linearised width is 0.24: first 1/2.5 of it; where that gains, then the same, else narrower again."""
+    torch.manual_seed(0)
+    x, t, tried = torch.randn(60, 2), torch.randint(3, (60,)), []
+    linear = {0.24: -0.9}
+
+    def exactly(self, given):
+        for one in given:
+            one.measured(held_out(*[linear.get(one.width, -1.0)] * 60), self.network)
+
+    def on_draws(self, given, data):
+        for one in given:
+            tried.append(one.width)
+            one.measured(held_out(*[-0.9 + gain] * 60), self.network)
+
+    monkeypatch.setattr(candidates.Measuring, "exactly", exactly)
+    monkeypatch.setattr(candidates.Measuring, "on_draws", on_draws)
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
+    bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    assert tried == pytest.approx(expected)
+
+
+def test_mirrored_pairs_tell_more_than_as_many_draws():
+    """Of a narrow posterior: the mean density over 8 draws lacks what 800 have by more than over four pairs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    data = [(torch.randn(200, 2).double(), torch.randint(3, (200,)))]
+    family = vi.MeanField(initial_scale=0.3)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), family, num_data=200)
+    truth = of_posteriors([bayes], data, 0, 2000).mean
+    errors = {
+        coupling: sum(abs(of_posteriors([bayes], data, seed, 8, coupling).mean - truth) for seed in range(10))
+        for coupling in (naive, paired)
+    }
+    assert errors[paired] < 0.5 * errors[naive]

@@ -10,6 +10,7 @@ import structvi as vi
 from structvi.models.bayesian_model import BayesianModel
 from structvi.training.batches import Batches
 from structvi.training.curvature import (
+    Roots,
     curvature_roots,
     diagonal_curvature,
     leading_columns,
@@ -77,7 +78,7 @@ def check_unbiased(model, batch, expected, size, passes):
     error = squares.std(0) / passes**0.5
     assert bool(((squares.mean(0) - expected).abs() < 6 * error + 1e-12).all())
     assert bool((error < 0.15 * expected + 1e-12).all())  # and these are small
-    again = diagonal_curvature(model, model.space.initial, [batch] * 5, size=size)
+    again = diagonal_curvature(model, curvature_roots(model, model.space.initial, [batch] * 5, size=size))
     assert torch.allclose(again, squares[:5].mean(0))
 
 
@@ -103,7 +104,7 @@ def test_a_random_noise_has_its_information():
     likelihood = vi.likelihoods.Gaussian("random", initial=0.3)
     model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
     batch = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 1, dtype=torch.float64)
-    found = diagonal_curvature(model, model.space.initial, [batch] * 100, size=1)
+    found = diagonal_curvature(model, curvature_roots(model, model.space.initial, [batch] * 100, size=1))
     assert found[-1].item() == pytest.approx(2 * N, rel=0.19)
 
 
@@ -111,33 +112,58 @@ def test_a_part_of_the_data_stands_for_all():
     _, outputs, likelihood, (x, t), _ = next(cases())
     model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
     half = [(x[:10], t[:10])]
-    of_half = sum(g.square() for g, _ in curvature_roots(model, model.space.initial, half, size=1))
-    assert torch.allclose(diagonal_curvature(model, model.space.initial, half, size=1), 2 * of_half)
+    roots = list(curvature_roots(model, model.space.initial, half, size=1))
+    of_half = sum(g.square() for g, _ in roots)
+    assert torch.allclose(diagonal_curvature(model, roots), 2 * of_half)
 
 
-@pytest.mark.parametrize("dense", [True, False])
-def test_leading_columns_are_those_of_the_same_gradients(dense, monkeypatch):
-    monkeypatch.setattr("structvi.training.curvature.DENSE", 1024 if dense else 0)
+@pytest.mark.parametrize("way", ["dense", "kept", "a few at a time"])
+def test_leading_columns_are_those_of_the_same_gradients(way, monkeypatch):
+    monkeypatch.setattr("structvi.training.curvature.DENSE", 1024 if way == "dense" else 0)
+    monkeypatch.setattr("structvi.training.curvature.BLOCK", 5)
     _, outputs, likelihood, batch, _ = next(cases())
     model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
     theta = model.space.initial
-    roots = torch.stack([g for g, _ in curvature_roots(model, theta, [batch] * 5, size=1)])
+    found = list(curvature_roots(model, theta, [batch] * 5, size=1))
+    roots = torch.stack([g for g, _ in found])
     G = roots.mT @ roots / 5
     metric = G.diagonal() + 1.0
-    W = leading_columns(model, theta, [batch] * 5, metric, 4, size=1)
+    again = Roots(lambda: iter(found))
+    assert way != "kept" or len(list(again)) == len(found)  # once they were read they are kept
+    W = leading_columns(model, again, metric, 4)
     scaled = G / metric.sqrt() / metric.sqrt().unsqueeze(-1)
     values, vectors = torch.linalg.eigh(scaled)
     best = (vectors[:, -4:] * values[-4:]) @ vectors[:, -4:].mT
-    found = (W @ W.mT) / metric.sqrt() / metric.sqrt().unsqueeze(-1)
+    got = (W @ W.mT) / metric.sqrt() / metric.sqrt().unsqueeze(-1)
     # an incremental decomposition leaves out a little each time
-    assert (found - best).norm() < (1e-9 if dense else 0.05) * best.norm()
+    assert (got - best).norm() < (0.05 if way == "a few at a time" else 1e-9) * best.norm()
     assert bool((G.diagonal() - W.square().sum(1) > -1e-9).all())
+
+
+def test_gradients_are_made_once_where_there_is_room(monkeypatch):
+    """Three of four numbers: room for all of them, or for two and no more, and then none is kept."""
+    made = []
+
+    def make():
+        for k in range(3):
+            made.append(k)
+            yield torch.full((4,), float(k)), 1
+
+    for room, expected in ((12, 3), (11, 6)):
+        monkeypatch.setattr("structvi.training.curvature.KEPT_NUMBERS", room)
+        made.clear()
+        roots = Roots(make)
+        for _ in range(2):
+            assert [float(g[0]) for g, _ in roots] == [0.0, 1.0, 2.0]
+        assert len(made) == expected
+    next(iter(roots := Roots(make)))  # not read to its end: nothing is known of the rest
+    assert len(list(roots)) == 3
 
 
 def test_a_function_without_a_distribution_is_refused_by_name():
     model = BayesianModel(network(1), lambda y, t: -(y - t).square(), vi.NormalPrior(1.0), N)
     with pytest.raises(TypeError, match="a plain function draws none: write a Likelihood"):
-        diagonal_curvature(model, model.space.initial, [(torch.zeros(2, 3), torch.zeros(2, 1))])
+        next(curvature_roots(model, model.space.initial, [(torch.zeros(2, 3), torch.zeros(2, 1))]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1])
@@ -201,7 +227,7 @@ def test_the_curvature_of_half_the_rows_is_that_of_all_in_the_mean():
     batches = Batches(DataLoader(TensorDataset(x, torch.zeros(6000, dtype=torch.long)), 100))
     used = rows_used(6000)
     size = rows_of_part(used)
-    half = diagonal_curvature(model, model.space.initial, batches.in_order(size, used), 0, size)
+    half = diagonal_curvature(model, curvature_roots(model, model.space.initial, batches.in_order(size, used), 0, size))
     p = net(x[0]).softmax(-1).detach()
     truth = torch.cat([(p * (1 - p)).repeat_interleave(2), p * (1 - p)]) * 6000
     assert (half / truth - 1).abs().max() < 5 * (2 / 500) ** 0.5

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.families.growth import with_components
 from structvi.training.batches import Batches
-from structvi.training.curvature import diagonal_curvature
+from structvi.training.curvature import curvature_roots, diagonal_curvature
 from structvi.training.warm_start import diagonal_fisher, prior_precision, start_trained
 
 N, D, NOISE = 40, 3, 0.5
@@ -107,7 +107,8 @@ def test_start_at_a_trained_network(family):
         if isinstance(module, vi.StructuredNormal | vi.StructuredPrecision):
             module.first_stage()
     torch.testing.assert_close(q().mean.detach(), values(net))
-    curvature = diagonal_curvature(posterior.model, values(net), Batches(loader()).in_order(1))
+    roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
+    curvature = diagonal_curvature(posterior.model, roots)
     check_scales(q().variance.detach(), curvature, posterior.space)
 
 
@@ -125,7 +126,8 @@ def test_start_with_blocks_and_without_a_curved_prior():
     posterior = bayes(vi.Blocks({"0.*": vi.MAP(), "2.*": vi.MeanField()}), net)
     start_trained(posterior, Batches(loader()))
     torch.testing.assert_close(posterior.family().mean.detach(), values(net))
-    curvature = diagonal_curvature(posterior.model, values(net), Batches(loader()).in_order(1))
+    roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
+    curvature = diagonal_curvature(posterior.model, roots)
     check_scales(
         posterior.family().variance.detach()[16:], curvature[16:], posterior.space.subset(["2.weight", "2.bias"])
     )

@@ -51,8 +51,8 @@ class Evaluation:
     With mode "auto" the first call with two or more draws runs the function at two of them both ways and compares
     outputs and gradients. Only where they agree vmap comes into question; whether it pays is then decided
 
-    - by a rule, without a clock: vmap, but the loop for convolutions with a kernel for each draw and, on a CPU, for
-      draws that take more than `LARGE` bytes, θ and what is made of it;
+    - by a rule, without a clock: vmap, but the loop for convolutions with a kernel for each draw, of which nothing is
+      compared, and, on a CPU, for draws that take more than `LARGE` bytes, θ and what is made of it;
     - or by time: both ways at all S draws, forward and, where gradients are on, backward.
 
     vmap takes so many draws at once as take `MEMORY` bytes, measured at two draws; with gradients on, all of it is kept
@@ -173,6 +173,8 @@ class Evaluation:
         return self._choices[key]
 
     def _probe(self, function: Any, theta: Tensor, convolves: Any, exactly: Any) -> Choice:
+        if not self.times(theta.device) and convolves():
+            return Choice("loop", "convolutions with a kernel for each draw are slow under vmap")
         with exactly():
             if against := _prove(function, theta[:2]):
                 return Choice("loop", against)
@@ -189,8 +191,6 @@ class Evaluation:
             loop, batched = _seconds(function, theta, chunk, self.captured)
             times = f"timed at {theta.shape[0]} draws: loop {1e3 * loop:.3g} ms, vmap {1e3 * batched:.3g} ms"
             return Choice("vmap", times, chunk) if batched < loop else Choice("loop", times)
-        if convolves():
-            return Choice("loop", "convolutions with a kernel for each draw are slow under vmap")
         if device.type == "cpu" and size > LARGE:
             return Choice("loop", f"a draw takes {in_words(size)}: on a CPU the loop is as fast")
         return Choice("vmap", f"proven equal to the loop, a draw takes {in_words(size)}", chunk)

@@ -24,7 +24,7 @@ from .function_space import (
     is_near,
     jacobians,
     looked_at,
-    normal_outputs,
+    normals_outputs,
     theta_of_linearisation,
 )
 from .layer_moments import LayerMoments, has_layers
@@ -129,7 +129,7 @@ class FunctionChunks:
         model, parts = self.posterior.model, []
         with _with_derivatives():
             for moments in self._moments(_differentiable(inputs)):
-                drawn = torch.cat([normal_outputs(*one, self._noise(one[1].shape[1])) for one in moments])
+                drawn = torch.cat(normals_outputs(moments, self._noise(moments[0][1].shape[1])))
                 means = torch.stack([mean for mean, _ in moments])
                 variances = torch.stack([one.diagonal(dim1=-2, dim2=-1) for _, one in moments]).reshape(means.shape)
                 parts.append((drawn, means, variances))

@@ -212,6 +212,13 @@ def evenly_spread(points: int, size: int, seed: int) -> Tensor:
     return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
 
 
+def normals_outputs(moments: Sequence[tuple[Tensor, Tensor]], noise: Tensor) -> list[Tensor]:
+    """`normal_outputs` of several normals at the same inputs, all at once: small matrices wait for each other else."""
+    means, covariances = (torch.cat(part) for part in zip(*moments, strict=True))
+    drawn = normal_outputs(means, covariances, noise)
+    return list(drawn.unflatten(1, (len(moments), -1)).unbind(1))
+
+
 def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     """Draws of y at every input: [b, ..], [b, O, O] and noise [S, O] → [S, b, ..]. Inputs are not drawn together.
 
@@ -232,8 +239,10 @@ def outputs_of_normals(
     """
     outputs: list[list[Tensor]] = [[] for _ in normals]
     for y, J in jacobians(posterior, theta, x):
-        for rows, make in zip(outputs, normals, strict=True):
+        moments = []
+        for make in normals:
             density = make()
-            mean = y + (J @ (density.mean - theta)).reshape(y.shape)
-            rows.append(normal_outputs(mean, density.between(J, J), noise))
+            moments.append((y + (J @ (density.mean - theta)).reshape(y.shape), density.between(J, J)))
+        for rows, drawn in zip(outputs, normals_outputs(moments, noise), strict=True):
+            rows.append(drawn)
     return [torch.cat(rows, 1) for rows in outputs]

@@ -11,27 +11,33 @@ open is chosen:
 - the family, a scale mixture of the precision form: its leading directions are those in which the data say most.
 
 With held-out data the choice is theirs: the *widest* posterior whose log density is within `MARGIN` nats of the best
-candidate's, and within half a paired standard error of it, the network itself among the candidates. The widest, since
-it costs nothing where data are like the training data, and is what gains where they are not; and none that the data
-let be more than `HARM` nats worse than the network. `keep="best"` takes the maximum. Where the network is not sure
-enough already, a posterior must gain to be taken (`candidates.py`). Without held-out data c = `WIDTH`, linearised.
+candidate's, and within half a paired standard error of it or not more below it than above the network, which is itself
+among the candidates. The widest, since it costs nothing where data are like the training data, and is what gains where
+they are not; and none that the data let be more than `HARM` nats worse than the network. `keep="best"` takes the
+maximum. Where the network is not sure enough already, a posterior must gain to be taken (`candidates.py`). Without
+held-out data c = `WIDTH`, linearised.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
+from ..couplings import naive, paired
 from ..families.family import Family
 from ..families.precision import StructuredPrecision
 from ..families.scale_mixture import ScaleMixture
 from ..models.likelihoods import Likelihood
+from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from .batches import Batches, Reread, held_out_batches
 from .candidates import PARTS, RANK, WIDTH, Around, Candidate, candidates_of, chosen, relative_prior
-from .comparing import elbo_on_seed
+from .comparing import worth_on_seed
 from .constant_predictor import Watched
 from .held_out import HeldOut, of_network
 from .noise import Noise
@@ -50,18 +56,31 @@ GROUPS, BATCHES, SHARE = 2, 4, 0.1
 
 def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
     """Place the posterior, choose what is open, and say what came of it."""
-    around = _prepared(posterior, batches, options)
-    network = None
-    if options.validation is None:
-        candidates = candidates_of(posterior, options)
-        kept = candidates[0]
-    else:
-        kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
-        network = alone.held_out
-    path, at_one = _path(around, candidates, kept, batches, options)
-    result = _placed(around, batches, options, notes, candidates, kept, network)
-    result.path, result.at_one = path, at_one
-    return result
+    with by_rule(posterior.model.evaluation, posterior.device):
+        around = _prepared(posterior, batches, options)
+        network = None
+        if options.validation is None:
+            candidates = candidates_of(posterior, options)
+            kept = candidates[0]
+        else:
+            kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
+            network = alone.held_out
+        path, at_one = _path(around, candidates, kept, batches, options)
+        result = _placed(around, batches, options, notes, candidates, kept, network)
+        result.path, result.at_one = path, at_one
+        return result
+
+
+@contextmanager
+def by_rule(evaluation: Evaluation, device: torch.device) -> Iterator[None]:
+    """Inside, a rule decides how draws are evaluated where a clock would: they are too few for that to pay."""
+    before, record = evaluation.deterministic, evaluation.record
+    evaluation.deterministic = evaluation.deterministic if not evaluation.times(device) else True
+    try:
+        yield
+    finally:
+        if evaluation.deterministic is not before:
+            evaluation.deterministic, evaluation.record = before, record
 
 
 class Together(NamedTuple):
@@ -80,13 +99,16 @@ def fit_around_together(members: Sequence[tuple[PosteriorBase, Batches, list[str
     What suits each by itself is too wide for the mixture, whose members differ already.
     """
     own = [replace(options, seed=options.seed + c) for c in range(len(members))]
-    arounds = [_prepared(one, data, mine) for (one, data, _), mine in zip(members, own, strict=True)]
-    kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options)
-    results = [
-        _placed(around, data, mine, notes, [], kept, None)
-        for around, (_, data, notes), mine in zip(arounds, members, own, strict=True)
-    ]
-    return Together(results, kept, ensemble, candidates)
+    with ExitStack() as rules:
+        for one, _, _ in members:
+            rules.enter_context(by_rule(one.model.evaluation, one.device))
+        arounds = [_prepared(one, data, mine) for (one, data, _), mine in zip(members, own, strict=True)]
+        kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options)
+        results = [
+            _placed(around, data, mine, notes, [], kept, None)
+            for around, (_, data, notes), mine in zip(arounds, members, own, strict=True)
+        ]
+        return Together(results, kept, ensemble, candidates)
 
 
 def _held_out(options: FitOptions, posterior: PosteriorBase) -> Reread:
@@ -158,7 +180,9 @@ def _few(batches: Batches) -> int:
 
 def _elbo(posterior: PosteriorBase, batches: Iterable[Any], options: FitOptions) -> Estimate:
     try:
-        return elbo_on_seed(posterior, batches, GROUPS, options.seed)
+        # of a mixture a group has a draw of each part
+        coupling = paired if posterior.family.scale_count == 1 else naive
+        return worth_on_seed(posterior, batches, GROUPS, options.seed, 1.0, coupling).elbo
     except NonFiniteError:
         return not_finite(GROUPS)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..couplings import naive, paired
 from ..families.gaussian import Gaussian
 from ..families.normal_parts import weighted_normals
 from ..models.batch import rows
@@ -47,8 +48,6 @@ DRAWS, PASSES, FEWEST = 8, 0.4, 64
 #: passes that Jacobians of held-out rows may take, and the rows that are seen nevertheless: a row takes a forward pass
 #: and a backward pass for each output
 EXACT_PASSES, FEWEST_EXACT = 1.0, 300
-#: candidates with this share of the rows of those with most are compared with them on the rows that both have seen
-NEARLY = 0.75
 #: nats by which what is kept may be worse than the network, but for a chance: standard deviations that a normal exceeds
 #: with 95 %, of one width, and with 80 %, of a width that is not known, whose narrow parts bound the harm
 HARM, ONE_WIDTH, MIXED = 0.01, 1.6449, 0.8416
@@ -67,6 +66,7 @@ class Candidate:
     noise: float = 1.0  # of a Gaussian("point"), in units of the network's residuals
     held_out: HeldOut | None = None
     density: float = -inf  # of held-out data, in nats for each element
+    is_exact: bool = False  # measured without draws
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -84,11 +84,6 @@ class Candidate:
         """From narrow to wide; of one width the noise that suits it best, for noise is no doubt about the network."""
         return (inf if self.width is None else self.width, self.temperature, self.linearised, self.density)
 
-    @property
-    def rows(self) -> int:
-        """Of held-out data, that it was measured on."""
-        return 0 if self.held_out is None else len(self.held_out.count)
-
     def measured(self, held_out: HeldOut, network: HeldOut) -> HeldOut:
         """Keep what was measured; of some of the rows, the network's own density and what is gained over it there."""
         gain = held_out.gain_over(network)[0]
@@ -98,11 +93,11 @@ class Candidate:
 
 def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
     """N(0, (width·rms)²) for each tensor of the network, rms of its values in θ."""
-    named = model.space.unravel(theta)
-    scales = dict(zip(model.net_space.names, model.net_space.scales.tolist(), strict=True))
-    rms = {name: float(named[name].double().square().mean().sqrt()) for name in scales}
+    named, names = model.space.unravel(theta), model.net_space.names
+    rms = torch.stack([named[name].double().square().mean().sqrt() for name in names]).tolist()  # a GPU waits once
     # a tensor that is zero says nothing of its scale
-    return NormalPrior({escape(name): width * max(rms[name], 1e-3 * scales[name]) for name in scales})
+    scales = [max(own, 1e-3 * scale) for own, scale in zip(rms, model.net_space.scales.tolist(), strict=True)]
+    return NormalPrior({escape(name): width * scale for name, scale in zip(names, scales, strict=True)})
 
 
 def candidates_of(
@@ -250,24 +245,29 @@ class Rule:
     def is_good(self, one: Candidate, best: HeldOut) -> bool:
         if one.held_out is None or one.held_out.least_gain_over(self.network, self.deviations) < -self.harm:
             return False
-        if self.is_too_sure:
-            return as_good(one.held_out, best)
         gain, error = one.held_out.gain_over(self.network)
-        return gain > 2 * error
+        if not self.is_too_sure:
+            return gain > 2 * error
+        # or more is gained over the network, and not by chance alone, than is lost against the best
+        return as_good(one.held_out, best) or (gain > error and best.gain_over(one.held_out)[0] <= min(MARGIN, gain))
 
     def widest(self, candidates: list[Candidate]) -> Candidate:
-        """Of those with nearly the most rows; one that has seen fewer where it gains two standard errors on these."""
-        most = NEARLY * max(one.rows for one in candidates)
-        whole = [one for one in candidates if one.rows >= most]
-        best = max(*whole, self.alone, key=lambda one: one.density).held_out
+        """Of those that were measured exactly, if some were; the best on draws where it gains two standard errors over
+        that: the noise of few draws is the same in all rows, and no standard error over these shows it."""
+        exact, on_draws = ([one for one in candidates if one.is_exact is kind] for kind in (True, False))
+        exact, on_draws = (exact, on_draws) if exact else (on_draws, [])
+        best = max(*exact, self.alone, key=lambda one: one.density).held_out
         assert best is not None
-        good = [one for one in whole if self.is_good(one, best)]
+        good = [one for one in exact if self.is_good(one, best)]
         kept = max(good, key=lambda one: one.spread) if good else self.alone
-        for one in candidates:
-            if one.rows < most and one.held_out is not None and kept.held_out is not None:
-                gain, error = one.held_out.gain_over(kept.held_out)
-                kept = one if gain > 2 * error else kept
-        return kept
+        better = [one for one in on_draws if self.is_certain(one, kept)]
+        return max(better, key=lambda one: one.density, default=kept)
+
+    def is_certain(self, one: Candidate, kept: Candidate) -> bool:
+        if one.held_out is None or kept.held_out is None or not self.is_good(one, one.held_out):
+            return False
+        gain, error = one.held_out.gain_over(kept.held_out)
+        return gain > 2 * error
 
     def best(self, candidates: list[Candidate]) -> Candidate:
         best = max(candidates, key=lambda one: one.density)
@@ -293,9 +293,7 @@ class Measuring:
         elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
             self.was_exact = True
             self.exactly(linear)
-            best = max(linear, key=lambda one: one.density)
-            same = [one for one in drawn if (one.width, one.noise) == (best.width, best.noise)]
-            self.on_draws(same, self.few(PASSES, DRAWS, FEWEST))
+            self.near(max(linear, key=lambda one: one.density), drawn)
         else:
             self.one_by_one([one for one in candidates if one.noise == self.rule.alone.noise])
 
@@ -326,14 +324,29 @@ class Measuring:
         found = of_mixed_normals(networks, normals, few, self.options.seed, mixed)
         for one, density in zip(candidates, found, strict=True):
             one.measured(density, self.network)
+            one.is_exact = True
+
+    def near(self, best: Candidate, drawn: Sequence[Candidate]) -> None:
+        """Weights drawn at two widths: a network bears less than its linearisation, and so first narrower than the best
+        of those by `RATIO`; where that is better, then as wide, else narrower once more."""
+        same = {one.width: one for one in drawn if one.noise == best.noise}
+        if not same or best.width is None or best.held_out is None:
+            return
+        few, widths = self.few(PASSES, DRAWS, FEWEST), [width for width in WIDTHS[::-1] if width <= best.width][::2]
+        first = same[widths[min(1, len(widths) - 1)]]
+        self.on_draws([first], few)
+        is_better = first.held_out is not None and first.held_out.gain_over(best.held_out)[0] > 0
+        then = [same[width] for width in (widths[:1] if is_better else widths[2:3])]
+        self.on_draws([one for one in then if one is not first], few)
 
     def on_draws(self, candidates: list[Candidate], held_out: Reread) -> None:
+        """Those of one posterior in mirrored pairs: their mean has no error of first order, so that few are enough."""
         posteriors = [one.posterior for one in self.arounds]
-        draws = -(-DRAWS // len(posteriors))
+        draws, coupling = -(-DRAWS // len(posteriors)), paired if len(posteriors) == 1 else naive
         for one in candidates:
             for around in self.arounds:
                 around.place(one)
-            one.measured(of_posteriors(posteriors, held_out, self.options.seed, draws), self.network)
+            one.measured(of_posteriors(posteriors, held_out, self.options.seed, draws, coupling), self.network)
 
     def one_by_one(self, candidates: list[Candidate]) -> None:
         """From narrow to wide, in the way that is better at the first width, as long as it is as good as the best."""

@@ -47,13 +47,13 @@ def elbo_over(
         )
 
 
-def elbo_on_seed(posterior: PosteriorBase, batches: Iterable[Any], groups: int, seed: int) -> Estimate:
-    """`elbo_over` with all randomness from a seed: posteriors over the same tensors see the same draws."""
-    return worth_on_seed(posterior, batches, groups, seed, 1.0).elbo
-
-
 def worth_on_seed(
-    posterior: PosteriorBase, batches: Iterable[Any], groups: int, seed: int, temperature: float
+    posterior: PosteriorBase,
+    batches: Iterable[Any],
+    groups: int,
+    seed: int,
+    temperature: float,
+    coupling: Coupling = paired,
 ) -> Worth:
     """ELBO and objective of one reading of the batches, with all randomness from a seed.
 
@@ -63,11 +63,13 @@ def worth_on_seed(
         groups: of draws.
         seed: posteriors over the same tensors see the same draws.
         temperature: λ of the objective.
+        coupling: of the draws of a group.
     """
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     stream = torch.Generator().manual_seed(seed + 2)
     with posterior.network_mode(), borrowed_stream(stream):
         both = full_objectives(
-            posterior.family, posterior.model, batches, (1.0, temperature), groups=groups, generator=generator
-        )
+            posterior.family, posterior.model, batches, (1.0, temperature), groups=groups, coupling=coupling,
+            generator=generator,
+        )  # fmt: skip
     return Worth(*both)

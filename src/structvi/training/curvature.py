@@ -6,10 +6,11 @@ the gradient of a few rows at once is an unbiased square root, and no gradient o
 empirical Fisher, with the observed labels, vanishes on a network that fits its data; this does not.
 
 The variance of the estimate falls with the number of gradients: batches are cut into about `PARTS` parts in all, of so
-many rows each. Of large data half the rows, in as many parts, tell the same for half the price (`rows_used`).
+many rows each. Of large data half the rows, in as many parts, tell the same for half the price (`rows_used`). Diagonal
+and leading directions are of the same gradients: where there is room they are kept, and the data are read once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -34,6 +35,10 @@ FEW = 8
 DENSE = 1024
 #: of more rows, half are looked at, and at least so many
 ROWS = 4000
+#: numbers of gradients that are kept, and places of each that are looked at together
+KEPT_NUMBERS, BLOCK = 2**28, 2**16
+#: a gradient [P], and of how many rows it is
+Root = tuple[Tensor, int]
 #: rows [.., P] along other axes
 Turn = Callable[[Tensor], Tensor]
 
@@ -67,86 +72,102 @@ def draws_of(density: Density, space: Parameters, seed: int, at_once: int = 16) 
     return draws
 
 
-def diagonal_curvature(
-    model: BayesianModel,
-    theta: Where,
-    batches: Iterable[Any],
-    seed: int = 0,
-    size: int | None = None,
-    along: Turn = same,
-) -> Tensor:
-    """The diagonal of Σ_n J_nᵀ H_n J_n at one θ [P], scaled to N observations: [P], float64. One pass over the data.
+class Roots:
+    """Gradients as often as they are asked for: kept once they are made, if there is room, else made again.
+
+    Args:
+        make: the same gradients at every call.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Root]]):
+        self.make = make
+        self.kept: list[Root] | None = None
+
+    def __iter__(self) -> Iterator[Root]:
+        if self.kept is not None:
+            yield from self.kept
+            return
+        kept: list[Root] = []
+        is_whole = True
+        for gradient, rows in self.make():
+            is_whole = is_whole and (len(kept) + 1) * gradient.numel() <= KEPT_NUMBERS
+            if is_whole:
+                kept.append((gradient, rows))
+            else:
+                kept.clear()
+            yield gradient, rows
+        self.kept = kept if is_whole else None
+
+
+def diagonal_curvature(model: BayesianModel, roots: Iterable[Root], along: Turn = same) -> Tensor:
+    """The diagonal of Σ_n J_nᵀ H_n J_n, scaled to N observations: [P], float64.
 
     Args:
         model: N must be known.
-        theta: of the whole space; or draws of it (`draws_of`).
-        batches: on the device of θ.
-        seed: of the labels.
-        size: how many rows a gradient is of; by default there are `PARTS` of them in N rows.
+        roots: gradients (`curvature_roots`).
         along: rows [.., P] along other axes: the diagonal is that of the matrix in them.
 
     Example:
         >>> from structvi import NormalPrior, likelihoods
         >>> model = BayesianModel(nn.Linear(1, 1), likelihoods.Gaussian(noise=1.0), NormalPrior(1.0), 2)
         >>> batch = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
-        >>> found = diagonal_curvature(model, torch.zeros(2), [batch] * 2000)  # 1² + 2², 1 + 1
-        >>> [round(x) for x in found.tolist()]
+        >>> roots = curvature_roots(model, torch.zeros(2), [batch] * 2000)
+        >>> [round(x) for x in diagonal_curvature(model, roots).tolist()]  # 1² + 2², 1 + 1
         [5, 2]
     """
     total, seen = torch.zeros((), dtype=torch.float64), 0
-    for gradient, rows in curvature_roots(model, theta, batches, seed, size):
+    for gradient, rows in roots:
         total = total.to(gradient.device) + along(gradient).double().square()
         seen += rows
     return total * (model.num_data / max(1, seen))
 
 
 def leading_columns(
-    model: BayesianModel,
-    theta: Where,
-    batches: Iterable[Any],
-    precision: Tensor,
-    rank: int,
-    seed: int = 0,
-    size: int | None = None,
-    along: Turn = same,
+    model: BayesianModel, roots: Iterable[Root], precision: Tensor, rank: int, along: Turn = same
 ) -> Tensor:
     """W [P, rank] with WWᵀ the leading part of G = Σ_n J_nᵀ H_n J_n in the metric of a diagonal D [P], of P(K + few).
 
-    D^(−½) G D^(−½) has its largest eigenvalues where the data say more than any diagonal can. The gradients are those
-    of `diagonal_curvature` with the same seed, batches and size, so that G − WWᵀ has no negative diagonal. They are
-    taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
+    D^(−½) G D^(−½) has its largest eigenvalues where the data say more than any diagonal can. With the gradients of
+    `diagonal_curvature` G − WWᵀ has no negative diagonal. Where they are at hand their inner products tell; else they
+    are taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
     if len(precision) <= DENSE:
-        return _leading_dense(model, theta, batches, precision, rank, seed, size, along)
-    few = FEW
+        return _leading_dense(model, roots, precision, rank, along)
+    if isinstance(roots, Roots) and roots.kept:
+        return _leading_kept(model, roots.kept, precision, rank, along)
     scale, seen = precision.rsqrt().to(model.space.dtype), 0
     kept = scale.new_empty(len(scale), 0)
     block: list[Tensor] = []
-    for gradient, rows in curvature_roots(model, theta, batches, seed, size):
+    for gradient, rows in roots:
         block.append(along(gradient) * scale)
         seen += rows
-        if len(block) == few:
-            kept, block = _leading(torch.cat([kept, torch.stack(block, 1)], 1), rank + few), []
+        if len(block) == FEW:
+            kept, block = _leading(torch.cat([kept, torch.stack(block, 1)], 1), rank + FEW), []
     if block:
         kept = torch.cat([kept, torch.stack(block, 1)], 1)
     kept = _leading(kept, rank) * (model.num_data / max(1, seen)) ** 0.5
     return kept / scale.unsqueeze(-1)
 
 
-def _leading_dense(
-    model: BayesianModel,
-    theta: Where,
-    batches: Iterable[Any],
-    precision: Tensor,
-    rank: int,
-    seed: int,
-    size: int | None,
-    along: Turn,
-) -> Tensor:
+def _leading_kept(model: BayesianModel, kept: Sequence[Root], precision: Tensor, rank: int, along: Turn) -> Tensor:
+    """The same from the inner products of all gradients A [n, P]: AAᵀ has the eigenvalues of AᵀA."""
+    turned, scale = [along(gradient) for gradient, _ in kept], precision.double().rsqrt()
+    blocks = [slice(start, start + BLOCK) for start in range(0, len(scale), BLOCK)]
+
+    def scaled(block: slice) -> Tensor:
+        return torch.stack([gradient[block] for gradient in turned]).double() * scale[block]
+
+    products = sum((one @ one.mT for one in map(scaled, blocks)), start=torch.zeros((), dtype=torch.float64))
+    leading = torch.linalg.eigh(products)[1].flip(1)[:, :rank]
+    columns = torch.cat([scaled(block).mT @ leading / scale[block].unsqueeze(-1) for block in blocks])
+    return (columns * (model.num_data / sum(rows for _, rows in kept)) ** 0.5).to(model.space.dtype)
+
+
+def _leading_dense(model: BayesianModel, roots: Iterable[Root], precision: Tensor, rank: int, along: Turn) -> Tensor:
     """The same from the whole matrix, where that is small: nothing is left out on the way."""
     scale, seen = precision.double().rsqrt(), 0
     total = torch.zeros(len(scale), len(scale), dtype=torch.float64, device=scale.device)
-    for gradient, rows in curvature_roots(model, theta, batches, seed, size):
+    for gradient, rows in roots:
         scaled = along(gradient).double() * scale
         total.addr_(scaled, scaled)
         seen += rows
@@ -164,8 +185,16 @@ def _leading(columns: Tensor, rank: int) -> Tensor:
 
 def curvature_roots(
     model: BayesianModel, theta: Where, batches: Iterable[Any], seed: int = 0, size: int | None = None
-) -> Iterator[tuple[Tensor, int]]:
-    """Gradients g [P] whose outer products add up to the matrix, in the mean, and of how many rows each is."""
+) -> Iterator[Root]:
+    """Gradients g [P] whose outer products add up to the matrix, in the mean, and of how many rows each is.
+
+    Args:
+        model: N must be known.
+        theta: of the whole space; or draws of it (`draws_of`).
+        batches: on the device of θ.
+        seed: of the labels.
+        size: how many rows a gradient is of; by default there are `PARTS` of them in N rows.
+    """
     likelihood = model.likelihood
     if not isinstance(likelihood, Likelihood):
         raise TypeError(

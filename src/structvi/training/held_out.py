@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..couplings import naive
+from ..couplings import Coupling, naive
 from ..families.gaussian import Gaussian
 from ..families.point import MAP
 from ..posterior import PosteriorBase
@@ -88,10 +88,14 @@ def of_posterior(posterior: PosteriorBase, batches: Iterable[Any], seed: int, dr
 
 
 def of_posteriors(
-    posteriors: Sequence[PosteriorBase], batches: Iterable[Any], seed: int, draws: int = DRAWS
+    posteriors: Sequence[PosteriorBase],
+    batches: Iterable[Any],
+    seed: int,
+    draws: int = DRAWS,
+    coupling: Coupling = naive,
 ) -> HeldOut:
     """Of the average over draws of several posteriors, each with its network: an equal mixture."""
-    each, rows = [_draws(one, draws, seed + 3 + c) for c, one in enumerate(posteriors)], []
+    each, rows = [_draws(one, draws, seed + 3 + c, coupling) for c, one in enumerate(posteriors)], []
     for batch in batches:
         found = [_log_prob(chunks, batch) for chunks in each]
         rows.append(_rows(_log_mean([log_prob for log_prob, _ in found]), found[0][1]))
@@ -216,8 +220,8 @@ def outputs_of(posterior: PosteriorBase, theta: Tensor, inputs: Any) -> float:
     return output[0, 0].numel() if isinstance(output, Tensor) else inf
 
 
-def _draws(posterior: PosteriorBase, draws: int, seed: int) -> DrawChunks:
-    return DrawChunks(posterior, draws, naive, 16, None, torch.Generator().manual_seed(seed))
+def _draws(posterior: PosteriorBase, draws: int, seed: int, coupling: Coupling = naive) -> DrawChunks:
+    return DrawChunks(posterior, draws, coupling, 16, None, torch.Generator().manual_seed(seed))
 
 
 def _log_prob(chunks: DrawChunks, batch: Any) -> tuple[Tensor, Tensor | None]:

@@ -20,6 +20,7 @@ from ..posterior import PosteriorBase
 from .averaging import copied
 from .batches import Batches
 from .curvature import (
+    Roots,
     Where,
     curvature_roots,
     diagonal_curvature,
@@ -48,8 +49,9 @@ def start_trained(
 
     of which the family takes what it has room for: the diagonal; in the precision form the leading directions of G
     too, in the metric of that diagonal. The covariance form starts without its factor: its best one lies in the flat
-    directions. One pass over the data for the diagonal, one more for the directions (`curvature.py`); an unknown noise,
-    "point" or "random", starts at the root mean square of the network's residuals, in a pass of its own.
+    directions. One pass over the data, or one for each of both where gradients are too many to be kept
+    (`curvature.py`); an unknown noise, "point" or "random", starts at the root mean square of the network's residuals,
+    in a pass of its own.
 
     Drawn weights of a network leave the range of its linearisation before that normal is reached. So without
     `linearise` scales are at most the tensor's initialisation scale, and the precision form starts with the diagonal
@@ -197,14 +199,15 @@ def curvature_of(
     read: Callable[[], Iterable[Any]] = partial(batches.in_order, size, used)
     if posterior.mixes_rows:  # what a row says depends on its batch: that is not cut
         size, read = model.num_data, batches.everything
+    roots = Roots(lambda: curvature_roots(model, at, read(), seed, size))
     if family.wants_gradients and where is None:
-        family.take_gradients(g for g, _ in curvature_roots(model, theta, read(), seed, size))
-    diagonal = diagonal_curvature(model, at, read(), seed, size, family.to_axes)
+        family.take_gradients(g for g, _ in roots)
+    diagonal = diagonal_curvature(model, roots, family.to_axes)
     columns = theta.new_empty(theta.numel(), 0)
     if rank:
         metric = diagonal + family.diagonal_to_axes(prior_precision(model, theta))
         metric = metric.clamp(min=torch.finfo(torch.float64).eps * float(metric.max()))
-        columns = leading_columns(model, at, read(), metric, rank, seed, size, family.to_axes)
+        columns = leading_columns(model, roots, metric, rank, family.to_axes)
     return Laplace(model.space, theta, diagonal, columns.to(theta))
 
 
