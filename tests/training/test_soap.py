@@ -75,7 +75,7 @@ def test_moments_of_low_rank_leave_a_basis_orthonormal(size, rank):
 
 def optimizer(family, **options):
     recipe = vi.Soap(lr=0.1, scale_lr=0.1, betas=BETAS, **options)
-    return recipe.make(list(family.parameters()), family.factors(), means_of(family))
+    return recipe.make(list(family.parameters()), family, 1.0)
 
 
 def test_is_adam_in_the_coordinates():
