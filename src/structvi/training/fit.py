@@ -74,7 +74,7 @@ def fit(
             be trained, and the posterior is placed around it without a step: `fit(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
         optimizer: a torch optimizer, or a function from parameters to one; without weight decay. Or `Soap()`, which
-            preconditions the means: for deep networks that are trained from scratch; at λ = 1 `Soap(natural=True)`.
+            preconditions the means: for deep networks that are trained from scratch; at λ = 1 `NaturalGradient()`.
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
             by default a linear warm-up and a cosine decay to zero.
         warmup: the fraction of the steps in which the learning rate rises.

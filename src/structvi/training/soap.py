@@ -34,7 +34,8 @@ class Soap:
 
     The precision of the family's own scales is spread over the coordinates of a tensor as the squared gradients v are:
     δ is one over the mean of the family's variances there, and κ such that 1/s² has the mean of its precisions, which
-    no rotation changes. It is for λ = 1 and families that are not `Rotated`: for those there is `NaturalGradient`.
+    no rotation changes. It is for λ = 1 and networks of few layers; in deep ones a `Rotated` family with
+    `NaturalGradient` is ahead of it (docs/from_scratch.md).
 
     Args:
         lr: the highest learning rate of the means.
@@ -44,7 +45,7 @@ class Soap:
             iterates are averaged; None: it keeps those it has.
         betas: of the averages m and v.
         gram_beta: of the averages of GGᵀ and GᵀG.
-        natural: natural-gradient steps; lr = 1 is then a whole one, and 0.1 a good start.
+        natural: natural-gradient steps; lr = 1 is then a whole one, and 0.05 to 0.1 a good start.
         radius: of these: how many standard deviations a coordinate may move in a whole step.
 
     Example:
