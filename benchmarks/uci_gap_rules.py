@@ -11,6 +11,7 @@ the candidate that rows at random prefer, with noise as learned, of four and of 
 - `stacked, both`: one set of weights, by rows at random and gaps, which count the same.
 - `stacked, gaps`: by gaps alone.
 - `local, random`, `local, both`: weights by the disagreement of the members, `vi.LocalMixture`.
+- `averaged, both`: half of `stacked, both` and half of `local, both`, where parts share 0.3 observations, not 3.
 - `chosen`: `stacked, both` or `local, both`, whichever the first two numbers prefer on this split.
 
 Widths of the noise are those of `vi.LocalMixture`; `usual` has 0.7, 1, 1.5 and 3. `without dropout`: of mean field and
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structvi.predicting.local_mixture import LEAST, WIDTHS, LocalWeights, log_weights
+from structvi.predicting.local_mixture import EQUAL_ROWS, LEAST, WIDTHS, LocalWeights, log_weights
 
 from .uci_gaps import CANDIDATES, NOISES
 from .uci_tables import grid
@@ -46,7 +47,10 @@ RULES: dict[str, Rule] = {
     "stacked, both": ("stack", "both", WIDTHS, True),
     "local, random": ("local", "random", WIDTHS, True),
     "local, both": ("local", "both", WIDTHS, True),
+    "averaged, both": ("average", "both", WIDTHS, True),
 }
+#: observations that all parts share, of the averaged rule
+FEW = 0.3
 CHOSEN = "stacked, both", "local, both"
 
 
@@ -80,9 +84,9 @@ class Rows:
         return torch.from_numpy(np.concatenate(used))
 
 
-def _stack(log_probs: Tensor, counts: Tensor) -> LocalWeights:
+def _stack(log_probs: Tensor, counts: Tensor, equal_rows: float) -> LocalWeights:
     """One set of weights for all."""
-    weights = log_weights(log_probs, counts).exp()
+    weights = log_weights(log_probs, counts, equal_rows).exp()
     return LocalWeights(weights, weights, 0.0, 0.0)
 
 
@@ -96,11 +100,13 @@ def weighed(rule: Rule, held: dict[str, Rows]) -> Callable[[Rows], float]:
                         for name, own in used.items()])  # fmt: skip
     log_probs = torch.cat([own.table(widths, dropout) for own in used.values()], 1)
     apart = torch.cat([own.disagreement for own in used.values()])
-    weights = _stack(log_probs, counts) if how == "stack" else LocalWeights.of(log_probs, apart, counts)
+    shared = FEW if how == "average" else EQUAL_ROWS
+    found = [_stack(log_probs, counts, shared)] if how != "local" else []
+    found += [LocalWeights.of(log_probs, apart, counts, shared)] if how != "stack" else []
 
     def density(rows: Rows) -> float:
-        each = rows.table(widths, dropout) + weights.at(rows.disagreement).clamp_min(1e-300).log()
-        return float(each.logsumexp(0).mean())
+        weights = torch.stack([one.at(rows.disagreement) for one in found]).mean(0)
+        return float((rows.table(widths, dropout) + weights.clamp_min(1e-300).log()).logsumexp(0).mean())
 
     return density
 
