@@ -62,7 +62,8 @@ class Setting:
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
-    radius: float = 1.0  # of newton
+    radius: float = 1.0  # of newton and of natural
+    natural: bool = False  # Soap's coordinates with natural-gradient steps of the mean
     initial_scale: float = 0.1
     warmup: float = 0.05
     rise: float = 0.25  # part of the steps in which λ rises
@@ -234,7 +235,8 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
     if setting.optimizer in ("soap", "newton"):
         betas = setting.beta1, setting.beta2
         turn = setting.turn or None
-        optimizer = vi.Soap(setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram)
+        rates = setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram
+        optimizer = vi.Soap(*rates, natural=setting.natural, radius=setting.radius)
         lr = None
         if setting.scales == "newton":
             natural = partial(NewtonScales, recipe=optimizer, family=bayes.family)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from structvi import Family, Soap
-from structvi.families.means import means_of
 from structvi.training.adam import Thin
 from structvi.training.soap import SoapAdam
 
@@ -36,9 +35,8 @@ class NewtonScales(SoapAdam):
     """
 
     def __init__(self, parameters: Sequence[Tensor], recipe: Soap, family: Family, nats: float):
-        super().__init__(parameters, recipe, (), means_of(family))
-        self.nats = nats
-        self.scales = [scale for name, scale in family.named_parameters() if name.endswith("log_scale")]
+        super().__init__(parameters, recipe, family, nats)
+        self.log_scales = [scale for name, scale in family.named_parameters() if name.endswith("log_scale")]
 
     @torch.no_grad()
     def step(
@@ -49,7 +47,7 @@ class NewtonScales(SoapAdam):
         coefficient: Tensor | float = 1.0,
         make: Tensor | None = None,
     ):
-        gradients = {scale: scale.grad for scale in self.scales if scale.grad is not None}
+        gradients = {scale: scale.grad for scale in self.log_scales if scale.grad is not None}
         for scale in gradients:
             scale.grad = None  # not Adam's
         loss = super().step(closure, thin=thin, coefficient=coefficient, make=make)

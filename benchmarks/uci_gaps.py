@@ -3,9 +3,9 @@
     python -m benchmarks.uci_gaps --data DIR --sets yacht --gap --out folder        # one file for each split
 
 Of each split: `random`, a fifth of the training rows, and `gap 0`, `gap 1`, ..: the middle third of the training rows
-along one input, as gap splits leave out of all rows. Every candidate is fitted without each of these and then to the
-whole training set. Kept are log densities of every held-out row and test row, at several widths of the noise, and at
-several widths c of the posterior, draws m + c(θ − m). `benchmarks.uci_gap_rules` weighs them.
+along one input, as gap splits leave out of all rows. Every candidate (those of `benchmarks.uci`: mean field at several
+λ, networks of ensembles, MC dropout) is fitted without each of these and then to the whole training set. Kept are log
+densities of every held-out row and test row, at several widths of the noise. `benchmarks.uci_gap_rules` weighs them.
 """
 
 import argparse
@@ -24,18 +24,21 @@ from structvi.training.fit_many import fit_many
 
 from . import uci, uci_methods
 from .uci_data import SETS, Split, load
-from .uci_methods import Candidate, Job, Method, started, template
+from .uci_methods import Candidate, Dropout, Job, Method, started, template
 
-#: factors of the noise, and of the posterior's spread
-NOISES, SPREADS = (0.7, 0.85, 1.0, 1.5, 3.0, 10.0, 30.0), (1.0, 3.0)
-#: members of each candidate in the end
-LAST = 2
+#: factors of the noise
+NOISES = (0.7, 1.0, 1.5, 3.0, 10.0, 30.0)
+#: members of each candidate in the end, and of those that are networks of an ensemble
+LAST, NETWORKS = 2, 5
+#: prior scales and drop rates of MC dropout: half of those that `benchmarks.uci` tries
+DROPOUT = ((1.0, 0.01), (4.0, 0.01), (4.0, 0.05), (4.0, 0.1))
 #: held-out rows of one kind, at most
 MOST = 700
 CANDIDATES = [
     *(Candidate(λ, None) for λ in uci.LEARNED),
     *(Candidate(λ, s * λ**0.5) for λ, s in uci.DECAYED),
     *(Candidate(0.0, s) for s in uci.LIMIT),
+    *(Candidate(1.0, s, rate) for s, rate in DROPOUT),
 ]
 
 
@@ -60,23 +63,16 @@ def gaps(split: Split, count: int, seed: int) -> list[Split]:
 
 @torch.no_grad()
 def predicted(bayes: vi.Posterior, split: Split, draws: int, most: int | None) -> dict[str, Any]:
-    """log density [spreads, noises, n], mean and spread of the network's outputs [n]."""
+    """log density [noises, n], mean and spread of the network's outputs [n]."""
     x, t = split.x_test[:most], split.t_test[:most].view(-1).double()
-    density = bayes.family()
-    is_point = draws == 1
     components: Any = bayes.predict(x[:2], 2, generator=torch.Generator().manual_seed(7)).components
     scale = float(components.scale.mean())
-    theta = density.draw(draws, vi.naive, torch.Generator().manual_seed(7)).theta
-    rows, outputs = [], torch.empty(0)
-    for spread in SPREADS[:1] if is_point else SPREADS:
-        wide = density.mean + spread * (theta - density.mean) if not is_point else theta
-        named = bayes.space.unravel(wide)
-        hidden = torch.relu(torch.einsum("nd,shd->snh", x, named["0.weight"]) + named["0.bias"].unsqueeze(1))
-        own = torch.einsum("snh,soh->sn", hidden, named["2.weight"]).double() + named["2.bias"].double()
-        outputs = own if spread == 1 else outputs
-        gap = (own - t).square()
-        rows.append(torch.stack([_mixture(gap, factor * scale) for factor in NOISES]))
-    every = torch.stack(rows).nan_to_num(nan=uci_methods.LOST).clamp(min=uci_methods.LOST)
+    named = bayes.space.unravel(bayes.family().draw(draws, vi.naive, torch.Generator().manual_seed(7)).theta)
+    hidden = torch.relu(torch.einsum("nd,shd->snh", x, named["0.weight"]) + named["0.bias"].unsqueeze(1))
+    outputs = torch.einsum("snh,soh->sn", hidden, named["2.weight"]).double() + named["2.bias"].double()
+    gap = (outputs - t).square()
+    every = torch.stack([_mixture(gap, factor * scale) for factor in NOISES])
+    every = every.nan_to_num(nan=uci_methods.LOST).clamp(min=uci_methods.LOST)
     return {
         "log_density": every.numpy().astype(np.float16 if len(t) > 300 else np.float32),
         "mean": outputs.mean(0).numpy().astype(np.float32),
@@ -90,22 +86,34 @@ def _mixture(gap: Tensor, scale: float) -> Tensor:
     return (-0.5 * gap / scale**2).logsumexp(0) - log(len(gap)) - log(scale) - 0.5 * log(2 * np.pi)
 
 
+def method_of(one: Candidate, steps: int) -> Method:
+    """How a candidate is fitted."""
+    if one.rate:
+        return Method("normal", lambda own: Dropout(own.rate), steps, uci.POINT_LR, is_point=True)
+    return Method("normal", lambda _: vi.MeanField(), steps, uci.LR)
+
+
+def last(one: Candidate) -> int:
+    """Its members in the end."""
+    return NETWORKS if one.temperature == 0 else LAST
+
+
 def collect(split: Split, number: int, count: int, length: float) -> dict[str, Any]:
     """Everything of one split, as arrays by name."""
     folds = {"random": split.validation()} | {f"gap {k}": one for k, one in enumerate(gaps(split, count, number))}
     N = len(split.t)
     steps = max(10, round(length * (uci.STEPS if N <= uci_methods.FULL_BATCH else uci.MANY_STEPS)))
-    method = Method("normal", lambda _: vi.MeanField(), steps, uci.LR)
+    ways = {one: method_of(one, steps) for one in CANDIDATES}
     found: dict[str, Any] = {"unit": split.unit, "test target": split.t_test.view(-1).numpy()}
     for name, own in {**folds, "test": split}.items():
-        jobs = [Job(number, one, m) for one in CANDIDATES for m in range(LAST if name == "test" else 1)]
+        jobs = [Job(number, one, m) for one in CANDIDATES for m in range(last(one) if name == "test" else 1)]
         seeds = [100 * number + job.member for job in jobs]
-        known = {one: template(split.x.shape[1], method, one) for one in CANDIDATES}
+        known = {one: template(split.x.shape[1], ways[one], one) for one in CANDIDATES}
         posteriors = [started(known[job.candidate], seed) for job, seed in zip(jobs, seeds, strict=True)]
         fit_many(
             posteriors, [uci_methods._loader(own)] * len(jobs), seeds=seeds,
-            each={"temperature": [method.temperature(job.candidate) for job in jobs]}, steps=steps, lr=method.lr,
-            groups=1, kl_warmup=0.1, restarts=0, stop=False, progress=False,
+            each={"temperature": [ways[job.candidate].temperature(job.candidate) for job in jobs]}, steps=steps,
+            lr=uci.LR, groups=1, kl_warmup=0.1, restarts=0, stop=False, progress=False,
         )  # fmt: skip
         if name != "test":
             found[f"{name} target"] = own.t_test.view(-1).numpy()[:MOST]
@@ -116,6 +124,7 @@ def collect(split: Split, number: int, count: int, length: float) -> dict[str, A
                 for job, bayes in zip(jobs, posteriors, strict=True) if job.candidate == one
             ]  # fmt: skip
             found |= {f"{name}/{c}/{key}": value for key, value in equal(parts).items()}
+            found[f"{name}/{c}/first"] = parts[0]["log_density"][NOISES.index(1.0)]
     return found
 
 

@@ -241,17 +241,25 @@ def test_a_gap_is_the_middle_third_along_an_input(folder):
 
 def test_rules_for_weights_of_what_was_kept(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(uci_methods, "HIDDEN", 3)
-    monkeypatch.setattr(uci_gaps, "CANDIDATES", uci_gaps.CANDIDATES[-2:])
-    monkeypatch.setattr(uci_gap_rules, "CANDIDATES", uci_gaps.CANDIDATES)
+    monkeypatch.setattr(uci_gaps, "NETWORKS", 2)
+    own = [uci_gaps.CANDIDATES[c] for c in (0, 7, -1)]  # mean field, a network of an ensemble, MC dropout
+    for module in (uci_gaps, uci_gap_rules):
+        monkeypatch.setattr(module, "CANDIDATES", own)
     out = tmp_path / "kept"
     uci_gaps.main(["--data", str(folder), "--sets", "yacht", "--splits", "0", "--length", "0.02", "--out", str(out)])
-    uci_gap_rules.main([str(out), "--rules", "stacked, random", "local, both"])
-    assert "| local, both |" in capsys.readouterr().out
+    titles = ["stacked, both", "local, both, without dropout", "local, both"]
+    uci_gap_rules.main([str(out), "--rules", *titles])
+    printed = capsys.readouterr().out
+    assert all(f"| {title} |" in printed for title in (*titles, "chosen", "MC dropout", "deep ensemble"))
     with np.load(out / "yacht-standard-0.npz") as file:
         kinds = {kind: uci_gap_rules.Rows.read(file, kind) for kind in ("random", "gap 0", "test")}
         unit = log(float(file["unit"]))
     held = {kind: kinds[kind] for kind in ("random", "gap 0")}
-    found = uci_gap_rules.chosen(uci_gap_rules.RULES["local, both"], held)(kinds["test"]) - unit
-    assert uci_gap_rules.judged(out / "yacht-standard-0.npz", uci_gap_rules.RULES["local, both"])[2] == found
-    alone = [one[0, uci_gaps.NOISES.index(1.0)].mean() - unit for one in kinds["test"].densities]
+    found = uci_gap_rules.weighed(uci_gap_rules.RULES["local, both"], held)(kinds["test"]) - unit
+    judged = uci_gap_rules.judged(out / "yacht-standard-0.npz", titles)
+    assert judged["local, both"][2] == pytest.approx(found, rel=1e-9)
+    alone = [one[uci_gaps.NOISES.index(1.0)].mean() - unit for one in kinds["test"].densities]
     assert min(alone) - 2 < found < max(alone) + 2
+    # the one candidate of each rival
+    assert judged["deep ensemble"][2] == pytest.approx(alone[1])
+    assert len(kinds["test"].table(uci_gap_rules.USUAL, False)) == 2 * len(uci_gap_rules.USUAL)

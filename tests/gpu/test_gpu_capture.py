@@ -65,9 +65,10 @@ def test_with_a_rise_that_waits_for_the_likelihood_too(name, device):
 @pytest.mark.parametrize(
     "name", ["mean field", "covariance", "mixture", "rotated", "rotated precision", "convolutional"]
 )
-def test_preconditioned_too(name, device):
+@pytest.mark.parametrize("natural", [False, True])
+def test_preconditioned_too(name, natural, device):
     """Coordinates are refreshed outside of the captured step, in place."""
-    options = {"optimizer": vi.Soap(refresh=2, turn=2), "steps": 15}
+    options = {"optimizer": vi.Soap(refresh=2, turn=2, natural=natural), "steps": 15}
     (captured, own), (_, others) = both(name, device, **options)
     assert device.type != "cuda" or was_captured(captured), captured.notes
     check_same_bits(own, others)

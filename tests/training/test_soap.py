@@ -6,9 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.families.basis import Basis
-from structvi.families.means import means_of
-from structvi.training.kronecker import alike, eigenvectors, iterated, turned
+from structvi.families.basis import Basis, layout
+from structvi.training.kronecker import alike, eigenvectors, iterated, spread_precision, turned
 
 BETAS = (0.9, 0.99)
 
@@ -75,7 +74,7 @@ def test_moments_of_low_rank_leave_a_basis_orthonormal(size, rank):
 
 def optimizer(family, **options):
     recipe = vi.Soap(lr=0.1, scale_lr=0.1, betas=BETAS, **options)
-    return recipe.make(list(family.parameters()), family.factors(), means_of(family))
+    return recipe.make(list(family.parameters()), family, 1.0)
 
 
 def test_is_adam_in_the_coordinates():
@@ -101,6 +100,43 @@ def test_is_adam_in_the_coordinates():
         adam.step()
     # the rate is rounded to float32, as that of a captured step
     torch.testing.assert_close(family.point.detach(), basis(xi.detach()), rtol=1e-6, atol=1e-7)
+
+
+def test_natural_steps_in_the_coordinates():
+    """With a fixed basis Q: Q s z, z = nats · s Qᵀg cut to ±radius, by dense matrices of one tensor."""
+    family = vi.MeanField().bind(vi.Parameters({"w": torch.zeros(4, 3, dtype=torch.float64)}))
+    with torch.no_grad():
+        family.log_scale.copy_(torch.randn(12, generator=generator(5), dtype=torch.float64))
+    recipe = vi.Soap(lr=0.5, betas=BETAS, natural=True, radius=0.4)
+    ours = recipe.make(list(family.parameters()), family, 7.0)
+    Q = {axis.name: orthogonal(axis.size, axis.index) for group in ours.means[family.mean] for axis in group.axes}
+    ours._moments(family.mean)
+    for name, one in Q.items():
+        ours.state[family.mean][f"basis{name}"].copy_(one.unsqueeze(0))
+    before, gradient = family.mean.detach().clone(), torch.randn(12, generator=generator(6), dtype=torch.float64)
+    family.mean.grad = 0.1 * gradient
+    ours.step()
+    dense = torch.kron(*Q.values())
+    inside, s = dense.mT @ (0.1 * gradient), family.log_scale.detach().exp()
+    least = 1 / s.square().mean()
+    precision = least + ((1 / s.square()).mean() - least) * inside.square() / inside.square().mean()
+    z = (7.0 * precision.rsqrt() * inside).clamp(-0.4, 0.4)
+    assert 0 < int((z.abs() < 0.4).sum()) < 12  # some are cut, some are not
+    torch.testing.assert_close(family.mean.detach(), before - 0.5 * dense @ (precision.rsqrt() * z))
+
+
+def test_precisions_are_spread_and_keep_their_mean():
+    groups = alike(layout(space()))
+    scale = torch.randn(106, generator=generator(1), dtype=torch.float64).exp()
+    squares = torch.rand(106, generator=generator(2), dtype=torch.float64)
+    found = spread_precision(scale, squares, groups)
+    for group in groups:
+        for own, given in zip(group.of(found), group.of(scale.pow(-2)), strict=True):
+            torch.testing.assert_close(own.mean(), given.mean())
+    torch.testing.assert_close(found[6:10], scale[6:10].pow(-2))  # "b" has one axis
+    # without a gradient every coordinate has the mean variance
+    none = spread_precision(scale, torch.zeros_like(scale), groups)
+    torch.testing.assert_close(none[:6], (1 / scale[:6].square().mean()).expand(6))
 
 
 def test_a_refresh_changes_coordinates_and_not_the_momentum():
@@ -161,11 +197,14 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_resumed_fit_has_the_same_bits(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "natural"), [*((name, False) for name in FAMILIES), ("precision", True), ("rotated", True)]
+)
+def test_a_resumed_fit_has_the_same_bits(name, natural, tmp_path):
     """Cut off between two refreshes, and after a turn of the family."""
     loader = DataLoader(data(), batch_size=10, shuffle=True)
-    options = {"steps": 24, "optimizer": vi.Soap(0.02, refresh=3, turn=2), "progress": False, "stop": False}
+    recipe = vi.Soap(0.02, refresh=3, turn=2, natural=natural)
+    options = {"steps": 24, "optimizer": recipe, "progress": False, "stop": False}
     whole, cut = posterior(FAMILIES[name]()), posterior(FAMILIES[name]())
     whole.fit(loader, **options)
 
@@ -205,7 +244,8 @@ def test_a_rotated_family_takes_the_coordinates_until_iterates_are_averaged():
     torch.testing.assert_close(Q @ Q.mT, torch.eye(5))
 
 
-def test_reaches_the_closed_form():
+@pytest.mark.parametrize("recipe", [vi.Soap(0.05, 0.05), vi.Soap(0.2, 0.05, natural=True)])
+def test_reaches_the_closed_form(recipe):
     """A linear model: the same optimum as any optimizer's, mean field of a Gaussian posterior."""
     generator_ = generator(4)
     x = torch.randn(60, 3, generator=generator_)
@@ -215,7 +255,7 @@ def test_reaches_the_closed_form():
         nn.Linear(3, 1, bias=False), vi.likelihoods.Gaussian(noise=0.5), vi.MeanField(), vi.NormalPrior(1.0)
     )
     loader = DataLoader(TensorDataset(x, t), batch_size=60)
-    bayes.fit(loader, steps=600, optimizer=vi.Soap(0.05, 0.05), progress=False, stop=False, groups=4)
+    bayes.fit(loader, steps=600, optimizer=recipe, progress=False, stop=False, groups=4)
     precision = (x.mT @ x / 0.25 + torch.eye(3)).double()
     mean = torch.linalg.solve(precision, (x.mT @ t).double() / 0.25)[:, 0]
     density = bayes.family()
@@ -231,6 +271,7 @@ def test_reaches_the_closed_form():
         ({"refresh": 0}, "refresh must be"),
         ({"betas": (0.9, 1.0)}, "betas must be inside"),
         ({"gram_beta": -0.1}, "gram_beta must be inside"),
+        ({"radius": 0.0}, "radius must be"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -242,5 +283,7 @@ def test_families_without_means_are_refused():
     bayes = posterior(vi.FullNormal())
     with pytest.raises(TypeError, match="this family has none"):
         bayes.fit(DataLoader(data(), batch_size=10), steps=2, optimizer=vi.Soap(), progress=False)
+    with pytest.raises(TypeError, match="leave natural out"):
+        posterior(vi.MAP()).fit(DataLoader(data(), batch_size=10), steps=2, optimizer=vi.Soap(natural=True))
     with pytest.raises(ValueError, match="belongs to the default optimizer"):
         posterior(vi.MAP()).fit(DataLoader(data(), batch_size=10), steps=2, optimizer=vi.Soap(), lr=0.1)

@@ -54,15 +54,18 @@ class LocalWeights:
         return self.near.to(g).unsqueeze(-1) * (1 - g) + self.far.to(g).unsqueeze(-1) * g
 
     @classmethod
-    def of(cls, log_probs: Tensor, disagreement: Tensor, counts: Tensor | None = None) -> "LocalWeights":
+    def of(
+        cls, log_probs: Tensor, disagreement: Tensor, counts: Tensor | None = None, equal_rows: float = EQUAL_ROWS
+    ) -> "LocalWeights":
         """Those with the highest Σ_n log Σ_c w_c(d_n) p_c(t_n), by expectation maximisation.
 
-        Both mixtures are drawn to equal weights as by three more observations, the slope to zero a little.
+        Both mixtures are drawn to equal weights as by a few more observations, the slope to zero a little.
 
         Args:
             log_probs: log p_c(t_n) of held-out observations, [C, n].
             disagreement: of the members at each of them, [n].
             counts: for how many observations each counts, [n]; one by default.
+            equal_rows: so many observations more are shared equally by all parts.
 
         Example:
             >>> near, far = torch.zeros(50).double(), torch.ones(50).double()
@@ -76,30 +79,30 @@ class LocalWeights:
         centre, width = d.mean(), d.std(correction=0).clamp_min(1e-12)
         x = (d - centre) / width
         is_far = d > d.median()
-        near, far = (log_weights(log_probs[:, own], counts[own]) for own in (~is_far, is_far))
+        near, far = (log_weights(log_probs[:, own], counts[own], equal_rows) for own in (~is_far, is_far))
         line, share = torch.tensor([0.0, 1.0], dtype=torch.float64), is_far.double()
         for _ in range(ROUNDS):
             line = _regressed(line, x, share, counts)
             at = line[0] + line[1] * x
             parts = near.unsqueeze(-1) + log_probs + logsigmoid(-at), far.unsqueeze(-1) + log_probs + logsigmoid(at)
             total = torch.logaddexp(parts[0].logsumexp(0), parts[1].logsumexp(0))
-            near, far = (_weights(((part - total).exp() * counts).sum(1)) for part in parts)
+            near, far = (_weights(((part - total).exp() * counts).sum(1), equal_rows) for part in parts)
             share = (parts[1].logsumexp(0) - total).exp()
         slope = float(line[1] / width)
         return cls(near.exp(), far.exp(), float(line[0]) - slope * float(centre), slope)
 
 
-def log_weights(log_probs: Tensor, counts: Tensor) -> Tensor:
+def log_weights(log_probs: Tensor, counts: Tensor, equal_rows: float = EQUAL_ROWS) -> Tensor:
     """log weights of one mixture: [C, n] → [C]."""
     found = log_probs.new_full((len(log_probs),), -log(len(log_probs)))
     for _ in range(FIRST_ROUNDS):
-        found = _weights(((found.unsqueeze(-1) + log_probs).softmax(0) * counts).sum(1))
+        found = _weights(((found.unsqueeze(-1) + log_probs).softmax(0) * counts).sum(1), equal_rows)
     return found
 
 
-def _weights(observations: Tensor) -> Tensor:
+def _weights(observations: Tensor, equal_rows: float) -> Tensor:
     """log weights of parts that explain so many observations each."""
-    shared = observations + EQUAL_ROWS / len(observations)
+    shared = observations + equal_rows / len(observations)
     return (shared / shared.sum()).log()
 
 

@@ -109,6 +109,32 @@ def turned(
     return out
 
 
+def spread_precision(scale: Tensor, squares: Tensor, groups: Sequence[Alike]) -> Tensor:
+    """Precisions [P] along other coordinates of each tensor: κ · squares + δ.
+
+    δ is one over the mean of the variances scale², and κ such that the mean of the precisions stays. Of numbers that
+    have no other coordinates the precision is 1/scale².
+
+    Example:
+        >>> group = Alike((0,), (2, 1), (Axis("q", 0, 2),))
+        >>> spread_precision(torch.tensor([1.0, 0.5, 0.1]), torch.tensor([0.0, 3.0, 7.0]), [group])
+        tensor([  1.6000,   3.4000, 100.0000])
+    """
+    precision, variance = scale.pow(-2), scale.square()
+    out = precision.clone()
+    into: list[Tensor] = []
+    values: list[Tensor] = []
+    for group in groups:
+        v, own, spread = (group.of(x).flatten(1) for x in (squares, precision, variance))
+        least = 1 / spread.mean(1, keepdim=True)
+        factor = (own.mean(1, keepdim=True) - least).clamp_min(0) / v.mean(1, keepdim=True).clamp_min(1e-30)
+        into += group.views(out)
+        values += list(factor * v + least)
+    if into:
+        torch._foreach_copy_(into, values)  # pyright: ignore[reportPrivateImportUsage]
+    return out
+
+
 def eigenvectors(moments: Tensor) -> Tensor:
     """Of symmetric matrices [n, s, s], those of the greatest eigenvalues first."""
     return torch.linalg.eigh(_ridged(moments)).eigenvectors.flip(-1).to(moments.dtype)

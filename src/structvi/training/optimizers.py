@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..families.family import Family
-from ..families.means import means_of
 from .adam import DEFAULT_LR, Adam
 from .natural import NaturalAdam, NaturalGradient
 from .soap import Soap, SoapAdam
@@ -36,7 +35,7 @@ def make_optimizer(
     if lr is not None:
         raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
     if isinstance(optimizer, Soap):
-        return optimizer.make(parameters, family.factors(), means_of(family))
+        return optimizer.make(parameters, family, nats)
     if isinstance(optimizer, NaturalGradient):
         return optimizer.make(parameters, family.factors(), family, nats)
     made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer

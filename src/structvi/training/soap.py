@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..basics.checks import check_integer, check_positive
-from ..families.forms import Factor
-from ..families.means import Mean
+from ..families.family import Family
+from ..families.means import means_of
 from .adam import DEFAULT_LR, Thin
-from .kronecker import turned
+from .kronecker import spread_precision, turned
 from .turning import TurningAdam
 
 
@@ -28,6 +28,15 @@ class Soap:
     maximised stay as they are. Q is refreshed every so many steps by one step of subspace iteration, outside of the
     captured step, and lives in checkpoints with all other moments.
 
+    With `natural=True` the means move by natural-gradient steps in these coordinates, L as in `NaturalGradient`:
+
+        μ ← μ − lr · Q [s z],   z = (N/λ) s m cut to ±radius,   1/s² = κ v + δ
+
+    The precision of the family's own scales is spread over the coordinates of a tensor as the squared gradients v are:
+    δ is one over the mean of the family's variances there, and κ such that 1/s² has the mean of its precisions, which
+    no rotation changes. It is for λ = 1 and networks of few layers; in deep ones a `Rotated` family with
+    `NaturalGradient` is ahead of it (docs/from_scratch.md).
+
     Args:
         lr: the highest learning rate of the means.
         scale_lr: of all else: log scales, noise, learned priors; factors as with the default optimizer.
@@ -36,6 +45,8 @@ class Soap:
             iterates are averaged; None: it keeps those it has.
         betas: of the averages m and v.
         gram_beta: of the averages of GGᵀ and GᵀG.
+        natural: natural-gradient steps; lr = 1 is then a whole one, and 0.05 to 0.1 a good start.
+        radius: of these: how many standard deviations a coordinate may move in a whole step.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -52,10 +63,12 @@ class Soap:
     turn: int | None = 10
     betas: tuple[float, float] = (0.95, 0.95)
     gram_beta: float = 0.95
+    natural: bool = False
+    radius: float = 3.0
 
     def __post_init__(self) -> None:
-        check_positive(self.lr, "lr")
-        check_positive(self.scale_lr, "scale_lr")
+        for name in ("lr", "scale_lr", "radius"):
+            check_positive(getattr(self, name), name)
         check_integer("refresh", self.refresh)
         if self.turn is not None:
             check_integer("turn", self.turn)
@@ -63,14 +76,9 @@ class Soap:
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} must be inside [0, 1), got {beta!r}")
 
-    def make(self, parameters: Sequence[Tensor], factors: Sequence[Factor], means: Sequence[Mean]) -> "SoapAdam":
-        """The optimizer of these parameters."""
-        if not means:
-            raise TypeError(
-                "optimizer=Soap() preconditions the means of the weights, and this family has none: it is for families "
-                "with a mean, MAP, and those made of them, in one process or with whole copies in each. Leave it out"
-            )
-        return SoapAdam(parameters, self, factors, means)
+    def make(self, parameters: Sequence[Tensor], family: Family, nats: float) -> "SoapAdam":
+        """The optimizer of these parameters; `nats` is N/λ."""
+        return SoapAdam(parameters, self, family, nats)
 
 
 class SoapAdam(TurningAdam):
@@ -79,15 +87,27 @@ class SoapAdam(TurningAdam):
     Args:
         parameters: what is moved.
         recipe: rates and averages.
-        factors: those among the parameters that are low-rank factors.
-        means: those that are preconditioned.
+        family: whose means are preconditioned.
+        nats: N/λ.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], recipe: Soap, factors: Sequence[Factor] = (), means: Sequence[Mean] = ()
-    ):
-        super().__init__(parameters, recipe.scale_lr, factors, means, recipe.refresh, recipe.turn)
-        self.recipe = recipe
+    def __init__(self, parameters: Sequence[Tensor], recipe: Soap, family: Family, nats: float):
+        means = means_of(family)
+        if not means:
+            raise TypeError(
+                "optimizer=Soap() preconditions the means of the weights, and this family has none: it is for families "
+                "with a mean, MAP, and those made of them, in one process or with whole copies in each. Leave it out"
+            )
+        super().__init__(parameters, recipe.scale_lr, family.factors(), means, recipe.refresh, recipe.turn)
+        self.recipe, self.nats = recipe, nats
+        forms = [form for part in family.families() if recipe.natural and (form := part.low_rank_form()) is not None]
+        #: the log scales beside each mean, of natural gradients
+        self.scales = {form.mean: form.log_scale for form in forms}
+        if recipe.natural and any(mean.parameter not in self.scales for mean in means):
+            raise TypeError(
+                "Soap(natural=True) takes the scales of normals for its steps, and this family has a mean without any: "
+                "leave natural out"
+            )
         self.move_apart(list(self.means), lr=recipe.lr, betas=recipe.betas)
 
     def _step(self, thin: Thin, coefficient: Tensor | float, make: Tensor | None) -> None:
@@ -129,8 +149,13 @@ class SoapAdam(TurningAdam):
         first.lerp_(inside, made * (1 - beta1))
         second.lerp_(inside.square(), made * (1 - beta2))
         unbiased = first / (1 - beta1**steps).clamp_min(1e-12)
-        size = (second / (1 - beta2**steps).clamp_min(1e-12)).sqrt() + rates["eps"]
-        parameter.sub_(turned(unbiased / size, groups, basis, back=False) * (lr * made))
+        squares = second / (1 - beta2**steps).clamp_min(1e-12)
+        if self.recipe.natural:
+            scale = spread_precision(self.scales[parameter].exp(), squares, groups).rsqrt()
+            change = scale * (self.nats * scale * unbiased).clamp_(-self.recipe.radius, self.recipe.radius)
+        else:
+            change = unbiased / (squares.sqrt() + rates["eps"])
+        parameter.sub_(turned(change, groups, basis, back=False) * (lr * made))
 
     def refreshed(self, parameter: Tensor, change: Mapping[str, Tensor]) -> None:
         """The moments into the new basis: m exactly, v by the squares."""
