@@ -66,6 +66,7 @@ class Setting:
     natural: bool = False  # Soap's coordinates with natural-gradient steps of the mean
     initial_scale: float = 0.1
     warmup: float = 0.05
+    hold: float = 0.0  # part of the steps after which rates fall
     rise: float = 0.25  # part of the steps in which λ rises
     paced: bool = False  # λ waits where the likelihood falls, and rises in a tenth to a half of the steps
     average: bool = True
@@ -248,9 +249,10 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
     clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit or setting.power != 1 else None
     result = bayes.fit(
         loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
-        warmup=setting.warmup, kl_warmup="paced" if setting.paced else setting.rise, average=setting.average,
-        stop=False, restarts=0, compare=2.0, callback=clock, scheduler=None if clock is None else clock.scheduler,
-        progress=False, seed=setting.seed, validation=shop.held_out() if setting.watch else None, keep="best",
+        warmup=setting.warmup, hold=setting.hold, kl_warmup="paced" if setting.paced else setting.rise,
+        average=setting.average, stop=False, restarts=0, compare=2.0, callback=clock,
+        scheduler=None if clock is None else clock.scheduler, progress=False, seed=setting.seed,
+        validation=shop.held_out() if setting.watch else None, keep="best",
     )  # fmt: skip
     seconds, lam = result.history["seconds"], result.history["temperature"]
     details: dict[str, Any] = {

@@ -35,9 +35,12 @@ class Answer:
 class Workshop:
     """One set and seed: its trained networks, what is made of them, and what that costs. Everything is made once."""
 
-    def __init__(self, task: Task, data: Data, seed: int, device: torch.device, steps: int, folder: Path | None):
+    def __init__(
+        self, task: Task, data: Data, seed: int, device: torch.device, steps: int, folder: Path | None,
+        bf16: bool = False,
+    ):  # fmt: skip
         self.task, self.data, self.seed, self.device = task, data, seed, device
-        self.steps, self.folder = steps, folder
+        self.steps, self.folder, self.bf16 = steps, folder, bf16
         self.draws = task.draws if steps == 0 else 4
         of_pixels = data.test.tensors[1].ndim > 1
         #: of weights, to predict with a posterior; None: as `predict` does it
@@ -82,7 +85,7 @@ class Workshop:
             net.load_state_dict(kept["net"])
         else:
             with self.meter.cost() as cost:
-                net = train(self.task, self.data.train, seed, self.device, rate, self.steps)
+                net = train(self.task, self.data.train, seed, self.device, rate, self.steps, self.bf16)
             kept = {"net": net.state_dict(), "seconds": cost.seconds}
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)

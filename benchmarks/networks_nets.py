@@ -171,8 +171,11 @@ def set_dropout(net: nn.Module, rate: float) -> None:
         module.p = rate
 
 
-def train(task: Task, data: TensorDataset, seed: int, device: torch.device, rate: float = 0.0, steps: int = 0):
-    """A trained network in its evaluation mode; `steps` ends the training early."""
+def train(
+    task: Task, data: TensorDataset, seed: int, device: torch.device, rate: float = 0.0, steps: int = 0,
+    bf16: bool = False,
+):  # fmt: skip
+    """A trained network in its evaluation mode; `steps` ends the training early, `bf16`: autocast to bfloat16."""
     torch.manual_seed(seed)
     net = task.net().to(device)
     set_dropout(net, rate)
@@ -187,7 +190,8 @@ def train(task: Task, data: TensorDataset, seed: int, device: torch.device, rate
 
     def gradient(rows: Tensor) -> None:
         inputs = x[rows] if task.augment is None else task.augment(x[rows])
-        loss = cross_entropy(net(inputs), t[rows])
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss = cross_entropy(net(inputs), t[rows])
         optimizer.zero_grad()
         loss.backward()
 

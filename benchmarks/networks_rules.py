@@ -4,13 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from structvi.training.candidates import HARM
+from structvi.predicting.grid_fit import label_losses
+from structvi.training.candidates import Candidate
 from structvi.training.held_out import HeldOut
+from structvi.training.measuring import DOUBT
+from structvi.training.rule import HARM, MIXED
+from structvi.training.rule import Rule as Library
 from structvi.training.validation import MARGIN
 
 from .never_worse import HELD_OUT
@@ -67,6 +71,11 @@ def rates(names: Sequence[str]) -> list[Group]:
     return [(name,) for name in names if name.startswith("dropout")]
 
 
+class Kept(NamedTuple):
+    group: Group
+    temperature: float = 1.0
+
+
 @dataclass(frozen=True)
 class Rule:
     """The widest candidate that is as good as the best.
@@ -79,6 +88,8 @@ class Rule:
         keep_best: the maximum, as `keep="best"`, the network among them or not.
         by_gain: as good is also what gains more over the network, by one standard error at least, than it loses
             against the best.
+        errors: as good is within so many standard errors, beside the margin.
+        doubt: the network is not sure enough where labels say so by so many standard errors.
     """
 
     title: str
@@ -88,26 +99,29 @@ class Rule:
     keep_best: bool = False
     with_network: bool = True
     by_gain: bool = False
+    errors: float = 0.5
+    doubt: float = 0.0
 
-    def __call__(self, record: Record, rows: int) -> Group:
-        labels, every = record["labels"][:rows], record["held out"]
-        log_p = {group: _mixed([every[name][:rows] for name in group]) for group in self.groups(list(every))}
-        log_p[NETWORK,] = every[NETWORK][:rows].double()
+    def __call__(self, record: Record, rows: int) -> Kept:
+        labels, log_p = _candidates(record, rows, self.groups)
         held_out = {group: _held_out(own, labels) for group, own in log_p.items()}
         network, names = held_out[NETWORK,], [group for group in log_p if group != (NETWORK,)]
         best = max(held_out, key=lambda group: held_out[group].mean)
         if self.keep_best:
-            return best if self.with_network else max(names, key=lambda group: held_out[group].mean)
+            return Kept(best if self.with_network else max(names, key=lambda group: held_out[group].mean))
         safe = [group for group in names if self._is_safe(log_p, labels, group, held_out)]
         gains = {group: held_out[group].gain_over(network) for group in safe}
-        if _is_too_sure(log_p[NETWORK,], labels):
+        if _too_sure(log_p[NETWORK,], labels) > -self.doubt:
             good = [group for group in safe if self._is_good(held_out[group], held_out[best], *gains[group])]
         else:
             good = [group for group in safe if gains[group][0] > 2 * gains[group][1]]
-        return good[-1] if good else (NETWORK,)
+        return Kept(good[-1] if good else (NETWORK,))
 
     def _is_good(self, one: HeldOut, best: HeldOut, gain: float, error: float) -> bool:
-        return _as_good(one, best) or (self.by_gain and gain > error and best.gain_over(one)[0] <= min(MARGIN, gain))
+        loss, its_error = best.gain_over(one)
+        if loss <= min(MARGIN, self.errors * its_error):
+            return True
+        return self.by_gain and gain > error and loss <= min(MARGIN, gain)
 
     def _is_safe(
         self, log_p: dict[Group, Tensor], labels: Tensor, group: Group, held_out: dict[Group, HeldOut]
@@ -118,6 +132,36 @@ class Rule:
             return held_out[group].least_gain_over(held_out[NETWORK,], self.deviations) >= -HARM
         p = tempered(log_p[NETWORK,], labels)
         return float((p * (log_p[group] - log_p[NETWORK,])).sum(1).mean()) >= -HARM
+
+
+@dataclass(frozen=True)
+class OfLibrary:
+    """What `fit(validation=)` keeps of linearised candidates, by its own code."""
+
+    title: str
+    groups: Callable[[Sequence[str]], list[Group]]
+
+    def __call__(self, record: Record, rows: int) -> Kept:
+        labels, log_p = _candidates(record, rows, self.groups)
+        held_out = {group: _held_out(own, labels) for group, own in log_p.items()}
+        network = held_out[NETWORK,]
+        alone = Candidate(NETWORK, None, True, 1.0, 1.0, network, network.mean, is_network=True)
+        found = {group: Candidate("", rank, True, 1.0, is_exact=True) for rank, group in enumerate(log_p)}
+        for group, one in found.items():
+            one.measured(held_out[group], network)
+        del found[NETWORK,]
+        rule = Library(alone, _too_sure(log_p[NETWORK,], labels) < -DOUBT, HARM, MIXED)
+        own = list(found.values())
+        kept = rule.tempered(own, "widest") or rule.widest(own)
+        groups = {one.width: group for group, one in found.items()} | {None: (NETWORK,)}
+        return Kept(groups[kept.width], 1.0 if kept.adjustment is None else kept.adjustment.value)
+
+
+def _candidates(record: Record, rows: int, groups: Callable[[Sequence[str]], list[Group]]):
+    """Held-out labels, and log p of every candidate there, from narrow to wide, and of the network."""
+    labels, every = record["labels"]["held out"][:rows], record["log_p"]["held out"]
+    log_p = {group: _mixed([every[name][:rows] for name in group]) for group in groups(list(every))}
+    return labels, log_p | {(NETWORK,): every[NETWORK][:rows].double()}
 
 
 def _product(name: str) -> float:
@@ -140,25 +184,25 @@ def tempered(log_p: Tensor, labels: Tensor) -> Tensor:
 
 def _held_out(log_p: Tensor, labels: Tensor) -> HeldOut:
     total = log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
-    return HeldOut(total, torch.ones_like(total))
+    losses = torch.stack(list(label_losses(log_p, labels, is_binary=False)), 1)
+    return HeldOut(total, torch.ones_like(total), losses)
 
 
-def _is_too_sure(log_p: Tensor, labels: Tensor) -> bool:
+def _too_sure(log_p: Tensor, labels: Tensor) -> float:
+    """By how many standard errors."""
     entropy = -(log_p.exp() * log_p).sum(1)
-    return float((-log_p.gather(1, labels.unsqueeze(1)).squeeze(1) - entropy).mean()) > 0
-
-
-def _as_good(one: HeldOut, best: HeldOut) -> bool:
-    gain, error = best.gain_over(one)
-    return gain <= min(MARGIN, 0.5 * error)
+    excess = -log_p.gather(1, labels.unsqueeze(1)).squeeze(1) - entropy
+    return float(excess.mean() / excess.std()) * len(excess) ** 0.5
 
 
 ALIKE = Rule("all tensors alike (at first)")
 LAST_LAYER = Rule("and the last layer wider (before)", wider_last)
 UP_TO = Rule("a width that is not known, up to c: the mixture of all", up_to)
 FOUR = Rule("… four widths: c, c/2.5, c/6.25, c/15.6", shares(1, 2.5, 6.25, 15.625))
-EIGHTY = replace(FOUR, title="… bound with 80 % (before)", deviations=SOME)
-NOW = replace(EIGHTY, title="… or more gained than lost (now)", by_gain=True)
+EIGHTY = replace(FOUR, title="… bound with 80 %", deviations=SOME)
+GAINED = replace(EIGHTY, title="… or more gained than lost (before)", by_gain=True)
+DOUBTED = replace(GAINED, title="… not sure enough by one standard error", doubt=1.0)
+NOW = OfLibrary("… with a temperature where it gains two (now)", FOUR.groups)
 RULES = (
     ALIKE,
     replace(ALIKE, title="… no bound", deviations=None),
@@ -180,6 +224,9 @@ RULES = (
     FOUR,
     replace(FOUR, title="… bound with 90 %", deviations=MORE),
     EIGHTY,
+    GAINED,
+    DOUBTED,
+    replace(DOUBTED, title="… as good is within one standard error", errors=1.0),
     NOW,
     Rule("MC dropout, the best rate or the network", rates, keep_best=True),
     Rule("MC dropout, the best rate", rates, keep_best=True, with_network=False),
@@ -192,28 +239,33 @@ def table(found: list[Record]) -> str:
     pieces = []
     for name in sets:
         own = [record for record in found if record["name"].split()[0] == name]
-        for rows in HELD_OUT if name == "tables" else (len(own[0]["labels"]),):
+        for rows in HELD_OUT if name == "tables" else (len(own[0]["labels"]["held out"]),):
             pieces.append(f"### {name}, {len(own)} networks, {rows} held-out rows\n\n{compared(own, rows, RULES)}")
     return "\n\n".join(pieces)
 
 
-def compared(found: list[Record], rows: int, rules: Sequence[Rule]) -> str:
+def compared(found: list[Record], rows: int, rules: Sequence[Rule | OfLibrary]) -> str:
     lines = ["| rule | gain on test rows | worst | more than .01 worse | gain under shift | network kept |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for rule in rules:
-        if not all(rule.groups(list(record["held out"])) for record in found):
+        if not all(rule.groups(list(record["log_p"]["held out"])) for record in found):
             continue  # networks without dropout have no candidates of it
         kept = [rule(record, rows) for record in found]
-        test = [gain(record, group, "test") for record, group in zip(found, kept, strict=True)]
-        shift = [gain(record, group, "shift") for record, group in zip(found, kept, strict=True)]
+        test = [gain(record, one, "test") for record, one in zip(found, kept, strict=True)]
+        shift = [gain(record, one, "shift") for record, one in zip(found, kept, strict=True)]
         worse = 100 * mean(value < -0.01 for value in test)
-        network = 100 * mean(group == (NETWORK,) for group in kept)
+        network = 100 * mean(one.group == (NETWORK,) for one in kept)
         cells = f"{mean(test):+.4f} | {min(test):+.4f} | {worse:.0f} % | {mean(shift):+.3f} | {network:.0f} %"
         lines.append(f"| {rule.title} | {cells} |")
     return "\n".join(lines)
 
 
-def gain(record: Record, group: Group, part: str) -> float:
+def gain(record: Record, kept: Kept, part: str) -> float:
     """In log density over the network, the mean over the parts whose name starts so."""
-    own = [one for key, one in record["densities"].items() if key.startswith(part)]
-    return mean(float((_mixed([one[name] for name in group]) - one[NETWORK]).mean()) for one in own)
+    found = []
+    for key, own in record["log_p"].items():
+        if key.startswith(part):
+            labels = record["labels"][key].unsqueeze(1)
+            log_p = (_mixed([own[name] for name in kept.group]) / kept.temperature).log_softmax(1)
+            found.append(float((log_p.gather(1, labels) - own[NETWORK].double().gather(1, labels)).mean()))
+    return mean(found)

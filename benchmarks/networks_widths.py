@@ -3,11 +3,13 @@
     python -m benchmarks.networks_widths --data DIR --sets breastmnist,digits,tables --first 100 --seeds 8 --out folder
     python -m benchmarks.networks_widths --out folder --table
 
-For every network and every candidate log p of all classes is kept of held-out rows, and the log density of test and of
-shifted rows. The rules (`networks_rules.py`) are then compared on that: gain in log density over the network on test
-rows and under shift, the share of runs more than .01 nats worse than their network.
-Rows of "tables" are simulated (`never_worse.py`), and shifted by noise of one standard deviation; there each network
-has held-out sets of 40, 100 and 250 rows.
+For every network and every candidate log p of all classes is kept, of held-out rows, of others, and of those shifted.
+The rules (`networks_rules.py`) are then compared on that: gain in log density over the network on the other rows and
+under shift, the share of runs more than .01 nats worse than their network.
+Of images the training and validation images of the benchmark are split anew for every network, into those it is trained
+on, as many held-out ones as the benchmark has, and at least twice as many others: no test image is looked at. Rows of
+"tables" are simulated (`never_worse.py`), and shifted by noise of one standard deviation; there each network has
+held-out sets of 40, 100 and 250 rows.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from structvi.training.before import set_num_data
 from structvi.training.warm_start import Laplace, curvature_of, prior_precision, trained_values
 
 from . import networks_rules, never_worse
+from .networks_data import shifted
 from .networks_methods import of_dropout
 from .networks_nets import TASKS, dropout_layers, set_dropout, train
 
@@ -38,6 +41,8 @@ GRID = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.65, 1.0, 1.5, 2.5, 4.0)
 HEADS = ((0.01, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.1, (0.3, 0.65, 1.0, 1.5, 2.5, 4.0)),
          (0.2, (0.45, 0.65, 1.0, 1.5, 2.5, 4.0)), (0.3, (0.65, 1.0, 1.5, 2.5)))  # fmt: skip
 POINTS, RATES, MASKS = 512, (0.02, 0.05, 0.1, 0.2), 64
+#: images beside training and held-out ones, at most
+MOST = 1000
 
 
 class Network(NamedTuple):
@@ -57,10 +62,14 @@ def networks(sets: Sequence[str], data: Path | None, seeds: Sequence[int]) -> It
 def _images(name: str, folder: Path | None, seed: int) -> Iterator[Network]:
     task = TASKS[name]
     data = task.data(folder)
-    net = train(task, data.train, seed, torch.device("cpu"))
-    shifts = {f"shift {kind}": one.tensors for kind, one in data.shifts.items()}
-    parts = {"held out": data.validation.tensors, "test": data.test.tensors, **shifts}
-    yield Network(f"{name} {seed}", net, data.train, parts)
+    order = torch.randperm(len(data.train) + len(data.validation), generator=torch.Generator().manual_seed(seed))
+    x, t = (torch.cat(pair)[order] for pair in zip(data.train.tensors, data.validation.tensors, strict=True))
+    held, others = len(data.validation), min(2 * len(data.validation), MOST)
+    cuts = slice(held + others, None), slice(held), slice(held, held + others)
+    (own, held_out, test) = ((x[cut], t[cut]) for cut in cuts)
+    net = train(task, TensorDataset(*own), seed, torch.device("cpu"))
+    shifts = {f"shift {kind}": one.tensors for kind, one in shifted(*test).items()}
+    yield Network(f"{name} {seed}", net, TensorDataset(*own), {"held out": held_out, "test": test, **shifts})
 
 
 def _tables(seed: int) -> Iterator[Network]:
@@ -80,7 +89,7 @@ def _tables(seed: int) -> Iterator[Network]:
 
 
 def measured(one: Network) -> dict[str, Any]:
-    """Of every candidate log p [B, C] of held-out rows, and the log density of test and shifted ones."""
+    """Of every candidate log p [B, C] of every part, and the labels of these."""
     bayes = vi.variationalize(one.net, vi.likelihoods.Categorical())
     batches = Batches(DataLoader(one.train, 64), 0)
     set_num_data(bayes, batches)
@@ -97,13 +106,8 @@ def measured(one: Network) -> dict[str, Any]:
             found[part] = {name: torch.cat(own) for name, own in rows.items()}
             if dropout_layers(one.net):
                 found[part] |= {f"dropout, rate {rate:g}": _masked(one.net, rate, x) for rate in RATES}
-    held_out = {name: log_p.float() for name, log_p in found.pop("held out").items()}
-    densities = {
-        part: {name: log_p.gather(1, one.parts[part][1].unsqueeze(1)).squeeze(1) for name, log_p in own.items()}
-        for part, own in found.items()
-    }
-    labels = one.parts["held out"][1]
-    return {"name": one.name, "labels": labels, "held out": held_out, "densities": densities}
+    log_p = {part: {name: log_p.float() for name, log_p in own.items()} for part, own in found.items()}
+    return {"name": one.name, "labels": {part: own[1] for part, own in one.parts.items()}, "log_p": log_p}
 
 
 def _curvature(bayes: Any, batches: Batches) -> Laplace:

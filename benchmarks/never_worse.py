@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.training import candidates
+from structvi.training import measuring
+from structvi.training.rule import HARM
 
 #: rows, inputs, classes, share of random labels, distance of the clusters
 CLASSES = ((200, 13, 3, 0.0, 1.5), (300, 10, 2, 0.0, 1.0), (400, 30, 2, 0.02, 0.7), (1000, 20, 2, 0.1, 0.7),
@@ -29,7 +30,6 @@ CLASSES = ((200, 13, 3, 0.0, 1.5), (300, 10, 2, 0.0, 1.0), (400, 30, 2, 0.02, 0.
 #: rows and noise of Friedman's first function
 REGRESSIONS = ((300, 1.0), (1000, 3.0))
 HELD_OUT, TEST, EPOCHS = (40, 100, 250), 4000, 40
-HARM = candidates.HARM
 
 
 def tables(seed: int):
@@ -92,7 +92,7 @@ def density_of(net: nn.Module, is_labels: bool, test: tuple[Tensor, Tensor], hel
 
 def gain(net: nn.Module, is_labels: bool, train, held_out, test, harm: float) -> tuple[float, bool]:
     """Of the default call over the network, and whether that was kept."""
-    candidates.HARM = harm
+    measuring.HARM = harm
     likelihood = vi.likelihoods.Categorical() if is_labels else vi.likelihoods.Gaussian("point")
     bayes = vi.variationalize(net, likelihood)
     loaders = [DataLoader(TensorDataset(*part), 50) for part in (train, held_out)]

@@ -26,7 +26,7 @@ from .result import Result, Status
 from .storing.file import CheckpointError, opened, write
 from .storing.posterior_description import refusing
 from .storing.posterior_file import check_calibration
-from .training.around import Together
+from .training.around import Together, calibration_of
 from .training.at_once import fit_each
 from .training.batches import Batches
 from .training.before import held_out_of
@@ -34,7 +34,6 @@ from .training.fit_many import options_of
 from .training.held_out import member_log_probs
 from .training.result import FitResult
 from .training.together import fit_together
-from .training.validation import NETWORK
 
 KIND = "mixture of networks"
 #: of members that ended in different ways a mixture has the first of these
@@ -174,7 +173,7 @@ class NetworkMixture(NetworkMixtureBase):
             own = [replace(chosen, seed=seed + c, temperature=one) for c, one in enumerate(temperatures)]
             results = fit_each(self.posteriors, [loader] * len(own), own, label=f"{len(own)} members")
         else:
-            results = together.members
+            results, self.calibration = together.members, calibration_of(together.kept)
         held_out = None
         self.chosen_on = self.posteriors[0].chosen_on
         if chosen.validation is not None:
@@ -183,6 +182,7 @@ class NetworkMixture(NetworkMixtureBase):
             log_probs, count = member_log_probs(self.posteriors, batches, seed)  # [C, elements]
             if weights == "stacked":
                 self.weights.copy_(stacking(log_probs))
+                self.calibration = None  # a temperature was that of equal weights
             held_out = float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
             if together is not None and weights == "equal":  # as it was measured, without draws where it predicts so
                 held_out = together.kept.density
@@ -294,7 +294,9 @@ def _compared(together: Together) -> str:
     assert kept is not None
     assert ensemble is not None
     gain, error = kept.gain_over(ensemble)
-    name = "the networks themselves" if together.kept.name == NETWORK else together.kept.name
+    adjustment = together.kept.adjustment
+    tempered = "" if adjustment is None else f", temperature {adjustment.value:.3g}"
+    name = f"the networks themselves{tempered}" if together.kept.is_network else together.kept.name
     return (
         f"placed for the mixture: {name}; held-out log density of the average over the networks {ensemble.mean:.4f} "
         f"nats, gained {gain:+.4f} ± {error:.4f}"

@@ -278,13 +278,89 @@ def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
     assert as_good(best, best)
 
 
-def test_a_head_with_its_prior_chosen_on_held_out_data(dense):
-    bayes = vi.variationalize_head(dense, vi.likelihoods.Categorical())
+def test_a_head_with_its_prior_chosen_on_held_out_data():
+    torch.manual_seed(0)
+    net = trained(nn.Sequential(nn.Linear(2, 24), nn.ReLU(), nn.Linear(24, 3)), steps=200)
+    bayes = vi.variationalize_head(net, vi.likelihoods.Categorical())
     result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert result.against_network[0] > -MARGIN
-    assert bayes.space.names == ("4.weight", "4.bias")
+    assert bayes.space.names == ("2.weight", "2.bias")
     covariance = bayes.family().covariance().detach()
     assert (covariance - torch.diag(covariance.diagonal())).abs().max() > 0
+
+
+@pytest.fixture(scope="module")
+def too_sure():
+    """A network of few weights that says far more than it knows, and data that tell so."""
+    torch.manual_seed(0)
+    train = data(2000)
+    net = trained(nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)), train, steps=200)
+    with torch.no_grad():
+        net[-1].weight.mul_(4)
+        net[-1].bias.mul_(4)
+    return net, train, data(1000), data(4000)
+
+
+def test_a_temperature_is_put_on_top_where_no_spread_does_as_much(too_sure, tmp_path):
+    net, train, held_out, (x, t) = too_sure
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    found = bayes.calibration.applied
+    assert result.calibration is bayes.calibration
+    assert 1.5 < found.value < 5
+    assert f"temperature {found.value:.3g}" in result.kept
+    assert f"temperature of {found.value:.3g}" in result.details
+    assert "no part of the posterior" in result.details
+    assert result.held_out[result.kept] >= max(result.held_out.values()) - MARGIN
+    own = nn.functional.cross_entropy(net(x), t).item()
+    pred = bayes.predict(x, generator=seeded())
+    loss = -pred.log_prob(t).mean().item()
+    assert loss < own - 0.1
+    assert loss < -bayes.predict(x, calibrated=False, generator=seeded()).log_prob(t).mean().item() - 0.01
+    bayes.save(tmp_path / "own.safetensors")
+    again = vi.load(tmp_path / "own.safetensors", net).predict(x, generator=seeded())
+    torch.testing.assert_close(again.mean, pred.mean)
+    others = bayes.calibrate(conformal=loader(data(200)))  # sets on top of it
+    assert others.applied is found
+    torch.testing.assert_close(bayes.predict(x, generator=seeded()).mean, pred.mean)
+    bayes.fit(loader(train), progress=False)  # without held-out data
+    assert bayes.calibration is None
+
+
+def test_members_of_a_mixture_have_one_temperature(too_sure):
+    net, train, held_out, (x, t) = too_sure
+    mixture = vi.NetworkMixture.of([net, copy.deepcopy(net)], vi.likelihoods.Categorical())
+    result = mixture.fit(loader(train), validation=loader(held_out), progress=False)
+    assert 1.5 < mixture.calibration.applied.value < 5
+    assert all(one.calibration is None for one in mixture.posteriors)
+    assert "temperature" in result.notes[0]
+    own = nn.functional.cross_entropy(net(x), t).item()
+    assert -mixture.predict(x, generator=seeded()).log_prob(t).mean().item() < own - 0.1
+    density = mixture.predict(held_out[0], generator=seeded()).log_prob(held_out[1]).mean().item()
+    assert result.held_out == pytest.approx(density, abs=0.05)  # of 320 rows: ± .024
+    mixture.fit(loader(train), validation=loader(held_out), weights="stacked", progress=False)
+    assert mixture.calibration is None
+
+
+def test_a_network_that_is_not_sure_enough_gets_no_temperature(too_sure):
+    """One below one would make strange inputs surer too."""
+    net, train, held_out, _ = too_sure
+    unsure = copy.deepcopy(net)
+    with torch.no_grad():
+        unsure[-1].weight.mul_(0.07)
+        unsure[-1].bias.mul_(0.07)
+    bayes = vi.variationalize(unsure, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    assert result.kept == "the network"
+    assert bayes.calibration is None
+    assert bayes.calibrate(loader(held_out)).applied.value < 0.6
+
+
+def test_a_prior_of_the_users_gets_no_temperature(too_sure):
+    net, train, held_out, _ = too_sure
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
+    bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    assert bayes.calibration is None
 
 
 def test_the_network_is_kept_where_a_prior_of_the_users_is_worse(dense):

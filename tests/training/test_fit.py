@@ -226,6 +226,20 @@ def test_default_schedule_and_cooling():
     assert schedule.factor(74, cooling=55, end=75) < 0.01
 
 
+def test_the_rate_is_held_and_then_falls():
+    schedule = Schedule(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.1, 100, hold=0.5)
+    factors = [schedule.factor(step) for step in range(100)]
+    assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
+    assert factors[10:51] == [1.0] * 41
+    assert factors[75] == pytest.approx(0.5)
+    assert factors[99] < 0.01
+    late = Schedule(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.5, 100, hold=0.1)  # never before it has risen
+    assert [late.factor(step) for step in (49, 50, 75)] == pytest.approx([1.0, 1.0, 0.5])
+    result = linear().fit(loader(), steps=40, lr=0.1, warmup=0.1, hold=0.5, stop=False, progress=False)
+    assert result.history["lr"].tolist()[4:21] == pytest.approx([0.1] * 17)
+    assert result.history["lr"][-1] < 0.001
+
+
 def test_clipping():
     posterior = linear()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1.0)
@@ -692,6 +706,7 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
         ({"epochs": 1, "accumulate": 0}, "accumulate must be"),
         ({"epochs": 1, "every": 0}, "every must be"),
         ({"epochs": 1, "warmup": 1.0}, "warmup is a fraction"),
+        ({"epochs": 1, "hold": -0.1}, "hold is a fraction"),
         ({"epochs": 1, "kl_warmup": -1}, "kl_warmup is a fraction"),
         ({"epochs": 1, "temperature": 0}, "temperature must be positive|temperature must be a positive"),
         ({"epochs": 1, "clip": -1.0}, "clip must be a positive"),

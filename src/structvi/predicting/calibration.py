@@ -1,14 +1,14 @@
 """`bayes.calibrate`: a temperature or a scale from held-out cases, and the scores of conformal sets from others.
 
-The losses of every case are kept at a grid of temperatures, [cases, G], and between its points they are interpolated by
-a polynomial: the network sees the data once, and no pixel is held. A value is applied only where it gains two paired
-standard errors on cases that took no part in fitting it (five folds), and does not lie at the end of the search.
+The losses of every case are kept at a grid of temperatures (`grid_fit.py`): the network sees the data once, and no
+pixel is held. A value is applied only where it gains two paired standard errors on cases that took no part in fitting
+it, and does not lie at the end of the search.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from math import exp, prod, sqrt
+from math import exp
 from typing import Any, NamedTuple
 
 import torch
@@ -17,23 +17,15 @@ from torch.distributions import Bernoulli, Normal
 
 from ..basics.checks import check_iterable, check_seed
 from ..couplings import naive
-from ..models.calibration import LOG_BOUND, Adjustment, Calibration, Conformal, Kind
+from ..models.calibration import Calibration, Conformal, Kind
 from ..posterior import NetworkMixtureBase, PosteriorBase
 from . import conformal as scoring
 from .cases import COMMON, case_hashes, fingerprint, share_in
 from .draws import on_device
+from .grid_fit import GRID, fitted, label_losses
 from .member_chunks import Chunks, chunks_for
 from .predictive import Predictive, observed_target
 from .recalibrated import kind_for, log_average, log_probabilities
-
-#: log T at which losses are kept; 0 is among them
-GRID = torch.linspace(-LOG_BOUND, LOG_BOUND, 41, dtype=torch.float64)
-ONE = 20
-#: points of the grid through which a polynomial goes
-POINTS = 7
-FOLDS = 5
-#: fewer cases say nothing of a temperature
-FEWEST = 10
 
 
 def calibrate(
@@ -53,7 +45,8 @@ def calibrate(
     Args:
         posterior: what `variationalize` returns, fitted.
         validation: held-out batches, as `fit` takes them, for the temperature or scale: read twice, so no generator. It
-            is applied only where it gains two paired standard errors over cases.
+            is applied only where it gains two paired standard errors over cases. Without it, the one that there is
+            stays.
         conformal: other held-out batches, for `predict(x).conformal(level)`. They must be used for no other choice:
             those that are also in `validation`, or that a fit has chosen on, are refused. True: one half of the cases
             of `validation` is taken for this, and the other for the temperature.
@@ -93,7 +86,9 @@ def calibrate(
             raise ValueError(f"{what} has neither a temperature nor a scale: conformal=held_out gives intervals")
         data = _Data(validation if kind is not None else None, others, split and kind is not None, seed)
         notes = data.check(posterior.chosen_on)
-        adjustment = None
+        # without data for another the one that there is stays: a fit around a network may have put it on top
+        before = posterior.calibration
+        adjustment = before.adjustment if before is not None and validation is None else None
         if data.validation is not None and kind is not None:
             adjustment = fitted(kind, *_losses(chunks, kind, data.of_validation()))
         elif validation is not None:
@@ -161,80 +156,6 @@ class _Data:
                 yield batch, [self.shuffled(code) for code in codes], torch.tensor(keep)
 
 
-def fitted(kind: Kind, losses: Tensor, count: Tensor, order: list[str]) -> Adjustment:
-    """The value with the least loss, and what it gains on cases that were left out of its fit.
-
-    Args:
-        kind: what it is a value of.
-        losses: −log p of every case at every point of `GRID`, summed over its elements: [n, G].
-        count: how many elements: [n].
-        order: a text for each case, by which the cases are dealt to the folds.
-    """
-    if not bool(losses.isfinite().all()):
-        raise ValueError(
-            "the log probability of some held-out cases is not finite: look at the network's outputs there, "
-            "predict(x).outputs"
-        )
-    n = len(losses)
-    if n < FEWEST:
-        raise ValueError(f"a {kind} is fitted on at least {FEWEST} held-out cases, got {n}")
-    rank = torch.tensor(sorted(range(n), key=order.__getitem__))
-    losses, count = losses[rank], count[rank]
-    gains = torch.empty(n, dtype=torch.float64)
-    for fold in range(FOLDS):
-        out = torch.arange(n) % FOLDS == fold
-        weights = _at(_minimum(losses[~out].sum(0)))
-        gains[out] = losses[out, ONE] - losses[out] @ weights
-    total = float(count.sum())
-    gain = float(gains.sum()) / total
-    error = sqrt(float((gains - gain * count).square().sum()) * n / (n - 1)) / total
-    return Adjustment(kind, exp(_minimum(losses.sum(0))), gain, error, n)
-
-
-def _minimum(losses: Tensor) -> float:
-    """log T with the least of losses [G]: between neighbours of the best point, where the polynomial's slope is zero.
-
-    By its slope, for values tell a minimum to the root of rounding only.
-    """
-    best = int(losses.argmin())
-    start, nodes = _around(float(GRID[best]))
-    values = losses[start : start + POINTS].tolist()
-    low, high = float(GRID[max(0, best - 1)]), float(GRID[min(len(GRID) - 1, best + 1)])
-    for _ in range(60):
-        middle = (low + high) / 2
-        rises = sum(w * v for w, v in zip(_slopes(middle, nodes), values, strict=True)) > 0
-        low, high = (low, middle) if rises else (middle, high)
-    return (low + high) / 2
-
-
-def _at(u: float) -> Tensor:
-    """Weights [G] of the grid's values in that of a polynomial at log T = u."""
-    start, nodes = _around(u)
-    weights = torch.zeros_like(GRID)
-    weights[start : start + POINTS] = torch.tensor(_shares(u, nodes), dtype=torch.float64)
-    return weights
-
-
-def _around(u: float) -> tuple[int, list[float]]:
-    """The points of the grid nearest to u: where they start, and what they are."""
-    start = min(max(0, int((GRID - u).abs().argmin()) - POINTS // 2), len(GRID) - POINTS)
-    return start, GRID[start : start + POINTS].tolist()
-
-
-def _shares(u: float, nodes: list[float]) -> list[float]:
-    """Lagrange's polynomials at u."""
-    return [prod((u - other) / (own - other) for other in nodes if other != own) for own in nodes]
-
-
-def _slopes(u: float, nodes: list[float]) -> list[float]:
-    """Their derivatives."""
-    return [
-        sum(prod(u - one for one in nodes if one not in (own, left_out)) for left_out in nodes if left_out != own)
-        / prod(own - other for other in nodes if other != own)
-        for own in nodes
-    ]
-
-
 class _Rows(NamedTuple):
     losses: Tensor
     count: Tensor
@@ -268,7 +189,7 @@ def _losses(chunks: Chunks, kind: Kind, batches: Iterable[tuple[Any, list[str], 
 
 
 def _label_losses(chunks: Chunks, inputs: Any, target: Any) -> Iterator[Tensor]:
-    """At every temperature −log q_t, [B, ..], of q ∝ p̄^(1/T): p̄ is collected chunk by chunk."""
+    """`label_losses` of p̄, which is collected chunk by chunk."""
     log_mean, binary = torch.tensor(-torch.inf, device=chunks.device), False
     for index in range(len(chunks)):
         part = chunks.predictive(index, inputs)
@@ -277,12 +198,8 @@ def _label_losses(chunks: Chunks, inputs: Any, target: Any) -> Iterator[Tensor]:
             binary = isinstance(part.components, Bernoulli)
         own = log_average(log_probabilities(part.components).double(), part.weights)
         log_mean = torch.logaddexp(log_mean, own + torch.tensor(chunks.share(index), dtype=torch.float64).log())
-    log_mean = log_mean.clamp(min=-1e4)  # a label that is impossible is so at every temperature
     t, _ = observed_target(chunks.posterior.model.likelihood, target)
-    t = (t > 0.5 if binary else t).long().unsqueeze(-1)
-    for u in GRID.tolist():
-        scaled = log_mean * exp(-u)
-        yield scaled.logsumexp(-1) - scaled.gather(-1, t).squeeze(-1)
+    return label_losses(log_mean, t, binary)
 
 
 def _number_losses(chunks: Chunks, inputs: Any, target: Any) -> Iterator[Tensor]:

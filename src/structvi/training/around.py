@@ -11,7 +11,7 @@ open is chosen:
 - the family, a scale mixture of the precision form: its leading directions are those in which the data say most.
 
 With held-out data the choice is theirs: the *widest* posterior whose log density is within `MARGIN` nats of the best
-candidate's, and within half a paired standard error of it or not more below it than above the network, which is itself
+candidate's, and within a paired standard error of it or not more below it than above the network, which is itself
 among the candidates. The widest, since it costs nothing where data are like the training data, and is what gains where
 they are not; and none that the data let be more than `HARM` nats worse than the network. `keep="best"` takes the
 maximum. Where the network is not sure enough already, a posterior must gain to be taken (`candidates.py`). Without
@@ -30,20 +30,22 @@ from ..couplings import naive, paired
 from ..families.family import Family
 from ..families.precision import StructuredPrecision
 from ..families.scale_mixture import ScaleMixture
+from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..posterior import PosteriorBase
 from ..result import Status
 from .batches import Batches, Reread, held_out_batches
-from .candidates import PARTS, RANK, WIDTH, Around, Candidate, candidates_of, chosen, relative_prior
+from .candidates import PARTS, RANK, WIDTH, Around, Candidate, candidates_of, relative_prior
 from .comparing import worth_on_seed
 from .constant_predictor import Watched
-from .held_out import HeldOut, of_network
+from .held_out import DRAWS, OUTPUT_DRAWS, HeldOut, of_network
+from .measuring import chosen
 from .noise import Noise
 from .options import FitOptions
 from .result import FitResult, History, PathPoint
-from .validation import NETWORK, PREFERRED
+from .validation import PREFERRED
 from .warm_start import curvature_of, trained_values, with_residual_noise
 
 UNCERTAIN = (
@@ -128,7 +130,7 @@ def _placed(
 ) -> FitResult:
     around.place_kept(kept, batches.everything(1))
     posterior = around.posterior
-    if kept.name == NETWORK:
+    if kept.is_network:
         note = UNCERTAIN if "prior" in posterior.left_open else PREFERRED
         notes, candidates = [*notes, note], [*candidates, kept] if candidates else []
     on_data = of_network(*around.network, batches.everything(_few(batches)))
@@ -224,12 +226,22 @@ def _result(
         held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
         against_network=None if network is None or kept.held_out is None else kept.held_out.gain_over(network),
+        calibration=calibration_of(kept),
     )  # fmt: skip
 
 
+def calibration_of(kept: Candidate) -> Calibration | None:
+    """The temperature on top of what is kept."""
+    draws = 1 if kept.is_network else OUTPUT_DRAWS if kept.is_exact else DRAWS
+    notes = ("it was chosen with the posterior, on the validation data of its fit",)
+    return None if kept.adjustment is None else Calibration(kept.adjustment, None, draws, notes)
+
+
 def _verdict(kept: Candidate) -> str:
-    if kept.name == NETWORK:
-        return "the network was kept: the held-out data show no posterior around it that is as good for certain"
+    if kept.is_network:
+        with_it = "" if kept.adjustment is None else f", with a temperature of {kept.adjustment.value:.3g}"
+        none = "the held-out data show no posterior around it that is as good for certain"
+        return f"the network was kept{with_it}: {none}"
     return f"placed around the network: {kept.name}"
 
 
@@ -244,6 +256,11 @@ def _explain(kept: Candidate, options: FitOptions, parts: int) -> str:
         how = "by held-out density" if options.validation is not None else "without held-out data"
         up_to = f"one of {parts} widths up to " if parts > 1 else ""
         text += f". The prior's width, {up_to}{kept.width:.3g} of each tensor's root mean square, was chosen {how}"
+    if kept.adjustment is not None:
+        text += (
+            f". On top is a temperature of {kept.adjustment.value:.3g}, a recalibration by the same held-out data, and "
+            "no part of the posterior; predict(x, calibrated=False) is without it"
+        )
     if kept.noise != 1.0:
         text += f", and so was the noise, {kept.noise:.3g} times the residuals on the training data"
     return text

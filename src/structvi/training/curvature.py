@@ -31,8 +31,6 @@ from ..parameters import Parameters
 PARTS = 512
 #: gradients that are taken in at a time, and columns beyond those asked for that are kept on the way
 FEW = 8
-#: of so few numbers the whole matrix is made
-DENSE = 1024
 #: of more rows, half are looked at, and at least so many
 ROWS = 4000
 #: numbers of gradients that are kept, and places of each that are looked at together
@@ -122,18 +120,14 @@ def diagonal_curvature(model: BayesianModel, roots: Iterable[Root], along: Turn 
     return total * (model.num_data / max(1, seen))
 
 
-def leading_columns(
-    model: BayesianModel, roots: Iterable[Root], precision: Tensor, rank: int, along: Turn = same
-) -> Tensor:
+def leading_columns(model: BayesianModel, roots: Roots, precision: Tensor, rank: int, along: Turn = same) -> Tensor:
     """W [P, rank] with WWᵀ the leading part of G = Σ_n J_nᵀ H_n J_n in the metric of a diagonal D [P], of P(K + few).
 
     D^(−½) G D^(−½) has its largest eigenvalues where the data say more than any diagonal can. With the gradients of
     `diagonal_curvature` G − WWᵀ has no negative diagonal. Where they are at hand their inner products tell; else they
     are taken in a few at a time, and the leading directions kept (an incremental singular value decomposition).
     """
-    if len(precision) <= DENSE:
-        return _leading_dense(model, roots, precision, rank, along)
-    if isinstance(roots, Roots) and roots.kept:
+    if roots.kept:
         return _leading_kept(model, roots.kept, precision, rank, along)
     scale, seen = precision.rsqrt().to(model.space.dtype), 0
     kept = scale.new_empty(len(scale), 0)
@@ -161,19 +155,6 @@ def _leading_kept(model: BayesianModel, kept: Sequence[Root], precision: Tensor,
     leading = torch.linalg.eigh(products)[1].flip(1)[:, :rank]
     columns = torch.cat([scaled(block).mT @ leading / scale[block].unsqueeze(-1) for block in blocks])
     return (columns * (model.num_data / sum(rows for _, rows in kept)) ** 0.5).to(model.space.dtype)
-
-
-def _leading_dense(model: BayesianModel, roots: Iterable[Root], precision: Tensor, rank: int, along: Turn) -> Tensor:
-    """The same from the whole matrix, where that is small: nothing is left out on the way."""
-    scale, seen = precision.double().rsqrt(), 0
-    total = torch.zeros(len(scale), len(scale), dtype=torch.float64, device=scale.device)
-    for gradient, rows in roots:
-        scaled = along(gradient).double() * scale
-        total.addr_(scaled, scaled)
-        seen += rows
-    values, vectors = torch.linalg.eigh(total * (model.num_data / max(1, seen)))
-    leading = (vectors * values.clamp(min=0.0).sqrt()).flip(1)[:, :rank]
-    return leading / scale.unsqueeze(-1)
 
 
 def _leading(columns: Tensor, rank: int) -> Tensor:

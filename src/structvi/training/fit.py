@@ -28,6 +28,7 @@ def fit(
     optimizer: OptimizerLike | None = None,
     scheduler: SchedulerLike | None = None,
     warmup: float = 0.05,
+    hold: float = 0.0,
     clip: float | None = 10.0,
     accumulate: int = 1,
     kl_warmup: float | Literal["auto", "paced"] = "auto",
@@ -78,6 +79,8 @@ def fit(
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
             by default a linear warm-up and a cosine decay to zero.
         warmup: the fraction of the steps in which the learning rate rises.
+        hold: the fraction of the steps after which it falls, 0.5 for deep networks from scratch with `Soap()`; by
+            default from the end of the warm-up on.
         clip: the largest norm of the gradient of −elbo/N; None for no limit.
         accumulate: how many batches share one step.
         kl_warmup: the fraction of the steps in which λ rises from zero. "auto": a quarter where nothing has been

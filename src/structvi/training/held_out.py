@@ -12,15 +12,19 @@ from ..couplings import Coupling, naive
 from ..families.gaussian import Gaussian
 from ..families.point import MAP
 from ..posterior import PosteriorBase
+from ..predicting import grid_fit
 from ..predicting.draws import DrawChunks
 from ..predicting.function_space import evenly_spread, outputs_of_normals
 from ..predicting.predictive import Predictive, observed_target
 from ..predicting.probabilities import label_entropy
+from ..predicting.recalibrated import log_average, log_probabilities
 
 #: draws over which a prediction is averaged
 DRAWS = 32
 #: draws of outputs, where they are known to be normal: they cost no pass of the network
 OUTPUT_DRAWS = 512
+#: between the seeds of independent sets of draws
+SETS_APART = 1000
 #: standard deviations below the mean that a normal exceeds with 95 %
 QUANTILE = 1.6449
 
@@ -30,6 +34,10 @@ class HeldOut(NamedTuple):
 
     total: Tensor
     count: Tensor
+    #: of labels −log p with a temperature on top, at each of `grid_fit.GRID`: [rows, G]
+    losses: Tensor | None = None
+    #: the standard error of the mean by the draws of weights over which the predictions are averaged
+    error: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -38,9 +46,10 @@ class HeldOut(NamedTuple):
         return mean if mean == mean else -inf
 
     def gain_over(self, other: "HeldOut") -> tuple[float, float]:
-        """How much higher the mean is, and the standard error of that, over the rows that both have seen.
+        """How much higher the mean is, and the standard error of that: over the rows that both have seen, and by draws.
 
-        Where one has seen fewer, those are the first of the other's.
+        Where one has seen fewer, those are the first of the other's. Draws are the same for all rows, so that no spread
+        over rows shows their noise.
 
         Example:
             >>> count = torch.ones(4, dtype=torch.float64)
@@ -49,7 +58,8 @@ class HeldOut(NamedTuple):
         """
         gain, residual = self._beside(other)
         rows = len(residual)
-        return gain, sqrt(float(residual.square().sum()) / (rows * (rows - 1))) if rows > 1 else 0.0
+        square = float(residual.square().sum()) / (rows * (rows - 1)) if rows > 1 else 0.0
+        return gain, sqrt(square + self.error**2 + other.error**2)
 
     def least_gain_over(self, other: "HeldOut", deviations: float = QUANTILE) -> float:
         """A gain that the true one exceeds with 95 %; −∞ where it is no number, and of one row, which tells no more.
@@ -68,7 +78,7 @@ class HeldOut(NamedTuple):
         gain, residual = self._beside(other)
         if (n := len(residual)) < 2:
             return -inf
-        error = sqrt(float(residual.square().sum()) / (n * (n + 1)))
+        error = sqrt(float(residual.square().sum()) / (n * (n + 1)) + self.error**2 + other.error**2)
         if not error > 0:
             return gain if error == 0 else -inf
         skewness = 2 * float(residual.pow(3).sum()) / (n * (n + 1) * (n + 2)) / error**3
@@ -80,6 +90,16 @@ class HeldOut(NamedTuple):
         one, two = (HeldOut(x.total[:rows], x.count[:rows]) for x in (self, other))
         gain = one.mean - two.mean
         return gain, ((one.total - two.total) - gain * one.count) / one.count.mean()
+
+    def at(self, temperature: float) -> "HeldOut":
+        """With that temperature on top."""
+        assert self.losses is not None
+        return self._replace(total=-grid_fit.at(self.losses, log(temperature)), losses=None)
+
+    def left_out(self) -> "HeldOut":
+        """Each row at the temperature that other rows ask for (five folds)."""
+        assert self.losses is not None
+        return self._replace(total=-grid_fit.left_out(self.losses), losses=None)
 
 
 def of_posterior(posterior: PosteriorBase, batches: Iterable[Any], seed: int, draws: int = DRAWS) -> HeldOut:
@@ -93,13 +113,38 @@ def of_posteriors(
     seed: int,
     draws: int = DRAWS,
     coupling: Coupling = naive,
+    times: int = 1,
 ) -> HeldOut:
-    """Of the average over draws of several posteriors, each with its network: an equal mixture."""
-    each, rows = [_draws(one, draws, seed + 3 + c, coupling) for c, one in enumerate(posteriors)], []
+    """Of the average over draws of several posteriors, each with its network: an equal mixture.
+
+    Args:
+        posteriors: the members.
+        batches: held-out data.
+        seed: of the draws.
+        draws: of each member.
+        coupling: of the draws.
+        times: so many independent sets of such draws. With several the standard error by draws is known, from what the
+            mean would be without each of them.
+    """
+    sets = [
+        [_draws(one, draws, seed + 3 + c + SETS_APART * k, coupling) for c, one in enumerate(posteriors)]
+        for k in range(times)
+    ]
+    found: list[list[HeldOut]] = [[] for _ in range(times + (times > 1))]  # of all sets, and without each
     for batch in batches:
-        found = [_log_prob(chunks, batch) for chunks in each]
-        rows.append(_rows(_log_mean([log_prob for log_prob, _ in found]), found[0][1]))
-    return joined(rows)
+        every = [[_predicted(chunks, batch) for chunks in members] for members in sets]
+        for k, rows in enumerate(found):
+            some = [one for j, members in enumerate(every) if times == 1 or j != k - 1 for one in members]
+            rows.append(_density([one for one, _ in some], some[0][1]))
+    whole, *without = [joined(rows) for rows in found]
+    return whole._replace(error=_error(whole, without)) if without else whole
+
+
+def _error(whole: HeldOut, without: Sequence[HeldOut]) -> float:
+    """The jackknife's standard error of a mean, from what it is without each of several sets of draws."""
+    n = len(without)
+    means = torch.tensor([n * whole.mean - (n - 1) * one.mean for one in without], dtype=torch.float64)
+    return float(means.std()) / sqrt(n) if bool(means.isfinite().all()) else inf
 
 
 def member_log_probs(
@@ -110,7 +155,8 @@ def member_log_probs(
     for rows, posterior in zip(found, posteriors, strict=True):
         chunks = _draws(posterior, draws, seed + 3)
         for batch in batches:
-            log_prob, observed = _log_prob(chunks, batch)
+            predictive, target = _predicted(chunks, batch)
+            log_prob, observed = predictive.log_prob(target).double(), _observed(predictive, target)
             rows.append((log_prob if observed is None else log_prob[observed]).flatten().cpu())
     log_probs = torch.stack([torch.cat(rows) for rows in found])
     return log_probs, float(log_probs.shape[1])
@@ -121,26 +167,30 @@ def of_network(posterior: PosteriorBase, theta: Tensor, batches: Iterable[Any]) 
     return of_networks([(posterior, theta)], batches)[0]
 
 
-def of_networks(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> tuple[HeldOut, bool]:
-    """Of the average over networks, each at one θ [P], a deep ensemble; and whether that is too sure of labels.
+def of_networks(networks: Sequence[tuple[PosteriorBase, Tensor]], batches: Iterable[Any]) -> tuple[HeldOut, float]:
+    """Of the average over networks, each at one θ [P], a deep ensemble; and by how many standard errors over rows it is
+    too sure of labels.
 
     Too sure is: labels are less likely than it expects, −log p(t) is above the entropy in the mean. That difference is
     the derivative of the held-out log-likelihood by a temperature, at one: where it is negative every spread of the
-    predictions costs, to first order. Of likelihoods that are not of labels nothing is said: True.
+    predictions costs, to first order. Of likelihoods that are not of labels nothing is said: ∞.
     """
-    excess, rows = 0.0, []
+    found, excess = [], []
     for predictives, target in network_predictives(networks, batches):
-        first = predictives[0]
-        log_prob = _log_mean([one.log_prob(target).double() for one in predictives])
-        observed = _observed(first, target)
-        rows.append(_rows(log_prob, observed))
-        if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
-            excess = inf
+        rows, first = _density(predictives, target), predictives[0]
+        found.append(rows)
+        if not _is_of_labels(first):
             continue
         mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
-        expected = log_prob + label_entropy(mean, isinstance(first.components, Bernoulli))
-        excess -= float((expected if observed is None else expected[observed]).sum())
-    return joined(rows), excess > 0
+        entropy = label_entropy(mean, isinstance(first.components, Bernoulli))
+        excess.append(-_rows(entropy, _observed(first, target)).total - rows.total)
+    return joined(found), _standard_errors(torch.cat(excess)) if excess else inf
+
+
+def _standard_errors(x: Tensor) -> float:
+    """The mean in units of its standard error; ±∞ where that is zero."""
+    mean, error = float(x.mean()), float(x.std()) / sqrt(len(x)) if len(x) > 1 else 0.0
+    return mean / error if error > 0 else inf if mean > 0 else -inf
 
 
 def network_predictives(
@@ -158,8 +208,33 @@ def network_predictives(
 
 def density_at(predictives: Sequence[Predictive], target: Any) -> HeldOut:
     """Of the average over predictives of one batch, with the likelihood's parameters as they are now."""
-    now = [Predictive(one.outputs, one.weights, one.likelihood, one.values) for one in predictives]
-    return _rows(_log_mean([one.log_prob(target).double() for one in now]), _observed(now[0], target))
+    return _density([Predictive(one.outputs, one.weights, one.likelihood, one.values) for one in predictives], target)
+
+
+def _density(predictives: Sequence[Predictive], target: Any) -> HeldOut:
+    """Of the equal mixture of predictives of one batch."""
+    first = predictives[0]
+    log_prob, observed = _log_mean([one.log_prob(target).double() for one in predictives]), _observed(first, target)
+    losses = _losses([_classes(one) for one in predictives], first, target) if _is_of_labels(first) else None
+    return _rows(log_prob, observed)._replace(losses=losses)
+
+
+def _is_of_labels(predictive: Predictive) -> bool:
+    return not predictive.is_function and isinstance(predictive.components, Categorical | Bernoulli)
+
+
+def _classes(predictive: Predictive) -> Tensor:
+    """The log probability of every class, classes last."""
+    return log_average(log_probabilities(predictive.components).double(), predictive.weights)
+
+
+def _losses(log_p: Sequence[Tensor], like: Predictive, target: Any) -> Tensor:
+    t, observed = observed_target(like.likelihood, target)
+    binary = isinstance(like.components, Bernoulli)
+    each = grid_fit.label_losses(_log_mean(list(log_p)), t, binary)
+    if observed is not None:
+        each = (loss.masked_fill(~observed, 0.0) for loss in each)
+    return torch.stack([_rows(loss, observed).total for loss in each], 1)
 
 
 def _at(posterior: PosteriorBase, theta: Tensor) -> PosteriorBase:
@@ -198,18 +273,24 @@ def of_mixed_normals(
                 size = int(outputs_of(*networks[0], inputs))
                 noise = evenly_spread(OUTPUT_DRAWS, size, seed).to(networks[0][1].device)
             log_probs: list[list[Tensor]] = [[] for _ in normals[0]]
-            observed = None
+            classes: list[list[Tensor]] = [[] for _ in normals[0]]
+            predictive = None
             for (posterior, theta), own in zip(networks, normals, strict=True):
                 model, (S, _) = posterior.model, noise.shape
                 values = model.likelihood_values(theta.unsqueeze(0).expand(S, -1))
                 outputs = outputs_of_normals(posterior, theta, own, inputs, noise)
-                for rows, make, output in zip(log_probs, own, outputs, strict=True):
+                for rows, own_classes, make, output in zip(log_probs, classes, own, outputs, strict=True):
                     make()  # with the noise that goes with it
                     predictive = Predictive(output, theta.new_full((S,), 1 / S), model.likelihood, values)
                     rows.append(predictive.log_prob(target).double())
-                    observed = _observed(predictive, target)
+                    if _is_of_labels(predictive):
+                        own_classes.append(_classes(predictive))
+            assert predictive is not None
+            observed = _observed(predictive, target)
             for rows, places in zip(found, mixed, strict=True):
-                rows.append(_rows(_log_mean([one for place in places for one in log_probs[place]]), observed))
+                density = _rows(_log_mean([one for place in places for one in log_probs[place]]), observed)
+                parts = [one for place in places for one in classes[place]]
+                rows.append(density._replace(losses=_losses(parts, predictive, target) if parts else None))
     return [joined(rows) for rows in found]
 
 
@@ -224,11 +305,9 @@ def _draws(posterior: PosteriorBase, draws: int, seed: int, coupling: Coupling =
     return DrawChunks(posterior, draws, coupling, 16, None, torch.Generator().manual_seed(seed))
 
 
-def _log_prob(chunks: DrawChunks, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """log p(t) of every number of a batch, and which were observed."""
+def _predicted(chunks: DrawChunks, batch: Any) -> tuple[Predictive, Any]:
     inputs, target = chunks.split(batch)
-    predictive = chunks.whole(inputs)
-    return predictive.log_prob(target).double(), _observed(predictive, target)
+    return chunks.whole(inputs), target
 
 
 def _observed(predictive: Predictive, target: Any) -> Tensor | None:
@@ -244,10 +323,14 @@ def _log_mean(log_probs: list[Tensor]) -> Tensor:
 def _rows(log_prob: Tensor, observed: Tensor | None) -> HeldOut:
     observed = torch.ones_like(log_prob) if observed is None else observed.to(log_prob)
     flat = [x.reshape(len(log_prob), -1).sum(1).cpu() for x in (log_prob, observed)]
-    return HeldOut(*flat)
+    return HeldOut(flat[0], flat[1])
 
 
 def joined(rows: list[HeldOut]) -> HeldOut:
     if not rows:
         raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
-    return HeldOut(torch.cat([one.total for one in rows]), torch.cat([one.count for one in rows]))
+    losses = [one.losses for one in rows if one.losses is not None]
+    return HeldOut(
+        torch.cat([one.total for one in rows]), torch.cat([one.count for one in rows]),
+        torch.cat(losses) if len(losses) == len(rows) else None,
+    )  # fmt: skip

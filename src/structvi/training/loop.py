@@ -98,7 +98,7 @@ class Run:
         total = settings.total
         nats = settings.num_data / settings.temperature
         self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family, nats)
-        self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total)
+        self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total, settings.hold)
         self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
             posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,

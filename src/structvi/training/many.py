@@ -49,7 +49,7 @@ class Member:
 
     def _pace(self) -> tuple[Any, ...]:
         settings = self.run.settings
-        times = settings.total, self.cooling, self.end, settings.warmup, settings.kl_warmup
+        times = settings.total, self.cooling, self.end, settings.warmup, settings.hold, settings.kl_warmup
         return *times, settings.temperature, self.run.schedule.highest[0]
 
     def at(self, step: int) -> tuple[float, float]:

@@ -31,6 +31,7 @@ class FitOptions:
     optimizer: OptimizerLike | None
     scheduler: SchedulerLike | None
     warmup: float
+    hold: float
     clip: float | None
     accumulate: int
     kl_warmup: float | Literal["auto", "paced"]
@@ -83,6 +84,7 @@ class FitOptions:
         check_integer("restarts", self.restarts, least=0)
         check_seed(self.seed)
         check_fraction("warmup", self.warmup)
+        check_fraction("hold", self.hold)
         if isinstance(self.kl_warmup, str):
             check_one_of("kl_warmup", self.kl_warmup, ("auto", "paced"))
         else:
@@ -117,7 +119,7 @@ class FitOptions:
         return Settings(
             total, self.accumulate, self.groups, name_of(self.coupling), self.estimator, self.number(),
             kl_warmup, self.warmup, self.clip, staged, self.average, self.stop, str(self.precision), self.seed,
-            num_data, self.mean, self.kl_warmup == "paced",
+            num_data, self.mean, self.kl_warmup == "paced", self.hold,
         )  # fmt: skip
 
 
@@ -143,6 +145,7 @@ class Settings:
     mean: str = "learned"
     #: whether λ waits for the likelihood: its rise then takes at most `kl_warmup` of the steps
     paced: bool = False
+    hold: float = 0.0
 
     def temperature_at(self, step: int) -> float:
         """λ at this step: it rises to its value."""

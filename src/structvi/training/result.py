@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..families.family import Family
+from ..models.calibration import Calibration
 from ..objective import Estimate
 from ..result import Result, Status
 
@@ -210,6 +211,7 @@ class FitResult(Result):
             observed number; where `validation=` was given.
         network: the same of the network that the fit started from.
         path: with temperature="validated" what each λ came to, from narrow to wide; `plots.temperature_path` shows it.
+        calibration: a temperature on top, where held-out data asked for one around a trained network.
         at_one: then the family at λ = 1: `bayes.with_family(result.at_one)` is the posterior itself.
         against_network: how much higher that of the posterior that was kept is, and its standard error over rows.
     """
@@ -233,6 +235,7 @@ class FitResult(Result):
     against_network: tuple[float, float] | None = None
     path: list[PathPoint] = field(default_factory=list)
     at_one: Family | None = None
+    calibration: Calibration | None = None
 
     def headlines(self) -> list[str]:
         first = f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)"

@@ -57,8 +57,9 @@ def run_fit(posterior: PosteriorBase, loader: Iterable[Any], options: FitOptions
             found = None if options.resume is None else fit_checkpoint.latest(options.resume)
             notes = notes_before(posterior, batches, options)
             if options.is_around:
-                posterior.last_fit = fit_around(posterior, batches, options, notes)
-                return posterior.last_fit
+                result = fit_around(posterior, batches, options, notes)
+                posterior.last_fit, posterior.calibration = result, result.calibration
+                return result
             may = ranks.size == 1 and may_restart(posterior, options, found)
             begun = copied(posterior.outside_family())
             run = begin(posterior, batches, options, ranks, found)

@@ -10,16 +10,20 @@ SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
 class Schedule:
-    """Linear warm-up, then cosine decay to zero at the last step; or the user's scheduler, a call a step.
+    """Linear warm-up, the highest rate for a while, then cosine decay to zero at the last step; or the user's
+    scheduler, a call a step.
 
     Args:
         optimizer: its groups' learning rates are the highest.
         scheduler: the user's, or a function of the optimizer to one; None for the default.
         warmup: the fraction of the steps in which the rate rises.
         total: steps in all.
+        hold: the fraction of the steps after which the rate falls; none before the end of the warm-up.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: SchedulerLike | None, warmup: float, total: int):
+    def __init__(
+        self, optimizer: Optimizer, scheduler: SchedulerLike | None, warmup: float, total: int, hold: float = 0.0
+    ):
         if callable(scheduler) and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
             scheduler = scheduler(optimizer)
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -29,6 +33,7 @@ class Schedule:
         if scheduler is not None and scheduler.optimizer is not optimizer:
             raise ValueError("the scheduler belongs to another optimizer; make it from the one you pass to fit")
         self.optimizer, self.scheduler, self.warmup, self.total = optimizer, scheduler, warmup, total
+        self.hold = hold
         self.highest = [group["lr"] for group in optimizer.param_groups]
 
     def factor(self, step: int, total: int | None = None, cooling: int | None = None, end: int = 0) -> float:
@@ -49,7 +54,8 @@ class Schedule:
         warmup = round(self.warmup * total)
         if step < warmup:
             return (step + 1) / warmup
-        return _cosine((step - warmup) / max(1, total - warmup))
+        held = max(warmup, round(self.hold * total))
+        return _cosine(max(0, step - held) / max(1, total - held))
 
     def before(self, step: int, total: int | None = None, cooling: int | None = None, end: int = 0) -> float:
         """Set the learning rates of this step; returns the first group's. Arguments as of `factor`."""

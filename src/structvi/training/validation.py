@@ -50,12 +50,12 @@ class Watch:
 
 
 def as_good(one: HeldOut, best: HeldOut) -> bool:
-    """Whether a held-out density is within `MARGIN` nats of the best, and half a standard error of the difference.
+    """Whether a held-out density is within `MARGIN` nats of the best, and a standard error of the difference.
 
     The margin alone would be an eighth of a network's whole loss where pixels are nearly certain.
     """
     gain, error = best.gain_over(one)
-    return gain <= min(MARGIN, 0.5 * error)
+    return gain <= min(MARGIN, error)
 
 
 class Choice:
