@@ -5,7 +5,7 @@ What is chosen, a rate, a temperature, a prior, is chosen on validation data.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Workshop:
         self.meter = Meter(device)
         self.cost = Cost()  # of the method at work
         self._made: dict[Any, tuple[Any, Cost]] = {}
-        self._nets: dict[tuple[int, float], tuple[nn.Module, Cost]] = {}
+        self._nets: dict[tuple[int, float, int], tuple[nn.Module, Cost]] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, now or before; the method at work is charged in either case."""
@@ -64,35 +64,35 @@ class Workshop:
     def loader(self, data: TensorDataset) -> DataLoader:
         return DataLoader(data, self.task.batch)
 
-    def net(self, member: int = 0, rate: float = 0.0) -> nn.Module:
-        """A trained network; its first training is charged to nobody."""
-        key = member, rate
+    def net(self, member: int = 0, rate: float = 0.0, share: int = 1) -> nn.Module:
+        """A trained network, `share`: in so many times fewer epochs; its first training is charged to nobody."""
+        key = member, rate, share
         if key not in self._nets:
-            self._nets[key] = self._net(member, rate)
+            self._nets[key] = self._net(*key)
         net, cost = self._nets[key]
-        if key != (0, 0.0):
+        if key != (0, 0.0, 1):
             self.cost = self.cost + cost
         return net
 
-    def _net(self, member: int, rate: float) -> tuple[nn.Module, Cost]:
+    def _net(self, member: int, rate: float, share: int) -> tuple[nn.Module, Cost]:
         seed = 1000 * member + self.seed
+        task = replace(self.task, epochs=self.task.epochs // share)
         path = None
         if self.folder is not None:
-            path = self.folder / f"{self.task.name}-{seed}-{rate:g}.pt"
+            path = self.folder / f"{task.name}-{seed}-{rate:g}{'' if share == 1 else f'-{task.epochs}'}.pt"
         if path is not None and path.exists():
             kept = torch.load(path, map_location=self.device)
-            net = self.task.net().to(self.device).eval()
+            net = task.net().to(self.device).eval()
             net.load_state_dict(kept["net"])
         else:
             with self.meter.cost() as cost:
-                net = train(self.task, self.data.train, seed, self.device, rate, self.steps, self.bf16)
+                net = train(task, self.data.train, seed, self.device, rate, self.steps, self.bf16)
             kept = {"net": net.state_dict(), "seconds": cost.seconds}
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.save(kept, path)
         set_dropout(net, rate)
-        epochs = self.task.epochs
-        return self.meter.watch(net), Cost(3.0 * epochs * len(self.data.train), kept["seconds"])
+        return self.meter.watch(net), Cost(3.0 * task.epochs * len(self.data.train), kept["seconds"])
 
     def validation(self, predictor: Predictor) -> Tensor:
         return log_probabilities(predictor, self.data.validation.tensors[0], self.batch, self.device)
@@ -168,13 +168,18 @@ def _dropout(shop: Workshop, nets: dict[float, nn.Module]) -> Answer:
     return Answer(of_dropout(own[rate], shop.draws, shop.seed), f"rate {rate:g}", details)
 
 
-def of_ensemble(shop: Workshop) -> Predictor:
-    predictors = [of_network(shop.net(member)) for member in range(MEMBERS)]
+def of_ensemble(shop: Workshop, share: int = 1) -> Predictor:
+    predictors = [of_network(shop.net(member, share=share)) for member in range(MEMBERS)]
     return lambda x: average([predict(x) for predict in predictors])
 
 
 def ensemble(shop: Workshop) -> Answer:
     return Answer(of_ensemble(shop))
+
+
+def ensemble_of_one(shop: Workshop) -> Answer:
+    """Of networks that are trained together as long as one."""
+    return Answer(of_ensemble(shop, share=MEMBERS))
 
 
 def ensemble_tempered(shop: Workshop) -> Answer:
@@ -269,6 +274,7 @@ METHODS: dict[str, Callable[[Workshop], Answer]] = {
     "MC dropout, injected": dropout_injected,
     "MC dropout, trained with": dropout_trained,
     "ensemble of 5": ensemble,
+    "one training's ensemble of 5": ensemble_of_one,
     "ensemble of 5, tempered": ensemble_tempered,
     **{way.name: _laplace(way) for way in networks_laplace.WAYS},
     "ours, default call": placed,

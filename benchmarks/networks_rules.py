@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import exp, log
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from structvi.predicting.grid_fit import label_losses
+from structvi.predicting.grid_fit import label_losses, least
 from structvi.training.candidates import Candidate
 from structvi.training.held_out import HeldOut
 from structvi.training.measuring import DOUBT
@@ -140,6 +140,7 @@ class OfLibrary:
 
     title: str
     groups: Callable[[Sequence[str]], list[Group]]
+    least_temperature: float = 1.0
 
     def __call__(self, record: Record, rows: int) -> Kept:
         labels, log_p = _candidates(record, rows, self.groups)
@@ -150,11 +151,26 @@ class OfLibrary:
         for group, one in found.items():
             one.measured(held_out[group], network)
         del found[NETWORK,]
-        rule = Library(alone, _too_sure(log_p[NETWORK,], labels) < -DOUBT, HARM, MIXED)
+        rule = Library(alone, _too_sure(log_p[NETWORK,], labels) < -DOUBT, HARM, MIXED, self.least_temperature)
         own = list(found.values())
         kept = rule.tempered(own, "widest") or rule.widest(own)
         groups = {one.width: group for group, one in found.items()} | {None: (NETWORK,)}
         return Kept(groups[kept.width], 1.0 if kept.adjustment is None else kept.adjustment.value)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The network's own, of the highest held-out density."""
+
+    title: str
+
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        return [(NETWORK,)]
+
+    def __call__(self, record: Record, rows: int) -> Kept:
+        log_p, labels = record["log_p"]["held out"][NETWORK][:rows], record["labels"]["held out"][:rows]
+        losses = torch.stack(list(label_losses(log_p.double(), labels, is_binary=False)), 1)
+        return Kept((NETWORK,), exp(least(losses)))
 
 
 def _candidates(record: Record, rows: int, groups: Callable[[Sequence[str]], list[Group]]):
@@ -203,6 +219,7 @@ EIGHTY = replace(FOUR, title="… bound with 80 %", deviations=SOME)
 GAINED = replace(EIGHTY, title="… or more gained than lost (before)", by_gain=True)
 DOUBTED = replace(GAINED, title="… not sure enough by one standard error", doubt=1.0)
 NOW = OfLibrary("… with a temperature where it gains two (now)", FOUR.groups)
+TEMPERATURE = Temperature("temperature scaling of the network")
 RULES = (
     ALIKE,
     replace(ALIKE, title="… no bound", deviations=None),
@@ -228,6 +245,8 @@ RULES = (
     DOUBTED,
     replace(DOUBTED, title="… as good is within one standard error", errors=1.0),
     NOW,
+    replace(NOW, title="… of any temperature", least_temperature=0.0),
+    TEMPERATURE,
     Rule("MC dropout, the best rate or the network", rates, keep_best=True),
     Rule("MC dropout, the best rate", rates, keep_best=True, with_network=False),
 )
@@ -244,7 +263,7 @@ def table(found: list[Record]) -> str:
     return "\n\n".join(pieces)
 
 
-def compared(found: list[Record], rows: int, rules: Sequence[Rule | OfLibrary]) -> str:
+def compared(found: list[Record], rows: int, rules: Sequence[Rule | OfLibrary | Temperature]) -> str:
     lines = ["| rule | gain on test rows | worst | more than .01 worse | gain under shift | network kept |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for rule in rules:

@@ -53,13 +53,17 @@ class Network(NamedTuple):
     parts: dict[str, tuple[Tensor, ...]]
 
 
-def networks(sets: Sequence[str], data: Path | None, seeds: Sequence[int]) -> Iterator[Network]:
+def networks(sets: Sequence[str], data: Path | None, seeds: Sequence[int], members: int) -> Iterator[list[Network]]:
+    """One by one, or so many of the same images, whose equal mixture is meant."""
     for name in sets:
         for seed in seeds:
-            yield from _tables(seed) if name == "tables" else _images(name, data, seed)
+            if name == "tables":
+                yield from ([one] for one in _tables(seed))
+            else:
+                yield [_images(name, data, seed, member) for member in range(members)]
 
 
-def _images(name: str, folder: Path | None, seed: int) -> Iterator[Network]:
+def _images(name: str, folder: Path | None, seed: int, member: int) -> Network:
     task = TASKS[name]
     data = task.data(folder)
     order = torch.randperm(len(data.train) + len(data.validation), generator=torch.Generator().manual_seed(seed))
@@ -67,9 +71,9 @@ def _images(name: str, folder: Path | None, seed: int) -> Iterator[Network]:
     held, others = len(data.validation), min(2 * len(data.validation), MOST)
     cuts = slice(held + others, None), slice(held), slice(held, held + others)
     (own, held_out, test) = ((x[cut], t[cut]) for cut in cuts)
-    net = train(task, TensorDataset(*own), seed, torch.device("cpu"))
+    net = train(task, TensorDataset(*own), seed + 1000 * member, torch.device("cpu"), bf16=name.startswith("cifar"))
     shifts = {f"shift {kind}": one.tensors for kind, one in shifted(*test).items()}
-    yield Network(f"{name} {seed}", net, TensorDataset(*own), {"held out": held_out, "test": test, **shifts})
+    return Network(f"{name} {seed}", net, TensorDataset(*own), {"held out": held_out, "test": test, **shifts})
 
 
 def _tables(seed: int) -> Iterator[Network]:
@@ -86,6 +90,19 @@ def _tables(seed: int) -> Iterator[Network]:
                 parts["shift noise"] = test[0] + noise, test[1]
                 kind = f"{'norm' if with_norm else 'plain'}, {'stopped' if stopped else 'to the end'}"
                 yield Network(f"tables {seed} {title}, {kind}", net, TensorDataset(x[:n], t[:n]), parts)
+
+
+def mixed(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the equal mixture of networks: each candidate is placed around all of them."""
+    first = records[0]
+    if len(records) == 1:
+        return first
+    log_p = {
+        part: {name: _mean(torch.stack([one["log_p"][part][name].double() for one in records])).float() for name in own}
+        for part, own in first["log_p"].items()
+    }
+    name, seed = first["name"].split()
+    return first | {"name": f"{name}-mixtures-of-{len(records)} {seed}", "log_p": log_p}
 
 
 def measured(one: Network) -> dict[str, Any]:
@@ -161,6 +178,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     parser.add_argument("--sets", default="breastmnist", help="with commas between them, of networks' sets and tables")
     parser.add_argument("--first", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--members", type=int, default=1, help="of images: the equal mixture of so many networks")
     parser.add_argument("--out", type=Path, required=True, help="a folder, with a file for each network")
     parser.add_argument("--table", action="store_true", help="compare the rules on what is there")
     options = parser.parse_args(arguments)
@@ -168,9 +186,10 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     if not options.table:
         options.out.mkdir(parents=True, exist_ok=True)
         seeds = range(options.first, options.first + options.seeds)
-        for one in networks(options.sets.split(","), options.data, seeds):
-            torch.save(measured(one), options.out / f"{one.name.replace(' ', '_').replace(',', '')}.pt")
-            show(one.name)
+        for own in networks(options.sets.split(","), options.data, seeds, options.members):
+            record = mixed([measured(one) for one in own])
+            torch.save(record, options.out / f"{record['name'].replace(' ', '_').replace(',', '')}.pt")
+            show(record["name"])
     show(networks_rules.table([torch.load(path) for path in sorted(options.out.glob("*.pt"))]))
 
 

@@ -26,8 +26,16 @@ class Rule:
     deviations.
     """
 
-    def __init__(self, network: Candidate, is_unsure: bool, harm: float, deviations: float = ONE_WIDTH):
+    def __init__(
+        self,
+        network: Candidate,
+        is_unsure: bool,
+        harm: float,
+        deviations: float = ONE_WIDTH,
+        least_temperature: float = 1.0,
+    ):
         self.alone, self.is_unsure, self.harm, self.deviations = network, is_unsure, harm, deviations
+        self.least_temperature = least_temperature
         assert network.held_out is not None
         self.network = network.held_out
 
@@ -80,7 +88,7 @@ class Rule:
         every = [*candidates, self.alone]
         plain = max(every, key=lambda one: one.density).held_out
         assert plain is not None
-        own = [with_temperature(one, self.network) for one in every]
+        own = [with_temperature(one, self.network, self.least_temperature) for one in every]
         before, best = max(zip(every, own, strict=True), key=lambda pair: pair[1].density)
         if best.adjustment is None or best.held_out is None or before.held_out is None:
             return None
@@ -91,13 +99,13 @@ class Rule:
         return best if keep == "best" else max([best, *good], key=lambda one: one.spread)
 
 
-def with_temperature(one: Candidate, network: HeldOut) -> Candidate:
-    """With the temperature above one that suits the held-out rows best, if that gains for certain, or as it is."""
+def with_temperature(one: Candidate, network: HeldOut, least: float = 1.0) -> Candidate:
+    """With the temperature above the least that suits held-out rows best, if that gains for certain, or as it is."""
     known = one.held_out
     if known is None or known.losses is None or len(known.total) < FEWEST or not bool(known.losses.isfinite().all()):
         return one
     found = fitted("temperature", known.losses, known.count)
-    if not found.is_applied or found.value <= 1:
+    if not found.is_applied or found.value <= least:
         return one
     new = replace(one, name=f"{one.name}, temperature {found.value:.3g}", adjustment=found)
     new.measured(known.at(found.value), network)
