@@ -1,6 +1,7 @@
 """The tables of `benchmarks.networks`, from its records: one for each set and seed."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -13,6 +14,8 @@ from .uci_tables import grid
 
 DEFAULT, NETWORK, SCALED = "ours, default call", "network", "temperature scaling"
 RESAMPLES, FEW_RESAMPLES = 4000, 400
+#: of the resamples, those that are averaged at once
+PIECE = 250
 ENSEMBLE, MIXTURE = "ensemble of 5", "ours, mixture of 5"
 PAIRS = (
     (DEFAULT, NETWORK),
@@ -124,16 +127,21 @@ def gap(records: list[Record], method: str, others: list[str | None], what: str 
 
 def interval(difference: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
     """Mean, and 95 % interval of a bootstrap that draws seeds and cases: [seeds, cases]."""
-    random = np.random.default_rng(seed)
-    seeds, cases = difference.shape
-    rows = random.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds  # [R, seeds]
-    by_case = rows @ difference  # [R, cases]
-    means = np.empty(RESAMPLES)
-    for start in range(0, RESAMPLES, 250):
-        drawn = random.multinomial(cases, np.full(cases, 1 / cases), 250) / cases
-        means[start : start + 250] = (drawn * by_case[start : start + 250]).sum(1)
+    rows, drawn = resamples(*difference.shape, seed)
+    by_case = rows @ difference / len(difference)  # [R, cases]
+    pieces = (slice(start, start + PIECE) for start in range(0, RESAMPLES, PIECE))
+    means = np.concatenate([(drawn[piece] * by_case[piece]).mean(1) for piece in pieces])
     low, high = np.quantile(means, (0.025, 0.975))
     return float(difference.mean()), float(low), float(high)
+
+
+@lru_cache(maxsize=4)
+def resamples(seeds: int, cases: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each seed [R, seeds] and each case [R, cases] is drawn: the same for all differences of a set."""
+    random = np.random.default_rng(seed)
+    rows = random.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES)
+    drawn = [np.bincount(random.integers(cases, size=cases), minlength=cases) for _ in range(RESAMPLES)]
+    return rows, np.stack([counts.astype(np.uint8) for counts in drawn])
 
 
 def ranked_interval(records: list[Record], method: str, other: str, what: str) -> str:
