@@ -290,10 +290,9 @@ def _described(calibration: Calibration | None) -> dict[str, Any]:
 
 def _compared(together: Together) -> str:
     """With the average over the networks themselves."""
-    kept, ensemble = together.kept.held_out, together.ensemble.held_out
-    assert kept is not None
+    ensemble = together.ensemble.held_out
     assert ensemble is not None
-    gain, error = kept.gain_over(ensemble)
+    gain, error = together.kept.gain_over(ensemble)
     adjustment = together.kept.adjustment
     tempered = "" if adjustment is None else f", temperature {adjustment.value:.3g}"
     name = f"the networks themselves{tempered}" if together.kept.is_network else together.kept.name

@@ -86,6 +86,14 @@ def width_of(name):
     return numbers[0] * numbers[-1]
 
 
+def test_the_densities_that_are_told_differ_by_the_gain(dense):
+    """Of drawn weights too, which are measured on some of the held-out rows."""
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    assert result.kept.startswith("drawn weights")
+    assert result.held_out[result.kept] == pytest.approx(result.network + result.against_network[0], abs=1e-9)
+
+
 def test_the_widest_within_the_margin_or_the_best(dense):
     found = {}
     for keep in ("widest", "best"):

@@ -225,7 +225,7 @@ def _result(
         notes=notes, evaluation=str(evaluation), constant=read.log_likelihood,
         held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
-        against_network=None if network is None or kept.held_out is None else kept.held_out.gain_over(network),
+        against_network=None if network is None or kept.held_out is None else kept.gain_over(network),
         calibration=calibration_of(kept),
     )  # fmt: skip
 

@@ -141,7 +141,7 @@ class Measuring:
         if best.held_out.gain_over(kept.held_out)[0] <= 0:
             return None
         self.on_draws([best], self.few(SETS_PASSES, SETS * DRAWS, FEWEST), self.options.seed + 1, SETS)
-        best.density = kept.density + best.held_out.gain_over(kept.held_out)[0]
+        best.measured(best.held_out, self.network, kept.held_out)
         return best if self.rule.is_certain(best, kept) else None
 
     def on_draws(self, candidates: list[Candidate], held_out: Reread, seed: int | None = None, times: int = 1) -> None:
