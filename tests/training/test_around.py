@@ -94,6 +94,21 @@ def test_the_densities_that_are_told_differ_by_the_gain(dense):
     assert result.held_out[result.kept] == pytest.approx(result.network + result.against_network[0], abs=1e-9)
 
 
+def test_what_is_kept_is_what_the_notes_say(dense):
+    """A network that is kept is no Laplace approximation, and a weighted likelihood has no bound."""
+    x = HELD_OUT[0]
+    held_out = loader((x, dense(x).argmax(1)))  # labels that the network is right and sure about: any spread is worse
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(class_weights=[1.0, 2.0, 3.0]))
+    result = bayes.fit(loader(TRAIN), validation=held_out, progress=False)
+    assert result.kept == "the network"
+    assert "Laplace" not in result.details
+    assert "predictions are the network's own" in result.details
+    assert "its ELBO is no bound" in result.details
+    result = vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), progress=False)
+    assert "Laplace" in result.details
+    assert "no bound" not in result.details
+
+
 def test_the_widest_within_the_margin_or_the_best(dense):
     found = {}
     for keep in ("widest", "best"):

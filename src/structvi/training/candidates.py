@@ -63,6 +63,14 @@ class Candidate:
         """What it is but for its noise."""
         return (self.width, self.temperature, self.linearised)
 
+    @property
+    def untempered(self) -> "Candidate":
+        """Without its temperature on top."""
+        if self.adjustment is None:
+            return self
+        name = self.name.removesuffix(temperature_name(self.adjustment.value))
+        return replace(self, name=name, adjustment=None)
+
     def parts(self, count: int) -> "list[Candidate]":
         """Of so many widths, the largest first, what it is with each alone."""
         if self.width is None:
@@ -136,6 +144,10 @@ def candidates_of(
 
 def noise_name(factor: float) -> str:
     return f", noise {factor:.4g}"
+
+
+def temperature_name(value: float) -> str:
+    return f", temperature {value:.3g}"
 
 
 @dataclass

@@ -183,9 +183,16 @@ class Measuring:
 
 
 def chosen(
-    arounds: Sequence[Around], held_out: Reread, options: FitOptions
+    arounds: Sequence[Around], held_out: Reread, options: FitOptions, may_temper: bool = True
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """What is kept of the candidates, the network or the average over several, and what was measured."""
+    """What is kept of the candidates, the network or the average over several, and what was measured.
+
+    Args:
+        arounds: one, or the members of an equal mixture.
+        held_out: the data that choose.
+        options: of the fit.
+        may_temper: whether a temperature may be put on top.
+    """
     posterior, (alone, is_unsure) = arounds[0].posterior, network_alone(arounds, held_out)
     assert alone.held_out is not None
     noises = (1.0,) if arounds[0].noise.parameter is None else factors_around(alone.noise)
@@ -202,7 +209,7 @@ def chosen(
     if len(noises) > 1 and not kept.is_network:
         finer = measuring.between(kept, candidates)
         kept, candidates = max([kept, *finer], key=lambda one: one.density), [*candidates, *finer]
-    if open_prior and options.temperature != "validated":
+    if may_temper and open_prior and options.temperature != "validated":
         known = [one for one in candidates if one.is_exact or one is measuring.certain] or candidates
         tempered = rule.tempered(known, options.keep)
         if tempered is not None:
