@@ -290,6 +290,12 @@ def test_there_is_nothing_to_keep_of_a_fit_without_steps(dense, option, tmp_path
         vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), **option)
 
 
+@pytest.mark.parametrize("option", [{"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}])
+def test_what_only_steps_use_is_refused_where_there_are_none(dense, option):
+    with pytest.raises(ValueError, match="or give epochs="):
+        vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), validation=loader(HELD_OUT), **option)
+
+
 def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
     count = torch.ones(100, dtype=torch.float64)
     noise = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
