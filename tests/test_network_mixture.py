@@ -146,6 +146,23 @@ def test_stacked_weights_have_the_width_that_suits_them_without_a_temperature():
     assert "temperature" not in result.details
 
 
+def test_networks_of_several_forms():
+    """Each is called with its own weights; those whose outputs differ are refused."""
+    torch.manual_seed(0)
+    nets = [
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 2)),
+    ]
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    average = torch.stack([net(X[40:]).softmax(-1) for net in nets]).mean(0).log()
+    of_average = -nn.functional.nll_loss(average, T[40:]).item()
+    assert result.held_out - result.against_networks[0] == pytest.approx(of_average, abs=1e-6)
+    other = vi.NetworkMixture.of([nets[0], nn.Linear(4, 3)], vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match="outputs of one shape and dtype"):
+        other.fit(loader(), validation=loader(40, 60), progress=False)
+
+
 def test_weights_of_a_fit_before_do_not_stay():
     nets = networks()
     with torch.no_grad():

@@ -9,7 +9,6 @@ from typing import Any
 from ..couplings import naive, paired
 from ..families.normal_parts import weighted_normals
 from ..models.batch import rows
-from ..posterior import PosteriorBase
 from ..predicting.function_space import FEW_OUTPUTS
 from .batches import Reread
 from .candidates import FEW_WIDTHS, WIDTHS, Around, Candidate, candidates_of, noise_name
@@ -78,7 +77,7 @@ class Measuring:
         drawn = [one for one in candidates if not one.linearised]
         if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
             self.on_draws(candidates, self.held_out)
-        elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
+        elif linear and all(self.is_exact(one) for one in self.arounds):
             self.was_exact = True
             self.exactly(linear)
             self.near(max(linear, key=lambda one: one.density), drawn)
@@ -173,13 +172,14 @@ class Measuring:
     def first(self) -> Any:
         return next(iter(self.held_out))
 
-    def is_exact(self, posterior: PosteriorBase) -> bool:
+    def is_exact(self, around: Around) -> bool:
+        posterior = around.posterior
         if posterior.model.user_forward is not None or not weighted_normals(posterior.family()):
             return False
         if posterior.mixes_rows or posterior.dropout == "on":
             return False
         inputs = posterior.model.split(self.first())[0]
-        return outputs_of(posterior, self.arounds[0].laplace.theta, inputs) <= FEW_OUTPUTS
+        return outputs_of(*around.network, inputs) <= FEW_OUTPUTS
 
 
 def chosen(
