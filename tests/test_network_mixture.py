@@ -89,6 +89,91 @@ def test_the_density_that_is_told_is_that_of_predictions():
     assert result.held_out == pytest.approx(expected, abs=0.0025)
 
 
+def not_sure_enough():
+    """Three classes in float64, labels without noise, networks whose logits are too small: a temperature below one."""
+    x = torch.randn(500, 4, generator=seeded(), dtype=torch.float64)
+    t = (x[:, 0] > 0).long() + (x[:, 0] + x[:, 1] > 1).long()
+    nets = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[:200]), t[:200], label_smoothing=0.3).backward()
+            optimizer.step()
+        nets.append(net)
+    return nets, *(DataLoader(TensorDataset(x[part], t[part]), 50) for part in (slice(200), slice(200, 500)))
+
+
+def test_a_temperature_is_the_mixtures_and_told_with_it(tmp_path):
+    nets, train, held_out = not_sure_enough()
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    result = mixture.fit(train, validation=held_out, progress=False)
+    value = mixture.calibration.applied.value
+    assert value < 0.8
+    assert result.calibration is mixture.calibration
+    line = str(result).splitlines()[2]
+    gain, error = result.against_networks
+    assert f"{gain:+.4f} ± {error:.4f} over the average of the networks" in line
+    assert line.endswith(f"with a temperature of {value:.3g} on top")
+    assert "makes unfamiliar inputs surer too" in result.notes[0]
+    for one in result.members:  # they predict without it
+        assert one.calibration is None
+        assert "temperature" not in one.details + one.kept
+    x, t = held_out.dataset.tensors
+    average = torch.stack([net(x).softmax(-1) for net in nets]).mean(0).log()
+    of_average = -nn.functional.nll_loss(average, t).item()
+    assert result.held_out - gain == pytest.approx(of_average, abs=1e-9)
+    assert mixture.predict(x, generator=seeded()).log_prob(t).mean().item() == pytest.approx(result.held_out, abs=2e-3)
+    mixture.save(tmp_path)
+    loaded = vi.load_mixture(tmp_path, [copy.deepcopy(net) for net in nets])
+    assert str(value) == str(loaded.calibration.applied.value)
+    for calibrated in (True, False):
+        one, other = (m.predict(x, generator=seeded(), calibrated=calibrated).mean for m in (mixture, loaded))
+        assert torch.equal(one, other)
+
+
+def test_stacked_weights_have_the_width_that_suits_them_without_a_temperature():
+    """That which is chosen with a temperature, on top of which it is none, would be too wide by itself."""
+    nets, train, held_out = not_sure_enough()
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    result = mixture.fit(train, validation=held_out, weights="stacked", progress=False)
+    x, t = held_out.dataset.tensors
+    average = torch.stack([net(x).softmax(-1) for net in nets]).mean(0).log()
+    assert result.held_out > -nn.functional.nll_loss(average, t).item() - 0.005
+    assert mixture.calibration is None
+    assert "temperature" not in result.details
+
+
+def test_networks_of_several_forms():
+    """Each is called with its own weights; those whose outputs differ are refused."""
+    torch.manual_seed(0)
+    nets = [
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 2)),
+    ]
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    average = torch.stack([net(X[40:]).softmax(-1) for net in nets]).mean(0).log()
+    of_average = -nn.functional.nll_loss(average, T[40:]).item()
+    assert result.held_out - result.against_networks[0] == pytest.approx(of_average, abs=1e-6)
+    other = vi.NetworkMixture.of([nets[0], nn.Linear(4, 3)], vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match="outputs of one shape and dtype"):
+        other.fit(loader(), validation=loader(40, 60), progress=False)
+
+
+def test_weights_of_a_fit_before_do_not_stay():
+    nets = networks()
+    with torch.no_grad():
+        nets[2][3].weight.mul_(-3)  # a member that is wrong
+    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
+    assert float(mixture.weights[2]) < 0.1
+    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    assert result.weights == mixture.weights.tolist() == [1 / 3] * 3
+
+
 def test_the_bound_is_that_of_part_and_weights():
     """With equal weights, the mean of the members' bounds: the part costs nothing."""
     mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))

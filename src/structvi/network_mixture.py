@@ -56,21 +56,35 @@ class MixtureResult(Result):
         members: the result of each.
         weights: of the members.
         held_out: log density of the held-out data, the average over all draws, in nats for each number; None without.
+        against_networks: around trained networks how much higher that is than that of the average over the networks
+            themselves, and its standard error over rows; None with stacked weights.
+        calibration: a temperature on top, where held-out data asked for one.
         mixture: what was fitted: it predicts, evaluates and saves.
     """
 
     members: list[FitResult]
     weights: list[float]
     held_out: float | None = None
+    against_networks: tuple[float, float] | None = None
+    calibration: Calibration | None = None
     mixture: "NetworkMixture"
 
     def headlines(self) -> list[str]:
         lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
         lines.append(f"ELBO of part and weights: {self.elbo}")
         if self.held_out is not None:
-            return [*lines, f"held-out log density: {self.held_out:.4f} nats"]
+            return [*lines, self._held_out()]
         ended = Counter(one.status for one in self.members)
         return [*lines, "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items())]
+
+    def _held_out(self) -> str:
+        line = f"held-out log density: {self.held_out:.4f} nats"
+        if self.against_networks is not None:
+            gain, error = self.against_networks
+            line += f", {gain:+.4f} ± {error:.4f} over the average of the networks"
+        if self.calibration is not None and self.calibration.adjustment is not None:
+            line += f"; with a temperature of {self.calibration.adjustment.value:.3g} on top"
+        return line
 
     @property
     def details(self) -> str:
@@ -108,7 +122,7 @@ class NetworkMixture(NetworkMixtureBase):
     forward = predict
 
     calibrate = calibrate
-    """A temperature or scale, and conformal sets, from held-out data; of the mixture, and not kept by `save`."""
+    """A temperature or scale, and conformal sets, from held-out data; of the mixture, and kept by `save`."""
 
     evaluate = evaluate
     """Likelihood, error, calibration and coverage on a loader, see `structvi.predicting.metrics.evaluate`."""
@@ -168,7 +182,8 @@ class NetworkMixture(NetworkMixtureBase):
         if device is not None:
             self.to(device)
         self.calibration = None  # it was that of another mixture
-        together = fit_together(self.posteriors, loader, chosen)
+        self.weights.fill_(1 / len(self.members))  # those of a fit before are not asked for
+        together = fit_together(self.posteriors, loader, chosen, may_temper=weights == "equal")
         if together is None:
             own = [replace(chosen, seed=seed + c, temperature=one) for c, one in enumerate(temperatures)]
             results = fit_each(self.posteriors, [loader] * len(own), own, label=f"{len(own)} members")
@@ -182,7 +197,6 @@ class NetworkMixture(NetworkMixtureBase):
             log_probs, count = member_log_probs(self.posteriors, batches, seed)  # [C, elements]
             if weights == "stacked":
                 self.weights.copy_(stacking(log_probs))
-                self.calibration = None  # a temperature was that of equal weights
             held_out = float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
             if together is not None and weights == "equal":  # as it was measured, without draws where it predicts so
                 held_out = together.kept.density
@@ -195,6 +209,8 @@ class NetworkMixture(NetworkMixtureBase):
         return MixtureResult(
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results), notes=notes,
             members=results, weights=self.weights.tolist(), held_out=held_out, mixture=self,
+            against_networks=None if together is None or weights == "stacked" else _gained(together),
+            calibration=self.calibration,
         )  # fmt: skip
 
     def _temperatures(self, options: dict[str, Any]) -> list[Any]:
@@ -288,19 +304,28 @@ def _described(calibration: Calibration | None) -> dict[str, Any]:
     return {} if calibration is None else {"calibration": calibration.described()}
 
 
+def _gained(together: Together) -> tuple[float, float]:
+    """Over the average over the networks themselves, and its standard error."""
+    assert together.ensemble.held_out is not None
+    return together.kept.gain_over(together.ensemble.held_out)
+
+
 def _compared(together: Together) -> str:
-    """With the average over the networks themselves."""
-    kept, ensemble = together.kept.held_out, together.ensemble.held_out
-    assert kept is not None
-    assert ensemble is not None
-    gain, error = kept.gain_over(ensemble)
-    adjustment = together.kept.adjustment
-    tempered = "" if adjustment is None else f", temperature {adjustment.value:.3g}"
-    name = f"the networks themselves{tempered}" if together.kept.is_network else together.kept.name
-    return (
-        f"placed for the mixture: {name}; held-out log density of the average over the networks {ensemble.mean:.4f} "
-        f"nats, gained {gain:+.4f} ± {error:.4f}"
+    """What was chosen for equal weights, beside the average over the networks themselves."""
+    (gain, error), kept = _gained(together), together.kept
+    name = "the networks themselves" if kept.is_network else kept.untempered.name
+    text = (
+        f"placed for the mixture: {name}; held-out log density of the average over the networks "
+        f"{together.ensemble.density:.4f} nats, gained {gain:+.4f} ± {error:.4f}"
     )
+    if kept.adjustment is not None:
+        text += (
+            f", with a temperature of {kept.adjustment.value:.3g} on top: a recalibration by the same held-out data, "
+            "and no part of the posterior; predict(x, calibrated=False) is without it"
+        )
+        if kept.adjustment.value < 1:
+            text += ". Below one it makes unfamiliar inputs surer too"
+    return text
 
 
 def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:

@@ -86,6 +86,29 @@ def width_of(name):
     return numbers[0] * numbers[-1]
 
 
+def test_the_densities_that_are_told_differ_by_the_gain(dense):
+    """Of drawn weights too, which are measured on some of the held-out rows."""
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
+    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    assert result.kept.startswith("drawn weights")
+    assert result.held_out[result.kept] == pytest.approx(result.network + result.against_network[0], abs=1e-9)
+
+
+def test_what_is_kept_is_what_the_notes_say(dense):
+    """A network that is kept is no Laplace approximation, and a weighted likelihood has no bound."""
+    x = HELD_OUT[0]
+    held_out = loader((x, dense(x).argmax(1)))  # labels that the network is right and sure about: any spread is worse
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(class_weights=[1.0, 2.0, 3.0]))
+    result = bayes.fit(loader(TRAIN), validation=held_out, progress=False)
+    assert result.kept == "the network"
+    assert "Laplace" not in result.details
+    assert "predictions are the network's own" in result.details
+    assert "its ELBO is no bound" in result.details
+    result = vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), progress=False)
+    assert "Laplace" in result.details
+    assert "no bound" not in result.details
+
+
 def test_the_widest_within_the_margin_or_the_best(dense):
     found = {}
     for keep in ("widest", "best"):
@@ -265,6 +288,12 @@ def test_there_is_nothing_to_keep_of_a_fit_without_steps(dense, option, tmp_path
     option = {name: tmp_path / value for name, value in option.items()}
     with pytest.raises(ValueError, match="without steps"):
         vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), **option)
+
+
+@pytest.mark.parametrize("option", [{"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}])
+def test_what_only_steps_use_is_refused_where_there_are_none(dense, option):
+    with pytest.raises(ValueError, match="or give epochs="):
+        vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), validation=loader(HELD_OUT), **option)
 
 
 def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():

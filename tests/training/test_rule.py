@@ -84,6 +84,18 @@ def test_draws_do_not_choose_between_those_that_need_none():
     assert not careful.is_certain(drawn, narrow)
 
 
+def test_drawn_weights_must_be_better_than_the_network_on_the_rows_that_they_have_seen():
+    """A wide one gains on every tenth row, none of which is among the first 40: there all that is narrow is better."""
+    alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 100), density=-1.0)
+    wide, drawn = Candidate("wide", 0.9, True, 1.0, is_exact=True), Candidate("drawn", 0.4, False, 1.0)
+    wide.measured(held_out(*[-1.02, -1.021] * 20, *([-0.02] + [-1.02] * 5) * 10), alone.held_out)
+    rule = Rule(alone, is_unsure=False, harm=HARM)
+    assert rule.widest([wide]) is wide
+    for gain, is_certain in ((-0.002, False), (0.0, False), (0.01, True)):
+        drawn.measured(held_out(*[-0.9999 + gain, -1.0001 + gain] * 20), alone.held_out)
+        assert rule.is_certain(drawn, wide) is is_certain
+
+
 def of_labels(logits, labels):
     """As `of_networks` has it of such logits [B, C]."""
     losses = torch.stack(list(label_losses(logits.double().log_softmax(-1), labels, False)), 1)

@@ -43,6 +43,7 @@ from .constant_predictor import Watched
 from .held_out import DRAWS, OUTPUT_DRAWS, HeldOut, of_network
 from .measuring import chosen
 from .noise import Noise
+from .notes import notes_on_bound
 from .options import FitOptions
 from .result import FitResult, History, PathPoint
 from .validation import PREFERRED
@@ -95,19 +96,22 @@ class Together(NamedTuple):
     candidates: list[Candidate]
 
 
-def fit_around_together(members: Sequence[tuple[PosteriorBase, Batches, list[str]]], options: FitOptions) -> Together:
+def fit_around_together(
+    members: Sequence[tuple[PosteriorBase, Batches, list[str]]], options: FitOptions, may_temper: bool = True
+) -> Together:
     """Place a posterior around each network, of one width for all: that which suits their mixture.
 
-    What suits each by itself is too wide for the mixture, whose members differ already.
+    What suits each by itself is too wide for the mixture, whose members differ already. A temperature on top is the
+    mixture's, and no member has it.
     """
     own = [replace(options, seed=options.seed + c) for c in range(len(members))]
     with ExitStack() as rules:
         for one, _, _ in members:
             rules.enter_context(by_rule(one.model.evaluation, one.device))
         arounds = [_prepared(one, data, mine) for (one, data, _), mine in zip(members, own, strict=True)]
-        kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options)
+        kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options, may_temper)
         results = [
-            _placed(around, data, mine, notes, [], kept, None)
+            _placed(around, data, mine, notes, [], kept.untempered, None)
             for around, (_, data, notes), mine in zip(arounds, members, own, strict=True)
         ]
         return Together(results, kept, ensemble, candidates)
@@ -213,6 +217,7 @@ def _result(
             "the network is worse on its own data than an output that ignores the input: is it trained? give epochs= "
             "to fit it from where it is"
         )
+    notes += notes_on_bound(model)
     if kept.temperature != 1:
         notes.append(f"λ = {kept.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1")
     if options.temperature == "validated":
@@ -225,7 +230,7 @@ def _result(
         notes=notes, evaluation=str(evaluation), constant=read.log_likelihood,
         held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
-        against_network=None if network is None or kept.held_out is None else kept.held_out.gain_over(network),
+        against_network=None if network is None or kept.held_out is None else kept.gain_over(network),
         calibration=calibration_of(kept),
     )  # fmt: skip
 
@@ -248,9 +253,14 @@ def _verdict(kept: Candidate) -> str:
 def _explain(kept: Candidate, options: FitOptions, parts: int) -> str:
     text = (
         "the mean is held at the trained weights, which have seen the data, and the precision is the curvature there: "
-        "a Laplace approximation. Its ELBO is a bound, but no ELBO was maximised"
+        "a Laplace approximation. No ELBO was maximised"
     )
-    if kept.linearised:
+    if kept.is_network:
+        text = (
+            "the spread around the trained weights is so small that predictions are the network's own; its ELBO is "
+            "that of a narrow normal, and says nothing of the network"
+        )
+    elif kept.linearised:
         text += "; it is that of the network linearised at these weights"
     if kept.width is not None:
         how = "by held-out density" if options.validation is not None else "without held-out data"
@@ -262,5 +272,7 @@ def _explain(kept: Candidate, options: FitOptions, parts: int) -> str:
             "no part of the posterior; predict(x, calibrated=False) is without it"
         )
     if kept.noise != 1.0:
-        text += f", and so was the noise, {kept.noise:.3g} times the residuals on the training data"
+        text += (
+            f". The noise, {kept.noise:.3g} times the residuals on the training data, was chosen by held-out density"
+        )
     return text

@@ -28,12 +28,16 @@ def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
         )
     if posterior.space.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: "
-            "net.float(), and precision= for the network's own arithmetic"
+            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: give "
+            "net.float(), and inputs of that dtype"
         )
-    for name in ("checkpoint", "resume"):
+    alone = () if options.steps == 0 else ("lr", "optimizer", "scheduler", "precision", "callback")
+    for name in ("checkpoint", "resume", *alone):
         if getattr(options, name) is not None:
-            raise ValueError(f"{name}= is for fits of many steps: a posterior is placed around a network without steps")
+            raise ValueError(
+                f"{name}= is for fits of many steps: a posterior is placed around a network without steps. Leave it "
+                "out, or give epochs="
+            )
 
 
 def held_out_of(loader: Iterable[Any], options: FitOptions) -> tuple[Iterable[Any], FitOptions]:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
-from math import inf
+from math import hypot, inf
 from typing import Any
 
 import torch
@@ -56,11 +56,20 @@ class Candidate:
     is_exact: bool = False  # measured without draws
     is_network: bool = False
     adjustment: Adjustment | None = None  # a temperature on top
+    beside: HeldOut | None = None  # what it was compared with on some of the rows
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What it is but for its noise."""
         return (self.width, self.temperature, self.linearised)
+
+    @property
+    def untempered(self) -> "Candidate":
+        """Without its temperature on top."""
+        if self.adjustment is None:
+            return self
+        name = self.name.removesuffix(temperature_name(self.adjustment.value))
+        return replace(self, name=name, adjustment=None)
 
     def parts(self, count: int) -> "list[Candidate]":
         """Of so many widths, the largest first, what it is with each alone."""
@@ -73,11 +82,24 @@ class Candidate:
         """From narrow to wide; of one width the noise that suits it best, for noise is no doubt about the network."""
         return (inf if self.width is None else self.width, self.temperature, self.linearised, self.density)
 
-    def measured(self, held_out: HeldOut, network: HeldOut) -> HeldOut:
+    def measured(self, held_out: HeldOut, network: HeldOut, beside: HeldOut | None = None) -> HeldOut:
         """Keep what was measured; of some of the rows, the network's own density and what is gained over it there."""
-        gain = held_out.gain_over(network)[0]
-        self.held_out, self.density = held_out, network.mean + gain if gain == gain else -inf
+        self.held_out, self.beside = held_out, beside
+        gain = self.gain_over(network)[0]
+        self.density = network.mean + gain if gain == gain else -inf
         return held_out
+
+    def gain_over(self, network: HeldOut) -> tuple[float, float]:
+        """How much higher its density is than the network's, and the standard error of that.
+
+        Where it was compared with another on some of the rows: what it gains over that there, and that over the network
+        on all rows.
+        """
+        assert self.held_out is not None
+        if self.beside is None:
+            return self.held_out.gain_over(network)
+        (first, one), (second, two) = self.held_out.gain_over(self.beside), self.beside.gain_over(network)
+        return first + second, hypot(one, two)
 
 
 def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
@@ -122,6 +144,10 @@ def candidates_of(
 
 def noise_name(factor: float) -> str:
     return f", noise {factor:.4g}"
+
+
+def temperature_name(value: float) -> str:
+    return f", temperature {value:.3g}"
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
+from torch.utils._pytree import tree_leaves
 
 from ..couplings import Coupling, naive
 from ..families.gaussian import Gaussian
@@ -203,7 +204,19 @@ def network_predictives(
     for batch in batches:
         with model.linearised_around(None):
             found = [chunks.whole(chunks.split(batch)[0]) for chunks in each], each[0].split(batch)[1]
+        _check_alike(found[0])
         yield found
+
+
+def _check_alike(predictives: Sequence[Predictive]) -> None:
+    """ValueError where networks cannot be averaged."""
+    forms = [[(tuple(leaf.shape[1:]), leaf.dtype) for leaf in tree_leaves(one.outputs)] for one in predictives]
+    for c, form in enumerate(forms):
+        if form != forms[0]:
+            raise ValueError(
+                f"the networks of a mixture must have outputs of one shape and dtype: those of network 0 are {forms[0]}"
+                f", of network {c} {form}, for the same batch"
+            )
 
 
 def density_at(predictives: Sequence[Predictive], target: Any) -> HeldOut:

@@ -9,7 +9,6 @@ from typing import Any
 from ..couplings import naive, paired
 from ..families.normal_parts import weighted_normals
 from ..models.batch import rows
-from ..posterior import PosteriorBase
 from ..predicting.function_space import FEW_OUTPUTS
 from .batches import Reread
 from .candidates import FEW_WIDTHS, WIDTHS, Around, Candidate, candidates_of, noise_name
@@ -78,7 +77,7 @@ class Measuring:
         drawn = [one for one in candidates if not one.linearised]
         if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
             self.on_draws(candidates, self.held_out)
-        elif linear and all(self.is_exact(one.posterior) for one in self.arounds):
+        elif linear and all(self.is_exact(one) for one in self.arounds):
             self.was_exact = True
             self.exactly(linear)
             self.near(max(linear, key=lambda one: one.density), drawn)
@@ -141,7 +140,7 @@ class Measuring:
         if best.held_out.gain_over(kept.held_out)[0] <= 0:
             return None
         self.on_draws([best], self.few(SETS_PASSES, SETS * DRAWS, FEWEST), self.options.seed + 1, SETS)
-        best.density = kept.density + best.held_out.gain_over(kept.held_out)[0]
+        best.measured(best.held_out, self.network, kept.held_out)
         return best if self.rule.is_certain(best, kept) else None
 
     def on_draws(self, candidates: list[Candidate], held_out: Reread, seed: int | None = None, times: int = 1) -> None:
@@ -173,19 +172,27 @@ class Measuring:
     def first(self) -> Any:
         return next(iter(self.held_out))
 
-    def is_exact(self, posterior: PosteriorBase) -> bool:
+    def is_exact(self, around: Around) -> bool:
+        posterior = around.posterior
         if posterior.model.user_forward is not None or not weighted_normals(posterior.family()):
             return False
         if posterior.mixes_rows or posterior.dropout == "on":
             return False
         inputs = posterior.model.split(self.first())[0]
-        return outputs_of(posterior, self.arounds[0].laplace.theta, inputs) <= FEW_OUTPUTS
+        return outputs_of(*around.network, inputs) <= FEW_OUTPUTS
 
 
 def chosen(
-    arounds: Sequence[Around], held_out: Reread, options: FitOptions
+    arounds: Sequence[Around], held_out: Reread, options: FitOptions, may_temper: bool = True
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """What is kept of the candidates, the network or the average over several, and what was measured."""
+    """What is kept of the candidates, the network or the average over several, and what was measured.
+
+    Args:
+        arounds: one, or the members of an equal mixture.
+        held_out: the data that choose.
+        options: of the fit.
+        may_temper: whether a temperature may be put on top.
+    """
     posterior, (alone, is_unsure) = arounds[0].posterior, network_alone(arounds, held_out)
     assert alone.held_out is not None
     noises = (1.0,) if arounds[0].noise.parameter is None else factors_around(alone.noise)
@@ -202,7 +209,7 @@ def chosen(
     if len(noises) > 1 and not kept.is_network:
         finer = measuring.between(kept, candidates)
         kept, candidates = max([kept, *finer], key=lambda one: one.density), [*candidates, *finer]
-    if open_prior and options.temperature != "validated":
+    if may_temper and open_prior and options.temperature != "validated":
         known = [one for one in candidates if one.is_exact or one is measuring.certain] or candidates
         tempered = rule.tempered(known, options.keep)
         if tempered is not None:

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from ..distributed.ranks import Ranks
+from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood
 from ..models.priors.base import PriorModule
 from ..posterior import PosteriorBase
@@ -46,10 +47,7 @@ def notes_of(run: Ended, bound: bool) -> list[str]:
         notes.append(f"{run.ranks.size} ranks, each with {what}")
     if not bound:
         notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
-    if isinstance(model.likelihood, Likelihood) and not model.likelihood.exact:
-        notes.append("the likelihood is weighted: its ELBO is no bound on the evidence")
-    if isinstance(model.prior, PriorModule) and not model.prior.normalised:
-        notes.append("the prior is not normalised: the ELBO is known up to a constant")
+    notes += notes_on_bound(model)
     if not run.batches.exact:
         notes.append(f"not exact: {run.batches.inexact}; a resumed run differs from one never stopped")
     elif model.evaluation.times(run.generator.device):
@@ -62,4 +60,14 @@ def notes_of(run: Ended, bound: bool) -> list[str]:
             f"{len(skipped)} steps undone, not finite; the first at batch {first.index} of epoch "
             f"{first.epoch}: {first.reason}"
         )
+    return notes
+
+
+def notes_on_bound(model: BayesianModel) -> list[str]:
+    """Where likelihood or prior are such that an ELBO is none."""
+    notes = []
+    if isinstance(model.likelihood, Likelihood) and not model.likelihood.exact:
+        notes.append("the likelihood is weighted: its ELBO is no bound on the evidence")
+    if isinstance(model.prior, PriorModule) and not model.prior.normalised:
+        notes.append("the prior is not normalised: the ELBO is known up to a constant")
     return notes

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..models.calibration import ERRORS
 from ..predicting.grid_fit import FEWEST, fitted
-from .candidates import Candidate
+from .candidates import Candidate, temperature_name
 from .held_out import HeldOut
 from .validation import MARGIN, as_good
 
@@ -67,11 +67,16 @@ class Rule:
         return max(good, key=lambda one: one.spread) if good else self.alone
 
     def is_certain(self, one: Candidate, kept: Candidate) -> bool:
-        """Whether weights that were drawn are better than what was measured exactly: by two standard errors."""
+        """Whether weights that were drawn are better than what was measured exactly, and than the network: by two
+        standard errors on the rows that they have seen.
+
+        Better than the first alone is not enough. A wide posterior gains on few rows more than it loses on the others,
+        and where none of those few was seen all that is narrow looks better than it.
+        """
         if one.held_out is None or kept.held_out is None or not self.is_good(one, one.held_out):
             return False
-        gain, error = one.held_out.gain_over(kept.held_out)
-        return gain > 2 * error
+        gains = [one.held_out.gain_over(known) for known in (kept.held_out, self.network)]
+        return all(gain > 2 * error for gain, error in gains)
 
     def best(self, candidates: Sequence[Candidate]) -> Candidate:
         best = max(candidates, key=lambda one: one.density)
@@ -107,6 +112,6 @@ def with_temperature(one: Candidate, network: HeldOut, least: float = 1.0) -> Ca
     found = fitted("temperature", known.losses, known.count)
     if not found.is_applied or found.value <= least:
         return one
-    new = replace(one, name=f"{one.name}, temperature {found.value:.3g}", adjustment=found)
-    new.measured(known.at(found.value), network)
+    new = replace(one, name=one.name + temperature_name(found.value), adjustment=found)
+    new.measured(known.at(found.value), network, one.beside)
     return new
