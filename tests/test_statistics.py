@@ -32,7 +32,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("example", KNOWN)
-def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys):
+def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys, short_searches):
     runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert "converged" in out
@@ -43,9 +43,8 @@ def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys):
         assert abs(mean - value) < 3 * sd, name
 
 
-def test_draws_of_a_hierarchy_are_calibrated(monkeypatch):
+def test_draws_of_a_hierarchy_are_calibrated(short_searches):
     """Two schools and few replications: enough to see a spread that is three times too large."""
-    monkeypatch.setattr("structvi.searching.drawing.DRAWS", 1000)
     draws = Draws({}, corrected=True, starts=1, draws=32)
     kept = {}
 
@@ -63,7 +62,7 @@ def test_draws_of_a_hierarchy_are_calibrated(monkeypatch):
     assert not sbc(two, wrong, replications=20).passed
 
 
-def test_what_the_page_shows_runs_as_written(capsys, tmp_path, monkeypatch):
+def test_what_the_page_shows_runs_as_written(capsys, tmp_path, monkeypatch, short_searches):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "statistics.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -26,7 +26,7 @@ def random_gaussian(seed, gaussian_target):
 def test_sound_fits_are_not_flagged_and_others_are(gaussian_target, full_normal):
     # sound: moved by at most 0.05 sd in a random direction and 5 % too narrow; unsound: by 0.3 sd, or 25 % too narrow
     flagged = {"sound": 0, "moved": 0, "narrow": 0}
-    runs = 4
+    runs = 3
     for seed in range(runs):
         target, mean, covariance, generator = random_gaussian(seed, gaussian_target)
         sd = covariance.diagonal().sqrt()

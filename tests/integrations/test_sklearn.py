@@ -1,8 +1,6 @@
 """scikit-learn's own laws for estimators, and what they are for: Pipelines, searches, cross-validations."""
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -19,6 +17,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 import structvi as vi
 from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
 from structvi.tables import arrays
+from tests.children import python
 
 QUICK = {"hidden": (8,), "family": "MeanField", "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
 #: scikit-learn's laws fit several hundred times
@@ -176,7 +175,7 @@ def test_a_point_estimate_is_a_family_too():
 
 def test_scikit_learn_missing_is_said():
     code = "import sys\nsys.modules['sklearn'] = None\nimport structvi\nimport structvi.integrations.sklearn"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python(code)
     assert 'pip install "structvi[sklearn]"' in done.stderr
 
 

@@ -51,7 +51,7 @@ def posterior() -> vi.Posterior:
     return vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.FullNormal(), vi.NormalPrior(PRIOR))
 
 
-def fitted(loader, steps: int = 800, **options) -> vi.Posterior:
+def fitted(loader, steps: int = 600, **options) -> vi.Posterior:
     bayes = posterior()
     bayes.fit(loader, steps=steps, lr=0.05, progress=False, restarts=0, seed=1, **options)
     return bayes
@@ -101,7 +101,7 @@ def test_lists_of_batches():
     batches = list(zip(X.split([999, 1]), T.split([999, 1]), strict=True))
     bayes = posterior()
     bayes.model.num_data = 1000
-    bayes.fit(batches, steps=800, lr=0.05, progress=False, restarts=0)
+    bayes.fit(batches, steps=600, lr=0.05, progress=False, restarts=0)
     assert_true(bayes, X, T)
 
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_known_is_asked_for(loader, message, monkeypatch):
 def test_told_N_with_crops_is_right():
     bayes = posterior()
     bayes.model.num_data = 100
-    bayes.fit(DataLoader(Crops(), batch_size=7, collate_fn=flat), steps=800, lr=0.05, progress=False, restarts=0)
+    bayes.fit(DataLoader(Crops(), batch_size=7, collate_fn=flat), steps=600, lr=0.05, progress=False, restarts=0)
     assert_true(bayes, SMALL_X[:100], SMALL_T[:100])
 
 

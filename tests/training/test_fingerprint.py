@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi.basics.folder_lock import FolderInUse
+from tests.children import python
 
 N = 40
 
@@ -255,7 +254,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
         bayes, loader = problem()
         bayes.fit(loader, **OPTIONS, checkpoint={str(tmp_path)!r}, every=4, callback=kill)
     """)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = python(script)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     whole, loader = problem()
     whole.fit(loader, **OPTIONS)

@@ -65,7 +65,7 @@ def same(a, b):
 def test_mean_field_reaches_the_closed_form():
     mean, precision, _ = exact()
     posterior = linear()
-    posterior.fit(loader(), steps=800, lr=0.05, groups=4, progress=False)
+    posterior.fit(loader(), steps=500, lr=0.05, groups=4, progress=False)
     # minibatch noise leaves the last iterates a few hundredths of a standard deviation from the optimum
     deviation = precision.diagonal().rsqrt()
     q = posterior.family()
@@ -115,7 +115,7 @@ def test_learned_noise_and_prior_are_fitted_and_the_network_is_not():
     posterior = vi.variationalize(
         net, vi.likelihoods.Gaussian("point"), vi.MeanField(), vi.NormalPrior(1.0, learn=True)
     )
-    posterior.fit(loader(), steps=600, lr=0.05, progress=False)
+    posterior.fit(loader(), steps=400, lr=0.05, progress=False)
     learned = parameters(posterior)
     noise = next(v for k, v in learned.items() if "log_noise" in k).exp().item()
     assert noise == pytest.approx(NOISE, rel=0.25)  # 60 observations: a standard error of 9 %

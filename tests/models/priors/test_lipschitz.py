@@ -376,7 +376,7 @@ def test_a_network_trained_with_it_is_flatter(family):
         q = family.bind(model.space, generator(2))
         optimizer = torch.optim.Adam(q.parameters(), lr=0.01)
         draw = generator(3)
-        for _ in range(300):
+        for _ in range(200):
             optimizer.zero_grad()
             (-vi.elbo(q, model, data, generator=draw) / 40).backward()
             optimizer.step()

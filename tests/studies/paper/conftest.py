@@ -9,15 +9,15 @@ from structvi.studies.paper.run import PARTS, compute, record, write
 from structvi.studies.paper.settings import Settings
 
 TINY = Settings(
-    targets=2,
-    optimum_starts=2,
+    targets=1,
+    optimum_starts=1,
     tolerance=0.1,
     steps=8,
     regression_steps=8,
     kl_draws=256,
-    coupling_targets=2,
-    coupling_repeats=4,
-    coupling_steps=30,
+    coupling_targets=1,
+    coupling_repeats=2,
+    coupling_steps=22,  # early is after 20
 )
 
 
@@ -32,7 +32,8 @@ def tiny(settings, made_once):
 
     def make():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(table1, "best_kl", partial(table1.best_kl, steps=50))
+            patch.setattr(table1, "best_kl", partial(table1.best_kl, steps=10))
+            patch.setattr(table1, "fit_density", partial(table1.fit_density, starts=1))
             found = compute(list(PARTS), settings, workers=1)
         return found, record(found, settings)
 

@@ -131,15 +131,16 @@ def test_one_part_alone(tmp_path, settings):
     assert set(results) == {"version", "seed", "settings", "figure1"}
 
 
-def test_an_interrupt_while_writing_leaves_the_folder_as_it_was(tiny, tmp_path, monkeypatch):
+def test_an_interrupt_while_writing_leaves_the_folder_as_it_was(tiny, settings, tmp_path, monkeypatch):
     (tmp_path / "results.json").write_text("before")
+    found = {"figure1": tiny[0]["figure1"]}
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("structvi.studies.paper.report.page", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write(*tiny, tmp_path)
+        write(found, record(found, settings), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert (tmp_path / "results.json").read_text() == "before"
 
