@@ -235,7 +235,9 @@ def mixture(shop: Workshop) -> Answer:
         return bayes, bayes.fit(shop.loader(shop.data.train), validation=held_out, progress=False)
 
     bayes, result = shop.once("mixture", make)
-    return Answer(of_posterior(bayes, draws, shop.seed), result.members[0].kept)
+    on_top = result.calibration and result.calibration.adjustment
+    choice = result.members[0].kept + (f", temperature {on_top.value:.3g}" if on_top else "")
+    return Answer(of_posterior(bayes, draws, shop.seed), choice)
 
 
 def head(shop: Workshop, exact: bool) -> Answer:

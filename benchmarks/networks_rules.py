@@ -140,7 +140,7 @@ class OfLibrary:
 
     title: str
     groups: Callable[[Sequence[str]], list[Group]]
-    least_temperature: float = 1.0
+    several: bool = False
 
     def __call__(self, record: Record, rows: int) -> Kept:
         labels, log_p = _candidates(record, rows, self.groups)
@@ -151,7 +151,7 @@ class OfLibrary:
         for group, one in found.items():
             one.measured(held_out[group], network)
         del found[NETWORK,]
-        rule = Library(alone, _too_sure(log_p[NETWORK,], labels) < -DOUBT, HARM, MIXED, self.least_temperature)
+        rule = Library(alone, _too_sure(log_p[NETWORK,], labels) < -DOUBT, HARM, MIXED, self.several)
         own = list(found.values())
         kept = rule.tempered(own, "widest") or rule.widest(own)
         groups = {one.width: group for group, one in found.items()} | {None: (NETWORK,)}
@@ -245,7 +245,7 @@ RULES = (
     DOUBTED,
     replace(DOUBTED, title="… as good is within one standard error", errors=1.0),
     NOW,
-    replace(NOW, title="… of any temperature", least_temperature=0.0),
+    replace(NOW, title="… as around several networks", several=True),
     TEMPERATURE,
     Rule("MC dropout, the best rate or the network", rates, keep_best=True),
     Rule("MC dropout, the best rate", rates, keep_best=True, with_network=False),

@@ -147,6 +147,41 @@ def test_the_network_may_be_kept_with_a_temperature():
     assert kept.adjustment.value == pytest.approx(2.0, rel=0.1)
 
 
+@pytest.mark.parametrize(("keep", "width"), [("widest", 1), ("best", None)])
+def test_with_temperatures_too_the_widest_that_is_as_good_is_kept(keep, width):
+    """Twice too sure all of them, and the network, whose logits have no error of their own, the best by a little."""
+    generator = torch.Generator().manual_seed(0)
+    y = 2.0 * torch.randn(2000, 3, generator=generator)
+    labels = torch.multinomial(y.softmax(-1), 1, generator=generator).squeeze(-1)
+    error = 0.2 * torch.randn(2000, 3, generator=generator)
+    alone = Candidate("the network", None, True, 1.0, is_network=True)
+    alone.measured(of_labels(2 * y, labels), of_labels(2 * y, labels))
+    wide = Candidate("prior 1", 1, True, 1.0, is_exact=True)
+    wide.measured(of_labels(2 * y + error, labels), alone.held_out)
+    kept = Rule(alone, is_unsure=False, harm=HARM).tempered([wide], keep)
+    assert kept.width == width
+    assert kept.adjustment.value == pytest.approx(2.0, rel=0.1)
+
+
+def test_around_several_networks_a_temperature_may_be_below_one():
+    """Their average is half as sure as it should be, and so is every candidate."""
+    alone, found = candidates_at(2.0, [0.5] * 4, 2000)
+    kept = Rule(alone, is_unsure=True, harm=HARM, several=True).tempered(found, "widest")
+    assert (kept.width, kept.adjustment.value) == (3, pytest.approx(0.5, rel=0.1))
+
+
+def test_around_several_networks_a_posterior_is_not_below_their_average():
+    """A loss within the margin and the noise: borne around one network, which is less sure with a spread."""
+    total = torch.linspace(-2, 0, 40).double()
+    alone = Candidate("the network", None, True, 1.0, is_network=True)
+    alone.measured(held_out(*total.tolist()), held_out(*total.tolist()))
+    lost = total - 0.001 + 0.02 * torch.tensor([1.0, -1.0] * 20)
+    wide = Candidate("prior 1", 1, True, 1.0, is_exact=True)
+    wide.measured(held_out(*lost.tolist()), alone.held_out)
+    assert Rule(alone, is_unsure=False, harm=HARM).widest([wide]) is wide
+    assert Rule(alone, is_unsure=False, harm=HARM, several=True).widest([wide]) is alone
+
+
 def test_numbers_have_no_temperature():
     alone = Candidate("the network", None, True, 1.0, held_out=held_out(*[-1.0] * 40), density=-1.0)
     assert Rule(alone, is_unsure=False, harm=HARM).tempered([], "widest") is None

@@ -200,8 +200,8 @@ def chosen(
     # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
     open_prior = "prior" in posterior.left_open
     deviations = ONE_WIDTH if posterior.family.scale_count == 1 else MIXED
-    least = 1.0 if len(arounds) == 1 else 0.0  # an average over networks is less sure than each of them
-    rule = Rule(alone, is_unsure, HARM, deviations, least) if open_prior else Rule(alone, is_unsure=False, harm=inf)
+    several = len(arounds) > 1
+    rule = Rule(alone, is_unsure, HARM, deviations, several) if open_prior else Rule(alone, is_unsure=False, harm=inf)
     measuring = Measuring(arounds, held_out, options, rule)
     measuring(candidates)
     candidates = [one for one in candidates if one.held_out is not None]

@@ -24,18 +24,16 @@ class Rule:
     Of few held-out rows chance makes the best, and the widest within a margin of it may be a bad one. So a posterior is
     as good only if held-out data say that it is not more than `harm` nats worse than the network, with so many standard
     deviations.
+
+    Several networks differ from each other already, and their average is less sure than each of them: around them a
+    posterior is as good only if it is not below the average, and a temperature may also be below one.
     """
 
     def __init__(
-        self,
-        network: Candidate,
-        is_unsure: bool,
-        harm: float,
-        deviations: float = ONE_WIDTH,
-        least_temperature: float = 1.0,
+        self, network: Candidate, is_unsure: bool, harm: float, deviations: float = ONE_WIDTH, several: bool = False
     ):
         self.alone, self.is_unsure, self.harm, self.deviations = network, is_unsure, harm, deviations
-        self.least_temperature = least_temperature
+        self.several = several
         assert network.held_out is not None
         self.network = network.held_out
 
@@ -52,6 +50,8 @@ class Rule:
         if not self._is_safe(one) or one.held_out is None:
             return False
         gain, error = one.held_out.gain_over(self.network)
+        if self.several and gain < 0:
+            return False
         return as_good(one.held_out, best) or (gain > error and best.gain_over(one.held_out)[0] <= min(MARGIN, gain))
 
     def _is_safe(self, one: Candidate) -> bool:
@@ -86,14 +86,16 @@ class Rule:
         """What is kept with a temperature on top; None where none gains two standard errors over all without.
 
         Spread makes strange inputs less sure than others. Where a network is too sure of all inputs alike a temperature
-        above one mends it. Each candidate, the network among them, has its own, if that gains for it. The gain is on
-        rows that took no part in the fit of the temperature (five folds). One below one would make strange inputs surer
-        too, and is left to `bayes.calibrate`.
+        above one mends it. Each candidate, the network among them, has its own, if that gains for it, and the widest
+        that is as good as the best is kept. The gain is on rows that took no part in the fit of the temperature (five
+        folds). Of one network a temperature below one, which makes strange inputs surer too, is left to
+        `bayes.calibrate`.
         """
         every = [*candidates, self.alone]
         plain = max(every, key=lambda one: one.density).held_out
         assert plain is not None
-        own = [with_temperature(one, self.network, self.least_temperature) for one in every]
+        least = 0.0 if self.several else 1.0
+        own = [with_temperature(one, self.network, least) for one in every]
         before, best = max(zip(every, own, strict=True), key=lambda pair: pair[1].density)
         if best.adjustment is None or best.held_out is None or before.held_out is None:
             return None
@@ -101,7 +103,7 @@ class Rule:
         if gain <= ERRORS * error:
             return None
         good = [one for one in own if one.width is not None and self.is_near(one, best.held_out)]
-        return best if keep == "best" else max([best, *good], key=lambda one: one.spread)
+        return best if keep == "best" else max(good, key=lambda one: one.spread, default=best)
 
 
 def with_temperature(one: Candidate, network: HeldOut, least: float = 1.0) -> Candidate:
