@@ -237,7 +237,15 @@ def mixture(shop: Workshop) -> Answer:
     bayes, result = shop.once("mixture", make)
     on_top = result.calibration and result.calibration.adjustment
     choice = result.members[0].kept + (f", temperature {on_top.value:.3g}" if on_top else "")
-    return Answer(of_posterior(bayes, draws, shop.seed), choice)
+    return Answer(of_posterior(bayes, draws, shop.seed), choice, {"bayes": bayes, "draws": draws})
+
+
+def mixture_calibrated(shop: Workshop) -> Answer:
+    """And its `calibrate` on the same validation data, whose temperature may be below one."""
+    answer = mixture(shop)
+    bayes = copy.deepcopy(answer.details["bayes"])
+    found = shop.once("mixture, calibrate", lambda: bayes.calibrate(shop.loader(shop.data.validation)))
+    return Answer(of_posterior(bayes, answer.details["draws"], shop.seed), " ".join(str(found).split())[:60])
 
 
 def head(shop: Workshop, exact: bool) -> Answer:
@@ -289,4 +297,5 @@ METHODS: dict[str, Callable[[Workshop], Answer]] = {
     "ours, exact last layer": lambda shop: head(shop, exact=True),
     "ours, calibrated": calibrated,
     "ours, mixture of 5": mixture,
+    "ours, mixture of 5, calibrated": mixture_calibrated,
 }

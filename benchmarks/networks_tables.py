@@ -25,6 +25,8 @@ PAIRS = (
     ("ours, calibrated", NETWORK),
     (MIXTURE, ENSEMBLE),
     (MIXTURE, f"{ENSEMBLE}, tempered"),
+    (f"{MIXTURE}, calibrated", ENSEMBLE),
+    (f"{MIXTURE}, calibrated", f"{ENSEMBLE}, tempered"),
 )
 #: nats by which a single run counts as worse than its network
 WORSE = 0.01

@@ -323,8 +323,6 @@ def _compared(together: Together) -> str:
             f", with a temperature of {kept.adjustment.value:.3g} on top: a recalibration by the same held-out data, "
             "and no part of the posterior; predict(x, calibrated=False) is without it"
         )
-        if kept.adjustment.value < 1:
-            text += ". Below one it makes unfamiliar inputs surer too"
     return text
 
 

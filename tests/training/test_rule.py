@@ -163,13 +163,6 @@ def test_with_temperatures_too_the_widest_that_is_as_good_is_kept(keep, width):
     assert kept.adjustment.value == pytest.approx(2.0, rel=0.1)
 
 
-def test_around_several_networks_a_temperature_may_be_below_one():
-    """Their average is half as sure as it should be, and so is every candidate."""
-    alone, found = candidates_at(2.0, [0.5] * 4, 2000)
-    kept = Rule(alone, is_unsure=True, harm=HARM, several=True).tempered(found, "widest")
-    assert (kept.width, kept.adjustment.value) == (3, pytest.approx(0.5, rel=0.1))
-
-
 def test_around_several_networks_a_posterior_is_not_below_their_average():
     """A loss within the margin and the noise: borne around one network, which is less sure with a spread."""
     total = torch.linspace(-2, 0, 40).double()

@@ -26,7 +26,7 @@ class Rule:
     deviations.
 
     Several networks differ from each other already, and their average is less sure than each of them: around them a
-    posterior is as good only if it is not below the average, and a temperature may also be below one.
+    posterior is as good only if it is not below the average.
     """
 
     def __init__(
@@ -88,14 +88,12 @@ class Rule:
         Spread makes strange inputs less sure than others. Where a network is too sure of all inputs alike a temperature
         above one mends it. Each candidate, the network among them, has its own, if that gains for it, and the widest
         that is as good as the best is kept. The gain is on rows that took no part in the fit of the temperature (five
-        folds). Of one network a temperature below one, which makes strange inputs surer too, is left to
-        `bayes.calibrate`.
+        folds). A temperature below one would make strange inputs surer too, and is left to `bayes.calibrate`.
         """
         every = [*candidates, self.alone]
         plain = max(every, key=lambda one: one.density).held_out
         assert plain is not None
-        least = 0.0 if self.several else 1.0
-        own = [with_temperature(one, self.network, least) for one in every]
+        own = [with_temperature(one, self.network) for one in every]
         before, best = max(zip(every, own, strict=True), key=lambda pair: pair[1].density)
         if best.adjustment is None or best.held_out is None or before.held_out is None:
             return None
@@ -106,13 +104,13 @@ class Rule:
         return best if keep == "best" else max(good, key=lambda one: one.spread, default=best)
 
 
-def with_temperature(one: Candidate, network: HeldOut, least: float = 1.0) -> Candidate:
-    """With the temperature above the least that suits held-out rows best, if that gains for certain, or as it is."""
+def with_temperature(one: Candidate, network: HeldOut) -> Candidate:
+    """With the temperature above one that suits the held-out rows best, if that gains for certain, or as it is."""
     known = one.held_out
     if known is None or known.losses is None or len(known.total) < FEWEST or not bool(known.losses.isfinite().all()):
         return one
     found = fitted("temperature", known.losses, known.count)
-    if not found.is_applied or found.value <= least:
+    if not found.is_applied or found.value <= 1:
         return one
     new = replace(one, name=one.name + temperature_name(found.value), adjustment=found)
     new.measured(known.at(found.value), network, one.beside)
