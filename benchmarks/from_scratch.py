@@ -36,7 +36,7 @@ from structvi.studies.is_it_bayesian.at_scale.ivon import fit_ivon
 from . import from_scratch_tables, networks_data
 from .from_scratch_variants import variants
 from .networks_data import Data
-from .networks_measures import Meter, Predictor, assess, cases, log_probabilities
+from .networks_measures import Meter, Predictor, assess, cases, log_probabilities, remembered
 from .networks_methods import of_network, of_posterior
 from .networks_nets import TASKS, Task, train
 from .newton_scales import NewtonScales
@@ -320,19 +320,6 @@ def measured(predictor: Predictor, shop: Shop) -> dict[str, Any]:
     plain, T = assess(predictor, shop.data, 500, shop.meter), temperature(predictor, shop)
     tempered = assess(lambda x: (predictor(x) / T).log_softmax(1), shop.data, 500, shop.meter)
     return plain | {"T": T, "tempered": tempered}
-
-
-def remembered(predictor: Predictor) -> Predictor:
-    """What was predicted once is not predicted again: of the same images, known by their sums."""
-    known: dict[Any, Tensor] = {}
-
-    def predict(x: Tensor) -> Tensor:
-        key = (len(x), float(x.double().sum()), float(x[0].double().sum()))
-        if key not in known:
-            known[key] = predictor(x)
-        return known[key]
-
-    return predict
 
 
 def temperature(predictor: Predictor, shop: Shop) -> float:

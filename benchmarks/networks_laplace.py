@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from .networks_measures import Predictor
+from .networks_measures import Predictor, remembered
 
 
 class Way(NamedTuple):
@@ -64,14 +64,14 @@ def fit(net: nn.Module, loader: DataLoader, part: str, device: torch.device) -> 
         laplace: Any = Laplace(net, "classification", subset_of_weights="all", hessian_structure=STRUCTURE[part])
         laplace.fit(_OnDevice(loader, device))
         laplace.optimize_prior_precision(method="marglik", pred_type="glm")
-    return Fitted(laplace, features, device), float(torch.as_tensor(laplace.prior_precision).mean())
+    return Fitted(laplace, remembered(features), device), float(torch.as_tensor(laplace.prior_precision).mean())
 
 
 class Fitted(NamedTuple):
     """A `Laplace` of what comes after some features, and where it is."""
 
     laplace: Any
-    features: nn.Module
+    features: Callable[[Tensor], Tensor]
     device: torch.device
 
 

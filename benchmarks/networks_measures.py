@@ -20,6 +20,19 @@ SENSITIVITY = 0.95
 Predictor = Callable[[Tensor], Tensor]
 
 
+def remembered(predictor: Predictor) -> Predictor:
+    """What was predicted once is not predicted again: of the same images, known by their sums."""
+    known: dict[tuple[int, float, float], Tensor] = {}
+
+    def predict(x: Tensor) -> Tensor:
+        key = (len(x), float(x.double().sum()), float(x[0].double().sum()))
+        if key not in known:
+            known[key] = predictor(x)
+        return known[key]
+
+    return predict
+
+
 @dataclass
 class Cost:
     """Forward passes of single inputs (a backward pass counts two, one with a tangent two), and seconds."""
