@@ -1,4 +1,4 @@
-"""What every test shares: one thread, and a global stream that starts the same in each."""
+"""What every test shares: one thread, and a global stream and checks of distributions that start the same in each."""
 
 # ruff: noqa: E402 (what must be set before torch and numpy are imported)
 
@@ -28,6 +28,12 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def validated():
+    """The checks of distributions are on, which the first torch.compile switches off for the whole process."""
+    torch.distributions.Distribution.set_default_validate_args(True)
 
 
 @pytest.fixture(scope="session")
