@@ -1,7 +1,8 @@
-"""What every test shares: one thread, and a global stream that starts the same in each."""
+"""What every test shares: one thread, and a global stream and checks of distributions that start the same in each."""
 
 # ruff: noqa: E402 (what must be set before torch and numpy are imported)
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -18,6 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 torch.set_num_threads(1)
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one after the other: on a day's first import arviz renames a file
+    with open(__file__) as file, contextlib.suppress(ImportError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        import arviz  # noqa: F401
+
 
 def pytest_collection_finish():
     gc.freeze()
@@ -28,6 +34,12 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def validated():
+    """The checks of distributions are on, which the first torch.compile switches off for the whole process."""
+    torch.distributions.Distribution.set_default_validate_args(True)
 
 
 @pytest.fixture(scope="session")

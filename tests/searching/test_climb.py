@@ -59,16 +59,6 @@ def test_a_distribution_that_refuses_values_far_away_is_no_error():
     assert abs(result.family().mean[0]) < 0.1
 
 
-@pytest.fixture
-def validated():
-    """torch.compile switches the checks of distributions off, for the whole process."""
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(True)
-    yield
-    torch.distributions.Distribution.set_default_validate_args(before)
-
-
-@pytest.mark.usefixtures("validated")
 def test_a_distribution_that_refuses_values_nearby_is_one():
     space = vi.Parameters({"s": torch.ones((), dtype=torch.float64)})
     target = vi.LogDensity(lambda p: torch.distributions.Normal(0.0, p["s"]).log_prob(torch.ones(5)).sum(), space)

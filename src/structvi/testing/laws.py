@@ -205,7 +205,7 @@ def law_unbiased(make: Make, seed: int) -> None:
     """Each estimator's gradient has the expectation −∇KL[q‖p] for a Gaussian p.
 
     The truth is the closed form for Gaussians, quadrature over θ ∈ ℝ where there is a log_prob, and quadrature over
-    the noise where there is only an entropy.
+    the noise where there is only an entropy. The standard error is over 32 means of 64 groups each.
     """
     P = 4 if isinstance(make(small_space(4))(), Gaussian) else 1
     family = make(small_space(P))
@@ -217,8 +217,8 @@ def law_unbiased(make: Make, seed: int) -> None:
     for estimator, (name, coupling) in product(estimators_of(family()), COUPLINGS.items()):
         generator = seeded(seed)
         samples = []
-        for _ in range(64):
-            value = elbo(family, target, groups=32, coupling=coupling, estimator=estimator, generator=generator)
+        for _ in range(32):
+            value = elbo(family, target, groups=64, coupling=coupling, estimator=estimator, generator=generator)
             samples.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters)]))
         expected = torch.cat([g.reshape(-1) for g in truth])
         check_within(torch.stack(samples), expected, f"{estimator}, {name}: gradient of the ELBO")
