@@ -1,6 +1,7 @@
 """`fit(loader, validation=held_out)` around a trained network: what is chosen, what is said, what stays as it was."""
 
 import copy
+from inspect import signature
 from math import log, pi
 
 import pytest
@@ -15,9 +16,13 @@ from structvi.families.growth import with_rank
 from structvi.families.normal_parts import weighted_normals
 from structvi.networks.vmap_or_loop import Evaluation
 from structvi.training.around import by_rule
+from structvi.training.before import check_around
 from structvi.training.candidates import FEW_WIDTHS, WIDTH, WIDTHS
+from structvi.training.fit import fit
+from structvi.training.fit_many import options_of
 from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
 from structvi.training.noise import PULL
+from structvi.training.options import OF_STEPS
 from structvi.training.validation import MARGIN, as_good
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -294,10 +299,26 @@ def test_there_is_nothing_to_keep_of_a_fit_without_steps(dense, option, tmp_path
         vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), **option)
 
 
-@pytest.mark.parametrize("option", [{"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}, {"groups": 8}, {"restarts": 3},
+        {"accumulate": 4}, {"clip": 1.0}, {"warmup": 0.2}, {"hold": 0.5}, {"kl_warmup": 0.3}, {"coupling": vi.naive},
+        {"estimator": "log_q"}, {"staged": True}, {"compile": True}, {"compare": 2.0}, {"every": 5},
+    ],
+)  # fmt: skip
 def test_what_only_steps_use_is_refused_where_there_are_none(dense, option):
     with pytest.raises(ValueError, match="or give epochs="):
         vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), validation=loader(HELD_OUT), **option)
+
+
+def test_defaults_and_what_asks_for_nothing_are_not_refused():
+    defaults = {name: one.default for name, one in signature(fit).parameters.items()}
+    for name, silent in OF_STEPS.items():
+        assert silent[0] == defaults[name]
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
+    for place in (0, -1):
+        check_around(bayes, options_of(**{name: silent[place] for name, silent in OF_STEPS.items()}))
 
 
 def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
