@@ -1,6 +1,7 @@
 """`fit(loader, validation=held_out)` around a trained network: what is chosen, what is said, what stays as it was."""
 
 import copy
+from inspect import signature
 from math import log, pi
 
 import pytest
@@ -15,8 +16,13 @@ from structvi.families.growth import with_rank
 from structvi.families.normal_parts import weighted_normals
 from structvi.networks.vmap_or_loop import Evaluation
 from structvi.training.around import by_rule
+from structvi.training.before import check_around
 from structvi.training.candidates import FEW_WIDTHS, WIDTH, WIDTHS
+from structvi.training.fit import fit
+from structvi.training.fit_many import options_of
 from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
+from structvi.training.noise import PULL
+from structvi.training.options import OF_STEPS
 from structvi.training.validation import MARGIN, as_good
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -208,8 +214,11 @@ def test_regression_with_an_unknown_noise():
     noise = bayes.model.likelihood.log_noise.exp().item()
     # from the residuals on the data that were seen to those on others; at the ends a tenth beyond is looked at
     assert min(seen, held_out) / 1.1 < noise < 1.1 * held_out
-    # the network's own noise is that of its held-out residuals: −log noise − ½ log 2π − ½
-    assert result.network == pytest.approx(-log(held_out) - 0.5 * log(2 * pi) - 0.5, abs=1e-5)
+    # the network's own noise is that of its held-out residuals and, as these are smaller, of PULL rows as those seen:
+    # −log noise − ½ log 2π − ½ (held_out/noise)², at a noise that is searched to a thousandth
+    assert held_out < seen
+    own = ((20 * held_out**2 + PULL * seen**2) / (20 + PULL)) ** 0.5
+    assert result.network == pytest.approx(-log(own) - 0.5 * log(2 * pi) - 0.5 * (held_out / own) ** 2, abs=1e-3)
     assert bayes.predict(torch.zeros(3, 1)).std.shape == (3, 1)
 
 
@@ -290,10 +299,26 @@ def test_there_is_nothing_to_keep_of_a_fit_without_steps(dense, option, tmp_path
         vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), **option)
 
 
-@pytest.mark.parametrize("option", [{"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}, {"groups": 8}, {"restarts": 3},
+        {"accumulate": 4}, {"clip": 1.0}, {"warmup": 0.2}, {"hold": 0.5}, {"kl_warmup": 0.3}, {"coupling": vi.naive},
+        {"estimator": "log_q"}, {"staged": True}, {"compile": True}, {"compare": 2.0}, {"every": 5},
+    ],
+)  # fmt: skip
 def test_what_only_steps_use_is_refused_where_there_are_none(dense, option):
     with pytest.raises(ValueError, match="or give epochs="):
         vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), validation=loader(HELD_OUT), **option)
+
+
+def test_defaults_and_what_asks_for_nothing_are_not_refused():
+    defaults = {name: one.default for name, one in signature(fit).parameters.items()}
+    for name, silent in OF_STEPS.items():
+        assert silent[0] == defaults[name]
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
+    for place in (0, -1):
+        check_around(bayes, options_of(**{name: silent[place] for name, silent in OF_STEPS.items()}))
 
 
 def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.training.noise import between, factors_around, highest
+from structvi.training.noise import PULL, between, factors_around, highest, pull
 
 lk = vi.likelihoods
 #: of residuals on training data; those on held-out data are twenty times as large
@@ -79,3 +79,40 @@ def test_finer_factors_lie_between_the_neighbours():
     finer = between(3.0, [1.0, 2.0, 3.0, 5.0])
     assert all(2.0 < one < 5.0 for one in finer)
     assert between(1.0, [1.0])[0] > 1 / 1.1
+
+
+def with_residuals(times, rows, likelihood):
+    """The network's held-out density where residuals are so many times those on the training data, in size alike."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    parts = []
+    for n, size in ((200, 1.0), (rows, times)):
+        x = torch.randn(n, 3, dtype=torch.float64)
+        signs = 1.0 - 2.0 * (torch.arange(n) % 2).unsqueeze(1)
+        parts.append((x, net(x).detach() + NOISE * size * signs))
+    train, held_out = (loader(part) for part in parts)
+    result = vi.variationalize(net, likelihood).fit(train, validation=held_out, progress=False)
+    assert result.network is not None
+    return result.network
+
+
+@pytest.mark.parametrize(("times", "rows"), [(0.3, 5), (0.6, 20), (0.6, 200), (1.0, 5), (1.4, 5), (10.0, 20)])
+def test_few_small_held_out_residuals_hardly_lower_the_noise(times, rows):
+    square = times**2 if times > 1 else (PULL + rows * times**2) / (PULL + rows)  # of the factor, in closed form
+    expected = -0.5 * times**2 / square - 0.5 * log(square) - log(NOISE) - 0.5 * log(2 * pi)
+    # the factor is searched to a thousandth, and the density's slope by its logarithm is below one
+    assert with_residuals(times, rows, lk.Gaussian("point")) == pytest.approx(expected, abs=1e-3)
+
+
+def test_noise_of_a_students_t_is_weighed_against_the_scale_of_that_variance():
+    ways = {df: with_residuals(0.3, 5, lk.StudentT("point", df=df)) for df in (1e6, 4.0)}
+    # of many degrees it is that of a normal; errors of ν = 4 have twice the variance σ²
+    normal = with_residuals(0.3, 5, lk.Gaussian("point"))
+    assert ways[1e6] == pytest.approx(normal, abs=1e-3)  # each factor to a thousandth
+    assert ways[4.0] > normal + 0.1  # the noise may be smaller by √2
+
+
+def test_the_pull_is_smooth_at_the_expected_factor_and_none_above():
+    assert pull(0.999, 1) == pytest.approx(0.0, abs=1e-4)  # −PULL (log c)² to second order
+    assert pull(0.9, 1) < pull(0.95, 1) < 0
+    assert pull(1.5, 1) == pull(0.01, 1, expected=0.0) == 0.0  # a variance that is infinite says nothing

@@ -13,7 +13,7 @@ from ..posterior import BATCH_NORMS, PosteriorBase
 from ..predicting.cases import fingerprint
 from ..result import Status
 from .batches import Batches
-from .options import FitOptions
+from .options import OF_STEPS, FitOptions
 from .probing import probed
 from .seen import warn_of_seen
 from .validation import split_off
@@ -31,9 +31,9 @@ def check_around(posterior: PosteriorBase, options: FitOptions) -> None:
             f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: give "
             "net.float(), and inputs of that dtype"
         )
-    alone = () if options.steps == 0 else ("lr", "optimizer", "scheduler", "precision", "callback")
-    for name in ("checkpoint", "resume", *alone):
-        if getattr(options, name) is not None:
+    unused = {"checkpoint": (None,), "resume": (None,), **({} if options.steps == 0 else OF_STEPS)}
+    for name, silent in unused.items():
+        if getattr(options, name) not in silent:
             raise ValueError(
                 f"{name}= is for fits of many steps: a posterior is placed around a network without steps. Leave it "
                 "out, or give epochs="

@@ -13,7 +13,7 @@ from ..predicting.function_space import FEW_OUTPUTS
 from .batches import Reread
 from .candidates import FEW_WIDTHS, WIDTHS, Around, Candidate, candidates_of, noise_name
 from .held_out import HeldOut, of_mixed_normals, of_networks, of_posteriors, outputs_of
-from .noise import between, factors_around, network_factor
+from .noise import between, factors_around, network_factor, pull
 from .options import FitOptions
 from .rule import HARM, MIXED, ONE_WIDTH, Rule
 from .validation import NETWORK
@@ -208,7 +208,9 @@ def chosen(
     kept = rule.best(candidates) if options.keep == "best" else measuring.certain or rule.widest(candidates)
     if len(noises) > 1 and not kept.is_network:
         finer = measuring.between(kept, candidates)
-        kept, candidates = max([kept, *finer], key=lambda one: one.density), [*candidates, *finer]
+        rows, expected = len(alone.held_out.total), arounds[0].noise.expected
+        kept = max([kept, *finer], key=lambda one: one.density + pull(one.noise, rows, expected))
+        candidates = [*candidates, *finer]
     if may_temper and open_prior and options.temperature != "validated":
         known = [one for one in candidates if one.is_exact or one is measuring.certain] or candidates
         tempered = rule.tempered(known, options.keep)

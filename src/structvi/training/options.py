@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ..basics.checks import check_fraction, check_integer, check_one_of, check_positive, check_seed
-from ..couplings import Coupling
+from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
 from ..objective import Estimator
 from .optimizers import OptimizerLike
@@ -19,6 +19,13 @@ from .schedule import SchedulerLike
 KL_WARMUP = 0.25
 #: Fewer steps are not cut into stages.
 FEWEST_STAGED = 10
+#: Options that only steps use: the default, and values that ask for nothing.
+OF_STEPS: dict[str, tuple[Any, ...]] = {
+    "lr": (None,), "optimizer": (None,), "scheduler": (None,), "precision": (None,), "callback": (None,),
+    "warmup": (0.05, 0.0), "hold": (0.0,), "clip": (10.0, None), "accumulate": (1,), "kl_warmup": ("auto", 0.0),
+    "groups": (1,), "coupling": (paired,), "estimator": ("path",), "staged": ("auto", False), "compile": (False,),
+    "restarts": (1, 0), "compare": (None,), "every": (None,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
