@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,11 @@ Predictor = Callable[[Tensor], Tensor]
 
 
 def remembered(predictor: Predictor) -> Predictor:
-    """What was predicted once is not predicted again: of the same images, known by their sums."""
-    known: dict[tuple[int, float, float], Tensor] = {}
+    """What was predicted once is not predicted again: of the same images, known by their bytes."""
+    known: dict[bytes, Tensor] = {}
 
     def predict(x: Tensor) -> Tensor:
-        key = (len(x), float(x.double().sum()), float(x[0].double().sum()))
+        key = blake2b(x.detach().cpu().numpy().tobytes()).digest()
         if key not in known:
             known[key] = predictor(x)
         return known[key]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, jvp, vmap
 
 from benchmarks import networks, networks_data, networks_measures, networks_nets, networks_tables
-from benchmarks.networks_measures import Meter
+from benchmarks.networks_measures import Meter, remembered
 
 
 def test_measures_of_a_known_prediction():
@@ -179,3 +179,18 @@ def test_what_cannot_be_run_is_said(tmp_path):
         networks.main(["--table"])
     with pytest.raises(ValueError, match="give --data DIR"):
         networks.main(["--sets", "breastmnist", "--quick"])
+
+
+def test_what_is_remembered_is_of_the_same_images():
+    """The same pixels in another order are other images."""
+    calls = []
+
+    def predictor(x):
+        calls.append(x)
+        return x.flatten(1)[:, :2]
+
+    predict = remembered(predictor)
+    x = torch.arange(24.0).reshape(2, 3, 2, 2)
+    assert torch.equal(predict(x), predict(x.clone()))
+    assert torch.equal(predict(x.flip(3)), x.flip(3).flatten(1)[:, :2])
+    assert len(calls) == 2
