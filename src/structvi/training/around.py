@@ -231,7 +231,7 @@ def _result(
         held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
         against_network=None if network is None or kept.held_out is None else kept.gain_over(network),
-        calibration=calibration_of(kept),
+        calibration=calibration_of(kept), is_of_mixture=network is None and options.validation is not None,
     )  # fmt: skip
 
 
