@@ -118,6 +118,23 @@ def _refused(posterior: PosteriorBase, batch: Any) -> str:
     return ""
 
 
+def linear_obstacle(posterior: PosteriorBase, theta: Tensor, batches: Batches) -> str | None:
+    """Why the network cannot be linearised at θ [P], where an operation in it has no derivative of that kind."""
+    model = posterior.model
+    at = theta[: model.net_space.size]
+    batch = first_items(batches, posterior.device)
+    batch = next(iter(batches.everything(1)), None) if batch is None else batch
+    stream = borrowed_stream(torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad(), posterior.network_mode(), model.linearised_around(at), stream:
+            model.call(model.net_space.unravel(at), batch)
+    except NotImplementedError as error:
+        return str(error)
+    except Exception:  # two items do not suit it, perhaps; what is wrong is told where it is called on all data
+        return None
+    return None
+
+
 def unreached(posterior: PosteriorBase, batch: Any) -> list[str]:
     """Names of random tensors that have no gradient on a batch, and change its output."""
     own = _own(posterior)
