@@ -79,6 +79,13 @@ def test_around_trained_networks():
     assert all(f"network {c}: placed" in result.details for c in range(3))
 
 
+def test_a_member_does_not_ask_for_held_out_data_that_the_mixture_had():
+    mixture = vi.NetworkMixture.of(networks(2), vi.likelihoods.Categorical())
+    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    assert all("validation=" not in str(one) and "the mixture's result" in str(one) for one in result.members)
+    assert "validation=" in str(mixture.fit(loader(), progress=False).members[0])
+
+
 def test_the_density_that_is_told_is_that_of_predictions():
     """In function space both. The error of 32 points of each part is .0015 nats here, that of drawn weights .0038."""
     mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), linearise=True)

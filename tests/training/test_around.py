@@ -321,6 +321,89 @@ def test_defaults_and_what_asks_for_nothing_are_not_refused():
         check_around(bayes, options_of(**{name: silent[place] for name, silent in OF_STEPS.items()}))
 
 
+def columns(count, dtype=torch.float32, rows=20):
+    return loader((torch.ones(rows, count, dtype=dtype), torch.arange(rows) % 3))
+
+
+@pytest.mark.parametrize("steps", [{}, {"epochs": 1}])
+@pytest.mark.parametrize(
+    ("held_out", "words"),
+    [
+        (columns(3), r"\[3\] torch.float32, of the training data \[2\] torch.float32.*Prepare both alike"),
+        (columns(2, torch.float64), r"\[2\] torch.float64, of the training data \[2\] torch.float32"),
+    ],
+    ids=["columns", "dtype"],
+)
+def test_held_out_inputs_that_the_network_cannot_take_are_told_before_the_work(held_out, words, steps):
+    calls = []
+    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match=words):
+        bayes.fit(columns(2), validation=held_out, callback=calls.append if steps else None, progress=False, **steps)
+    assert not calls
+
+
+def test_networks_of_two_dtypes_in_a_mixture_are_refused():
+    mixture = vi.NetworkMixture.of([nn.Linear(2, 3), nn.Linear(2, 3).double()], vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float64: give net.float\(\)"):
+        mixture.fit(columns(2), validation=columns(2), progress=False)
+
+
+def test_held_out_inputs_of_another_form_that_the_network_takes_are_fine():
+    """Images of another size, and numbers that the network casts itself."""
+
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(1, 3)
+
+        def forward(self, x):
+            return self.head(x.float().mean(1, keepdim=True))
+
+    bayes = vi.variationalize(Casting(), vi.likelihoods.Categorical())
+    result = bayes.fit(columns(2, torch.float64), validation=columns(5), progress=False)
+    assert result.network is not None
+
+
+class Bag(nn.Module):
+    """With an operation that has no derivative of the kind that linearising needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x))
+
+
+def bags(rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(9, (rows, 5), generator=generator)
+    return loader((x, x[:, 0] % 3))
+
+
+@pytest.mark.parametrize("held_out", [None, bags(40, 1)], ids=["without", "held out"])
+@pytest.mark.parametrize("count", [1, 2], ids=["one", "mixture"])
+def test_a_network_that_cannot_be_linearised_has_drawn_weights_and_a_note(held_out, count):
+    torch.manual_seed(0)
+    if count == 1:
+        bayes = vi.variationalize(Bag(), vi.likelihoods.Categorical())
+        results = [bayes.fit(bags(60, 0), validation=held_out, progress=False)]
+    else:
+        bayes = vi.NetworkMixture.of([Bag(), Bag()], vi.likelihoods.Categorical())
+        results = bayes.fit(bags(60, 0), validation=held_out, progress=False).members
+    for result in results:
+        assert any("weights are drawn" in note and "_embedding_bag" in note for note in result.notes)
+        assert "linearised" not in result.kept
+        assert not any("linearised" in name for name in result.held_out)
+    assert bayes.predict(torch.zeros(2, 5, dtype=torch.long)).mean.shape == (2, 3)
+
+
+def test_a_network_that_cannot_be_linearised_says_so_where_that_is_asked_for():
+    bayes = vi.variationalize(Bag(), vi.likelihoods.Categorical(), linearise=True)
+    with pytest.raises(NotImplementedError, match="cannot be linearised"):
+        bayes.fit(bags(60, 0), progress=False)
+
+
 def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
     count = torch.ones(100, dtype=torch.float64)
     noise = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

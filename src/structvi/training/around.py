@@ -45,6 +45,7 @@ from .measuring import chosen
 from .noise import Noise
 from .notes import notes_on_bound
 from .options import FitOptions
+from .probing import linear_obstacle
 from .result import FitResult, History, PathPoint
 from .validation import PREFERRED
 from .warm_start import curvature_of, trained_values, with_residual_noise
@@ -63,7 +64,7 @@ def fit_around(posterior: PosteriorBase, batches: Batches, options: FitOptions, 
         around = _prepared(posterior, batches, options)
         network = None
         if options.validation is None:
-            candidates = candidates_of(posterior, options)
+            candidates = candidates_of([around], options)
             kept = candidates[0]
         else:
             kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
@@ -137,6 +138,8 @@ def _placed(
     if kept.is_network:
         note = UNCERTAIN if "prior" in posterior.left_open else PREFERRED
         notes, candidates = [*notes, note], [*candidates, kept] if candidates else []
+    if around.obstacle is not None:
+        notes = [*notes, f"weights are drawn, as with linearise=False: {around.obstacle}"]
     on_data = of_network(*around.network, batches.everything(_few(batches)))
     trained = on_data.mean * float(on_data.count.sum()) / len(on_data.count) * posterior.model.num_data
     return _result(posterior, batches, options, notes, candidates, kept, network, trained)
@@ -158,7 +161,8 @@ def _prepared(posterior: PosteriorBase, batches: Batches, options: FitOptions) -
             family.first_stage()  # a factor that the curvature does not give is none
             family.learn_all()
         laplace = curvature_of(posterior, theta, batches, options.seed, posterior.family.precision_columns)
-    return Around(posterior, laplace, Noise.of(posterior))
+    obstacle = linear_obstacle(posterior, theta, batches) if "linearise" in posterior.left_open else None
+    return Around(posterior, laplace, Noise.of(posterior), obstacle)
 
 
 def _path(
@@ -231,7 +235,7 @@ def _result(
         held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
         against_network=None if network is None or kept.held_out is None else kept.gain_over(network),
-        calibration=calibration_of(kept),
+        calibration=calibration_of(kept), is_of_mixture=network is None and options.validation is not None,
     )  # fmt: skip
 
 

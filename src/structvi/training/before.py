@@ -14,7 +14,7 @@ from ..predicting.cases import fingerprint
 from ..result import Status
 from .batches import Batches
 from .options import OF_STEPS, FitOptions
-from .probing import probed
+from .probing import check_held_out, probed
 from .seen import warn_of_seen
 from .validation import split_off
 
@@ -72,6 +72,9 @@ def remember_choice(posterior: PosteriorBase, options: FitOptions) -> None:
 def notes_before(posterior: PosteriorBase, batches: Batches, options: FitOptions) -> list[str]:
     """N is set; what there is to say of it and of the network, and a warning of weights that cannot be learned."""
     notes = set_num_data(posterior, batches) + notes_on_network(posterior)
+    own = options.validation
+    if own is not None and not isinstance(own, int | float) and options.precision is None:  # which casts inputs
+        check_held_out(posterior, batches, Batches(own, options.seed))
     batches.told = posterior.model.num_data
     needs_gradients = options.estimator != "log_q" or options.is_around
     return notes + probed(posterior, batches, needs_gradients)

@@ -112,15 +112,19 @@ def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalP
 
 
 def candidates_of(
-    posterior: PosteriorBase, options: FitOptions, elements: float = 1.0, noises: Sequence[float] = (1.0,)
+    arounds: "Sequence[Around]", options: FitOptions, elements: float = 1.0, noises: Sequence[float] = (1.0,)
 ) -> list[Candidate]:
     """In the order in which they are tried; the first is what is taken without held-out data.
 
     Args:
+        arounds: one, or the members of a mixture, which go one way where they can.
+        options: of the fit.
         elements: observed numbers in a row, the pixels of an image: λ may go up to it.
         noises: factors of the noise.
     """
-    linear = [True, False] if "linearise" in posterior.left_open else [posterior.model.linearised_at is not None]
+    posterior = arounds[0].posterior
+    own = arounds[0].ways
+    linear = [way for way in own if all(way in one.ways for one in arounds)] or own
     widths: tuple[float | None, ...] = (None,)
     if "prior" in posterior.left_open:
         widths = (WIDTH,) if options.validation is None else WIDTHS
@@ -157,8 +161,17 @@ class Around:
     posterior: PosteriorBase
     laplace: Laplace
     noise: Noise
+    #: why the network cannot be linearised
+    obstacle: str | None = None
     #: by the kind of their candidate and its noise
     made: dict[tuple[Any, ...], Gaussian] = field(default_factory=dict[tuple[Any, ...], Gaussian])
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """Whether linearised: as the user asked or, where that was left open, both if the network can be."""
+        if "linearise" not in self.posterior.left_open:
+            return (self.posterior.model.linearised_at is not None,)
+        return (True, False) if self.obstacle is None else (False,)
 
     @property
     def network(self) -> tuple[PosteriorBase, Tensor]:

@@ -196,7 +196,7 @@ def chosen(
     posterior, (alone, is_unsure) = arounds[0].posterior, network_alone(arounds, held_out)
     assert alone.held_out is not None
     noises = (1.0,) if arounds[0].noise.parameter is None else factors_around(alone.noise)
-    candidates = candidates_of(posterior, options, float(alone.held_out.count.mean()), noises)
+    candidates = candidates_of(arounds, options, float(alone.held_out.count.mean()), noises)
     # with a prior of the user's there is nothing to choose but the network, which must then be clearly better
     open_prior = "prior" in posterior.left_open
     deviations = ONE_WIDTH if posterior.family.scale_count == 1 else MIXED

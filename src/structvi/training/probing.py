@@ -37,14 +37,9 @@ def probed(posterior: PosteriorBase, batches: Batches, gradients: bool = True) -
         gradients: warn of tensors without a gradient whose change changes the output: a fit moves them to the prior,
             and a curvature knows nothing of them.
     """
-    found, loader = batches.probe(), batches.loader
-    if found is not None:
-        batch = found[0]
-    elif isinstance(loader, list | tuple):
-        batch = loader[0]
-    else:
+    batch = first_items(batches, posterior.device)
+    if batch is None:
         return []
-    batch = on_device(batch, posterior.device)
     try:
         names = unreached(posterior, batch) if gradients else []
         shared = used_padding(posterior, batch)
@@ -73,6 +68,71 @@ def probed(posterior: PosteriorBase, batches: Batches, gradients: bool = True) -
             f"{called[-1]!r}: name the one you mean, variationalize_head(.., layer={called[-1]!r})"
         )
     return [RANDOM] if draws else []
+
+
+def first_items(batches: Batches, device: torch.device) -> Any:
+    """Two items of the data, or the first of a list of batches; None of streams, of which nothing is read."""
+    found, loader = batches.probe(), batches.loader
+    if found is not None:
+        return on_device(found[0], device)
+    return on_device(loader[0], device) if isinstance(loader, list | tuple) and loader else None
+
+
+def check_held_out(posterior: PosteriorBase, batches: Batches, held_out: Batches) -> None:
+    """ValueError where held-out inputs have another form than those of the training data, and the network cannot take
+    them: many steps may have been made before they are read."""
+    if posterior.model.user_forward is not None:
+        return
+    seen, other = (first_items(one, posterior.device) for one in (batches, held_out))
+    if seen is None or other is None:
+        return
+    forms, found = _forms(posterior, seen), _forms(posterior, other)
+    if found == forms or not found or not (error := _refused(posterior, other)) or _refused(posterior, seen):
+        return
+    raise ValueError(
+        f"validation= has inputs that the network cannot take: shape and dtype of a row are {_words(found)}, of the "
+        f"training data {_words(forms)}, and the call fails: {error}. Prepare both alike"
+    )
+
+
+def _forms(posterior: PosteriorBase, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of a row, of every tensor among the inputs."""
+    try:
+        leaves = tree_leaves(posterior.model.split(batch)[0])
+    except (TypeError, ValueError):  # what is wrong with it the first step says, with the batch's number
+        return []
+    return [(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _words(forms: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in forms)
+
+
+@torch.no_grad()
+def _refused(posterior: PosteriorBase, batch: Any) -> str:
+    """What a call of the network raises, in a line; nothing where it raises nothing."""
+    try:
+        _outputs(posterior, _own(posterior), batch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def linear_obstacle(posterior: PosteriorBase, theta: Tensor, batches: Batches) -> str | None:
+    """Why the network cannot be linearised at θ [P], where an operation in it has no derivative of that kind."""
+    model = posterior.model
+    at = theta[: model.net_space.size]
+    batch = first_items(batches, posterior.device)
+    batch = next(iter(batches.everything(1)), None) if batch is None else batch
+    stream = borrowed_stream(torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad(), posterior.network_mode(), model.linearised_around(at), stream:
+            model.call(model.net_space.unravel(at), batch)
+    except NotImplementedError as error:
+        return str(error)
+    except Exception:  # two items do not suit it, perhaps; what is wrong is told where it is called on all data
+        return None
+    return None
 
 
 def unreached(posterior: PosteriorBase, batch: Any) -> list[str]:

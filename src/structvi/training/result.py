@@ -214,6 +214,7 @@ class FitResult(Result):
         calibration: a temperature on top, where held-out data asked for one around a trained network.
         at_one: then the family at λ = 1: `bayes.with_family(result.at_one)` is the posterior itself.
         against_network: how much higher that of the posterior that was kept is, and its standard error over rows.
+        is_of_mixture: whether held-out data chose it for a mixture of networks, whose result has their densities.
     """
 
     kept: str
@@ -236,6 +237,7 @@ class FitResult(Result):
     path: list[PathPoint] = field(default_factory=list)
     at_one: Family | None = None
     calibration: Calibration | None = None
+    is_of_mixture: bool = False
 
     def headlines(self) -> list[str]:
         first = f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)"
@@ -257,6 +259,8 @@ class FitResult(Result):
 
     @property
     def next_step(self) -> str:
+        if self.is_of_mixture:
+            return "it was chosen for the mixture: print the mixture's result, which has the held-out densities"
         if self.status is Status.PLACED and self.network is None:
             return "give validation=held_out_loader, which chooses the prior's width; then bayes.predict(x)"
         if self.status is Status.PLACED and self.against_network is not None and self.kept == "the network":

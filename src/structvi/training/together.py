@@ -24,6 +24,12 @@ def fit_together(
     is_open = all("prior" in one.left_open for one in posteriors)
     if not options.is_around or options.validation is None or options.temperature == "validated" or not is_open:
         return None
+    dtypes = [one.space.dtype for one in posteriors]
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            "the networks of a mixture are called on the same inputs and must share one dtype, got "
+            f"{', '.join(map(str, dtypes))}: give net.float() for each, or net.double()"
+        )
     members = []
     for c, posterior in enumerate(posteriors):
         check_around(posterior, options)
