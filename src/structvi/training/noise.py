@@ -50,7 +50,8 @@ class Noise:
             return cls(None)
         if isinstance(likelihood, Gaussian):
             return cls(likelihood.log_noise)
-        return cls(likelihood.log_noise, sqrt(max(0.0, 1 - 2 / float(likelihood.df_value()))))  # σ²ν/(ν − 2) = 1
+        df = float(likelihood.df_value().detach())
+        return cls(likelihood.log_noise, sqrt(max(0.0, 1 - 2 / df)))  # σ²ν/(ν − 2) = 1
 
     def set(self, factor: float) -> None:
         if self.parameter is not None:
