@@ -56,6 +56,7 @@ class Candidate:
     is_exact: bool = False  # measured without draws
     is_network: bool = False
     adjustment: Adjustment | None = None  # a temperature on top
+    plain: "Candidate | None" = None  # then what it is without
     beside: HeldOut | None = None  # what it was compared with on some of the rows
 
     @property
@@ -66,10 +67,7 @@ class Candidate:
     @property
     def untempered(self) -> "Candidate":
         """Without its temperature on top."""
-        if self.adjustment is None:
-            return self
-        name = self.name.removesuffix(temperature_name(self.adjustment.value))
-        return replace(self, name=name, adjustment=None)
+        return self if self.plain is None else self.plain
 
     def parts(self, count: int) -> "list[Candidate]":
         """Of so many widths, the largest first, what it is with each alone."""
@@ -148,10 +146,6 @@ def candidates_of(
 
 def noise_name(factor: float) -> str:
     return f", noise {factor:.4g}"
-
-
-def temperature_name(value: float) -> str:
-    return f", temperature {value:.3g}"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..models.calibration import ERRORS
 from ..predicting.grid_fit import FEWEST, fitted
-from .candidates import Candidate, temperature_name
+from .candidates import Candidate
 from .held_out import HeldOut
 from .validation import MARGIN, as_good
 
@@ -112,6 +112,6 @@ def with_temperature(one: Candidate, network: HeldOut) -> Candidate:
     found = fitted("temperature", known.losses, known.count)
     if not found.is_applied or found.value <= 1:
         return one
-    new = replace(one, name=one.name + temperature_name(found.value), adjustment=found)
+    new = replace(one, name=f"{one.name}, temperature {found.value:.3g}", adjustment=found, plain=one)
     new.measured(known.at(found.value), network, one.beside)
     return new
