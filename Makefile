@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup test test-gpu test-oldest test-newest lint reproduce bench bench-compare docs dist dist-extras release clean
+.PHONY: setup weight test test-gpu test-oldest test-newest lint reproduce bench docs dist dist-extras release clean
 
 setup: .venv/.installed
 
@@ -44,6 +44,10 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/python tools/public_types.py
 
+# how much a person has to hold in mind: lines, modules, options, names
+weight: setup
+	$(BIN)/python tools/weight.py
+
 reproduce: setup
 	$(BIN)/structvi reproduce all --out report
 
@@ -54,10 +58,6 @@ bench: .venv/.installed-bench
 		--out $(RESULTS)/step_cost_nets_cpu.json
 	$(BIN)/python -m benchmarks.scaling --out $(RESULTS)/scaling_cpu.json
 	$(BIN)/python -m benchmarks.gaussian_fit --out $(RESULTS)/gaussian_fit_cpu.json
-
-# the present checkout against the last release, or REF=revision, in one interleaved run: two and a half minutes
-bench-compare: setup
-	$(BIN)/python -m benchmarks.checkouts $(REF)
 
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -27,10 +27,10 @@ from structvi.storing import file
 STEPS, EVERY = 60, 4
 STAGES = ("_write_bytes", "_fsync", "_rename", "_fsync_directory")
 CASES = {
-    "structured": (lambda: vi.StructuredNormal(3), {}),
-    "mixture": (lambda: vi.Mixture(vi.StructuredPrecision(2), 2), {}),
-    "accumulated": (lambda: vi.StructuredPrecision(2), {"accumulate": 3, "groups": 2}),
-    "blocks and noise": (lambda: vi.Blocks({"0.*": vi.MAP(), "*": vi.FullNormal()}), {}),
+    "structured": (lambda: vi.LowRankNormal(3), {}),
+    "mixture": (lambda: vi.Mixture(vi.LowRankPrecision(2), 2), {}),
+    "accumulated": (lambda: vi.LowRankPrecision(2), {"accumulate": 3, "groups": 2}),
+    "blocks and noise": (lambda: vi.PerLayer({"0.*": vi.MAP(), "*": vi.FullNormal()}), {}),
 }
 
 

@@ -9,7 +9,7 @@
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
 `ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton`
-(`vi.NaturalGradient`); with `soap` scales by `adam` or by `newton`, natural-gradient steps, `benchmarks.newton_scales`.
+(`vi.NaturalGradient`); with `soap` scales by Adam.
 Each run is one line of JSON, and a file of `--out`. Every choice (λ, temperature of the networks) is made on the
 validation images: tables say which.
 
@@ -34,12 +34,10 @@ import structvi as vi
 from structvi.studies.is_it_bayesian.at_scale.ivon import fit_ivon
 
 from . import from_scratch_tables, networks_data
-from .from_scratch_variants import variants
 from .networks_data import Data
 from .networks_measures import Meter, Predictor, assess, cases, log_probabilities, remembered
 from .networks_methods import of_network, of_posterior
 from .networks_nets import TASKS, Task, train
-from .newton_scales import NewtonScales
 
 #: groups of antithetic draws for the ELBO
 GROUPS = 8
@@ -56,7 +54,6 @@ class Setting:
     learn: bool = False  # its scale, for each tensor
     lr: float = 0.003
     scale_lr: float = 0.02
-    scales: str = "adam"  # or "newton": natural-gradient steps of the scales, of rate scale_lr
     refresh: int = 10
     turn: int = 10  # refreshes between two turns of a rotated family; 0 for none
     beta1: float = 0.95
@@ -78,7 +75,6 @@ class Setting:
     limit: float = 0.0  # seconds of a fit: its rates fall to zero by then, and it ends; 0 for none
     seed: int = 0
     draws: int = 32  # to predict
-    variants: str = ""  # predict in other ways too: "width" or "all", `benchmarks.from_scratch_variants`
     ess: float = 1.0  # of IVON, in N
     h0: float = 0.1
     decay: float = 5e-4
@@ -151,8 +147,8 @@ def family(setting: Setting) -> vi.Family:
         "map": lambda: vi.MAP(),
         "mean_field": lambda: vi.MeanField(**start),
         "rotated": lambda: vi.Rotated(vi.MeanField(**start)),
-        "low_rank": lambda: vi.StructuredPrecision(setting.rank, **start),
-        "rotated_low_rank": lambda: vi.Rotated(vi.StructuredPrecision(setting.rank, **start)),
+        "low_rank": lambda: vi.LowRankPrecision(setting.rank, **start),
+        "rotated_low_rank": lambda: vi.Rotated(vi.LowRankPrecision(setting.rank, **start)),
     }[setting.method]()
 
 
@@ -239,9 +235,6 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
         rates = setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram
         optimizer = vi.Soap(*rates, natural=setting.natural, radius=setting.radius)
         lr = None
-        if setting.scales == "newton":
-            natural = partial(NewtonScales, recipe=optimizer, family=bayes.family)
-            optimizer = partial(natural, nats=len(shop.x) / setting.lam)
         if setting.optimizer == "newton":
             rates = setting.lr, setting.scale_lr, setting.beta1, setting.radius
             optimizer = vi.NaturalGradient(*rates, refresh=setting.refresh, turn=turn, gram_beta=setting.gram)
@@ -270,10 +263,6 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
             "scale": float(log_s.exp().mean()),
         }
     draws = 1 if setting.method == "map" else setting.draws
-    if setting.variants:
-        held_out = shop.data.validation.tensors
-        found = variants(bayes, draws, setting.seed, *held_out, everything=setting.variants == "all")
-        details["others"], details["widths"] = found
     return of_posterior(bayes, draws, setting.seed), details
 
 

@@ -17,7 +17,7 @@ import torch
 
 import structvi as vi
 from structvi.families.full import FullNormalDensity
-from structvi.families.structured import StructuredNormalDensity
+from structvi.families.structured import LowRankNormalDensity
 from structvi.studies.paper.optima import best_kl, random_gaussians
 
 from . import peers, timing
@@ -103,7 +103,7 @@ def pyro_low_rank(rank):
 
         def density():
             q = guide.get_posterior()  # of covariance cov_diag + cov_factor cov_factorᵀ
-            return StructuredNormalDensity(q.mean, q.cov_diag.log() / 2, q.cov_factor, torch.ones_like(q.mean))
+            return LowRankNormalDensity(q.mean, q.cov_diag.log() / 2, q.cov_factor, torch.ones_like(q.mean))
 
         return Fit(step, density)
 
@@ -128,8 +128,8 @@ def fit(case, target, seed, steps):
 
 def cases():
     yield Case("mean field", ours(vi.MeanField()), 0)
-    yield from (Case("covariance", ours(vi.StructuredNormal(rank)), rank) for rank in (1, 2, 4, 8))
-    yield from (Case("precision", ours(vi.StructuredPrecision(rank)), rank, "precision") for rank in (1, 2, 4, 8))
+    yield from (Case("covariance", ours(vi.LowRankNormal(rank)), rank) for rank in (1, 2, 4, 8))
+    yield from (Case("precision", ours(vi.LowRankPrecision(rank)), rank, "precision") for rank in (1, 2, 4, 8))
     yield Case("full", ours(vi.FullNormal(), groups=16), P)  # as many draws a step as rank 8 has
     if peers.installed("pyro"):
         yield from (Case("Pyro", pyro_low_rank(rank), rank) for rank in (1, 2, 4, 8))

@@ -108,8 +108,8 @@ def logistic_target(X: Tensor, y: Tensor, prior: float = 1.0) -> Known:
 
 def logistic(seeds: range, families: Sequence[str] = (), only: Sequence[str] = ()) -> list[dict]:
     recipes: dict[str, vi.Family] = {"full": vi.FullNormal(), "mean field": vi.MeanField()}
-    recipes |= {f"covariance {rank}": vi.StructuredNormal(rank) for rank in RANKS}
-    recipes |= {f"precision {rank}": vi.StructuredPrecision(rank) for rank in RANKS}
+    recipes |= {f"covariance {rank}": vi.LowRankNormal(rank) for rank in RANKS}
+    recipes |= {f"precision {rank}": vi.LowRankPrecision(rank) for rank in RANKS}
     recipes = {name: recipe for name, recipe in recipes.items() if not families or name in families}
     rows = []
     for kind in chosen(("factors", "columns"), only):
@@ -162,8 +162,8 @@ def collinear(seeds: range) -> list[dict]:
     target = Known(5, lambda theta: -0.5 * ((y - theta @ X.mT).square().sum(-1) / 0.25 + 1e-4 * theta.square().sum(-1)))
     print(f"condition of the precision: {torch.linalg.cond(precision):.1e}")
     rows = []
-    families = {"full": vi.FullNormal(), "covariance 5": vi.StructuredNormal(5)}
-    families |= {"precision 5": vi.StructuredPrecision(5)}
+    families = {"full": vi.FullNormal(), "covariance 5": vi.LowRankNormal(5)}
+    families |= {"precision 5": vi.LowRankPrecision(5)}
     for name, recipe in families.items():
         for seed in seeds:
             result = vi.fit(target, recipe, seed=seed, progress=False)
@@ -197,7 +197,7 @@ def threes() -> dict[str, Known]:
 def rank(seeds: range) -> list[dict]:
     rows = []
     for name, target in threes().items():
-        for form, recipe in (("covariance", vi.StructuredNormal(3)), ("precision", vi.StructuredPrecision(3))):
+        for form, recipe in (("covariance", vi.LowRankNormal(3)), ("precision", vi.LowRankPrecision(3))):
             for seed in seeds:
                 full = vi.fit(target, vi.FullNormal(), seed=seed, progress=False)
                 result = vi.fit(target, recipe, seed=seed, progress=False)
@@ -239,7 +239,7 @@ class Network(Known):
 
 def network_cases() -> list[tuple[str, vi.Family, dict]]:
     """Families and options of `vi.fit`."""
-    families = {"mean field": vi.MeanField(), "covariance 5": vi.StructuredNormal(5), "full": vi.FullNormal()}
+    families = {"mean field": vi.MeanField(), "covariance 5": vi.LowRankNormal(5), "full": vi.FullNormal()}
     cases = [(name, family, {"max_evaluations": limit}) for name, family in families.items() for limit in LIMITS]
     mixture = vi.Mixture(vi.FullNormal(), components="auto")
     cases += [("mixture, auto", mixture, {"max_evaluations": LIMITS[-1]})]

@@ -20,8 +20,8 @@ import structvi as vi
 FAMILIES = {
     "mean field": vi.MeanField(),
     "full": vi.FullNormal(),
-    "covariance": vi.StructuredNormal(1),
-    "precision": vi.StructuredPrecision(1),
+    "covariance": vi.LowRankNormal(1),
+    "precision": vi.LowRankPrecision(1),
     "mixture": vi.Mixture(vi.MeanField(), 2),
 }
 

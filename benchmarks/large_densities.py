@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.families.precision import StructuredPrecisionDensity
-from structvi.families.structured import StructuredNormalDensity
+from structvi.families.precision import LowRankPrecisionDensity
+from structvi.families.structured import LowRankNormalDensity
 
 
 class Largest(TorchDispatchMode):
@@ -47,7 +47,7 @@ class Exact:
         sizes = torch.logspace(1.3, 0.3, rank, dtype=torch.float64)
         factor = torch.randn(P, rank, **options) / P**0.5 * sizes
         mean, scale = torch.randn(P, **options) * log_scale.exp(), log_scale.exp()
-        density = StructuredPrecisionDensity if of_precision else StructuredNormalDensity
+        density = LowRankPrecisionDensity if of_precision else LowRankNormalDensity
         self.density = density(mean, log_scale, factor, scale)
         self.space = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["gaussian", "logistic", "student"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    forms = {"covariance": vi.StructuredNormal(arguments.rank), "precision": vi.StructuredPrecision(arguments.rank)}
+    forms = {"covariance": vi.LowRankNormal(arguments.rank), "precision": vi.LowRankPrecision(arguments.rank)}
     families = {"mean field": vi.MeanField(), **forms}
     header = "evals  check      s largest     MB"
     for P in arguments.d:

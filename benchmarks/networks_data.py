@@ -4,6 +4,7 @@ Splits are fixed, seeds change networks only. Nothing is downloaded: the digits 
 folder, `--data`.
 """
 
+import gzip
 import io
 import math
 from collections.abc import Callable
@@ -15,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, avg_pool2d, grid_sample
 from torch.utils.data import TensorDataset
-
-from .classification import read_idx
 
 #: of the shifts: degrees, noise in standard deviations of a pixel, factor of the contrast
 DEGREES, NOISE, CONTRAST = 20.0, 0.5, 0.5
@@ -206,3 +205,17 @@ def needed(folder: Path | None) -> Path:
     if folder is None:
         raise ValueError("this set is read from a folder: give --data DIR; only the digits need none")
     return folder
+
+
+def read_idx(path: Path) -> Tensor:
+    """An idx file of bytes: two zeros, 8, the number of axes, their lengths as big-endian int32, the bytes."""
+    with gzip.open(path) as file:
+        content = file.read()
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is no idx file of bytes: it starts with {content[:4]!r}")
+    axes = content[3]
+    shape = np.frombuffer(content, ">i4", axes, offset=4).tolist()
+    values = np.frombuffer(content, np.uint8, offset=4 + 4 * axes)
+    if values.size != math.prod(shape):
+        raise ValueError(f"{path} says {shape} and holds {values.size} bytes: it is damaged")
+    return torch.from_numpy(values.reshape(shape).copy())

@@ -225,12 +225,12 @@ def calibrated(shop: Workshop) -> Answer:
 
 
 def mixture(shop: Workshop) -> Answer:
-    """`NetworkMixture.of(networks, likelihood)` and `fit`: as many draws in all as of one posterior."""
+    """`Ensemble.of(networks, likelihood)` and `fit`: as many draws in all as of one posterior."""
     nets = [shop.net(member) for member in range(MEMBERS)]
     draws = None if shop.drawn is None else MEMBERS * -(-shop.drawn // MEMBERS)
 
     def make() -> tuple[Any, Any]:
-        bayes = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+        bayes = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
         held_out = shop.loader(shop.data.validation)
         return bayes, bayes.fit(shop.loader(shop.data.train), validation=held_out, progress=False)
 
@@ -292,7 +292,7 @@ METHODS: dict[str, Callable[[Workshop], Answer]] = {
     "ours, linearised, no validation": lambda shop: placed(shop, validation=False, linearise=True),
     "ours, drawn, no validation": lambda shop: placed(shop, validation=False, linearise=False),
     "ours, mean field": lambda shop: placed(shop, family=vi.MeanField()),
-    "ours, low rank (8)": lambda shop: placed(shop, family=vi.StructuredPrecision(8)),
+    "ours, low rank (8)": lambda shop: placed(shop, family=vi.LowRankPrecision(8)),
     "ours, last layer": lambda shop: head(shop, exact=False),
     "ours, exact last layer": lambda shop: head(shop, exact=True),
     "ours, calibrated": calibrated,

@@ -67,8 +67,8 @@ def recipes(P: int) -> dict[str, vi.Family]:
     return {
         "mean field": vi.MeanField(),
         "full": vi.FullNormal(),
-        f"structured {RANK}": vi.StructuredNormal(low),
-        f"precision {RANK}": vi.StructuredPrecision(low),
+        f"structured {RANK}": vi.LowRankNormal(low),
+        f"precision {RANK}": vi.LowRankPrecision(low),
     }
 
 

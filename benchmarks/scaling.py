@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--device cuda] [--out results.json]
 
-Two kinds of step of StructuredNormal(K) with S draws. "parameters": the parameter space alone, for a target that reads
+Two kinds of step of LowRankNormal(K) with S draws. "parameters": the parameter space alone, for a target that reads
 θ [S, P] once: draw, score, gradient and Adam. "training": a whole step of a perceptron with three hidden layers of
 equal width on a batch of 32. An exponent is the slope of least squares in log-log. Times against K are also fitted by
 c + a·PK + b·PK², and memory against K and S by a line, with coefficients that are not negative. What would betray a
@@ -84,7 +84,7 @@ class Linear:
 
 def parameters_step(point: Point, device: torch.device) -> Step:
     target = Linear(point.P, device)
-    family = vi.StructuredNormal(point.K).bind(target.space)
+    family = vi.LowRankNormal(point.K).bind(target.space)
     optimizer = adam(family.parameters())
 
     def step() -> None:
@@ -109,7 +109,7 @@ def training_step(point: Point, device: torch.device) -> Step:
     torch.manual_seed(0)
     net = perceptron(point.P, device)
     batch = torch.randn(BATCH, width(point.P), device=device), torch.randint(10, (BATCH,), device=device)
-    return our_step(Problem("perceptron", net, batch), vi.StructuredNormal(point.K), point.S, captured=False)
+    return our_step(Problem("perceptron", net, batch), vi.LowRankNormal(point.K), point.S, captured=False)
 
 
 def predicted(point: Point, device: torch.device) -> int:

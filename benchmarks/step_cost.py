@@ -1,7 +1,7 @@
 """What a training step costs: deterministic, ours, and the peers', side by side in one run.
 
     python -m benchmarks.step_cost [--net mlp resnet18 transformer unet] [--device cuda] [--captured | --eager]
-        [--ranks 0 4 16] [--draws 1 2 8] [--methods "StructuredNormal*" "Pyro*"] [--peers DIR] [--out results.json]
+        [--ranks 0 4 16] [--draws 1 2 8] [--methods "LowRankNormal*" "Pyro*"] [--peers DIR] [--out results.json]
 
 Times are medians of interleaved repeats; `×` is the median over repeats of the ratio to the deterministic step of the
 same repeat, run the same way: eager, or captured as a CUDA graph. Peers run eagerly. A `stepper` stands among the eager
@@ -33,7 +33,7 @@ from .peers import LR, N, adam
 from .timing import Step
 
 PASSES = 10
-DETERMINISTIC, FORWARD_BACKWARD, PAIRS = "deterministic", "forward and backward", "StructuredNormal, a pair"
+DETERMINISTIC, FORWARD_BACKWARD, PAIRS = "deterministic", "forward and backward", "LowRankNormal, a pair"
 
 
 @dataclass
@@ -94,7 +94,7 @@ def forward_backward(problem: Problem, captured: bool) -> Step:
 def recipes(rank: int) -> dict[str, vi.Family]:
     if rank == 0:
         return {"MeanField": vi.MeanField()}
-    return {"StructuredNormal": vi.StructuredNormal(rank), "StructuredPrecision": vi.StructuredPrecision(rank)}
+    return {"LowRankNormal": vi.LowRankNormal(rank), "LowRankPrecision": vi.LowRankPrecision(rank)}
 
 
 def cases(ranks: Sequence[int], draws: Sequence[int], captured: bool, size: int) -> Iterator[Case]:
@@ -115,18 +115,18 @@ def cases(ranks: Sequence[int], draws: Sequence[int], captured: bool, size: int)
                         return stepper(p, recipe, S)
 
                     yield Case(f"{name}, stepper", by_stepper, rank, S)
-                if S == 2 and name == "StructuredNormal":
+                if S == 2 and name == "LowRankNormal":
 
                     def in_pairs(p: Problem, recipe: vi.Family = recipe, S: int = S) -> Step:
                         return our_step(p, recipe, S, captured, pairs=True)
 
                     yield Case(PAIRS, in_pairs, rank, S, captured, weights=size)
     top = max(ranks)
-    head = vi.MeanField() if top == 0 else vi.StructuredNormal(top)
+    head = vi.MeanField() if top == 0 else vi.LowRankNormal(top)
     for S in draws:
 
         def on_head(p: Problem, S: int = S) -> Step:
-            return our_step(p, vi.Blocks({"backbone.*": vi.MAP(), "head.*": head}), S, captured)
+            return our_step(p, vi.PerLayer({"backbone.*": vi.MAP(), "head.*": head}), S, captured)
 
         yield Case("Bayesian head on MAP", on_head, top, S, captured)
     if not captured:

@@ -143,7 +143,7 @@ class Bench:
         self._members("mean field", noise, method)
 
     def precision(self, noise: str) -> None:
-        method = self._method(noise, lambda _: vi.StructuredPrecision(5), LR, 1)
+        method = self._method(noise, lambda _: vi.LowRankPrecision(5), LR, 1)
         self._members("precision 5", noise, method)
 
     def _method(

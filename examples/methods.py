@@ -46,7 +46,7 @@ class Problem:
 METHODS: dict[str, Callable[[], vi.Family] | None] = {  # None: no posterior, one or several point estimates
     "MC dropout": None,
     "mean field": vi.MeanField,
-    "structured": lambda: vi.StructuredPrecision(rank=8),
+    "structured": lambda: vi.LowRankPrecision(rank=8),
     "ensemble": None,
 }
 

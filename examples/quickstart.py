@@ -45,7 +45,7 @@ def fit(steps=2500):
     bayes = vi.variationalize(
         net,
         likelihood=vi.likelihoods.Gaussian(noise=NOISE),
-        family=vi.StructuredPrecision(rank=10),
+        family=vi.LowRankPrecision(rank=10),
         prior=vi.NormalPrior(2.0),
     )
     result = bayes.fit(DataLoader(TensorDataset(x, t), batch_size=len(x)), steps=steps, groups=4, start="trained")

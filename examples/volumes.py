@@ -49,7 +49,7 @@ def fit(epochs: int) -> vi.Posterior:
         nn.Conv3d(8, 2, 3, padding=1),
     )  # fmt: skip
     together = (1 / 64, 1 / 64)  # neighbouring voxels are not independent: 4³ of them count as one observation
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(class_weights=together), vi.StructuredPrecision(rank=4))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(class_weights=together), vi.LowRankPrecision(rank=4))
     print(bayes.fit(loader, epochs=epochs, progress=False))
     return bayes
 

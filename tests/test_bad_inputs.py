@@ -41,7 +41,7 @@ def frozen() -> nn.Module:
 
 
 def family(recipe: vi.Family | None = None, space: vi.Parameters = SPACE) -> vi.Family:
-    return (recipe or vi.StructuredNormal(rank=2)).bind(space)
+    return (recipe or vi.LowRankNormal(rank=2)).bind(space)
 
 
 def density(recipe: vi.Family | None = None, space: vi.Parameters = SPACE) -> vi.Density:
@@ -262,16 +262,16 @@ TABLE = {
     "subset: unknown name": (lambda: SPACE.subset(["a", "c"]), ValueError, r"no tensor named 'c'"),
     "fresh: a seed": (lambda: vi.Parameters.of(net()).fresh(0), TypeError, r"must be a torch\.Generator, got int"),
     # --- recipes and binding
-    "rank: negative": (lambda: vi.StructuredNormal(rank=-1), ValueError, r"rank must be an integer ≥ 0, got -1"),
-    "rank: float": (lambda: vi.StructuredNormal(rank=2.0), ValueError, r"rank must be an integer ≥ 0, got 2\.0"),
-    "rank: bool": (lambda: vi.StructuredPrecision(rank=True), ValueError, r"rank must be an integer ≥ 0, got True"),
+    "rank: negative": (lambda: vi.LowRankNormal(rank=-1), ValueError, r"rank must be an integer ≥ 0, got -1"),
+    "rank: float": (lambda: vi.LowRankNormal(rank=2.0), ValueError, r"rank must be an integer ≥ 0, got 2\.0"),
+    "rank: bool": (lambda: vi.LowRankPrecision(rank=True), ValueError, r"rank must be an integer ≥ 0, got True"),
     "rank: more than P": (
-        lambda: vi.StructuredNormal(rank=4).bind(SPACE),
+        lambda: vi.LowRankNormal(rank=4).bind(SPACE),
         ValueError,
         r"rank 4 is larger than the number of weights P = 3; take at most 3",
     ),
     "rank: more than P, precision": (
-        lambda: vi.StructuredPrecision(rank=4).bind(SPACE),
+        lambda: vi.LowRankPrecision(rank=4).bind(SPACE),
         ValueError,
         r"rank 4 is larger",
     ),
@@ -281,12 +281,12 @@ TABLE = {
     "initial_scale: NaN": (lambda: vi.MeanField(initial_scale=torch.nan), ValueError, r"positive number.*got nan"),
     "initial_scale: bool": (lambda: vi.MeanField(initial_scale=True), ValueError, r"positive number.*got True"),
     "initial_factor: negative": (
-        lambda: vi.StructuredNormal(2, initial_factor=-0.1),
+        lambda: vi.LowRankNormal(2, initial_factor=-0.1),
         ValueError,
         r"initial_factor must be a number ≥ 0, got -0\.1",
     ),
     "initial_factor: a string": (
-        lambda: vi.StructuredPrecision(2, initial_factor="small"),
+        lambda: vi.LowRankPrecision(2, initial_factor="small"),
         ValueError,
         r"initial_factor must be a number ≥ 0, got 'small'",
     ),
@@ -296,13 +296,13 @@ TABLE = {
         r"bind expects Parameters, got dict; write Parameters\.of",
     ),
     "bind: a network": (lambda: vi.MeanField().bind(net()), TypeError, r"bind expects Parameters, got Sequential"),
-    "bind: twice": (lambda: family().bind(SPACE), ValueError, r"StructuredNormal is bound already; bind a recipe"),
+    "bind: twice": (lambda: family().bind(SPACE), ValueError, r"LowRankNormal is bound already; bind a recipe"),
     "bind: a seed": (lambda: vi.MAP().bind(SPACE, 0), TypeError, r"generator must be a torch\.Generator, got int"),
     "call: a recipe": (lambda: vi.MeanField()(), ValueError, r"MeanField is a recipe.*call \.bind\(parameters\) first"),
     "call: FullNormal too large": (
         lambda: vi.FullNormal().bind(LARGE),
         ValueError,
-        rf"needs {MAX_DENSE + 1}² numbers and refuses beyond P = {MAX_DENSE}; use StructuredNormal",
+        rf"needs {MAX_DENSE + 1}² numbers and refuses beyond P = {MAX_DENSE}; use LowRankNormal",
     ),
     # --- a family of the user's own
     "forward: junk": (lambda: Returns("junk")(), TypeError, r"Returns\.forward must return a Density.*got str"),
@@ -433,13 +433,13 @@ TABLE = {
     "kl: families": (
         lambda: vi.kl(family(), family()),
         TypeError,
-        r"q is StructuredNormal\. Call the families \(q = family\(\)\)",
+        r"q is LowRankNormal\. Call the families \(q = family\(\)\)",
     ),
     # --- the objective
     "elbo: a density": (
         lambda: vi.elbo(density(), TARGET),
         TypeError,
-        r"expects a family, got StructuredNormalDensity; pass the family, not the density",
+        r"expects a family, got LowRankNormalDensity; pass the family, not the density",
     ),
     "elbo: a recipe": (lambda: vi.elbo(vi.MeanField(), TARGET), ValueError, r"MeanField is a recipe"),
     "elbo: a function as target": (
@@ -530,9 +530,9 @@ TABLE = {
         r"got the class FullNormal; write FullNormal\(\)",
     ),
     "load: a log density": (lambda: vi.load("a.safetensors", TARGET), TypeError, r"got LogDensity.*vi\.load_fit\(path"),
-    "fit: a density": (lambda: vi.fit(TARGET, density()), TypeError, r"expects a family, got StructuredNormalDensity"),
+    "fit: a density": (lambda: vi.fit(TARGET, density()), TypeError, r"expects a family, got LowRankNormalDensity"),
     "fit: a point mass": (lambda: vi.fit(TARGET, vi.MAP()), ValueError, r"has no density"),
-    "fit: few draws": (lambda: vi.fit(TARGET, vi.StructuredNormal(2), draws=8), ValueError, r"2\(P \+ K\) = 10, got 8"),
+    "fit: few draws": (lambda: vi.fit(TARGET, vi.LowRankNormal(2), draws=8), ValueError, r"2\(P \+ K\) = 10, got 8"),
     "fit: odd draws": (lambda: vi.fit(TARGET, vi.MeanField(), draws=33), ValueError, r"draws must be even"),
     "fit: draws": (lambda: vi.fit(TARGET, vi.MeanField(), draws=8.0), ValueError, r"draws must be None or an integer"),
     "fit: starts": (lambda: vi.fit(TARGET, vi.MeanField(), starts=0), ValueError, r"starts must be .* ≥ 1, got 0"),
@@ -851,23 +851,23 @@ MENU = {
         ValueError,
         r"use estimator='path' or 'log_q'",
     ),
-    "blocks: no dict": (lambda: vi.Blocks([vi.MAP()]), TypeError, r"a dict of patterns and families, got list"),
-    "blocks: empty": (lambda: vi.Blocks({}), ValueError, r"at least one pattern"),
-    "blocks: not a family": (lambda: vi.Blocks({"*": "MAP"}), TypeError, r"needs a family such as MAP\(\)"),
-    "blocks: nested": (lambda: vi.Blocks({"*": vi.Blocks({"*": vi.MAP()})}), ValueError, r"one dict"),
-    "blocks: unmatched": (lambda: family(vi.Blocks({"a": vi.MAP()})), ValueError, r"matches b; add one"),
+    "blocks: no dict": (lambda: vi.PerLayer([vi.MAP()]), TypeError, r"a dict of patterns and families, got list"),
+    "blocks: empty": (lambda: vi.PerLayer({}), ValueError, r"at least one pattern"),
+    "blocks: not a family": (lambda: vi.PerLayer({"*": "MAP"}), TypeError, r"needs a family such as MAP\(\)"),
+    "blocks: nested": (lambda: vi.PerLayer({"*": vi.PerLayer({"*": vi.MAP()})}), ValueError, r"one dict"),
+    "blocks: unmatched": (lambda: family(vi.PerLayer({"a": vi.MAP()})), ValueError, r"matches b; add one"),
     "blocks: overlapping": (
-        lambda: family(vi.Blocks({"a": vi.MAP(), "[ab]": vi.MeanField()})),
+        lambda: family(vi.PerLayer({"a": vi.MAP(), "[ab]": vi.MeanField()})),
         ValueError,
         r"match several",
     ),
     "blocks: unused": (
-        lambda: family(vi.Blocks({"c": vi.MAP(), "*": vi.MeanField()})),
+        lambda: family(vi.PerLayer({"c": vi.MAP(), "*": vi.MeanField()})),
         ValueError,
         r"\['c'\] are left without a tensor",
     ),
     "blocks: a mixture inside": (
-        lambda: density(vi.Blocks({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})).draw(2),
+        lambda: density(vi.PerLayer({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})).draw(2),
         ValueError,
         r"weights its own draws",
     ),
@@ -1030,7 +1030,7 @@ MENU = {
         ValueError,
         r"maximum of -inf",
     ),
-    "diagnose: a density": (lambda: diagnostics.diagnose(density(), TARGET), TypeError, r"got StructuredNormalDensity"),
+    "diagnose: a density": (lambda: diagnostics.diagnose(density(), TARGET), TypeError, r"got LowRankNormalDensity"),
     "diagnose: a family and batches": (
         lambda: diagnostics.diagnose(family(), [(X, T)]),
         TypeError,
@@ -1060,7 +1060,7 @@ MENU = {
     "spectrum: of mean field": (
         lambda: diagnostics.spectrum(family(vi.MeanField())),
         TypeError,
-        r"DiagonalNormal has none: give a StructuredNormal",
+        r"DiagonalNormal has none: give a LowRankNormal",
     ),
     "worth: staged": (
         lambda: diagnostics.worth(posterior(), [(X, T)], staged=True, steps=1),
@@ -1091,7 +1091,7 @@ MENU = {
     "variationalize: a family's name": (
         lambda: vi.variationalize(net(), likelihoods.Gaussian(1.0), "mean field"),
         TypeError,
-        r"a recipe such as StructuredNormal\(rank=8\)",
+        r"a recipe such as LowRankNormal\(rank=8\)",
     ),
 }
 TABLE |= MENU

@@ -98,7 +98,7 @@ def test_reproduce_writes_where_it_says(monkeypatch, capsys, tmp_path):
 def test_families(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "families")
     assert code == 0
-    assert "StructuredNormal(K)" in out
+    assert "LowRankNormal(K)" in out
     assert "PK + 2P" in out
 
 

@@ -76,7 +76,7 @@ def test_unscented_itself_is_the_default_configuration():
 def test_couplings_lower_the_variance_they_are_meant_to_lower():
     """A quadratic target at 32 evaluations, 300 gradients each: their variances are known to about a tenth."""
     space = vi.Parameters({"z": torch.zeros(8, dtype=torch.float64)})
-    q = vi.StructuredNormal(8, initial_factor=1.0).bind(space, torch.Generator().manual_seed(0))
+    q = vi.LowRankNormal(8, initial_factor=1.0).bind(space, torch.Generator().manual_seed(0))
     A = torch.randn(8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     target = vi.LogDensity(lambda p: -0.5 * (A @ p["z"]).square().sum(), space)
 

@@ -44,7 +44,7 @@ def seeded():
 
 def test_of_point_masses_it_is_the_deep_ensemble():
     nets = networks()
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
     with torch.no_grad():
         outputs = torch.stack([net(X) for net in nets])
     found = mixture.predict(X)
@@ -58,7 +58,7 @@ def test_of_point_masses_it_is_the_deep_ensemble():
 def test_around_trained_networks():
     nets = networks()
     before = [copy.deepcopy(net.state_dict()) for net in nets]
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     # half of the labels are wrong: the networks are too sure, and every spread gains
     wrong = DataLoader(TensorDataset(X[40:], T[40:] ^ (torch.arange(20) % 2)), batch_size=20)
     result = mixture.fit(loader(), validation=wrong, progress=False)
@@ -80,7 +80,7 @@ def test_around_trained_networks():
 
 
 def test_a_member_does_not_ask_for_held_out_data_that_the_mixture_had():
-    mixture = vi.NetworkMixture.of(networks(2), vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(networks(2), vi.likelihoods.Categorical())
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
     assert all("validation=" not in str(one) and "the mixture's result" in str(one) for one in result.members)
     assert "validation=" in str(mixture.fit(loader(), progress=False).members[0])
@@ -88,7 +88,7 @@ def test_a_member_does_not_ask_for_held_out_data_that_the_mixture_had():
 
 def test_the_density_that_is_told_is_that_of_predictions():
     """In function space both. The error of 32 points of each part is .0015 nats here, that of drawn weights .0038."""
-    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), linearise=True)
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), linearise=True)
     wrong = DataLoader(TensorDataset(X[40:], T[40:] ^ (torch.arange(20) % 2)), batch_size=20)
     result = mixture.fit(loader(), validation=wrong, progress=False)
     assert "up to" in result.members[0].kept
@@ -119,7 +119,7 @@ def too_sure():
 
 def test_a_temperature_is_the_mixtures_and_told_with_it(tmp_path):
     nets, train, held_out = too_sure()
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     result = mixture.fit(train, validation=held_out, progress=False)
     value = mixture.calibration.applied.value
     assert value > 1.2
@@ -148,7 +148,7 @@ def test_a_temperature_is_the_mixtures_and_told_with_it(tmp_path):
 def test_stacked_weights_have_the_width_that_suits_them_without_a_temperature():
     """That which is chosen with a temperature, on top of which it is none, would be too wide by itself."""
     nets, train, held_out = too_sure()
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     result = mixture.fit(train, validation=held_out, weights="stacked", progress=False)
     x, t = held_out.dataset.tensors
     average = torch.stack([net(x).softmax(-1) for net in nets]).mean(0).log()
@@ -164,12 +164,12 @@ def test_networks_of_several_forms():
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
         nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 2)),
     ]
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
     average = torch.stack([net(X[40:]).softmax(-1) for net in nets]).mean(0).log()
     of_average = -nn.functional.nll_loss(average, T[40:]).item()
     assert result.held_out - result.against_networks[0] == pytest.approx(of_average, abs=1e-6)
-    other = vi.NetworkMixture.of([nets[0], nn.Linear(4, 3)], vi.likelihoods.Categorical())
+    other = vi.Ensemble.of([nets[0], nn.Linear(4, 3)], vi.likelihoods.Categorical())
     with pytest.raises(ValueError, match="outputs of one shape and dtype"):
         other.fit(loader(), validation=loader(40, 60), progress=False)
 
@@ -178,7 +178,7 @@ def test_weights_of_a_fit_before_do_not_stay():
     nets = networks()
     with torch.no_grad():
         nets[2][3].weight.mul_(-3)  # a member that is wrong
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     assert float(mixture.weights[2]) < 0.1
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
@@ -187,7 +187,7 @@ def test_weights_of_a_fit_before_do_not_stay():
 
 def test_the_bound_is_that_of_part_and_weights():
     """With equal weights, the mean of the members' bounds: the part costs nothing."""
-    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
     result = mixture.fit(loader(), steps=3, progress=False)
     assert result.elbo.value == pytest.approx(sum(one.elbo.value for one in result.members) / 3)
     mixture.weights.copy_(torch.tensor([1.0, 0.0, 0.0]))
@@ -211,7 +211,7 @@ def test_stacked_weights_gain_on_the_data_that_chose_them():
     nets = networks()
     with torch.no_grad():
         nets[2][3].weight.mul_(-3)  # a member that is wrong
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical(), vi.MeanField(), linearise=True)
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical(), vi.MeanField(), linearise=True)
     equal = mixture.fit(loader(), validation=loader(40, 60), progress=False).held_out
     result = mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     assert result.held_out > equal
@@ -224,7 +224,7 @@ def test_stacked_weights_gain_on_the_data_that_chose_them():
 def test_one_width_is_chosen_for_the_mixture():
     """Not worse on the held-out data than the average over the networks; of every member the same prior's width."""
     nets = networks()
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
     ensemble = torch.stack([net(X[40:60]).softmax(-1) for net in nets]).mean(0).log()
     of_ensemble = -nn.functional.nll_loss(ensemble, T[40:60]).item()
@@ -238,7 +238,7 @@ def test_one_width_is_chosen_for_the_mixture():
 def test_a_fraction_is_held_out_of_all_members_alike():
     torch.manual_seed(0)
     nets = [nn.Linear(4, 2) for _ in range(3)]
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical(), vi.MeanField())
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical(), vi.MeanField())
     result = mixture.fit(loader(), epochs=2, validation=0.25, progress=False)
     assert result.held_out is not None
     assert [one.model.num_data for one in mixture.posteriors] == [30, 30, 30]
@@ -246,7 +246,7 @@ def test_a_fraction_is_held_out_of_all_members_alike():
 
 
 def test_priors_that_are_given_stay():
-    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
     result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
     assert "placed for the mixture" not in result.details
     assert all(one.model.prior.scale == 0.3 for one in mixture.posteriors)
@@ -254,7 +254,7 @@ def test_priors_that_are_given_stay():
 
 def test_members_have_a_noise_of_their_own():
     nets = networks(2, outputs=1)
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Gaussian("point"), vi.MAP(), num_data=40)
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Gaussian("point"), vi.MAP(), num_data=40)
     first, second = mixture.posteriors
     with torch.no_grad():
         first.model.likelihood.log_noise.fill_(0.0)
@@ -263,7 +263,7 @@ def test_members_have_a_noise_of_their_own():
 
 
 def test_saved_and_loaded(tmp_path):
-    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical())
     mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     mixture.save(tmp_path / "mixture")
     again = vi.load_mixture(tmp_path / "mixture", [copy.deepcopy(net) for net in networks()[::-1]])
@@ -277,7 +277,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_a_calibration_is_saved_with_the_mixture(tmp_path):
-    mixture = vi.NetworkMixture.of(networks(2), vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
+    mixture = vi.Ensemble.of(networks(2), vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
     found = mixture.calibrate(loader(40, 60), conformal=True)
     mixture.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
     mixture.save(tmp_path)
@@ -300,7 +300,7 @@ def test_a_calibration_is_saved_with_the_mixture(tmp_path):
     ],
 )
 def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration):
-    mixture = vi.NetworkMixture.of(networks(2), vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
+    mixture = vi.Ensemble.of(networks(2), vi.likelihoods.Categorical(), vi.MAP(), num_data=40)
     mixture.save(tmp_path)
     description = {"kind": "mixture of networks", "networks": 2, "calibration": calibration}
     write(tmp_path / "mixture.safetensors", {"weights": mixture.weights, **tensors}, description)
@@ -311,15 +311,15 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration)
 def test_what_is_no_mixture_of_networks():
     net = networks(1)[0]
     with pytest.raises(TypeError, match="a list of networks"):
-        vi.NetworkMixture.of(net, vi.likelihoods.Categorical())
+        vi.Ensemble.of(net, vi.likelihoods.Categorical())
     with pytest.raises(ValueError, match="a network of its own"):
-        vi.NetworkMixture.of([net, net], vi.likelihoods.Categorical())
+        vi.Ensemble.of([net, net], vi.likelihoods.Categorical())
     with pytest.raises(TypeError, match="a list of posteriors"):
-        vi.NetworkMixture([net])
+        vi.Ensemble([net])
 
 
 def test_a_mixture_without_held_out_data_says_how_its_members_ended():
-    mixture = vi.NetworkMixture.of(networks(), vi.likelihoods.Categorical(), vi.MeanField())
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), vi.MeanField())
     lines = str(mixture.fit(loader(), steps=2, progress=False)).splitlines()
     assert len(lines) == 4
     assert lines[2] == "they ended: 3 too short"

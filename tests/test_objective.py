@@ -23,7 +23,7 @@ def exact_elbo(q):
 
 
 @pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
-@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredPrecision(1), vi.FullNormal()])
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.LowRankPrecision(1), vi.FullNormal()])
 def test_the_value_is_the_elbo_in_nats(recipe, estimator):
     """4000 groups, five standard errors over groups."""
     q = recipe.bind(SPACE, seeded())
@@ -33,20 +33,20 @@ def test_the_value_is_the_elbo_in_nats(recipe, estimator):
 
 
 def test_path_and_log_q_have_the_same_value_on_the_same_draws():
-    q = vi.StructuredNormal(2).bind(SPACE, seeded())
+    q = vi.LowRankNormal(2).bind(SPACE, seeded())
     path, log_q = (vi.elbo(q, TARGET, groups=5, estimator=e, generator=seeded()) for e in ("path", "log_q"))
     torch.testing.assert_close(path, log_q, rtol=1e-12, atol=0)
 
 
 def test_elbo_is_the_mean_over_groups():
-    q = vi.StructuredNormal(2).bind(SPACE, seeded())
+    q = vi.LowRankNormal(2).bind(SPACE, seeded())
     groups = vi.elbo_groups(q, TARGET, groups=5, coupling=vi.unscented, generator=seeded())
     assert groups.shape == (5,)
     torch.testing.assert_close(groups.mean(), vi.elbo(q, TARGET, groups=5, coupling=vi.unscented, generator=seeded()))
 
 
 def test_same_seed_same_bits():
-    q = vi.StructuredNormal(2).bind(SPACE, seeded())
+    q = vi.LowRankNormal(2).bind(SPACE, seeded())
 
     def gradients():
         q.zero_grad()
@@ -78,7 +78,7 @@ def test_a_network_and_a_log_density_of_the_same_model_agree():
         return torch.distributions.Normal(y, 0.5).log_prob(t).sum() + prior
 
     density = vi.LogDensity(log_joint, model.space)
-    q = vi.StructuredNormal(1).bind(model.space, seeded())
+    q = vi.LowRankNormal(1).bind(model.space, seeded())
     torch.testing.assert_close(
         vi.elbo(q, model, (x, t), groups=4, generator=seeded()), vi.elbo(q, density, groups=4, generator=seeded())
     )

@@ -101,7 +101,7 @@ def net():
 
 @cache
 def posterior():
-    return vi.variationalize(net(), lk.Gaussian(1.0), vi.StructuredNormal(1), num_data=12, generator=g())
+    return vi.variationalize(net(), lk.Gaussian(1.0), vi.LowRankNormal(1), num_data=12, generator=g())
 
 
 @cache
@@ -111,7 +111,7 @@ def pixels():
 
 @cache
 def mixture():
-    return vi.NetworkMixture.of([nn.Linear(2, 1), nn.Linear(2, 1)], lk.Gaussian(1.0), vi.MeanField(), num_data=12)
+    return vi.Ensemble.of([nn.Linear(2, 1), nn.Linear(2, 1)], lk.Gaussian(1.0), vi.MeanField(), num_data=12)
 
 
 @cache

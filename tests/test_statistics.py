@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import structvi as vi
-from benchmarks import corrected_draws
 from benchmarks.schools_calibration import Draws, simulate
 from structvi.diagnostics import sbc
 
@@ -80,13 +79,3 @@ def test_a_fit_says_why_draws_were_evaluated_one_by_one():
     result = vi.fit(target, vi.MeanField(), progress=False, draws=8, starts=1)
     assert "one by one: vmap cannot run it" in result.details
     assert "validate_args=False" in result.details
-
-
-def test_the_benchmark_of_corrected_draws_has_a_row_for_each_target():
-    head, _, row = corrected_draws.rows(vi.MeanField(), 200, corrected_draws.CASES[2:3], seeds=2)
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert len(cells) == head.count("|") - 1
-    assert cells[0] == "Gamma(1, 1)"
-    assert cells[2] == "0 of 2"
-    # 2000 draws with tails, nearly all effective: four errors of a mean are 0.1 sd
-    assert float(cells[5].split(",")[0]) < 0.1

@@ -153,11 +153,11 @@ FAMILIES = {
     "MAP": vi.MAP(),
     "MCDropout": vi.MCDropout(keep=0.8),
     "MeanField": vi.MeanField(),
-    "StructuredNormal": vi.StructuredNormal(rank=2),
-    "StructuredPrecision": vi.StructuredPrecision(rank=2),
+    "LowRankNormal": vi.LowRankNormal(rank=2),
+    "LowRankPrecision": vi.LowRankPrecision(rank=2),
     "FullNormal": vi.FullNormal(),
-    "Mixture": vi.Mixture(vi.StructuredNormal(rank=1), components=2),
-    "Blocks": vi.Blocks({"head.*": vi.FullNormal(), "*": vi.MAP()}),
+    "Mixture": vi.Mixture(vi.LowRankNormal(rank=1), components=2),
+    "PerLayer": vi.PerLayer({"head.*": vi.FullNormal(), "*": vi.MAP()}),
 }
 
 
@@ -303,7 +303,7 @@ all at once, or in a `loop`. It stands for all of these:
 
 What does not hold is named in the cell, with the reason below the table. On a CPU a rule without a clock chooses the
 loop for random convolutions and for large draws; vmap would be right there too. `FullNormal` holds P² numbers: it is
-for small networks and small parts of large ones. `Blocks` is a random head on a backbone that is learned as a point:
+for small networks and small parts of large ones. `PerLayer` is a random head on a backbone that is learned as a point:
 all draws share one pass of the backbone, so that vmap is for the head alone.
 
 ## On a CPU

@@ -26,7 +26,7 @@ TRIED = {
     "reproduce": "import subprocess, sys\n"
     "from pathlib import Path\n"
     "structvi = Path(sys.executable).with_name('structvi')\n"
-    "assert 'StructuredNormal' in subprocess.run([structvi, 'families'], capture_output=True, text=True).stdout\n"
+    "assert 'LowRankNormal' in subprocess.run([structvi, 'families'], capture_output=True, text=True).stdout\n"
     "subprocess.run([structvi, 'reproduce', 'figure1', '--quick', '--out', 'report'], check=True)\n"
     "assert Path('report/report.html').exists()",
     "plots": PICTURES + FITTED + "vi.plots.predictive_band(x[:, 0], bayes.predict(x))",

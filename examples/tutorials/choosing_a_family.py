@@ -32,8 +32,8 @@ def log_density(p):
 target = vi.LogDensity(log_density, space)
 shapes = {
     "mean field": vi.MeanField(),
-    "structured, rank 1": vi.StructuredNormal(rank=1),
-    "mixture of two": vi.Mixture(vi.StructuredNormal(rank=1), components=2),
+    "structured, rank 1": vi.LowRankNormal(rank=1),
+    "mixture of two": vi.Mixture(vi.LowRankNormal(rank=1), components=2),
 }
 fits = {name: vi.fit(target, family, progress=False) for name, family in shapes.items()}
 for name, fit in fits.items():
@@ -87,10 +87,10 @@ families = {
     "MAP": vi.MAP(),
     "MC dropout": vi.MCDropout(keep=0.9),
     "mean field": vi.MeanField(),
-    "structured 8": vi.StructuredNormal(rank=8),
-    "precision 8": vi.StructuredPrecision(rank=8),
+    "structured 8": vi.LowRankNormal(rank=8),
+    "precision 8": vi.LowRankPrecision(rank=8),
     "full": vi.FullNormal(),
-    "last layer only": vi.Blocks({"0.*": vi.MAP(), "*": vi.FullNormal()}),
+    "last layer only": vi.PerLayer({"0.*": vi.MAP(), "*": vi.FullNormal()}),
 }
 posteriors = {}
 print(f"{'family':>15} {'learned':>8} {'ms a step':>10} {'ELBO':>7} {'near':>6} {'gap':>6}   90 % intervals hold")
@@ -127,14 +127,13 @@ plt.show()
 #
 # - **Start with `MeanField()`** where steps are dear. It is cheap and converges well, and is too sure of combinations
 #   of weights.
-# - **`StructuredPrecision(rank=8)`** says which few directions the data determine. In over-parametrised networks these
+# - **`LowRankPrecision(rank=8)`** says which few directions the data determine. In over-parametrised networks these
 #   are few, and all others keep the prior's width: on small regression networks it has the highest ELBO at equal rank
-#   ([benchmarks](../benchmarks.md)).
-# - **`StructuredNormal(rank=8)`** says which few directions vary together: posteriors with strong correlations, log
+#   (benchmarks).
+# - **`LowRankNormal(rank=8)`** says which few directions vary together: posteriors with strong correlations, log
 #   densities.
 # - **`FullNormal()`** wherever P is some hundreds.
-# - **`Blocks({"backbone.*": MAP(), "*": ..})`** for a Bayesian head on a large network: about one pass of the backbone
-#   a step.
+# - **`PerLayer({"backbone.*": MAP(), "*": ..})`** for a Bayesian head on a large network: about one pass a step.
 # - **`Mixture(.., components=C)`** for several modes, `Mixture.from_networks(nets, part)` for an ensemble with widths
 #   of its own.
 # - **`MAP()` and `MCDropout()`** are there to be compared with.

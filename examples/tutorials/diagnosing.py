@@ -53,7 +53,7 @@ net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
 
 
 def fitted(steps):
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.StructuredPrecision(rank=4))
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.LowRankPrecision(rank=4))
     return bayes, bayes.fit(loader, steps=steps, progress=False)
 
 

@@ -37,7 +37,7 @@ for _ in range(STEPS // 2):
 bayes = vi.variationalize(
     net,
     likelihood=vi.likelihoods.Gaussian(noise=0.1),  # not known? "point" fits it, "random" puts a posterior on it
-    family=vi.StructuredPrecision(rank=10),
+    family=vi.LowRankPrecision(rank=10),
     prior=vi.NormalPrior(2.0),
 )
 result = bayes.fit(loader, steps=STEPS, groups=4, start="trained", progress=False)

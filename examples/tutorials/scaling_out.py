@@ -26,10 +26,10 @@ likelihood = vi.likelihoods.Categorical()
 
 families = {
     "mean field": vi.MeanField(),
-    "rank 4": vi.StructuredNormal(rank=4),
-    "rank 16": vi.StructuredNormal(rank=16),
-    "mixture of 3, rank 4": vi.Mixture(vi.StructuredNormal(rank=4), components=3),
-    "last layer, rank 16": vi.Blocks({"4.*": vi.StructuredNormal(rank=16), "*": vi.MAP()}),
+    "rank 4": vi.LowRankNormal(rank=4),
+    "rank 16": vi.LowRankNormal(rank=16),
+    "mixture of 3, rank 4": vi.Mixture(vi.LowRankNormal(rank=4), components=3),
+    "last layer, rank 16": vi.PerLayer({"4.*": vi.LowRankNormal(rank=16), "*": vi.MAP()}),
 }
 sizes = {}
 for name, family in families.items():
@@ -46,10 +46,10 @@ plt.show()
 
 # ## Part of a network
 #
-# `Blocks` with `MAP()` learns the backbone as a point: draws share its activations, so that a step costs about one pass
-# of it. `select` holds the rest at the values it has.
+# `PerLayer` with `MAP()` learns the backbone as a point: draws share its activations, so that a step costs about one
+# pass of it. `select` holds the rest at the values it has.
 
-head = vi.variationalize(net, likelihood, vi.StructuredNormal(rank=4), select="4.*")
+head = vi.variationalize(net, likelihood, vi.LowRankNormal(rank=4), select="4.*")
 print(head.extra_repr())
 
 # ## Time and memory by option
@@ -58,12 +58,12 @@ print(head.extra_repr())
 # | --- | --- | --- |
 # | memory of activations, S draws at once | `evaluation="loop"` or `chunk=2` | time, for small networks |
 # | memory of activations, one draw | `checkpoint_activations=True` | about a third more time |
-# | memory of parameters | a lower rank; `Blocks`; `structvi.distributed.shard` over processes | |
+# | memory of parameters | a lower rank; `PerLayer`; `structvi.distributed.shard` over processes | |
 # | time of the network | `precision=torch.bfloat16`, `compile=True` | |
 # | time of Python, on a GPU | nothing: the step is one CUDA graph where the network allows | |
 # | noise of gradients | `accumulate=4`, `groups=4`, `parallel="draws"` | time, or processes |
 
-bayes = vi.variationalize(net, likelihood, vi.StructuredNormal(rank=4), checkpoint_activations=True)
+bayes = vi.variationalize(net, likelihood, vi.LowRankNormal(rank=4), checkpoint_activations=True)
 result = bayes.fit(loader, steps=STEPS, precision=torch.bfloat16, accumulate=2, progress=False)
 print(result.evaluation)
 
@@ -106,4 +106,4 @@ print("the same bits:", all(torch.equal(a, b) for a, b in zip(whole.parameters()
 # ```
 #
 # Ranks stay equal bit for bit, a lost one is named, and a posterior larger than a device is split over them: [several
-# processes](../distributed.md). What steps cost on a CPU and on an H200: [performance](../performance.md).
+# processes](../distributed.md). What steps cost on a CPU and on an H200: performance.

@@ -183,7 +183,7 @@ for recipe in (vi.MeanField(), Plain()):
 # | --- | --- | --- | --- |
 # | `fit(start="trained")` | mean and scales are set | refused, with what to write | `place_at(mean, scale)` |
 # | `grow(components=)` | copies of it, each moved to a draw | refused, with what to write | `move_to(theta)` |
-# | `grow(rank=)` | becomes a `StructuredNormal` | refused | `low_rank_form()` |
+# | `grow(rank=)` | becomes a `LowRankNormal` | refused | `low_rank_form()` |
 # | `restarts=` | begun again where it is stuck | not begun again | `is_fresh()`, `begin_again(generator)` |
 # | `kl_warmup="auto"` | λ rises in a first fit | λ does not rise | `is_fresh()` |
 # | `fit(staged=)` | one stage | one stage | `has_stages`, `is_untouched`, `first_stage`, `second_stage`, `learn_all` |

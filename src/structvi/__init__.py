@@ -8,19 +8,19 @@ from .constraints import cholesky_correlation, interval, ordered, positive, simp
 from .couplings import Noise, naive, paired, unscented
 from .families import (
     MAP,
-    Blocks,
     Density,
     Draws,
     Family,
     FittedDropout,
     FullNormal,
+    LowRankNormal,
+    LowRankPrecision,
     MCDropout,
     MeanField,
     Mixture,
+    PerLayer,
     Rotated,
     ScaleMixture,
-    StructuredNormal,
-    StructuredPrecision,
     kl,
 )
 from .front_door import Posterior, load, variationalize, variationalize_head
@@ -37,7 +37,7 @@ from .models.priors import (
     SumPrior,
 )
 from .models.tempered import Tempered, annealed
-from .network_mixture import MixtureResult, NetworkMixture, load_mixture
+from .network_mixture import Ensemble, MixtureResult, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
 from .predicting import metrics
@@ -80,12 +80,12 @@ __getattr__ = later(
 __all__ = [
     "MAP",
     "BayesianModel",
-    "Blocks",
     "CheckpointError",
     "Density",
     "DensityFit",
     "DistributionPrior",
     "Draws",
+    "Ensemble",
     "Estimate",
     "Family",
     "FitResult",
@@ -97,6 +97,8 @@ __all__ = [
     "LipschitzPrior",
     "LocalMixture",
     "LogDensity",
+    "LowRankNormal",
+    "LowRankPrecision",
     "MCDropout",
     "MeanField",
     "Metrics",
@@ -104,11 +106,11 @@ __all__ = [
     "MixturePrior",
     "MixtureResult",
     "NaturalGradient",
-    "NetworkMixture",
     "Noise",
     "NonFiniteError",
     "NormalPrior",
     "Parameters",
+    "PerLayer",
     "Posterior",
     "Predictive",
     "Result",
@@ -116,8 +118,6 @@ __all__ = [
     "ScaleMixture",
     "Soap",
     "Status",
-    "StructuredNormal",
-    "StructuredPrecision",
     "StudentTPrior",
     "SumPrior",
     "Summary",

@@ -88,7 +88,7 @@ def _add_fit(app: Any) -> None:
         ),
         family: Annotated[
             str | None,
-            typer.Option(help="Of a posterior over all weights: MeanField, StructuredPrecision, ..; slower."),
+            typer.Option(help="Of a posterior over all weights: MeanField, LowRankPrecision, ..; slower."),
         ] = None,
         noise: Annotated[str, typer.Option(help="auto, Gaussian, heteroscedastic, Student-t, ..")] = "auto",
         category: Annotated[list[str] | None, typer.Option(help="A column that is a category; repeat it.")] = None,

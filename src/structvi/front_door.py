@@ -12,7 +12,7 @@ from .basics.checks import check_one_of
 from .couplings import Coupling, paired
 from .families.family import Family
 from .families.full import FullNormal
-from .families.structured import StructuredNormal
+from .families.structured import LowRankNormal
 from .models.batch import Keys
 from .models.bayesian_model import BayesianModel
 from .models.likelihoods import Bernoulli, Categorical
@@ -185,7 +185,7 @@ def variationalize(
         net: any module; it is never changed.
         likelihood: such as `likelihoods.Categorical()` or `likelihoods.Gaussian("point")`.
         family: a recipe. Where none is given, `fit` around a trained network chooses, and other fits take
-            `StructuredNormal(rank=8)`.
+            `LowRankNormal(rank=8)`.
         prior: where none is given, likewise, and other fits take `NormalPrior(1.0)`.
         num_data: N; `fit` takes it from the loader's data set where it is not given.
         select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
@@ -237,9 +237,9 @@ def variationalize(
         checkpoint_activations=checkpoint_activations,
         linearise=bool(linearise),
     )
-    recipe = StructuredNormal(rank=min(8, model.space.size)) if family is None else family
+    recipe = LowRankNormal(rank=min(8, model.space.size)) if family is None else family
     if not isinstance(recipe, Family):
-        raise TypeError(f"family must be a recipe such as StructuredNormal(rank=8), got {recipe!r}")
+        raise TypeError(f"family must be a recipe such as LowRankNormal(rank=8), got {recipe!r}")
     bound = recipe if recipe.space is not None else recipe.bind(model.space, generator)
     posterior = Posterior(model, bound, dropout=dropout, batch_norm=batch_norm)
     given = {"family": family, "prior": prior, "linearise": linearise}
@@ -284,7 +284,7 @@ def variationalize_head(
     if P > LARGEST_HEAD:
         raise ValueError(
             f"the head has {P} numbers, and a normal with all covariances is for up to {LARGEST_HEAD}: use "
-            f"variationalize(net, likelihood, StructuredPrecision(32), select={list(names)}).fit(loader)"
+            f"variationalize(net, likelihood, LowRankPrecision(32), select={list(names)}).fit(loader)"
         )
     posterior = variationalize(
         net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,

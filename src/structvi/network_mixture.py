@@ -18,7 +18,7 @@ from .front_door import Posterior, load, variationalize
 from .models.calibration import Calibration
 from .models.priors.base import Prior
 from .objective import Estimate, NonFiniteError
-from .posterior import NetworkMixtureBase, PosteriorBase
+from .posterior import EnsembleBase, PosteriorBase
 from .predicting.calibration import calibrate
 from .predicting.metrics import evaluate
 from .predicting.predict import predict
@@ -67,7 +67,7 @@ class MixtureResult(Result):
     held_out: float | None = None
     against_networks: tuple[float, float] | None = None
     calibration: Calibration | None = None
-    mixture: "NetworkMixture"
+    mixture: "Ensemble"
 
     def headlines(self) -> list[str]:
         lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
@@ -99,7 +99,7 @@ class MixtureResult(Result):
         return "result.mixture.predict(x), .evaluate(test_loader), .calibrate(other_loader)"
 
 
-class NetworkMixture(NetworkMixtureBase):
+class Ensemble(EnsembleBase):
     """Posteriors around networks of their own, fitted one by one and mixed: predictions average over all their draws.
 
     Which network it is, c, is a latent variable of the model with the prior 1/C: network c has its own buffers (batch
@@ -111,7 +111,7 @@ class NetworkMixture(NetworkMixtureBase):
     Example:
         >>> from structvi import MAP, likelihoods
         >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
-        >>> mixture = NetworkMixture.of(nets, likelihoods.Categorical(), MAP(), num_data=9)
+        >>> mixture = Ensemble.of(nets, likelihoods.Categorical(), MAP(), num_data=9)
         >>> mixture.predict(torch.zeros(5, 3)).mean.shape
         torch.Size([5, 2])
     """
@@ -135,7 +135,7 @@ class NetworkMixture(NetworkMixtureBase):
         family: Family | None = None,
         prior: Prior | None = None,
         **options: Any,
-    ) -> "NetworkMixture":
+    ) -> "Ensemble":
         """One posterior around each network; arguments as of `variationalize`, the likelihood copied for each."""
         if isinstance(networks, nn.Module) or not networks:
             raise TypeError("expected a list of networks, one for each part")
@@ -168,7 +168,7 @@ class NetworkMixture(NetworkMixtureBase):
             >>> from structvi import MeanField, likelihoods
             >>> data = [(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))]
             >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
-            >>> mixture = NetworkMixture.of(nets, likelihoods.Categorical(), MeanField(), num_data=8)
+            >>> mixture = Ensemble.of(nets, likelihoods.Categorical(), MeanField(), num_data=8)
             >>> mixture.fit(data, steps=2, progress=False).weights
             [0.5, 0.5]
         """
@@ -261,8 +261,8 @@ def _check_members(results: Sequence[FitResult]) -> None:
         )
 
 
-def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> NetworkMixture:
-    """The mixture of a folder that `NetworkMixture.save` wrote, around networks of the same form.
+def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> Ensemble:
+    """The mixture of a folder that `Ensemble.save` wrote, around networks of the same form.
 
     Args:
         folder: where it is.
@@ -281,7 +281,7 @@ def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], 
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
     members = [load(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)]
-    mixture = NetworkMixture(members)
+    mixture = Ensemble(members)
     mixture.weights.copy_(weights)
     mixture.chosen_on = mixture.posteriors[0].chosen_on
     with refusing(path):
@@ -355,4 +355,4 @@ def copy_of(part: Any) -> Any:
     return copy.deepcopy(part) if isinstance(part, nn.Module) else part
 
 
-PosteriorBase.mixed_by = NetworkMixture
+PosteriorBase.mixed_by = Ensemble

@@ -55,10 +55,10 @@ def elbo(
         generator: the source of all randomness; the global stream if None.
 
     Example:
-        >>> from structvi import LogDensity, Parameters, StructuredNormal
+        >>> from structvi import LogDensity, Parameters, LowRankNormal
         >>> space = Parameters({"z": torch.zeros(2)})
         >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), space)
-        >>> q = StructuredNormal(rank=1).bind(space)
+        >>> q = LowRankNormal(rank=1).bind(space)
         >>> elbo(q, target, groups=4).requires_grad
         True
     """

@@ -186,8 +186,8 @@ class PosteriorBase(nn.Module):
             )
 
 
-class NetworkMixtureBase(nn.Module):
-    """Posteriors of several networks with their weights, without the operations: `structvi.NetworkMixture` adds them.
+class EnsembleBase(nn.Module):
+    """Posteriors of several networks with their weights, without the operations: `structvi.Ensemble` adds them.
 
     The part c is a latent variable of the model, with the prior 1/C: p(t, c, θ) = 1/C p(θ) p(t | y_c(x; θ)), where
     network c has buffers, θ₀ and held tensors of its own.

@@ -38,7 +38,7 @@ class Counting(nn.Module):
 def make():
     torch.manual_seed(0)
     return vi.variationalize(
-        Counting(), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2), num_data=N, evaluation="loop"
+        Counting(), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2), num_data=N, evaluation="loop"
     )
 
 

@@ -42,7 +42,7 @@ def test_log_likelihood_and_replicated_data(linear):
 
 def test_tensors_are_chosen_and_blocks_joined():
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-    family = vi.Blocks({"0.*": vi.MAP(), "2.*": vi.MeanField()})
+    family = vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.MeanField()})
     bayes = vi.variationalize(net, lk.Categorical(), family, num_data=5)
     data = bayes.to_arviz(draws=20, select="*.weight")
     assert set(data.posterior.data_vars) == {"0.weight", "2.weight"}

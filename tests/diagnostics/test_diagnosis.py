@@ -180,7 +180,7 @@ def regression(family, noise="point", seed=0):
 
 
 def test_a_network(linear):
-    bayes, loader = regression(vi.StructuredNormal(rank=2))
+    bayes, loader = regression(vi.LowRankNormal(rank=2))
     result = bayes.fit(loader, steps=150, lr=0.05, progress=False)
     report = bayes.diagnose(loader, result=result, draws=100)
     names = [finding.name for finding in report.findings]
@@ -245,9 +245,9 @@ def test_what_is_not_available_is_said_with_its_reason(family, loader, reason):
         vi.MAP(),
         vi.MCDropout(keep=0.9),
         vi.FittedDropout(prior_keep=0.9, weights=vi.MeanField()),
-        vi.Mixture(vi.StructuredPrecision(rank=1), components=2),
-        vi.Blocks({"0.*": vi.MAP(), "*": vi.StructuredNormal(rank=2)}),
-        vi.Blocks({"0.*": vi.MeanField(), "*": vi.StructuredNormal(rank=2)}),
+        vi.Mixture(vi.LowRankPrecision(rank=1), components=2),
+        vi.PerLayer({"0.*": vi.MAP(), "*": vi.LowRankNormal(rank=2)}),
+        vi.PerLayer({"0.*": vi.MeanField(), "*": vi.LowRankNormal(rank=2)}),
     ],
 )
 def test_every_family_has_a_report(family):

@@ -71,7 +71,7 @@ def test_pairs_cancel_the_noise_of_the_mean_on_a_quadratic():
 
 
 def test_full_data_is_the_same_in_batches_and_whole(linear):
-    family = vi.StructuredNormal(rank=1)
+    family = vi.LowRankNormal(rank=1)
     bayes = linear.another(family)
     options = {"repeats": 4, "full": True, "evaluations": 4}
     batched = gradient_noise(bayes, linear.loader, **options)

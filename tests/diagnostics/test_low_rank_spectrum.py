@@ -16,7 +16,7 @@ def family(recipe, K=3):
     return q
 
 
-@pytest.mark.parametrize(("recipe", "of"), [(vi.StructuredNormal, "variance"), (vi.StructuredPrecision, "precision")])
+@pytest.mark.parametrize(("recipe", "of"), [(vi.LowRankNormal, "variance"), (vi.LowRankPrecision, "precision")])
 def test_eigenvalues_are_those_of_the_dense_matrix(recipe, of):
     q = family(recipe)
     found = spectrum(q)
@@ -37,18 +37,18 @@ def test_eigenvalues_are_those_of_the_dense_matrix(recipe, of):
 
 
 def test_how_many_directions_matter():
-    q = family(vi.StructuredNormal)
+    q = family(vi.LowRankNormal)
     assert spectrum(q()).matter == 2
     assert spectrum(q).verdict == "2 of 3 directions matter: a rank of 2 would do"
     with torch.no_grad():
         q.factor[:, 2] *= 100
     assert spectrum(q).verdict == "all 3 directions matter: a higher rank may pay"
-    assert spectrum(vi.StructuredNormal(rank=0).bind(q.space)).verdict == "rank 0: there is no low-rank part"
+    assert spectrum(vi.LowRankNormal(rank=0).bind(q.space)).verdict == "rank 0: there is no low-rank part"
     assert "variance added" in str(spectrum(q))
 
 
 def test_of_a_posterior_and_its_plot():
-    bayes = vi.variationalize(torch.nn.Linear(3, 1), vi.likelihoods.Gaussian(1.0), vi.StructuredNormal(2), num_data=3)
+    bayes = vi.variationalize(torch.nn.Linear(3, 1), vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(2), num_data=3)
     found = spectrum(bayes)
     assert set(found.shares) == {"weight", "bias"}
     ax = found.plot()

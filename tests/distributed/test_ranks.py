@@ -38,7 +38,7 @@ def loader(size=1, n=N, **options):
 def make(family=None, seed=0, **options):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    recipe = vi.StructuredPrecision(rank=2) if family is None else family
+    recipe = vi.LowRankPrecision(rank=2) if family is None else family
     prior = vi.NormalPrior(1.0, learn=True)
     return vi.variationalize(net, vi.likelihoods.Gaussian("point"), recipe, prior, **options).double()
 

@@ -17,8 +17,8 @@ from structvi.networks.vmap_or_loop import Evaluation
 
 N, D, K = 21, 3, 2
 FAMILIES = {
-    "covariance": vi.StructuredNormal(rank=K),
-    "precision": vi.StructuredPrecision(rank=K),
+    "covariance": vi.LowRankNormal(rank=K),
+    "precision": vi.LowRankPrecision(rank=K),
     "mean field": vi.MeanField(),
 }
 ESTIMATORS = ("path", "log_q", "entropy")

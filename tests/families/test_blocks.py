@@ -1,4 +1,4 @@
-"""Blocks against the dense block-diagonal truth, and what becomes of point-estimated blocks."""
+"""PerLayer against the dense block-diagonal truth, and what becomes of point-estimated blocks."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def dense_truth(bound):
 
 def make(large, small):
     """For `check_family`: several blocks where the space has several tensors."""
-    return lambda space: (vi.Blocks(large) if len(space) > 1 else vi.Blocks(small)).bind(space, generator(3))
+    return lambda space: (vi.PerLayer(large) if len(space) > 1 else vi.PerLayer(small)).bind(space, generator(3))
 
 
 #: the slowest law; on spaces of one number, where it is checked for other than Gaussians, there is one block
@@ -65,19 +65,19 @@ QUICK = [law for law in LAWS if law != "unbiased"]
 
 
 def test_gaussian_blocks_obey_every_law():
-    blocks = {"a.*": vi.StructuredNormal(2), "b.*": vi.StructuredNormal(1)}
-    verdicts = check_family(make(blocks, {"*": vi.StructuredNormal(1)}))
+    blocks = {"a.*": vi.LowRankNormal(2), "b.*": vi.LowRankNormal(1)}
+    verdicts = check_family(make(blocks, {"*": vi.LowRankNormal(1)}))
     assert {law for law, verdict in verdicts.items() if verdict != "held"} == {"moved", "coordinates"}
 
 
 def test_blocks_of_other_gaussians_obey_the_laws():
-    blocks = {"a.*": vi.StructuredPrecision(1), "b.*": vi.FullNormal()}
+    blocks = {"a.*": vi.LowRankPrecision(1), "b.*": vi.FullNormal()}
     verdicts = check_family(make(blocks, {"*": vi.FullNormal()}), laws=QUICK)
     assert {law for law, verdict in verdicts.items() if verdict != "held"} == {"moved", "coordinates"}
 
 
 def test_blocks_with_a_users_distribution_obey_the_laws():
-    verdicts = check_family(make({"a.*": Heavy(), "b.*": vi.StructuredNormal(1)}, {"*": Heavy()}), laws=QUICK)
+    verdicts = check_family(make({"a.*": Heavy(), "b.*": vi.LowRankNormal(1)}, {"*": Heavy()}), laws=QUICK)
     unknown = {"placed", "moved", "coordinates"}
     assert {law for law, verdict in verdicts.items() if verdict != "held"} == {
         "dense", "positions", "distribution", *unknown,
@@ -86,13 +86,13 @@ def test_blocks_with_a_users_distribution_obey_the_laws():
 
 def test_blocks_with_a_point_estimate_obey_the_laws():
     laws = ["draws", "reproducible", "blocks", "score", "gradients", "precision", "state_dict"]
-    verdicts = check_family(make({"a.*": vi.MAP(), "b.*": vi.StructuredNormal(1)}, {"*": vi.MAP()}), laws=laws)
+    verdicts = check_family(make({"a.*": vi.MAP(), "b.*": vi.LowRankNormal(1)}, {"*": vi.MAP()}), laws=laws)
     assert verdicts == {law: "held" for law in laws}
 
 
 def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
     space = interleaved()
-    bound = shaken(vi.Blocks({"*.weight": vi.StructuredNormal(3), "*.bias": vi.StructuredNormal(2)}), space)
+    bound = shaken(vi.PerLayer({"*.weight": vi.LowRankNormal(3), "*.bias": vi.LowRankNormal(2)}), space)
     q = bound()
     mean, covariance = dense_truth(bound)
     truth = MultivariateNormal(mean, covariance)
@@ -115,7 +115,7 @@ def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
 
 def test_gradients_of_interleaved_blocks_equal_those_of_the_dense_gaussian():
     space = interleaved()
-    bound = shaken(vi.Blocks({"*.weight": vi.StructuredNormal(3), "*.bias": vi.FullNormal()}), space)
+    bound = shaken(vi.PerLayer({"*.weight": vi.LowRankNormal(3), "*.bias": vi.FullNormal()}), space)
     theta = bound().draw(4, vi.naive, generator()).theta.detach()
     q = bound()
     parameters = list(bound.parameters())
@@ -130,8 +130,8 @@ def test_gradients_of_interleaved_blocks_equal_those_of_the_dense_gaussian():
 @pytest.mark.parametrize("coupling", [vi.naive, vi.paired, vi.unscented], ids=["naive", "paired", "unscented"])
 def test_one_block_is_the_family_itself(coupling):
     space = interleaved()
-    alone = vi.StructuredNormal(2).bind(space, generator())
-    block = vi.Blocks({"*": vi.StructuredNormal(2)}).bind(space, generator())
+    alone = vi.LowRankNormal(2).bind(space, generator())
+    block = vi.PerLayer({"*": vi.LowRankNormal(2)}).bind(space, generator())
     assert torch.equal(alone().draw(3, coupling, generator(1)).theta, block().draw(3, coupling, generator(1)).theta)
     theta = torch.randn(5, space.size, generator=generator(2), dtype=space.dtype)
     assert torch.equal(alone().log_prob(theta), block().log_prob(theta))
@@ -141,7 +141,7 @@ def test_one_block_is_the_family_itself(coupling):
 
 def test_unscented_draws_of_different_ranks_are_joint_and_independent_across_blocks():
     space = interleaved()
-    bound = shaken(vi.Blocks({"a.*": vi.StructuredNormal(4), "b.*": vi.StructuredNormal(1)}), space)
+    bound = shaken(vi.PerLayer({"a.*": vi.LowRankNormal(4), "b.*": vi.LowRankNormal(1)}), space)
     q = bound()
     groups = 4000
     theta = q.draw(groups, vi.unscented, generator()).theta.detach()
@@ -176,12 +176,12 @@ def regression(prior=None, **settings):
     return net, model, data
 
 
-BLOCKS = {"backbone.*": vi.MAP(), "head.*": vi.StructuredNormal(2)}
+BLOCKS = {"backbone.*": vi.MAP(), "head.*": vi.LowRankNormal(2)}
 
 
 def test_point_blocks_stay_out_of_theta_and_are_marked():
     _, model, _ = regression()
-    q = vi.Blocks(BLOCKS).bind(model.space, generator())()
+    q = vi.PerLayer(BLOCKS).bind(model.space, generator())()
     theta, weight, fixed, latent = q.draw(3, vi.unscented, generator())
     assert theta.shape == (3 * 8, 10)
     assert latent is None
@@ -192,11 +192,11 @@ def test_point_blocks_stay_out_of_theta_and_are_marked():
     assert q.mean.shape == q.variance.shape == (model.space.size,)
     assert not q.covariance("backbone.0.weight").any()
     assert not q.covariance("backbone.0.weight", "head.bias").any()
-    head = vi.StructuredNormal(2).bind(model.space.subset(["head.weight", "head.bias"]), generator())()
+    head = vi.LowRankNormal(2).bind(model.space.subset(["head.weight", "head.bias"]), generator())()
     torch.testing.assert_close(q.entropy(), head.entropy())
     torch.testing.assert_close(q.log_prob(theta), head.log_prob(theta))
     torch.testing.assert_close(q.score(theta), head.score(theta))
-    assert vi.Blocks({"*": vi.StructuredNormal(2)}).bind(model.space)().bound
+    assert vi.PerLayer({"*": vi.LowRankNormal(2)}).bind(model.space)().bound
 
 
 @pytest.mark.parametrize("evaluation", ["vmap", "loop"])
@@ -206,7 +206,7 @@ def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimato
     by_pattern = vi.NormalPrior({"head.*": 0.5, "*": 2.0})
     priors = {"separable": by_pattern, "sum": by_pattern + vi.LaplacePrior(3.0), "callable": by_pattern.forward}
     _, model, data = regression(priors[prior], evaluation=evaluation)
-    family = shaken(vi.Blocks(BLOCKS), model.space)
+    family = shaken(vi.PerLayer(BLOCKS), model.space)
     settings = {"groups": 2, "coupling": vi.paired, "estimator": estimator}
     value = vi.elbo(family, model, data, **settings, generator=generator(4))
     gradients = torch.autograd.grad(value, list(family.parameters()))
@@ -219,7 +219,7 @@ def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimato
     elif estimator == "log_q":
         expected = (joint - q.log_prob(theta)).mean()
     else:
-        frozen = vi.Blocks(BLOCKS).bind(model.space, generator(1))
+        frozen = vi.PerLayer(BLOCKS).bind(model.space, generator(1))
         frozen.load_state_dict(family.state_dict())
         expected = (joint - frozen.requires_grad_(False)().log_prob(theta)).mean()
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
@@ -236,7 +236,7 @@ def test_a_target_that_knows_no_fixed_tensors_sees_all_weights():
         def log_joint(self, theta, batch=None):
             return model.log_joint(theta, batch)
 
-    family = shaken(vi.Blocks(BLOCKS), model.space)
+    family = shaken(vi.PerLayer(BLOCKS), model.space)
     values = [vi.elbo(family, target, data, groups=2, generator=generator(4)) for target in (Mine(), model)]
     torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=1e-12)
 
@@ -244,7 +244,7 @@ def test_a_target_that_knows_no_fixed_tensors_sees_all_weights():
 def test_log_densities_take_point_blocks_too():
     space = interleaved()
     target = vi.LogDensity(lambda p: -0.5 * sum((x - 1).square().sum() for x in p.values()), space)
-    family = vi.Blocks({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(space)
+    family = vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(space)
     optimizer = torch.optim.Adam(family.parameters(), lr=0.05)
     for step in range(400):
         optimizer.zero_grad()
@@ -257,7 +257,7 @@ def test_log_densities_take_point_blocks_too():
 
 def test_vmap_passes_the_backbone_once():
     _, model, data = regression(evaluation="vmap")
-    family = vi.Blocks(BLOCKS).bind(model.space)
+    family = vi.PerLayer(BLOCKS).bind(model.space)
     shapes = []
     hook = model.net.backbone.register_forward_hook(
         lambda module, inputs, output: shapes.append(torch._C._functorch.is_batchedtensor(output))
@@ -269,7 +269,7 @@ def test_vmap_passes_the_backbone_once():
 
 def test_points_alone_are_a_point_mass():
     _, model, data = regression()
-    blocks = vi.Blocks({"backbone.*": vi.MAP(), "head.*": vi.MAP()}).bind(model.space)
+    blocks = vi.PerLayer({"backbone.*": vi.MAP(), "head.*": vi.MAP()}).bind(model.space)
     alone = vi.MAP().bind(model.space)
     assert not blocks().has_density
     assert torch.equal(blocks().mean, alone().mean)
@@ -278,7 +278,7 @@ def test_points_alone_are_a_point_mass():
 
 def test_blocks_of_dropout_and_gaussians():
     space = interleaved()
-    q = vi.Blocks({"a.*": vi.MCDropout(0.5), "b.*": vi.MeanField()}).bind(space)()
+    q = vi.PerLayer({"a.*": vi.MCDropout(0.5), "b.*": vi.MeanField()}).bind(space)()
     draws = q.draw(500, vi.paired, generator())
     assert draws.theta.shape == (1000, space.size)
     assert q.has_density
@@ -298,7 +298,7 @@ def test_random_noise_of_the_likelihood_can_be_a_block():
     model = vi.BayesianModel(net, vi.likelihoods.Gaussian("random"), vi.NormalPrior(1.0), 10)
     all_of = {"backbone.*": vi.MAP(), "head.*": vi.MAP(), "likelihood.*": vi.MeanField()}
     for blocks in (all_of, {"likelihood.*": vi.MAP(), "*": vi.MeanField()}):
-        family = vi.Blocks(blocks).bind(model.space)
+        family = vi.PerLayer(blocks).bind(model.space)
         theta, _, fixed, _ = family().draw(2, vi.naive, generator())
         joined = model.space.join(theta, fixed)
         torch.testing.assert_close(model.log_joint(theta, data, fixed), model.log_joint(joined, data))
@@ -306,8 +306,8 @@ def test_random_noise_of_the_likelihood_can_be_a_block():
 
 def test_state_dict_and_configuration():
     space = interleaved()
-    first = shaken(vi.Blocks({"a.*": vi.MAP(), "b.*": vi.StructuredNormal(1)}), space)
-    second = vi.Blocks({"a.*": vi.MAP(), "b.*": vi.StructuredNormal(1)}).bind(space)
+    first = shaken(vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.LowRankNormal(1)}), space)
+    second = vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.LowRankNormal(1)}).bind(space)
     second.load_state_dict(first.state_dict())
     assert torch.equal(first().mean, second().mean)
     assert list(first.config()["blocks"]) == ["a.*", "b.*"]
@@ -315,7 +315,7 @@ def test_state_dict_and_configuration():
 
 
 def test_all_gaussian_blocks_are_one_gaussian():
-    q = vi.Blocks({"a.*": vi.MeanField(), "b.*": vi.StructuredNormal(2)}).bind(interleaved())()
+    q = vi.PerLayer({"a.*": vi.MeanField(), "b.*": vi.LowRankNormal(2)}).bind(interleaved())()
     assert isinstance(q, BlockDiagonalNormal)
     assert q.rank == 2
     assert q.bound
@@ -323,38 +323,38 @@ def test_all_gaussian_blocks_are_one_gaussian():
 
 SPACE = interleaved()
 BAD = {
-    "not a dict": (lambda: vi.Blocks([vi.MAP()]), TypeError, "expects a dict of patterns and families, got list"),
-    "empty": (lambda: vi.Blocks({}), ValueError, "at least one pattern"),
-    "pattern": (lambda: vi.Blocks({3: vi.MAP()}), TypeError, "patterns must be strings, got 3"),
-    "class": (lambda: vi.Blocks({"*": vi.MAP}), TypeError, r"needs a family such as MAP\(\)"),
-    "bound part": (lambda: vi.Blocks({"*": vi.MAP().bind(SPACE)}), ValueError, "bound already; give a recipe"),
-    "nested": (lambda: vi.Blocks({"*": vi.Blocks({"*": vi.MAP()})}), ValueError, "all patterns in one dict"),
+    "not a dict": (lambda: vi.PerLayer([vi.MAP()]), TypeError, "expects a dict of patterns and families, got list"),
+    "empty": (lambda: vi.PerLayer({}), ValueError, "at least one pattern"),
+    "pattern": (lambda: vi.PerLayer({3: vi.MAP()}), TypeError, "patterns must be strings, got 3"),
+    "class": (lambda: vi.PerLayer({"*": vi.MAP}), TypeError, r"needs a family such as MAP\(\)"),
+    "bound part": (lambda: vi.PerLayer({"*": vi.MAP().bind(SPACE)}), ValueError, "bound already; give a recipe"),
+    "nested": (lambda: vi.PerLayer({"*": vi.PerLayer({"*": vi.MAP()})}), ValueError, "all patterns in one dict"),
     "unmatched": (
-        lambda: vi.Blocks({"a.*": vi.MAP()}).bind(SPACE),
+        lambda: vi.PerLayer({"a.*": vi.MAP()}).bind(SPACE),
         ValueError,
         "matches b.weight, b.bias; add one",
     ),
     "overlap": (
-        lambda: vi.Blocks({"a.*": vi.MAP(), "*.bias": vi.MAP(), "b.weight": vi.MAP()}).bind(SPACE),
+        lambda: vi.PerLayer({"a.*": vi.MAP(), "*.bias": vi.MAP(), "b.weight": vi.MAP()}).bind(SPACE),
         ValueError,
         "a.bias match several, such as",
     ),
     "unused": (
-        lambda: vi.Blocks({"*": vi.MAP(), "haed.*": vi.MAP()}).bind(SPACE),
+        lambda: vi.PerLayer({"*": vi.MAP(), "haed.*": vi.MAP()}).bind(SPACE),
         ValueError,
         r"\['haed.\*'\] are left without a tensor",
     ),
     "own weights": (
-        lambda: vi.Blocks({"a.*": Weighted(), "b.*": vi.MeanField()}).bind(SPACE)().draw(2),
+        lambda: vi.PerLayer({"a.*": Weighted(), "b.*": vi.MeanField()}).bind(SPACE)().draw(2),
         ValueError,
         "WeightedDensity cannot be a block: it weights its own draws",
     ),
     "full theta": (
-        lambda: vi.Blocks({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(SPACE)().log_prob(SPACE.initial[None]),
+        lambda: vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(SPACE)().log_prob(SPACE.initial[None]),
         ValueError,
         "P = 4, got .1, 10.: the blocks that are point estimates",
     ),
-    "unbound": (lambda: vi.Blocks({"*": vi.MAP()})(), ValueError, "recipe without variational parameters"),
+    "unbound": (lambda: vi.PerLayer({"*": vi.MAP()})(), ValueError, "recipe without variational parameters"),
 }
 
 
@@ -383,8 +383,8 @@ def test_bad_inputs(case):
 
 def test_a_learned_prior_is_refused_with_point_blocks():
     _, model, data = regression(vi.NormalPrior(1.0, learn=True))
-    with pytest.raises(ValueError, match="learns its scale, and BlocksDensity has point masses"):
-        vi.elbo(vi.Blocks(BLOCKS).bind(model.space), model, data)
+    with pytest.raises(ValueError, match="learns its scale, and PerLayerDensity has point masses"):
+        vi.elbo(vi.PerLayer(BLOCKS).bind(model.space), model, data)
     with pytest.raises(ValueError, match="PointMass has point masses"):
         vi.elbo(vi.MAP().bind(model.space), model, data)
     assert torch.isfinite(vi.elbo(vi.MeanField().bind(model.space), model, data))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.families.blocks import Blocks
+from structvi.families.blocks import PerLayer
 from structvi.families.fitted_dropout import leave_one_out
 from structvi.testing import check_family, every_sign
 
@@ -112,7 +112,7 @@ def maximise(objective, parameters):
         vi.FittedDropout(prior_keep=0.7),
         vi.FittedDropout(prior_keep=0.7, per="input"),
         vi.FittedDropout(prior_keep=0.7, q="logistic_normal"),
-        vi.FittedDropout(prior_keep=0.7, q="logistic_normal", gates=vi.StructuredNormal(rank=1), per="output"),
+        vi.FittedDropout(prior_keep=0.7, q="logistic_normal", gates=vi.LowRankNormal(rank=1), per="output"),
     ],
     ids=repr,
 )
@@ -382,8 +382,8 @@ def test_logistic_normal_masks_give_the_closed_form(coupling):
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
-@pytest.mark.parametrize("gates", [vi.MeanField(), vi.StructuredNormal(rank=2), vi.FullNormal()], ids=repr)
-@pytest.mark.parametrize("weights", [vi.MAP(), vi.MeanField(), vi.StructuredPrecision(rank=3)], ids=repr)
+@pytest.mark.parametrize("gates", [vi.MeanField(), vi.LowRankNormal(rank=2), vi.FullNormal()], ids=repr)
+@pytest.mark.parametrize("weights", [vi.MAP(), vi.MeanField(), vi.LowRankPrecision(rank=3)], ids=repr)
 def test_gates_and_weights_of_any_ranks_share_one_coupling(weights, gates, coupling):
     model, batch = linear_model(4)
     recipe = vi.FittedDropout(q="logistic_normal", weights=weights, gates=gates)
@@ -422,7 +422,7 @@ def test_weights_under_a_users_own_family(q, M):
 
 
 @pytest.mark.parametrize("per", ["weight", "input", "output"])
-@pytest.mark.parametrize("weights", [vi.MAP(), vi.StructuredNormal(rank=2)], ids=repr)
+@pytest.mark.parametrize("weights", [vi.MAP(), vi.LowRankNormal(rank=2)], ids=repr)
 def test_moments_of_draws_are_the_densitys(weights, per):
     net = nn.Linear(2, 3, dtype=torch.float64)
     family = scatter(vi.FittedDropout(0.7, weights=weights, per=per).bind(vi.Parameters.of(net), generator()))
@@ -507,7 +507,7 @@ def test_fitted_masks_find_the_best_independent_posterior():
     [
         vi.MCDropout(per="input"),
         vi.FittedDropout(),
-        vi.FittedDropout(weights=vi.StructuredNormal(rank=2)),
+        vi.FittedDropout(weights=vi.LowRankNormal(rank=2)),
         vi.FittedDropout(q="logistic_normal", weights=vi.MeanField(), gates=vi.FullNormal()),
     ],
     ids=repr,
@@ -531,7 +531,7 @@ def test_state_and_precision(recipe, dtype):
 # ------------------------------------------------------------------------------------------------------ bad inputs
 
 FREE = vi.Parameters({"z": torch.ones(3)})
-PARTLY_FIXED = Blocks({"a": vi.MAP(), "b": vi.MeanField()})
+PARTLY_FIXED = PerLayer({"a": vi.MAP(), "b": vi.MeanField()})
 TWO = vi.Parameters({"a": torch.ones(3), "b": torch.ones(2)})
 
 

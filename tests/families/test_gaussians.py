@@ -17,9 +17,9 @@ SPACE = vi.Parameters(
 )
 SHAPES = {
     "mean field": vi.MeanField(),
-    "structured": vi.StructuredNormal(2),
-    "structured, rank P": vi.StructuredNormal(P),
-    "precision": vi.StructuredPrecision(2),
+    "structured": vi.LowRankNormal(2),
+    "structured, rank P": vi.LowRankNormal(P),
+    "precision": vi.LowRankPrecision(2),
     "full": vi.FullNormal(),
 }
 
@@ -105,7 +105,7 @@ def test_a_stochastic_fit_reaches_the_same_optimum():
     torch.testing.assert_close(q().variance.log(), -precision.diagonal().log(), rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("recipe", [vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.FullNormal()])
+@pytest.mark.parametrize("recipe", [vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()])
 def test_covariance_reaches_across_layers(recipe):
     density = generic(recipe, 0)()
     block = density.covariance("a.weight", "b.bias")
@@ -116,7 +116,7 @@ def test_covariance_reaches_across_layers(recipe):
     assert generic(vi.MeanField(), 0)().covariance("a.weight", "b.bias").abs().max() == 0
 
 
-@pytest.mark.parametrize("recipe", [vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+@pytest.mark.parametrize("recipe", [vi.LowRankNormal(3), vi.LowRankPrecision(3)])
 def test_a_value_computed_without_gradients_is_not_used_for_them(recipe):
     """The K×K factor is kept for one step: a first look under no_grad must not cut the graph of the second."""
     family = generic(recipe, 0)
@@ -130,7 +130,7 @@ def test_a_value_computed_without_gradients_is_not_used_for_them(recipe):
     torch.testing.assert_close(fresh, again, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("recipe", [vi.StructuredNormal(4), vi.StructuredPrecision(4), vi.MeanField()])
+@pytest.mark.parametrize("recipe", [vi.LowRankNormal(4), vi.LowRankPrecision(4), vi.MeanField()])
 def test_float32_sums_over_many_weights_keep_their_digits(recipe):
     """P = 50,001, blocks added in float64: what is left is the rounding of single terms, 6e-8 of their sum."""
     space = vi.Parameters({"z": torch.zeros(50_001)})
@@ -144,7 +144,7 @@ def test_float32_sums_over_many_weights_keep_their_digits(recipe):
         torch.testing.assert_close(value.double(), truth, rtol=0, atol=1e-7 * 3 * 50_001)
 
 
-@pytest.mark.parametrize("recipe", [vi.StructuredNormal(32), vi.StructuredPrecision(32)])
+@pytest.mark.parametrize("recipe", [vi.LowRankNormal(32), vi.LowRankPrecision(32)])
 @pytest.mark.parametrize("graph", [True, False])
 def test_memory_is_linear_in_draws_and_rank(recipe, graph, peak_bytes):
     """P = 2·10⁵, K = 32, S = 8: draw, log_prob, score and entropy hold at most 1.5 (PK + 3SP) numbers at once."""

@@ -100,7 +100,7 @@ def at_most_P(recipe, rank):
 
 def two_blocks(first, rest):
     """The first tensor, where there are two, and the rest."""
-    return lambda space: vi.Blocks({space.names[0]: first, "*": rest} if len(space) > 1 else {"*": rest}).bind(
+    return lambda space: vi.PerLayer({space.names[0]: first, "*": rest} if len(space) > 1 else {"*": rest}).bind(
         space, torch.Generator().manual_seed(3)
     )
 
@@ -121,20 +121,20 @@ def turned(part):
 FAMILIES = {
     "MAP": vi.MAP(),
     "MeanField": vi.MeanField(),
-    "StructuredNormal(0)": vi.StructuredNormal(0),
-    "StructuredNormal(1)": vi.StructuredNormal(1),
-    "StructuredNormal(3)": at_most_P(vi.StructuredNormal, 3),
-    "StructuredNormal(P)": at_most_P(vi.StructuredNormal, 7),
-    "StructuredPrecision(0)": vi.StructuredPrecision(0),
-    "StructuredPrecision(1)": vi.StructuredPrecision(1),
-    "StructuredPrecision(3)": at_most_P(vi.StructuredPrecision, 3),
+    "LowRankNormal(0)": vi.LowRankNormal(0),
+    "LowRankNormal(1)": vi.LowRankNormal(1),
+    "LowRankNormal(3)": at_most_P(vi.LowRankNormal, 3),
+    "LowRankNormal(P)": at_most_P(vi.LowRankNormal, 7),
+    "LowRankPrecision(0)": vi.LowRankPrecision(0),
+    "LowRankPrecision(1)": vi.LowRankPrecision(1),
+    "LowRankPrecision(3)": at_most_P(vi.LowRankPrecision, 3),
     "FullNormal": vi.FullNormal(),
-    "Blocks": two_blocks(vi.StructuredPrecision(1), vi.StructuredNormal(1)),
-    "Blocks with MAP": two_blocks(vi.MAP(), vi.StructuredNormal(1)),
-    "Mixture": lambda space: vi.Mixture(vi.StructuredNormal(1), 2).bind(space, torch.Generator().manual_seed(3)),
+    "PerLayer": two_blocks(vi.LowRankPrecision(1), vi.LowRankNormal(1)),
+    "PerLayer with MAP": two_blocks(vi.MAP(), vi.LowRankNormal(1)),
+    "Mixture": lambda space: vi.Mixture(vi.LowRankNormal(1), 2).bind(space, torch.Generator().manual_seed(3)),
     "Mixture of MAP": vi.Mixture(vi.MAP(), 3),
     "Rotated MeanField": turned(vi.MeanField()),
-    "Rotated StructuredPrecision(1)": turned(vi.StructuredPrecision(1)),
+    "Rotated LowRankPrecision(1)": turned(vi.LowRankPrecision(1)),
     "ScaleMixture": at_most_P(vi.ScaleMixture, 2),
     "MCDropout": vi.MCDropout(keep=0.8),
     "FittedDropout": vi.FittedDropout(prior_keep=0.8),
@@ -149,15 +149,15 @@ UNKNOWN_START = {"placed", "moved", "coordinates", "stages"}
 NOT_APPLICABLE = {
     "MAP": NO_DENSITY | UNKNOWN_START - {"placed"},
     "MeanField": {"stages"},
-    "StructuredNormal(0)": {"stages"},
-    "StructuredPrecision(0)": {"stages"},
+    "LowRankNormal(0)": {"stages"},
+    "LowRankPrecision(0)": {"stages"},
     "FullNormal": {"stages"},
-    "Blocks": {"moved", "coordinates"},
-    "Blocks with MAP": {"dense", "moments", "positions", "path_zero", "distribution", "moved", "coordinates"},
+    "PerLayer": {"moved", "coordinates"},
+    "PerLayer with MAP": {"dense", "moments", "positions", "path_zero", "distribution", "moved", "coordinates"},
     "Mixture": {"dense", "positions", "placed", "moved", "coordinates"},
     "Mixture of MAP": NO_DENSITY | UNKNOWN_START,
     "Rotated MeanField": {"coordinates", "stages"},
-    "Rotated StructuredPrecision(1)": {"coordinates"},
+    "Rotated LowRankPrecision(1)": {"coordinates"},
     "ScaleMixture": {"dense", "positions", "coordinates"},
     "MCDropout": NO_DENSITY | UNKNOWN_START,
     "FittedDropout": NO_DENSITY | UNKNOWN_START | {"moments"},

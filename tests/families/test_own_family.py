@@ -205,7 +205,7 @@ def test_grow_by_rank_and_by_components(family):
     assert result.candidates["grown"].value >= result.candidates["before"].value or bayes.family is before
     grown = bayes.family
     if result.kept == "grown":
-        assert isinstance(grown, vi.StructuredNormal)
+        assert isinstance(grown, vi.LowRankNormal)
         assert grown.rank == 2
     bayes = posterior(family())
     bayes.fit(loader(), steps=60, progress=False)

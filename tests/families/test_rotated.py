@@ -68,11 +68,11 @@ def test_long_axes_and_vectors_stay_as_they_are():
 def columns_of(family):
     """What the factor adds to covariance or precision, in θ: [P, K]."""
     form = family.part.low_rank_form()
-    sign = -1 if isinstance(family.part, vi.StructuredPrecision) else 1
+    sign = -1 if isinstance(family.part, vi.LowRankPrecision) else 1
     return family.basis((form.factor * form.unit.unsqueeze(-1) ** sign).mT).mT
 
 
-@pytest.mark.parametrize("part", [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+@pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2)])
 def test_other_coordinates_keep_mean_factor_and_the_precisions_diagonal(part):
     family = vi.Rotated(part).bind(space(), generator())
     family.turn(orthogonal(family.basis, 1))
@@ -115,7 +115,7 @@ def network():
     return net, DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=20)
 
 
-@pytest.mark.parametrize("part", [vi.MeanField(), vi.StructuredPrecision(3)])
+@pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankPrecision(3)])
 def test_around_a_network_the_curvature_is_that_along_the_axes(part):
     net, loader = network()
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(part), vi.NormalPrior(1.0), linearise=True)
@@ -138,7 +138,7 @@ def test_around_a_network_the_curvature_is_that_along_the_axes(part):
 
 def test_outputs_have_the_covariance_of_the_dense_one():
     net, loader = network()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(vi.StructuredPrecision(2)), linearise=True)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(vi.LowRankPrecision(2)), linearise=True)
     bayes.fit(loader, steps=0, start="trained", progress=False)
     x = torch.randn(4, 3, generator=generator()).double()
     _, found = bayes.output_moments(x)
@@ -148,7 +148,7 @@ def test_outputs_have_the_covariance_of_the_dense_one():
 
 def test_fitted_saved_and_loaded(tmp_path):
     net, loader = network()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(vi.StructuredPrecision(2)))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(vi.LowRankPrecision(2)))
     bayes.fit(loader, steps=20, start="trained", progress=False)
     bayes.save(tmp_path / "posterior.safetensors")
     again = vi.load(tmp_path / "posterior.safetensors", net)
@@ -184,7 +184,7 @@ def test_axes_of_a_file_that_are_not_orthogonal_are_refused(tmp_path):
         vi.load(tmp_path / "harmed.pt", net)
 
 
-@pytest.mark.parametrize("part", [vi.MeanField(), vi.StructuredPrecision(2), vi.StructuredNormal(2)], ids=repr)
+@pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankPrecision(2), vi.LowRankNormal(2)], ids=repr)
 def test_draws_without_a_graph_have_the_gradients_of_those_with_one(part):
     """Of any function of draws and log q, which here is f = Σ θ³ a + b log q, with log q through θ alone."""
     space = vi.Parameters({"w": torch.zeros(4, 3, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)})

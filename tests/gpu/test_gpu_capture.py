@@ -106,7 +106,7 @@ def test_a_network_that_cannot_be_captured_is_fitted_all_the_same(device):
     def fit(capture):
         torch.manual_seed(0)
         bayes = vi.variationalize(
-            ReadsValues(), vi.likelihoods.Categorical(), vi.StructuredNormal(3), num_data=21, evaluation="loop",
+            ReadsValues(), vi.likelihoods.Categorical(), vi.LowRankNormal(3), num_data=21, evaluation="loop",
             generator=torch.Generator().manual_seed(1),
         )  # fmt: skip
         return fitted(bayes, device, data(), capture=capture), values(bayes)

@@ -89,7 +89,7 @@ def test_the_fit_on_the_device_comes_to_the_elbo_of_the_cpus(device):
     assert elbos[0].value == pytest.approx(elbos[1].value, abs=1.0 + 3 * sum(one.standard_error for one in elbos))
 
 
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredNormal(3), vi.Rotated(vi.MeanField())], ids=repr)
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankNormal(3), vi.Rotated(vi.MeanField())], ids=repr)
 def test_around_a_trained_network(family, device):
     torch.manual_seed(0)
     net = CASES["mean field"][0]().to(device)
@@ -133,7 +133,7 @@ def test_log_densities(device):
     covariance = (U @ U.mT + 0.3 * torch.eye(8, dtype=torch.float64)).to(device)
     target = torch.distributions.MultivariateNormal(torch.ones(8, dtype=torch.float64, device=device), covariance)
     space = vi.Parameters({"z": torch.zeros(8, dtype=torch.float64, device=device)})
-    result = vi.fit(vi.LogDensity(lambda p: target.log_prob(p["z"]), space), vi.StructuredNormal(1), progress=False)
+    result = vi.fit(vi.LogDensity(lambda p: target.log_prob(p["z"]), space), vi.LowRankNormal(1), progress=False)
     assert abs(result.elbo.value) < 1e-3
 
 

@@ -14,7 +14,7 @@ RANKS, DRAWS, SIZES = (1, 3, 16, 17, 64), (1, 2, 7), (101, 100_003)
 #: rank and draws: each of them, both sides of every switch, and more draws than a program takes. Triton compiles three
 #: or four kernels for a pair, about two seconds each: not all pairs
 PAIRS = ((1, 1), (1, 2), (1, 7), (3, 2), (3, 7), (3, 40), (4, 2), (16, 1), (16, 7), (17, 2), (64, 1), (64, 7), (128, 2))
-FORMS = (vi.StructuredNormal, vi.StructuredPrecision)
+FORMS = (vi.LowRankNormal, vi.LowRankPrecision)
 #: float32 against float64 over sums of P numbers, relative to the largest of a tensor
 TOLERANCE = 1e-4
 

@@ -29,7 +29,7 @@ def made(count, family, kind, device):
     return found
 
 
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2)])
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-3)])
 def test_at_once_is_one_by_one(family, kind, tolerance, device):
     """Sizes that differ, two stages, averages; float32 sums in another order, and Adam makes that 1e-4 of a step."""

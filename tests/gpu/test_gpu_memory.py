@@ -37,7 +37,7 @@ def make(width, hidden, rank, device):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, 1))
     likelihood = vi.likelihoods.Gaussian(noise=1.0)
-    return vi.variationalize(net, likelihood, vi.StructuredNormal(rank), evaluation="loop").to(device)
+    return vi.variationalize(net, likelihood, vi.LowRankNormal(rank), evaluation="loop").to(device)
 
 
 def test_a_posterior_that_is_too_large(gpu, tmp_path):

@@ -48,7 +48,7 @@ def stepped(capture, device):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(100, 256), nn.ReLU(), nn.Linear(256, 10))
     bayes = vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.StructuredNormal(16), num_data=640, evaluation="vmap"
+        net, vi.likelihoods.Categorical(), vi.LowRankNormal(16), num_data=640, evaluation="vmap"
     ).to(device)
     step = bayes.stepper(lr=0.01, groups=2, capture=capture)
     batch = torch.randn(64, 100, device=device), torch.randint(10, (64,), device=device)

@@ -62,8 +62,8 @@ def rows(n):
 CATEGORICAL = vi.likelihoods.Categorical()
 #: network, likelihood, family, inputs of n rows
 CASES = {
-    "labels": (mlp, CATEGORICAL, vi.StructuredNormal(rank=2), rows),
-    "yes or no": (lambda: mlp(1), vi.likelihoods.Bernoulli(), vi.StructuredPrecision(rank=2), rows),
+    "labels": (mlp, CATEGORICAL, vi.LowRankNormal(rank=2), rows),
+    "yes or no": (lambda: mlp(1), vi.likelihoods.Bernoulli(), vi.LowRankPrecision(rank=2), rows),
     "known noise": (lambda: mlp(1), vi.likelihoods.Gaussian(0.3), vi.FullNormal(), rows),
     "learned noise": (lambda: mlp(1), vi.likelihoods.Gaussian("point"), vi.MeanField(), rows),
     "random noise": (lambda: mlp(1), vi.likelihoods.Gaussian("random"), vi.MeanField(), rows),
@@ -71,7 +71,7 @@ CASES = {
     "a point": (mlp, CATEGORICAL, vi.MAP(), rows),
     "masks": (mlp, CATEGORICAL, vi.MCDropout(keep=0.8), rows),
     "a mixture": (mlp, CATEGORICAL, vi.Mixture(vi.MeanField(), components=2), rows),
-    "a random head": (mlp, CATEGORICAL, vi.Blocks({"3.*": vi.FullNormal(), "*": vi.MAP()}), rows),
+    "a random head": (mlp, CATEGORICAL, vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}), rows),
     "images": (convolutional, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 1, 6, 6, generator=generator(n))),
     "LSTM": (Recurrent, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 3, generator=generator(n))),
     "attention": (Attention, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 4, generator=generator(n))),

@@ -40,7 +40,7 @@ def posterior(family=None, likelihood=None, outputs=1, **options):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, outputs))
     likelihood = likelihood or vi.likelihoods.Gaussian("point")
-    return vi.variationalize(net, likelihood, family or vi.StructuredNormal(rank=2), **options)
+    return vi.variationalize(net, likelihood, family or vi.LowRankNormal(rank=2), **options)
 
 
 def trainer(tmp_path, **options):

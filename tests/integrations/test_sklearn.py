@@ -81,7 +81,7 @@ def test_several_targets_and_constant_columns():
 
 def test_spread_grows_away_from_the_data():
     X, y = line()
-    model = BayesianRegressor(**QUICK | {"epochs": 200, "family": "StructuredNormal", "rank": 2}).fit(X, y)
+    model = BayesianRegressor(**QUICK | {"epochs": 200, "family": "LowRankNormal", "rank": 2}).fit(X, y)
     assert model.posterior_.family.rank == 2
     near, far = (model.predict(where, return_std=True)[1] for where in (X, 20 * X))
     assert np.median(far) > 2 * np.median(near)
@@ -143,7 +143,7 @@ def test_the_global_stream_is_left_alone():
 
 def test_clones_and_pickles():
     X, y = line()
-    model = BayesianRegressor(**QUICK | {"family": vi.StructuredNormal(rank=2)}).fit(X, y)
+    model = BayesianRegressor(**QUICK | {"family": vi.LowRankNormal(rank=2)}).fit(X, y)
     again = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(again.predict(X), model.predict(X))
     np.testing.assert_array_equal(clone(model).fit(X, y).predict(X), model.predict(X))

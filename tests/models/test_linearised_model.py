@@ -13,11 +13,11 @@ import structvi as vi
 FAMILIES = [
     vi.MAP(),
     vi.MeanField(),
-    vi.StructuredNormal(2),
-    vi.StructuredPrecision(2),
+    vi.LowRankNormal(2),
+    vi.LowRankPrecision(2),
     vi.FullNormal(),
     vi.Mixture(vi.MeanField(), 2),
-    vi.Blocks({"0.*": vi.MAP(), "*": vi.MeanField()}),
+    vi.PerLayer({"0.*": vi.MAP(), "*": vi.MeanField()}),
     vi.MCDropout(0.9),
 ]
 
@@ -48,8 +48,8 @@ def network(outputs=2, dtype=torch.float64):
 @pytest.mark.parametrize("coupling", [vi.naive, vi.paired, vi.unscented], ids=["naive", "paired", "unscented"])
 def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
     """Fits, ELBOs and predictions to 1e-6 in float64: the same numbers by another way."""
-    if isinstance(family, vi.Blocks):
-        family = vi.Blocks({"weight": vi.MAP(), "*": vi.MeanField()})
+    if isinstance(family, vi.PerLayer):
+        family = vi.PerLayer({"weight": vi.MAP(), "*": vi.MeanField()})
     found = []
     for linearise in (False, True):
         torch.manual_seed(3)

@@ -113,18 +113,24 @@ def tokens(n, generator):
 
 #: network, inputs, shape of the targets, family, and further arguments of variationalize
 ARCHITECTURES = {
-    "batch norm, frozen": (batch_norm, images, (), vi.StructuredNormal(rank=2), {}),
+    "batch norm, frozen": (batch_norm, images, (), vi.LowRankNormal(rank=2), {}),
     "batch norm, deterministic": (batch_norm, images, (), vi.MeanField(), {"batch_norm": "deterministic"}),
     "batch norm, re-estimated": (batch_norm, images, (), vi.MeanField(), {"batch_norm": "reestimated"}),
-    "LSTM": (Recurrent, sequences, (), vi.StructuredPrecision(rank=2), {}),
+    "LSTM": (Recurrent, sequences, (), vi.LowRankPrecision(rank=2), {}),
     "LSTM, dropout on": (lambda: Recurrent(0.3), sequences, (), vi.MeanField(), {"dropout": "on"}),
-    "attention": (Attention, sequences, (), vi.StructuredNormal(rank=2), {}),
+    "attention": (Attention, sequences, (), vi.LowRankNormal(rank=2), {}),
     "attention, dropout on": (Attention, sequences, (), vi.MAP(), {"dropout": "on"}),
     "tied weights": (Tied, tokens, (), vi.Mixture(vi.MeanField(), components=2), {}),
     "dropout off": (with_dropout, rows, (), vi.FullNormal(), {}),
-    "dropout on": (with_dropout, rows, (), vi.StructuredNormal(rank=1), {"dropout": "on"}),
-    "segmentation": (Segmenter, images, (6, 6), vi.StructuredNormal(rank=2), {}),
-    "segmentation, random head": (Segmenter, images, (6, 6), vi.Blocks({"head.*": vi.FullNormal(), "*": vi.MAP()}), {}),
+    "dropout on": (with_dropout, rows, (), vi.LowRankNormal(rank=1), {"dropout": "on"}),
+    "segmentation": (Segmenter, images, (6, 6), vi.LowRankNormal(rank=2), {}),
+    "segmentation, random head": (
+        Segmenter,
+        images,
+        (6, 6),
+        vi.PerLayer({"head.*": vi.FullNormal(), "*": vi.MAP()}),
+        {},
+    ),
 }
 
 

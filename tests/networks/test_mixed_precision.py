@@ -60,7 +60,7 @@ def test_elbo_and_gradient_on_common_draws(network, evaluation, precision):
     net, x = make(), inputs()
     batch = x, torch.randint(4, (64,))
     model = vi.BayesianModel(net, vi.likelihoods.Categorical(), vi.NormalPrior(0.3), 640, evaluation=evaluation)
-    q = vi.StructuredNormal(rank=2).bind(model.space)
+    q = vi.LowRankNormal(rank=2).bind(model.space)
     estimates, gradients = [], []
     for model.precision in (None, precision):
         q.zero_grad()
@@ -238,7 +238,7 @@ class TestRefused:
 
     def test_a_fit_that_is_refused_has_changed_nothing(self):
         net = nn.Linear(3, 1).double()
-        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.StructuredNormal(1), num_data=8)
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(1), num_data=8)
         with pytest.raises(ValueError, match="mixed with float32"):
             bayes.fit([(torch.zeros(8, 3), torch.zeros(8, 1))], steps=20, precision=torch.float16, progress=False)
         assert bayes.family.factor.requires_grad

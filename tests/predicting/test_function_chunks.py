@@ -77,7 +77,7 @@ def doubling():
 
 def fitted(net, likelihood=None, family=None, scale=0.3, **options):
     bayes = vi.variationalize(
-        net, likelihood or lk.Categorical(), family or vi.StructuredPrecision(3), num_data=10, linearise=True, **options
+        net, likelihood or lk.Categorical(), family or vi.LowRankPrecision(3), num_data=10, linearise=True, **options
     )
     with torch.no_grad():  # away from θ₀, with columns
         generator = seeded(1)
@@ -98,7 +98,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredPrecision(3), vi.StructuredNormal(2), vi.FullNormal()])
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankPrecision(3), vi.LowRankNormal(2), vi.FullNormal()])
 def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
     noise = 0.005  # far below the spread of the outputs: at points a density would be grainy
     bayes = fitted(network(outputs=1), lk.Gaussian(noise), family)
@@ -139,7 +139,7 @@ def mixture_of(family):
     return bayes, moments
 
 
-@pytest.mark.parametrize("family", [vi.ScaleMixture(2, 3), vi.Mixture(vi.StructuredPrecision(1), 2)], ids=repr)
+@pytest.mark.parametrize("family", [vi.ScaleMixture(2, 3), vi.Mixture(vi.LowRankPrecision(1), 2)], ids=repr)
 def test_mixtures_of_normals_are_mixtures_in_function_space(family):
     bayes, moments = mixture_of(family)
     pred = bayes.predict(X, generator=seeded())
@@ -287,7 +287,7 @@ def test_evaluate_and_ood_take_the_first_batch_and_lose_none():
 def test_a_mixture_is_the_average_of_its_members():
     nets = [network(outputs=1), network(outputs=1, norm=False)]
     members = [fitted(net, lk.Gaussian(0.5)) for net in nets]
-    mixture = vi.NetworkMixture(members)
+    mixture = vi.Ensemble(members)
     pred = mixture.predict(X, generator=seeded())
     assert pred.note == "2 networks, in function space"
     assert pred.draws == POINTS

@@ -14,7 +14,7 @@ NETS = {
         (4, 1, 5, 5),
     ),
 }
-FAMILIES = [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.FullNormal()]
+FAMILIES = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()]
 
 
 def moved(bayes):
@@ -64,7 +64,7 @@ def test_a_network_that_vmap_cannot_run_one_row_at_a_time():
 
 def test_a_few_rows_at_a_time(monkeypatch):
     net, x = nn.Linear(3, 2).double(), torch.randn(7, 3, dtype=torch.float64)
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.StructuredNormal(1), num_data=9)
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(1), num_data=9)
     whole = bayes.output_moments(x)
     monkeypatch.setattr("structvi.predicting.function_space.JACOBIAN_NUMBERS", 40)
     parts = bayes.output_moments(x)
@@ -75,7 +75,7 @@ def test_a_few_rows_at_a_time(monkeypatch):
 def test_the_spread_of_draws_is_that_covariance():
     """20,000 draws: a variance has a relative standard error of 1 %; five of them are allowed."""
     net, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(4, 3)
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.StructuredPrecision(2), num_data=9, linearise=True)
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.LowRankPrecision(2), num_data=9, linearise=True)
     drawn = bayes.predict(x, draws=20_000, generator=torch.Generator().manual_seed(0))
     mean, covariance = bayes.output_moments(x)
     variance = covariance.diagonal(dim1=1, dim2=2)

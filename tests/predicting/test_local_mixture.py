@@ -110,9 +110,9 @@ def test_disagreement_is_the_spread_over_members_in_units_of_noise():
     assert float(disagreement(parts)) == pytest.approx(math.log(2 + 1e-3))
 
 
-def members(count: int = 2) -> vi.NetworkMixture:
+def members(count: int = 2) -> vi.Ensemble:
     nets = [nn.Linear(1, 1) for _ in range(count)]
-    return vi.NetworkMixture.of(nets, vi.likelihoods.Gaussian(0.5), vi.MeanField(), num_data=8)
+    return vi.Ensemble.of(nets, vi.likelihoods.Gaussian(0.5), vi.MeanField(), num_data=8)
 
 
 def test_what_is_asked_in_a_wrong_way_is_told():
@@ -131,7 +131,7 @@ def test_what_is_asked_in_a_wrong_way_is_told():
     with pytest.raises(ValueError, match="positive factors"):
         vi.LocalMixture(mixture, widths=(0.0,))
     nets = [nn.Linear(1, 2), nn.Linear(1, 2)]
-    labels = vi.NetworkMixture.of(nets, vi.likelihoods.Categorical(), vi.MeanField(), num_data=8)
+    labels = vi.Ensemble.of(nets, vi.likelihoods.Categorical(), vi.MeanField(), num_data=8)
     with pytest.raises(TypeError, match="p\\(t \\| y\\) is Categorical"):
         vi.LocalMixture(labels).fit([(labels, [(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))])])
 
@@ -143,7 +143,7 @@ def test_where_members_disagree_it_is_as_wide_as_held_out_rows_ask():
         for slope, net in zip((0.9, 1.0, 1.1), nets, strict=True):
             net.weight.fill_(slope)
             net.bias.zero_()
-    mixture = vi.NetworkMixture.of(nets, vi.likelihoods.Gaussian(0.1), vi.MAP(), num_data=100)
+    mixture = vi.Ensemble.of(nets, vi.likelihoods.Gaussian(0.1), vi.MAP(), num_data=100)
     generator = torch.Generator().manual_seed(0)
     x = torch.linspace(0, 4, 400).unsqueeze(1)
     t = x + torch.where(x < 2, 0.1, 1.0) * torch.randn(x.shape, generator=generator)

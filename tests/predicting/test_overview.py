@@ -9,7 +9,7 @@ import structvi as vi
 
 @pytest.mark.parametrize(
     "family",
-    [vi.MAP(), vi.MeanField(), vi.StructuredNormal(rank=2), vi.FullNormal(), vi.Mixture(vi.MeanField(), components=2)],
+    [vi.MAP(), vi.MeanField(), vi.LowRankNormal(rank=2), vi.FullNormal(), vi.Mixture(vi.MeanField(), components=2)],
 )
 def test_every_family_has_one(family):
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

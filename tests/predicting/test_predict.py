@@ -252,7 +252,7 @@ def test_draws_are_rounded_to_whole_groups():
     assert bayes.predict(x, draws=6, coupling=vi.paired).note == ""
     assert bayes.predict(x, draws=5).draws == 5
     structured = vi.variationalize(
-        nn.Linear(2, 3).double(), lk.Categorical(), vi.StructuredNormal(rank=2), num_data=9
+        nn.Linear(2, 3).double(), lk.Categorical(), vi.LowRankNormal(rank=2), num_data=9
     ).predict(x, draws=9, coupling=vi.unscented, chunk=3)
     assert structured.draws == 16
     torch.testing.assert_close(structured.weights.sum().item(), 1.0)
@@ -274,10 +274,10 @@ def test_enumerated_masks_are_taken_with_their_probabilities():
 @pytest.mark.parametrize(
     "family",
     [
-        vi.Blocks({"weight": vi.MeanField(), "*": vi.MAP()}),
+        vi.PerLayer({"weight": vi.MeanField(), "*": vi.MAP()}),
         vi.FittedDropout(weights=vi.MeanField()),
         vi.MCDropout(keep=0.5),
-        vi.StructuredPrecision(rank=1),
+        vi.LowRankPrecision(rank=1),
     ],
 )
 def test_families_with_a_random_noise(family):

@@ -33,7 +33,7 @@ def approximation(recipe, P=5):
 def test_the_profile_is_the_kl_of_the_family_and_has_its_gradient(of_precision):
     precision, log_scale = torch.linalg.inv(covariance()), 0.3 * numbers(5, seed=3)
     found = profile(log_scale, precision, 2, of_precision)
-    family = vi.StructuredPrecision(2) if of_precision else vi.StructuredNormal(2)
+    family = vi.LowRankPrecision(2) if of_precision else vi.LowRankNormal(2)
     q = family.bind(vi.Parameters({"z": torch.zeros(5, dtype=torch.float64)}))
     q.take_scales(log_scale, precision)
     exact = FullNormalDensity(q.mean.detach(), torch.linalg.cholesky(covariance()))
@@ -55,7 +55,7 @@ def test_scales_that_overflow_have_no_kl(of_precision, size):
     assert not found.gradient.any()
 
 
-@pytest.mark.parametrize("recipe", [vi.StructuredNormal(5), vi.StructuredPrecision(5)])
+@pytest.mark.parametrize("recipe", [vi.LowRankNormal(5), vi.LowRankPrecision(5)])
 def test_a_family_that_holds_the_normal_becomes_it(recipe):
     normal = Normal(numbers(5, seed=4), torch.linalg.cholesky(covariance()))
     shape = approximation(recipe)
@@ -73,7 +73,7 @@ def test_mean_field_is_its_closed_form():
 
 
 def test_hops_find_what_starts_have_missed():
-    shape = approximation(vi.StructuredNormal(1))
+    shape = approximation(vi.LowRankNormal(1))
     normal = Normal(numbers(5, seed=4), torch.linalg.cholesky(covariance()))
     shape(normal)
     assert shape.hop(normal) >= -1e-6

@@ -215,7 +215,7 @@ def test_a_point_mass_is_drawn_as_a_value_and_has_no_k():
     space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
     result = vi.fit(target, vi.MeanField(), progress=False)
-    result.family = vi.Blocks({"s": vi.MAP(), "*": vi.MeanField()}).bind(space)
+    result.family = vi.PerLayer({"s": vi.MAP(), "*": vi.MeanField()}).bind(space)
     assert (result.sample(5)["s"] - 2).abs().max() < 1e-12
     assert "No k̂: part of q is a point mass" in str(result.summary())
     with pytest.raises(Unavailable, match="point mass"):

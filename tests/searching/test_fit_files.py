@@ -58,7 +58,7 @@ def test_it_goes_on_bit_by_bit(saved):
 
 @pytest.mark.parametrize(
     "family",
-    [vi.MeanField(), vi.StructuredNormal(rank=1), vi.StructuredPrecision(rank=1), vi.Mixture(vi.FullNormal())],
+    [vi.MeanField(), vi.LowRankNormal(rank=1), vi.LowRankPrecision(rank=1), vi.Mixture(vi.FullNormal())],
     ids=lambda family: type(family).__name__,
 )
 def test_every_family_that_is_fitted_comes_back(family, tmp_path):
@@ -188,7 +188,7 @@ def test_damage_anywhere_is_seen(saved, tmp_path):
         {"trace": [["stage", 1.5, 2, 0.0]]},
         {"modes": [[0.0, 0.0, 1]]},
         {"family": {"value": {"structvi": ["NormalPrior", {}]}}},
-        {"family": {"value": {"structvi": ["StructuredNormal", {"rank": 1_000_000}]}}},
+        {"family": {"value": {"structvi": ["LowRankNormal", {"rank": 1_000_000}]}}},
         {"family": {"value": {"structvi": ["MeanField", {"initial_mean": "current"}]}}},
         {"space": 3},
         {"minibatches": 1},

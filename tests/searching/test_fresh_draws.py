@@ -42,7 +42,7 @@ def test_on_a_cpu_it_is_the_generator_itself():
     assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
-@pytest.mark.parametrize("family", [vi.StructuredNormal(1), vi.Mixture(vi.FullNormal(), 2)], ids=["one", "two"])
+@pytest.mark.parametrize("family", [vi.LowRankNormal(1), vi.Mixture(vi.FullNormal(), 2)], ids=["one", "two"])
 def test_a_fit_is_the_same_with_it(family, monkeypatch):
     def log_p(p):
         return torch.logaddexp(-0.5 * (p["z"] - 2).square().sum(), -0.5 * (p["z"] + 2).square().sum())

@@ -59,7 +59,7 @@ def test_a_number_held_by_mistake_is_let_go():
     space = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: -p["z"].square().sum(), space)
     place = Moved(target, torch.zeros(P, dtype=torch.float64), torch.ones(P, dtype=torch.float64))
-    q = standard(vi.StructuredPrecision(1), place.space, torch.Generator().manual_seed(0))
+    q = standard(vi.LowRankPrecision(1), place.space, torch.Generator().manual_seed(0))
     shape = Approximation(q, place, noise(P), lambda *_: 0.0)
     normal = Normal(torch.zeros(P, dtype=torch.float64), torch.linalg.cholesky(torch.linalg.inv(matrix)))
     shape.from_starts(normal)

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.families.precision import StructuredPrecisionDensity
-from structvi.families.structured import StructuredNormalDensity
+from structvi.families.precision import LowRankPrecisionDensity
+from structvi.families.structured import LowRankNormalDensity
 from structvi.searching.fixed_draws import FixedDraws
 from structvi.searching.result import FRESH
 
@@ -23,7 +23,7 @@ class Exact:
     def __init__(self, P, K, of_precision):
         factor = numbers(P, K) / P**0.5 * torch.logspace(1, 0.3, K, dtype=torch.float64)
         log_scale = numbers(P, seed=1)
-        density = StructuredPrecisionDensity if of_precision else StructuredNormalDensity
+        density = LowRankPrecisionDensity if of_precision else LowRankNormalDensity
         self.density = density(numbers(P, seed=2) * log_scale.exp(), log_scale, factor, log_scale.exp())
         self.space = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
 
@@ -68,7 +68,7 @@ class NoMatrix(TorchDispatchMode):
 @pytest.mark.parametrize("of_precision", [False, True])
 def test_a_target_of_the_familys_form_is_found(of_precision):
     exact = Exact(300, 4, of_precision)
-    result = fit(exact, (vi.StructuredPrecision if of_precision else vi.StructuredNormal)(4))
+    result = fit(exact, (vi.LowRankPrecision if of_precision else vi.LowRankNormal)(4))
     assert exact.kl(result.family) < 0.01 * exact.best_mean_field()
     assert result.converged, result.verdict
     assert result.evaluations < 6000
@@ -81,7 +81,7 @@ def test_mean_field_has_the_conditional_scales():
     assert result.converged, result.verdict
 
 
-@pytest.mark.parametrize(("recipe", "of_precision"), [(vi.MeanField(), True), (vi.StructuredNormal(4), False)])
+@pytest.mark.parametrize(("recipe", "of_precision"), [(vi.MeanField(), True), (vi.LowRankNormal(4), False)])
 def test_no_matrix_of_all_numbers_by_all_is_ever_made(recipe, of_precision):
     P, exact = 300, Exact(300, 4, of_precision)
     with NoMatrix(P * P):
@@ -92,7 +92,7 @@ def test_no_matrix_of_all_numbers_by_all_is_ever_made(recipe, of_precision):
 
 
 def test_what_is_not_normal_is_fitted_as_well_as_with_dense_matrices(monkeypatch):
-    recipe = vi.StructuredNormal(3)
+    recipe = vi.LowRankNormal(3)
     X, signs = numbers(80, 40, seed=3) @ torch.diag(numbers(40, seed=4).exp()), numbers(80, seed=5).sign()
     logistic = target(lambda z: torch.nn.functional.logsigmoid(signs * (X @ z)).sum() - z.square().sum() / 2, P=40)
     dense = fit(logistic, recipe, tolerance=1e-2)
@@ -115,14 +115,14 @@ def test_up_to_the_threshold_nothing_is_changed(monkeypatch):
         raise AssertionError("a large search")
 
     monkeypatch.setattr("structvi.searching.fit.fit_large", never)
-    fit(target(lambda z: -z.square().sum() / 2, P=20), vi.StructuredNormal(2))
+    fit(target(lambda z: -z.square().sum() / 2, P=20), vi.LowRankNormal(2))
     with pytest.raises(AssertionError, match="a large search"):
-        fit(target(lambda z: -z.square().sum() / 2, P=257), vi.StructuredNormal(2))
+        fit(target(lambda z: -z.square().sum() / 2, P=257), vi.LowRankNormal(2))
 
 
 def test_a_bound_family_goes_on_from_where_it_is():
     exact = Exact(300, 4, True)
-    first = fit(exact, vi.StructuredPrecision(4))
+    first = fit(exact, vi.LowRankPrecision(4))
     second = fit(exact, first.family)
     assert exact.kl(second.family) < exact.kl(first.family) + 0.01
     assert second.evaluations < 0.5 * first.evaluations
@@ -131,7 +131,7 @@ def test_a_bound_family_goes_on_from_where_it_is():
 
 def test_a_limit_of_evaluations_is_kept_and_said():
     exact = Exact(300, 4, True)
-    result = fit(exact, vi.StructuredPrecision(4), max_evaluations=FRESH + 4096, tolerance=1e-12)
+    result = fit(exact, vi.LowRankPrecision(4), max_evaluations=FRESH + 4096, tolerance=1e-12)
     assert result.evaluations <= 4096
     assert exact.kl(result.family) < 0.05 * exact.best_mean_field()
     tight = fit(
@@ -176,7 +176,7 @@ def test_a_density_without_end_is_noticed():
 
 
 def test_single_precision_is_fitted_too():
-    result = fit(target(lambda z: -(z - 2).square().sum() / 2, dtype=torch.float32), vi.StructuredNormal(2))
+    result = fit(target(lambda z: -(z - 2).square().sum() / 2, dtype=torch.float32), vi.LowRankNormal(2))
     assert result.converged, result.verdict
     assert result.family().mean.dtype == torch.float32
     assert (result.family().mean - 2).abs().max() < 0.05

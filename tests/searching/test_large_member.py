@@ -49,7 +49,7 @@ def test_mean_field_has_the_conditional_variances():
     torch.testing.assert_close(member.scale, M.diagonal().rsqrt())
 
 
-@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2)])
 def test_a_family_takes_the_form_that_it_gives(recipe):
     spaces = (vi.Parameters({"z": numbers(7, seed=seed)}) for seed in (1, 2))
     q, other = (recipe.bind(space, torch.Generator().manual_seed(0)) for space in spaces)
@@ -68,5 +68,5 @@ def test_only_large_families_that_are_a_diagonal_plus_low_rank_have_a_form(monke
     assert large_form(vi.MeanField().bind(space)) is None
     monkeypatch.setattr("structvi.searching.large_member.LARGE", 5)
     assert large_form(vi.MeanField().bind(space)) is not None
-    assert large_form(vi.StructuredNormal(1).bind(space)).factor.shape == (6, 1)
+    assert large_form(vi.LowRankNormal(1).bind(space)).factor.shape == (6, 1)
     assert large_form(vi.FullNormal().bind(space)) is None

@@ -65,7 +65,7 @@ def test_the_whole_log_density_is_that_of_the_result(full):
 
 
 def test_a_factor_waits_and_then_learns():
-    family = fitted(vi.StructuredPrecision(1), steps=20).family
+    family = fitted(vi.LowRankPrecision(1), steps=20).family
     assert family.factor.requires_grad
     assert family.factor.abs().max() > 0
 

@@ -48,7 +48,7 @@ def test_a_full_part_is_the_normal_itself():
     assert q.proportions.tolist() == pytest.approx([0.5, 0.5])
 
 
-@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredPrecision(1)])
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.LowRankPrecision(1)])
 def test_other_parts_are_their_best(recipe):
     own = mixing(vi.Mixture(recipe, 1), [place(1.0, 2.0)])
     part = own.part(0, place(1.0, 2.0))

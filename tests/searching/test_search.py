@@ -88,7 +88,7 @@ def test_many_fixed_draws_are_normal():
     torch.testing.assert_close(rows.pow(4).mean(0), torch.full((4,), 3.0, dtype=torch.float64), atol=0.05, rtol=0)
 
 
-@pytest.mark.parametrize("family", [vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+@pytest.mark.parametrize("family", [vi.LowRankNormal(2), vi.LowRankPrecision(2)])
 @pytest.mark.parametrize("estimator", ["entropy", "log_q"])
 def test_fixed_draws_give_the_elbo_of_a_gaussian_exactly(family, estimator):
     p = gaussian(4)
@@ -104,7 +104,7 @@ def test_least_draws_leave_room_for_the_moments(n):
 
 
 @pytest.mark.parametrize(
-    "recipe", [vi.FullNormal(), vi.StructuredNormal(6), vi.StructuredPrecision(6)], ids=lambda r: type(r).__name__
+    "recipe", [vi.FullNormal(), vi.LowRankNormal(6), vi.LowRankPrecision(6)], ids=lambda r: type(r).__name__
 )
 def test_a_family_that_holds_the_target_finds_it(recipe):
     p = gaussian()
@@ -121,8 +121,8 @@ def test_a_family_that_holds_the_target_finds_it(recipe):
     ("recipe", "form"),
     [
         (vi.MeanField(), "covariance"),
-        (vi.StructuredNormal(2), "covariance"),
-        (vi.StructuredPrecision(2), "precision"),
+        (vi.LowRankNormal(2), "covariance"),
+        (vi.LowRankPrecision(2), "precision"),
     ],
     ids=["mean field", "covariance", "precision"],
 )
@@ -138,7 +138,7 @@ def test_smaller_families_come_to_their_best(recipe, form, seed):
 
 def test_evaluations_are_those_that_the_target_saw():
     p = gaussian()
-    result = fit(p, vi.StructuredNormal(2))
+    result = fit(p, vi.LowRankNormal(2))
     assert result.evaluations + result.verdict_evaluations + result.check_evaluations == p.evaluations
     assert result.verdict_evaluations == FRESH
     assert result.trace[-1].evaluations <= result.evaluations
@@ -148,11 +148,11 @@ def test_evaluations_are_those_that_the_target_saw():
 def test_a_seed_gives_the_same_fit_and_leaves_the_global_stream_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    results = [fit(gaussian(), vi.StructuredNormal(2), seed=3) for _ in range(2)]
+    results = [fit(gaussian(), vi.LowRankNormal(2), seed=3) for _ in range(2)]
     assert torch.equal(before, torch.get_rng_state())
     for a, b in zip(*(result.family.parameters() for result in results), strict=True):
         assert torch.equal(a, b)
-    other = fit(gaussian(), vi.StructuredNormal(2), seed=4)
+    other = fit(gaussian(), vi.LowRankNormal(2), seed=4)
     assert not torch.equal(other.family.factor, results[0].family.factor)
 
 
@@ -215,7 +215,7 @@ def test_a_bound_family_goes_on_from_where_it_is_and_is_left_alone():
 
 def test_what_comes_back_can_be_used_with_the_target():
     p = gaussian()
-    result = fit(p, vi.StructuredPrecision(2))
+    result = fit(p, vi.LowRankPrecision(2))
     assert result.family.space is p.space
     value = vi.elbo(result.family, p, groups=2000, generator=torch.Generator().manual_seed(0))
     assert abs(value.item() - result.elbo.value) < 0.3
@@ -223,7 +223,7 @@ def test_what_comes_back_can_be_used_with_the_target():
 
 def test_float32_parameters():
     p = vi.LogDensity(lambda p: -0.5 * (p["z"] - 1).square().sum(), space(dtype=torch.float32))
-    result = fit(p, vi.StructuredNormal(1))
+    result = fit(p, vi.LowRankNormal(1))
     assert result.converged
     assert result.family().mean.dtype == torch.float32
     torch.testing.assert_close(result.family().mean, torch.ones(2), atol=1e-2, rtol=0)
@@ -239,7 +239,7 @@ def test_the_limit_of_evaluations_is_kept_and_said():
     assert isinstance(result.family, vi.FullNormal)
 
 
-@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.StructuredNormal(1), vi.FullNormal()])
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.LowRankNormal(1), vi.FullNormal()])
 def test_a_limit_before_there_is_an_elbo_is_said(recipe):
     edge = target(lambda z: (0.1 * z.log() - z).sum(), value=1.0)
     result = fit(edge, recipe, max_evaluations=FRESH + 16 * least_draws(2))
@@ -268,7 +268,7 @@ def test_a_fit_in_words():
 
 def test_too_few_draws_are_called_over_fitted():
     # the tails of Student-t with one degree of freedom above the normal's: sigma points do not see them
-    result = fit(target(lambda z: StudentT(3.0).log_prob(z).sum(), P=8), vi.StructuredNormal(8), draws=32)
+    result = fit(target(lambda z: StudentT(3.0).log_prob(z).sum(), P=8), vi.LowRankNormal(8), draws=32)
     assert not result.converged
     assert "the draws are over-fitted" in result.verdict
     assert "raise draws=" in result.verdict
@@ -285,7 +285,7 @@ def test_a_density_that_cannot_be_normalised(recipe, limit):
 
 def test_an_elbo_without_maximum_leaves_finite_numbers():
     # scales grow until exp overflows
-    result = fit(target(lambda z: 1e3 * z.sum() + z.square().sum()), vi.StructuredNormal(1))
+    result = fit(target(lambda z: 1e3 * z.sum() + z.square().sum()), vi.LowRankNormal(1))
     assert not result.converged
     assert torch.isfinite(result.family().mean).all()
 
@@ -301,13 +301,13 @@ def test_a_density_that_is_nowhere_finite():
         fit(target(lambda z: z.sum() * torch.nan), vi.MeanField(), starts=2)
 
 
-@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.FullNormal(), vi.StructuredNormal(2), vi.StructuredPrecision(2)])
+@pytest.mark.parametrize("recipe", [vi.MeanField(), vi.FullNormal(), vi.LowRankNormal(2), vi.LowRankPrecision(2)])
 def test_a_gaussian_costs_few_evaluations(recipe):
     # four climbs, 2P draws of a first step, 4P to see that it was the last; 16 and 32 here
     assert fit(gaussian(8), recipe).evaluations < 300
 
 
-@pytest.mark.parametrize("recipe", [vi.FullNormal(), vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+@pytest.mark.parametrize("recipe", [vi.FullNormal(), vi.LowRankNormal(3), vi.LowRankPrecision(3)])
 def test_columns_that_are_nearly_the_same(recipe):
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)
     X = torch.stack([torch.ones_like(x), x, x + 1e-3 * torch.cos(50 * x)], dim=-1)

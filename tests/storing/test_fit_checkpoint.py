@@ -26,7 +26,7 @@ class Fault(Exception):
 def posterior():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
-    likelihood, family = vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2)
+    likelihood, family = vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2)
     return vi.variationalize(net, likelihood, family, vi.NormalPrior(1.0, learn=True), dropout="on")
 
 
@@ -283,7 +283,7 @@ def test_other_settings_and_other_posteriors_are_refused(tmp_path):
         fit(tmp_path, seed=1)
     with pytest.raises(ValueError, match=r"other settings.*learning rates"):
         fit(tmp_path, lr=0.5)
-    other = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2))
+    other = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2))
     with pytest.raises(ValueError, match=r"another posterior; these tensors differ: .*family\.factor"):
         other.fit(loader(), steps=STEPS, accumulate=2, resume=tmp_path, progress=False)
     (tmp_path / "other").mkdir()

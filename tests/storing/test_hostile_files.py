@@ -85,11 +85,11 @@ def posteriors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("posteriors")
     likelihoods, td = vi.likelihoods, torch.distributions
     every = {
-        "structured": (likelihoods.Gaussian("point"), vi.StructuredNormal(rank=2), vi.NormalPrior(1.0, learn=True)),
+        "structured": (likelihoods.Gaussian("point"), vi.LowRankNormal(rank=2), vi.NormalPrior(1.0, learn=True)),
         "mixture": (likelihoods.Categorical(class_weights=[1.0, 2.0]), vi.Mixture(vi.MeanField(), components=3), None),
         "blocks": (
             likelihoods.Gaussian("random", noise_prior=td.InverseGamma(2.0, 1.0)),
-            vi.Blocks({"0.*": vi.FullNormal(), "*": vi.StructuredPrecision(rank=1)}),
+            vi.PerLayer({"0.*": vi.FullNormal(), "*": vi.LowRankPrecision(rank=1)}),
             vi.NormalPrior(1.0) + vi.LaplacePrior({"0.*": 0.5, "*": 1.0}),
         ),
         "dropout": (
@@ -308,7 +308,7 @@ def harmed_by_nesting():
         return {"structvi": ["Mixture", {"part": part, "components": components}]}
 
     def blocks(pairs):
-        return {"structvi": ["Blocks", {"blocks": {"dict": pairs}}]}
+        return {"structvi": ["PerLayer", {"blocks": {"dict": pairs}}]}
 
     def dropout(part):
         return {"structvi": ["FittedDropout", {"weights": part}]}
@@ -332,7 +332,7 @@ def harmed_by_nesting():
         yield "family", blocks([[f"{n}*", leaf] for n in range(length)])
         yield "prior", {"structvi": ["NormalPrior", {"scale": {"dict": [[f"{n}*", 1.0] for n in range(length)]}}]}
     for rank in (3, 25, 26, 10**6, 2**62, 10**30, -1, 2.0):
-        yield "family", {"structvi": ["StructuredNormal", {"rank": rank}]}
+        yield "family", {"structvi": ["LowRankNormal", {"rank": rank}]}
     yield "family", {"structvi": ["FullNormal", {}]}
     yield "family", {"structvi": ["MCDropout", {"exempt": {"list": ["*" * 10**6] * 2}}]}
     yield "family", blocks([["*a" * 300 + str(n), leaf] for n in range(2000)])

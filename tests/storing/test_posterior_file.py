@@ -24,20 +24,20 @@ from tests.children import python
 FAMILIES = {
     "MAP": lambda: vi.MAP(),
     "MeanField": lambda: vi.MeanField(initial_scale=0.2),
-    "StructuredNormal": lambda: vi.StructuredNormal(rank=3),
-    "StructuredPrecision": lambda: vi.StructuredPrecision(rank=2, initial_factor=0.5),
+    "LowRankNormal": lambda: vi.LowRankNormal(rank=3),
+    "LowRankPrecision": lambda: vi.LowRankPrecision(rank=2, initial_factor=0.5),
     "FullNormal": lambda: vi.FullNormal(),
-    "Mixture": lambda: vi.Mixture(vi.StructuredNormal(rank=1), components=3),
+    "Mixture": lambda: vi.Mixture(vi.LowRankNormal(rank=1), components=3),
     "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")], common_noise=False),
-    "Blocks": lambda: vi.Blocks({"*": vi.MAP(), "0.*": vi.StructuredNormal(rank=2)}),
-    "Blocks of others": lambda: vi.Blocks({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
+    "PerLayer": lambda: vi.PerLayer({"*": vi.MAP(), "0.*": vi.LowRankNormal(rank=2)}),
+    "PerLayer of others": lambda: vi.PerLayer({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
     "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),
-    "Mixture of blocks": lambda: vi.Mixture(vi.Blocks({"2.*": vi.MeanField(), "0.*": vi.StructuredPrecision(rank=1)})),
+    "Mixture of blocks": lambda: vi.Mixture(vi.PerLayer({"2.*": vi.MeanField(), "0.*": vi.LowRankPrecision(rank=1)})),
     "MCDropout": lambda: vi.MCDropout(keep=0.7, per="input", exempt=["*bias", "2.*"]),
     "FittedDropout": lambda: vi.FittedDropout(prior_keep=0.8, per="output"),
     "FittedDropout over a density": lambda: vi.FittedDropout(weights=vi.MeanField(), per="input"),
     "FittedDropout, relaxed": lambda: vi.FittedDropout(
-        q="logistic_normal", weights=vi.StructuredNormal(rank=1), gates=vi.StructuredNormal(rank=1), per="input"
+        q="logistic_normal", weights=vi.LowRankNormal(rank=1), gates=vi.LowRankNormal(rank=1), per="input"
     ),
 }
 #: name, and what a posterior needs besides
@@ -295,8 +295,8 @@ def test_a_refused_load_leaves_the_network_alone(tmp_path):
     posterior.save(tmp_path / "q")
     other = normalised(seed=1)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match=r"the family .StructuredNormal. is not the one that was saved"):
-        vi.load(tmp_path / "q", other, family=vi.StructuredNormal(rank=1))
+    with pytest.raises(ValueError, match=r"the family .LowRankNormal. is not the one that was saved"):
+        vi.load(tmp_path / "q", other, family=vi.LowRankNormal(rank=1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
@@ -398,7 +398,7 @@ def test_what_your_own_prior_learned_is_set(tmp_path):
     [
         ("family", Renamed(), "Renamed"),
         ("family", vi.MCDropout(exempt=lambda name, tensor: "bias" in name), "<lambda>"),
-        ("family", vi.Blocks({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
+        ("family", vi.PerLayer({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
         ("prior", vi.SumPrior([vi.NormalPrior(1.0), own_prior]), "own_prior"),
         ("prior", vi.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),
         ("likelihood", vi.likelihoods.Gaussian("random", noise_prior=td.Chi2(3.0)), "Chi2"),
@@ -456,7 +456,7 @@ def test_functions_and_other_classes_are_not_described(value):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tensors_of_a_family_are_known_before_it_is_made(name):
     likelihoods = [vi.likelihoods.Categorical()]
-    if name not in ("Blocks of others", "Mixture of blocks"):  # which have no block for the noise
+    if name not in ("PerLayer of others", "Mixture of blocks"):  # which have no block for the noise
         likelihoods.append(vi.likelihoods.Gaussian("random"))
     for likelihood in likelihoods:
         posterior = vi.variationalize(network(), likelihood, FAMILIES[name](), num_data=12)
@@ -509,7 +509,7 @@ def test_a_family_that_could_not_be_loaded_is_not_saved(tmp_path):
         ({"structvi": ["SumPrior", {"priors": {"list": [encode(vi.likelihoods.Poisson())]}}]}, "expected a prior, got"),
         ({"structvi": ["Mixture", {"part": encode(vi.NormalPrior())}]}, "expected a family, got the prior NormalPrior"),
         ({"structvi": ["NormalPrior", {"scale": float("inf")}]}, "a number that is not finite"),
-        ({"structvi": ["StructuredNormal", {"rank": 10**400}]}, "a whole number beyond 64 bits"),
+        ({"structvi": ["LowRankNormal", {"rank": 10**400}]}, "a whole number beyond 64 bits"),
         (
             {"structvi": ["Mixture", {"part": encode(vi.MAP()), "components": True}]},
             "components must be None or an int",
@@ -569,7 +569,7 @@ def rewritten(tensors, description):
         yield name, tensors, {**description, "prior": {"value": {"distribution": [name, {"loc": 0.0}]}}}
     wrong = [{"rank": 10**9}, {"rank": 99}, {"rank": -1}, {}, {"rank": 2, "more": 1}, {"rank": 1}]
     for arguments in wrong:
-        family = {"value": {"structvi": ["StructuredNormal", arguments]}}
+        family = {"value": {"structvi": ["LowRankNormal", arguments]}}
         yield f"{arguments}", tensors, {**description, "family": family}
     for name, tensor in tensors.items():
         yield f"without {name}", {k: v for k, v in tensors.items() if k != name}, description
@@ -582,7 +582,7 @@ def rewritten(tensors, description):
 
 
 def test_damaged_posteriors_are_refused_and_leave_the_network_alone(tmp_path):
-    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2), num_data=12)
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2), num_data=12)
     path, damaged, trap = tmp_path / "q", tmp_path / "damaged", tmp_path / "trap"
     posterior.save(path)
     whole, generator = path.read_bytes(), random.Random(0)
@@ -670,10 +670,10 @@ BAD = {
     "another prior": (with_part("prior", vi.NormalPrior({"zzz": 1.0})), "no pattern of"),
     "another prior in a sum": (with_part("prior", vi.NormalPrior() + vi.LaplacePrior({"zzz": 1.0})), "no pattern of"),
     "another rank": (
-        with_part("family", vi.StructuredNormal(rank=3)),
+        with_part("family", vi.LowRankNormal(rank=3)),
         r"factor: .*, 2\] in the file, .*, 3\] here",
     ),
-    "a rank of 10^9": (with_part("family", vi.StructuredNormal(rank=10**9)), r"1000000000\] here"),
+    "a rank of 10^9": (with_part("family", vi.LowRankNormal(rank=10**9)), r"1000000000\] here"),
     "another family": (with_part("family", vi.FullNormal()), "extra: log_diagonal"),
     "a mixture": (with_part("family", vi.Mixture(vi.MAP(), components=4)), r"extra: raw_logits \[4\]"),
     "no field": (lambda tensors, d: (tensors, {k: v for k, v in d.items() if k != "held"}), "expected the fields"),
@@ -757,7 +757,7 @@ def test_numbers_that_safetensors_cannot_write_are_named(tmp_path, monkeypatch):
 def test_what_is_said_of_a_file_with_the_right_hash(tmp_path, name):
     if "complex64" in name and not writes_complex():
         pytest.skip("this safetensors writes no complex numbers")
-    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.StructuredNormal(2), num_data=12)
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2), num_data=12)
     path, net = tmp_path / "q", normalised(seed=1)
     posterior.save(path)
     change, message = BAD[name]

@@ -32,7 +32,7 @@ def network() -> nn.Module:
 
 def posteriors(folder: Path) -> None:
     loader, net = data(), network()
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.StructuredNormal(rank=1))
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.LowRankNormal(rank=1))
     assert_type(bayes, vi.Posterior)
     result = bayes.fit(loader, epochs=2, lr=0.01, progress=False)
     assert_type(result, vi.FitResult)
@@ -121,7 +121,7 @@ def choices() -> list[vi.Family]:
     recipes: list[vi.Family] = [
         vi.MAP(),
         vi.MeanField(),
-        vi.StructuredPrecision(rank=2),
+        vi.LowRankPrecision(rank=2),
         vi.Mixture(vi.MeanField(), 2),
         vi.Rotated(vi.MeanField()),
         vi.MCDropout(0.1),

@@ -343,7 +343,7 @@ def test_held_out_inputs_that_the_network_cannot_take_are_told_before_the_work(h
 
 
 def test_networks_of_two_dtypes_in_a_mixture_are_refused():
-    mixture = vi.NetworkMixture.of([nn.Linear(2, 3), nn.Linear(2, 3).double()], vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of([nn.Linear(2, 3), nn.Linear(2, 3).double()], vi.likelihoods.Categorical())
     with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float64: give net.float\(\)"):
         mixture.fit(columns(2), validation=columns(2), progress=False)
 
@@ -389,7 +389,7 @@ def test_a_network_that_cannot_be_linearised_has_drawn_weights_and_a_note(held_o
         bayes = vi.variationalize(Bag(), vi.likelihoods.Categorical())
         results = [bayes.fit(bags(60, 0), validation=held_out, progress=False)]
     else:
-        bayes = vi.NetworkMixture.of([Bag(), Bag()], vi.likelihoods.Categorical())
+        bayes = vi.Ensemble.of([Bag(), Bag()], vi.likelihoods.Categorical())
         results = bayes.fit(bags(60, 0), validation=held_out, progress=False).members
     for result in results:
         assert any("weights are drawn" in note and "_embedding_bag" in note for note in result.notes)
@@ -466,7 +466,7 @@ def test_a_temperature_is_put_on_top_where_no_spread_does_as_much(too_sure, tmp_
 
 def test_members_of_a_mixture_have_one_temperature(too_sure):
     net, train, held_out, (x, t) = too_sure
-    mixture = vi.NetworkMixture.of([net, copy.deepcopy(net)], vi.likelihoods.Categorical())
+    mixture = vi.Ensemble.of([net, copy.deepcopy(net)], vi.likelihoods.Categorical())
     result = mixture.fit(loader(train), validation=loader(held_out), progress=False)
     assert 1.5 < mixture.calibration.applied.value < 5
     assert all(one.calibration is None for one in mixture.posteriors)
@@ -527,7 +527,7 @@ def test_a_network_that_is_kept_has_the_noise_that_suits_it():
 
 
 def test_a_factor_that_the_curvature_does_not_give_is_none(dense):
-    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.StructuredNormal(4), vi.NormalPrior(0.1))
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.LowRankNormal(4), vi.NormalPrior(0.1))
     bayes.fit(loader(TRAIN), progress=False)
     plain = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.1))
     plain.fit(loader(TRAIN), progress=False)

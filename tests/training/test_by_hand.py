@@ -19,7 +19,7 @@ class Wide(vi.NormalPrior):
         return -x.double().abs().sum(-1)
 
 
-FAMILIES = [vi.MeanField(), vi.StructuredNormal(3), vi.StructuredPrecision(3), vi.StructuredNormal(0)]
+FAMILIES = [vi.MeanField(), vi.LowRankNormal(3), vi.LowRankPrecision(3), vi.LowRankNormal(0)]
 PRIORS = {
     "normal": lambda: vi.NormalPrior(0.7),
     "by fan-in": lambda: vi.NormalPrior.fan_in(0.7),
@@ -86,11 +86,11 @@ def test_the_gradient_is_that_of_the_objective(family, prior):
 
 
 def test_of_several_batches_it_is_the_sum():
-    check(made(vi.StructuredNormal(3), vi.NormalPrior(0.7)), [batch(), batch(3)])
+    check(made(vi.LowRankNormal(3), vi.NormalPrior(0.7)), [batch(), batch(3)])
 
 
 def test_with_random_noise_in_the_likelihood():
-    check(made(vi.StructuredNormal(3), vi.NormalPrior(0.7), vi.likelihoods.Gaussian("random")), [batch()])
+    check(made(vi.LowRankNormal(3), vi.NormalPrior(0.7), vi.likelihoods.Gaussian("random")), [batch()])
 
 
 @pytest.mark.parametrize(("groups", "S"), [(1, 1), (1, 2), (3, 6)])

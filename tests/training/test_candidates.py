@@ -38,7 +38,7 @@ def test_a_width_that_is_not_known_is_an_equal_mixture_of_widths():
     for k, (_, normal) in enumerate(parts):
         width = round(candidates.WIDTH / candidates.RATIO**k, 7)
         one = vi.variationalize(
-            net, vi.likelihoods.Categorical(), vi.StructuredPrecision(25),  # the default rank is at most P/2
+            net, vi.likelihoods.Categorical(), vi.LowRankPrecision(25),  # the default rank is at most P/2
             candidates.relative_prior(bayes.model, bayes.space.initial, width), linearise=True,
         )  # fmt: skip
         one.fit(loader((x, t)), progress=False)

@@ -113,7 +113,7 @@ def test_growing_a_tempered_posterior():
     assert result.elbo == result.candidates[best]
 
 
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredNormal(1), vi.MAP(), vi.MCDropout(0.1)])
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankNormal(1), vi.MAP(), vi.MCDropout(0.1)])
 def test_objectives_of_one_reading(family):
     """λ = 1 has the bits of `full_elbo`; in λ it is a line, for families with a density and without one."""
     bayes = narrow(family)

@@ -167,7 +167,7 @@ def test_a_function_without_a_distribution_is_refused_by_name():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.1])
 @pytest.mark.parametrize(
-    "family", [vi.MeanField(), vi.StructuredPrecision(3), vi.StructuredPrecision(1), vi.FullNormal()], ids=repr
+    "family", [vi.MeanField(), vi.LowRankPrecision(3), vi.LowRankPrecision(1), vi.FullNormal()], ids=repr
 )
 def test_families_are_placed_with_this_precision(family, temperature):
     """Λ = G/λ + π: in the precision form diagonal and columns, else a precision of the same diagonal."""
@@ -201,7 +201,7 @@ def test_the_estimate_does_not_depend_on_the_batch_size():
     _, outputs, likelihood, (x, t), _ = next(cases())
     net, found = network(outputs), []
     for size in (1, 3, 7, 20):
-        bayes = vi.variationalize(net, likelihood, vi.StructuredPrecision(2), vi.NormalPrior(1.0))
+        bayes = vi.variationalize(net, likelihood, vi.LowRankPrecision(2), vi.NormalPrior(1.0))
         loader = DataLoader(TensorDataset(x, t), batch_size=size, shuffle=True)
         bayes.fit(loader, steps=0, start="trained", progress=False)
         found.append(bayes.family().variance.detach())

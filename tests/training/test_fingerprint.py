@@ -118,7 +118,7 @@ OTHERS = {
     "other statistics": (lambda: problem(net=held_changed()), "the network's held tensors and buffers"),
     "batch norm": (lambda: problem(batch_norm="reestimated"), "dropout and batch_norm"),
     "family's start": (lambda: problem(family=vi.MeanField(initial_scale=0.2)), "the family"),
-    "rank 0": (lambda: problem(family=vi.StructuredNormal(0)), "belongs to another posterior"),
+    "rank 0": (lambda: problem(family=vi.LowRankNormal(0)), "belongs to another posterior"),
     "float64": (lambda: problem(dtype=torch.float64), "the weights' dtype"),
     "selected": (lambda: problem(select="0.*"), "belongs to another posterior"),
     "a forward": (lambda: problem(forward=lambda net, batch: (net(batch[0]), batch[1])), "forward="),
@@ -311,7 +311,7 @@ def test_how_to_extend_is_said(interrupted, tmp_path_factory):
 
 # ------------------------------------------------------------------------------------------ resume is refused or exact
 
-FAMILIES = [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(1), vi.Mixture(vi.MeanField(), 2), vi.MAP()]
+FAMILIES = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(1), vi.Mixture(vi.MeanField(), 2), vi.MAP()]
 
 
 @settings(max_examples=15, deadline=None)

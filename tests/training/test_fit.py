@@ -73,7 +73,7 @@ def test_mean_field_reaches_the_closed_form():
     assert (q.variance.sqrt() / deviation - 1).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("family", [vi.FullNormal(), vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+@pytest.mark.parametrize("family", [vi.FullNormal(), vi.LowRankNormal(3), vi.LowRankPrecision(3)])
 def test_families_that_hold_the_posterior_reach_the_evidence(family):
     mean, precision, evidence = exact()
     posterior = linear(family)
@@ -179,7 +179,7 @@ def test_temperature_and_kl_warmup():
 
 
 def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
-    posterior = linear(vi.StructuredNormal(1))
+    posterior = linear(vi.LowRankNormal(1))
     first = posterior.fit(loader(), steps=40, progress=False).history["temperature"]
     rise = round(KL_WARMUP * 40)
     assert bool((first[:rise] < 1).all())
@@ -193,7 +193,7 @@ def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
 
 def test_a_factor_learns_slower_the_more_weights_there_are():
     for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
-        family = vi.StructuredPrecision(2).bind(vi.Parameters({"z": torch.zeros(size)}))
+        family = vi.LowRankPrecision(2).bind(vi.Parameters({"z": torch.zeros(size)}))
         optimizer = make_optimizer(list(family.parameters()), None, 0.1, family)
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         assert rates[id(family.factor)] == pytest.approx(0.1 * rate)
@@ -290,7 +290,7 @@ def regression_net(family):
     return vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), family)
 
 
-@pytest.mark.parametrize("family", [vi.StructuredNormal(3), vi.StructuredPrecision(3)])
+@pytest.mark.parametrize("family", [vi.LowRankNormal(3), vi.LowRankPrecision(3)])
 def test_staged_fit(family):
     posterior = regression_net(family)
     factors = []
@@ -312,7 +312,7 @@ def test_staged_fit(family):
 
 
 def test_staged_fit_keeps_stage_one_where_the_factor_does_harm():
-    posterior = regression_net(vi.StructuredNormal(3))
+    posterior = regression_net(vi.LowRankNormal(3))
 
     def spoil(history):
         if len(history) >= 60:
@@ -329,13 +329,13 @@ def test_staged_fit_keeps_stage_one_where_the_factor_does_harm():
 
 def test_parts_and_blocks_are_staged_and_mean_field_is_not():
     for family in (
-        vi.Mixture(vi.StructuredNormal(2), 2),
-        vi.Blocks({"0.*": vi.MAP(), "2.*": vi.StructuredPrecision(2)}),
+        vi.Mixture(vi.LowRankNormal(2), 2),
+        vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.LowRankPrecision(2)}),
     ):
         result = regression_net(family).fit(loader(), steps=20, progress=False)
         assert result.history["stage"].tolist() == [1] * 8 + [2] * 12
     assert linear().fit(loader(), steps=20, progress=False).history["stage"].unique().tolist() == [2]
-    unstaged = regression_net(vi.StructuredNormal(2)).fit(loader(), steps=20, staged=False, progress=False)
+    unstaged = regression_net(vi.LowRankNormal(2)).fit(loader(), steps=20, staged=False, progress=False)
     assert unstaged.history["stage"].unique().tolist() == [2]
 
 
@@ -415,7 +415,7 @@ def test_ctrl_c_ends_the_fit_with_what_there_is():
         if len(history) == 7:
             raise KeyboardInterrupt
 
-    result = regression_net(vi.StructuredNormal(2)).fit(loader(), steps=50, progress=False, callback=stop)
+    result = regression_net(vi.LowRankNormal(2)).fit(loader(), steps=50, progress=False, callback=stop)
     assert result.verdict == "stopped by you"
     assert result.steps == len(result.history) == 7
     assert result.candidates == {}

@@ -60,17 +60,17 @@ def assert_same(at_once, alone, results, singles):
     ("family", "options"),
     [
         (vi.MeanField(), {}),
-        (vi.StructuredNormal(2), {"groups": 2}),
-        (vi.StructuredPrecision(2), {"coupling": vi.naive}),
-        (vi.StructuredPrecision(2), {"coupling": vi.unscented}),
+        (vi.LowRankNormal(2), {"groups": 2}),
+        (vi.LowRankPrecision(2), {"coupling": vi.naive}),
+        (vi.LowRankPrecision(2), {"coupling": vi.unscented}),
         (vi.Mixture(vi.MeanField(), components=2), {}),
-        (vi.Blocks({"2.*": vi.MeanField(), "*": vi.MAP()}), {}),
+        (vi.PerLayer({"2.*": vi.MeanField(), "*": vi.MAP()}), {}),
         (vi.MeanField(), {"estimator": "entropy", "temperature": 0.3}),
     ],
 )
 def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
     """Data sets of three sizes, whose last batches are padded; staged, averaged, clipped."""
-    prior = vi.NormalPrior(1.0) if isinstance(family, vi.Blocks) else None  # point masses learn no scale
+    prior = vi.NormalPrior(1.0) if isinstance(family, vi.PerLayer) else None  # point masses learn no scale
     loaders = [data(n, seed=n) for n in (40, 33, 20)]
     a, b = (made(3, family, prior=prior) for _ in range(2))
     given = {"steps": 50, "clip": 1.0, **options}
@@ -159,7 +159,7 @@ def test_what_cannot_be_at_once_is_one_after_another():
 
 def test_forms_are_told_apart():
     """Two of mean field and two of a low rank: two groups, each at once, results in the order that was asked for."""
-    a = [*made(2), *made(2, vi.StructuredNormal(1))]
+    a = [*made(2), *made(2, vi.LowRankNormal(1))]
     results = vi.fit_many([a[0], a[2], a[1], a[3]], data(20), steps=3, progress=False, at_once=True, seeds=[0, 0, 1, 1])
     assert all(any("one of 2 fits" in note for note in result.notes) for result in results)
     single = made(1)[0]

@@ -92,7 +92,7 @@ def test_what_is_shared_and_validation_of_no_use_are_refused():
     with pytest.raises(ValueError, match="share something that is learned"):
         vi.fit_many(shared, [loader(20), loader(20)], steps=2, progress=False)
     with pytest.raises(ValueError, match="share something that is learned"):
-        vi.NetworkMixture(shared).fit(loader(20), steps=2, progress=False)
+        vi.Ensemble(shared).fit(loader(20), steps=2, progress=False)
     made = posteriors([nn.Linear(3, 1), nn.Linear(3, 1)])
     with pytest.raises(TypeError, match="validation must be a list"):
         vi.fit_many(made, [loader(20), loader(20)], validation=loader(20), steps=2, progress=False)
@@ -103,7 +103,7 @@ def test_a_mixture_is_as_good_as_its_worst_member():
     nets = [nn.Linear(3, 1), nn.Linear(3, 1)]
     with torch.no_grad():
         nets[1].weight.fill_(80.0)
-    mixture = vi.NetworkMixture([vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MeanField()) for net in nets])
+    mixture = vi.Ensemble([vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MeanField()) for net in nets])
     result = mixture.fit(loader(60, 60), steps=600, progress=False)
     assert {one.status for one in result.members} == {Status.CONVERGED, Status.IMPROVING}
     assert result.status is Status.IMPROVING
@@ -111,11 +111,11 @@ def test_a_mixture_is_as_good_as_its_worst_member():
         nets[1].weight.fill_(1e25)
     wide = [vi.variationalize(n, vi.likelihoods.Gaussian(1.0), vi.MeanField(), vi.NormalPrior(1e26)) for n in nets]
     with pytest.raises(ValueError, match="these diverged: 1"):
-        vi.NetworkMixture(wide).fit(loader(60, 60), steps=20, progress=False)
+        vi.Ensemble(wide).fit(loader(60, 60), steps=20, progress=False)
 
 
 def test_a_linearised_network_with_a_part_that_is_a_point():
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-    blocks = vi.Blocks({"0.*": vi.MAP(), "*": vi.MeanField()})
+    blocks = vi.PerLayer({"0.*": vi.MAP(), "*": vi.MeanField()})
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian(0.1), blocks, linearise=True)
     assert torch.isfinite(bayes.fit(loader(60, 16), start="trained", steps=3, progress=False).history["elbo"]).all()

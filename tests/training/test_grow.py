@@ -93,7 +93,7 @@ def test_prior_precision():
 
 
 @pytest.mark.parametrize(
-    "family", [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.FullNormal()], ids=repr
+    "family", [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()], ids=repr
 )
 def test_start_at_a_trained_network(family):
     net = network()
@@ -104,7 +104,7 @@ def test_start_at_a_trained_network(family):
     start_trained(posterior, Batches(loader()))
     q = posterior.family
     for module in q.modules():
-        if isinstance(module, vi.StructuredNormal | vi.StructuredPrecision):
+        if isinstance(module, vi.LowRankNormal | vi.LowRankPrecision):
             module.first_stage()
     torch.testing.assert_close(q().mean.detach(), values(net))
     roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
@@ -123,7 +123,7 @@ def check_scales(variance, curvature, space):
 
 def test_start_with_blocks_and_without_a_curved_prior():
     net = network()
-    posterior = bayes(vi.Blocks({"0.*": vi.MAP(), "2.*": vi.MeanField()}), net)
+    posterior = bayes(vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.MeanField()}), net)
     start_trained(posterior, Batches(loader()))
     torch.testing.assert_close(posterior.family().mean.detach(), values(net))
     roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
@@ -152,9 +152,9 @@ def test_fit_from_a_trained_network_starts_well():
             (net(x) - t).square().mean().backward()
             optimizer.step()
     before = values(net)
-    warm = bayes(vi.StructuredNormal(2), net).fit(loader(), steps=20, start="trained", progress=False)
+    warm = bayes(vi.LowRankNormal(2), net).fit(loader(), steps=20, start="trained", progress=False)
     torch.manual_seed(0)
-    cold = bayes(vi.StructuredNormal(2)).fit(loader(), steps=20, progress=False)
+    cold = bayes(vi.LowRankNormal(2)).fit(loader(), steps=20, progress=False)
     assert warm.history["elbo"][0] > cold.history["elbo"][0]
     assert warm.elbo.value > cold.elbo.value
     assert torch.equal(values(net), before)
@@ -166,7 +166,7 @@ def test_fit_from_a_trained_network_starts_well():
 
 @pytest.mark.parametrize(
     "family",
-    [vi.MeanField(), vi.StructuredNormal(0), vi.StructuredNormal(1), vi.StructuredPrecision(1)],
+    [vi.MeanField(), vi.LowRankNormal(0), vi.LowRankNormal(1), vi.LowRankPrecision(1)],
     ids=repr,
 )
 def test_grow_rank(family):
@@ -180,14 +180,14 @@ def test_grow_rank(family):
     # two hundred steps further: all of these gain
     assert result.kept == "grown"
     assert posterior.family.rank == 3
-    expected = vi.StructuredPrecision if isinstance(old, vi.StructuredPrecision) else vi.StructuredNormal
+    expected = vi.LowRankPrecision if isinstance(old, vi.LowRankPrecision) else vi.LowRankNormal
     assert type(posterior.family) is expected
     g = torch.Generator().manual_seed(1)
     assert posterior.elbo(loader(), groups=32, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
 
 
 def test_growing_starts_where_the_fit_was():
-    posterior = bayes(vi.StructuredPrecision(1))
+    posterior = bayes(vi.LowRankPrecision(1))
     posterior.fit(loader(), steps=50, progress=False)
     covariance = posterior.family().covariance().detach()
     # a learning rate of nothing: only the small new columns differ
@@ -231,11 +231,11 @@ def test_grow_components():
         (vi.MeanField(), {"rank": 1, "components": 2}, ValueError, "one of rank= and components="),
         (vi.MeanField(), {"rank": 1, "staged": True}, ValueError, "neither staged= nor start="),
         (vi.MeanField(), {"rank": 0}, ValueError, "the rank is 0 already"),
-        (vi.StructuredNormal(2), {"rank": 2}, ValueError, "the rank is 2 already"),
+        (vi.LowRankNormal(2), {"rank": 2}, ValueError, "the rank is 2 already"),
         (vi.FullNormal(), {"rank": 2}, TypeError, "not for FullNormal"),
         (vi.MeanField(), {"components": 1}, ValueError, "1 parts already"),
         (vi.MAP(), {"components": 2}, ValueError, "point masses"),
-        (vi.Blocks({"*": vi.MeanField()}), {"components": 2}, TypeError, "not for Blocks"),
+        (vi.PerLayer({"*": vi.MeanField()}), {"components": 2}, TypeError, "not for PerLayer"),
     ],
     ids=str,
 )
@@ -249,7 +249,7 @@ def test_bad_growth(family, options, error, message):
 
 def test_mixture_from_networks():
     nets = [network() for _ in range(3)]
-    q = vi.Mixture.from_networks(nets, part=vi.StructuredNormal(1))
+    q = vi.Mixture.from_networks(nets, part=vi.LowRankNormal(1))
     for net, part in zip(nets, q.part, strict=True):
         torch.testing.assert_close(part.mean.detach(), values(net))
     posterior = bayes(q, nets[0])

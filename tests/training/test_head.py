@@ -299,7 +299,7 @@ def test_bad_arguments_are_named():
         vi.variationalize_head(net, likelihoods.Categorical(), layer="end")
     with pytest.raises(ValueError, match="no linear head"):
         vi.variationalize_head(nn.ReLU(), likelihoods.Categorical())
-    with pytest.raises(ValueError, match=r"the head has 10100 numbers.*StructuredPrecision"):
+    with pytest.raises(ValueError, match=r"the head has 10100 numbers.*LowRankPrecision"):
         vi.variationalize_head(nn.Linear(100, 100), likelihoods.Categorical())
     bayes = vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*")
     with pytest.raises(ValueError, match="the family is MeanField"):

@@ -8,10 +8,10 @@ import structvi as vi
 
 FAMILIES = [
     vi.MeanField(),
-    vi.StructuredNormal(2),
-    vi.StructuredPrecision(2),
+    vi.LowRankNormal(2),
+    vi.LowRankPrecision(2),
     vi.FullNormal(),
-    vi.Blocks({"0.*": vi.MeanField(), "*": vi.StructuredNormal(1)}),
+    vi.PerLayer({"0.*": vi.MeanField(), "*": vi.LowRankNormal(1)}),
 ]
 
 

@@ -24,7 +24,7 @@ def loader():
 def make(family=None):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.Linear(16, 1))
-    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.3), family or vi.StructuredNormal(4), num_data=N)
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.3), family or vi.LowRankNormal(4), num_data=N)
 
 
 def test_the_formula_is_that_of_the_documentation():

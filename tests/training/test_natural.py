@@ -97,7 +97,7 @@ def fit(bayes, optimizer=RECIPE, **options):
         vi.MeanField(),
         vi.Rotated(vi.MeanField()),
         vi.Mixture(vi.MeanField(), components=2),
-        vi.Blocks({"0.*": vi.MeanField(), "2.*": vi.StructuredNormal(rank=1)}),
+        vi.PerLayer({"0.*": vi.MeanField(), "2.*": vi.LowRankNormal(rank=1)}),
     ],
     ids=["mean field", "rotated", "mixture", "blocks"],
 )
@@ -155,7 +155,7 @@ def test_it_finds_the_posterior_of_a_linear_network():
 
 def test_families_without_plain_normals_are_refused():
     with pytest.raises(TypeError, match=r"NaturalGradient\(\) is for normals without a factor"):
-        fit(made(vi.StructuredNormal(rank=1)))
+        fit(made(vi.LowRankNormal(rank=1)))
 
 
 @pytest.mark.parametrize(

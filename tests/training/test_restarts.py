@@ -30,7 +30,7 @@ def restarted(result: vi.FitResult) -> list[str]:
     return [note for note in result.notes if note.startswith("stuck")]
 
 
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.StructuredNormal(2)], ids=["mean field", "low rank"])
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankNormal(2)], ids=["mean field", "low rank"])
 def test_a_stuck_fit_is_begun_again(family):
     alone = fit(posterior(family, dead=True), restarts=0)
     assert not restarted(alone)

@@ -62,7 +62,7 @@ def objective(bayes, x, t, temperature):
     return float((terms.fit - temperature * terms.complexity).mean())
 
 
-FAMILIES = [vi.MeanField(), vi.StructuredPrecision(1), vi.StructuredNormal(1), vi.Rotated(vi.MeanField())]
+FAMILIES = [vi.MeanField(), vi.LowRankPrecision(1), vi.LowRankNormal(1), vi.Rotated(vi.MeanField())]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: type(family).__name__)

@@ -189,11 +189,11 @@ def posterior(family):
 FAMILIES = {
     "MAP": vi.MAP,
     "mean field": vi.MeanField,
-    "precision": lambda: vi.StructuredPrecision(2),
+    "precision": lambda: vi.LowRankPrecision(2),
     "rotated": lambda: vi.Rotated(vi.MeanField()),
-    "rotated precision": lambda: vi.Rotated(vi.StructuredPrecision(2)),
+    "rotated precision": lambda: vi.Rotated(vi.LowRankPrecision(2)),
     "mixture": lambda: vi.Mixture(vi.MeanField(), 2),
-    "blocks": lambda: vi.Blocks({"0.*": vi.MeanField(), "2.*": vi.MAP()}),
+    "blocks": lambda: vi.PerLayer({"0.*": vi.MeanField(), "2.*": vi.MAP()}),
 }
 
 

@@ -11,7 +11,7 @@ from structvi.training.step import Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 T = torch.randn(12, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-FAMILIES = [vi.MeanField(), vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.Mixture(vi.MeanField(), 2)]
+FAMILIES = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.Mixture(vi.MeanField(), 2)]
 
 
 def posterior(family: vi.Family) -> vi.Posterior:
@@ -27,7 +27,7 @@ def flat(bayes: vi.Posterior) -> torch.Tensor:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("knows", [False, True], ids=["all by .grad", "factors by columns"])
-@pytest.mark.parametrize("family", [*FAMILIES, vi.Mixture(vi.StructuredNormal(1), 2)], ids=repr)
+@pytest.mark.parametrize("family", [*FAMILIES, vi.Mixture(vi.LowRankNormal(1), 2)], ids=repr)
 def test_equals_a_loop_by_hand(family, knows, clip):
     ours, plain = posterior(family), posterior(family)
     factors = ours.family.factors() if knows else []
@@ -55,9 +55,7 @@ def test_equals_a_loop_by_hand(family, knows, clip):
     torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "family", [vi.StructuredNormal(2), vi.StructuredPrecision(2), vi.StructuredNormal(1)], ids=repr
-)
+@pytest.mark.parametrize("family", [vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.LowRankNormal(1)], ids=repr)
 def test_a_factor_row_by_row_with_a_whole_gradient_too(family):
     """As on a GPU in float64, where no kernel takes the thin sides: the gradient comes column by column."""
     ours, plain = posterior(family), posterior(family)
@@ -99,7 +97,7 @@ def test_the_weights_of_a_captured_step_give_the_bits_of_numbers():
 
 
 def test_several_batches_share_a_step():
-    one, several = posterior(vi.StructuredNormal(2)), posterior(vi.StructuredNormal(2))
+    one, several = posterior(vi.LowRankNormal(2)), posterior(vi.LowRankNormal(2))
     generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)]
     adam = Adam(several.parameters(), lr=0.01, factors=several.family.factors())
     step = Step(several, adam, generators[0])
@@ -119,7 +117,7 @@ def test_several_batches_share_a_step():
     [((X * torch.nan, T), "log likelihood is not finite at 2 of 2"), ((X, T * torch.inf), "log likelihood is not")],
 )
 def test_what_is_not_finite_changes_nothing(batch, message):
-    bayes = posterior(vi.StructuredNormal(2))
+    bayes = posterior(vi.LowRankNormal(2))
     generator = torch.Generator().manual_seed(0)
     step = Step(bayes, Adam(bayes.parameters(), lr=0.01), generator)
     step([(X, T)])
@@ -154,7 +152,7 @@ def test_a_compiled_network_gives_the_same(monkeypatch):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, T), batch_size=4)
     runs = []
     for option in (False, True):
-        bayes = posterior(vi.StructuredNormal(2))
+        bayes = posterior(vi.LowRankNormal(2))
         bayes.fit(loader, steps=6, groups=2, compile=option, progress=False)
         runs.append(flat(bayes))
     torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-10)

@@ -24,7 +24,7 @@ def loader():
 def make(family, **options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-    prior = vi.NormalPrior(1.0, learn=not isinstance(family, vi.Blocks))  # point masses let no scale be learned
+    prior = vi.NormalPrior(1.0, learn=not isinstance(family, vi.PerLayer))  # point masses let no scale be learned
     return vi.variationalize(net, vi.likelihoods.Gaussian("point"), family, prior, num_data=N, **options)
 
 
@@ -49,10 +49,10 @@ def batches(step, steps, accumulate=1):
 PLAIN = {"warmup": 0.0, "kl_warmup": 0.0, "staged": False, "average": False, "stop": False, "progress": False}
 FAMILIES = {
     "mean field": vi.MeanField(),
-    "covariance": vi.StructuredNormal(2),
-    "precision": vi.StructuredPrecision(2),
-    "mixture": vi.Mixture(vi.StructuredNormal(1), 2),
-    "head": vi.Blocks({"3.*": vi.FullNormal(), "*": vi.MAP()}),
+    "covariance": vi.LowRankNormal(2),
+    "precision": vi.LowRankPrecision(2),
+    "mixture": vi.Mixture(vi.LowRankNormal(1), 2),
+    "head": vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}),
     "rotated": vi.Rotated(vi.MeanField()),
 }
 
@@ -79,7 +79,7 @@ def test_it_is_the_step_of_fit_bit_for_bit(name, accumulate):
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_with_an_optimizer_of_the_users_own(precision):
-    fitted, stepped = (make(vi.StructuredNormal(2)) for _ in range(2))
+    fitted, stepped = (make(vi.LowRankNormal(2)) for _ in range(2))
 
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
@@ -94,7 +94,7 @@ def test_with_an_optimizer_of_the_users_own(precision):
 
 def test_the_rates_of_the_optimizer_are_read_at_every_step():
     """A scheduler of the loop's own over step.optimizer is the same as scheduler=."""
-    given, own = (make(vi.StructuredNormal(2)) for _ in range(2))
+    given, own = (make(vi.LowRankNormal(2)) for _ in range(2))
     one, two = given.stepper(scheduler=falling), own.stepper()
     scheduler = falling(two.optimizer)
     for (batch,) in batches(one, 3):
@@ -124,7 +124,7 @@ def test_the_loss_is_at_temperature_one_and_the_step_at_its_own():
 
 
 def test_what_is_not_finite_changes_nothing():
-    bayes = make(vi.StructuredNormal(2))
+    bayes = make(vi.LowRankNormal(2))
     step = bayes.stepper()
     x, t = loader().dataset[:8]
     step((x, t))

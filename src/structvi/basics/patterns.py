@@ -18,7 +18,7 @@ def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bo
         partial: the names are only some of those the patterns were written for, so a pattern may match none.
 
     Example:
-        >>> assign(["body.weight", "head.weight"], ["head.*", "*"], "Blocks")
+        >>> assign(["body.weight", "head.weight"], ["head.*", "*"], "PerLayer")
         (1, 0)
     """
     return _assign(tuple(names), tuple(patterns), what, partial)

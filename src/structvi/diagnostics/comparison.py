@@ -88,7 +88,7 @@ def compare(
         seed: of the draws.
 
     Example:
-        >>> from structvi import MeanField, StructuredNormal, likelihoods, variationalize
+        >>> from structvi import MeanField, LowRankNormal, likelihoods, variationalize
         >>> net, batch = torch.nn.Linear(2, 1), (torch.randn(9, 2), torch.randn(9, 1))
         >>> a, b = (variationalize(net, likelihoods.Gaussian(1.0), q, num_data=9) for q in (MeanField(), MeanField()))
         >>> compare(a, b, [batch], batch[0]).verdict

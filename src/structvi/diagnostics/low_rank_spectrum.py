@@ -79,8 +79,8 @@ def spectrum(q: PosteriorBase | Family | Density) -> Spectrum:
     They are those of the K×K matrix Fᵀ diag(r²) F: nothing of size P×P is made.
 
     Example:
-        >>> from structvi import Parameters, StructuredNormal
-        >>> q = StructuredNormal(rank=2, initial_factor=0.0).bind(Parameters({"z": torch.zeros(4)}))
+        >>> from structvi import Parameters, LowRankNormal
+        >>> q = LowRankNormal(rank=2, initial_factor=0.0).bind(Parameters({"z": torch.zeros(4)}))
         >>> spectrum(q).verdict
         'none of 2 directions matters: as good as mean field; was the factor fitted?'
     """
@@ -90,8 +90,8 @@ def spectrum(q: PosteriorBase | Family | Density) -> Spectrum:
         part = density.low_rank_part()
         if part is None:
             raise TypeError(
-                f"the spectrum is that of a low-rank part; {type(density).__name__} has none: give a StructuredNormal "
-                "or StructuredPrecision, of a mixture or of blocks one of the parts"
+                f"the spectrum is that of a low-rank part; {type(density).__name__} has none: give a LowRankNormal "
+                "or LowRankPrecision, of a mixture or of blocks one of the parts"
             )
         scaled, L, of_precision = part
         values, vectors = torch.linalg.eigh(L @ L.mT)  # of I + Fᵀ diag(r²) F

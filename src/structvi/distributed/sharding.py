@@ -222,18 +222,18 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
     batch. All start from the values of rank 0, also of the network. Make the posterior on the CPU, shard it, and let
     `fit(device=..)` move the rows. It can be neither saved nor grown: `gather` it first.
 
-        bayes = shard(variationalize(net, likelihood, StructuredNormal(rank=8)))
+        bayes = shard(variationalize(net, likelihood, LowRankNormal(rank=8)))
         bayes.fit(loader, epochs=10)
         whole = gather(bayes)
 
     Args:
-        posterior: with a `StructuredNormal`, `StructuredPrecision` or `MeanField`; it is left as it is.
+        posterior: with a `LowRankNormal`, `LowRankPrecision` or `MeanField`; it is left as it is.
     """
     _check_group("shard")
     family = posterior.family
     if not family.row_tensors or family.shard is not None:
         raise TypeError(
-            f"a {type(family).__name__} cannot be sharded; it goes for StructuredNormal, StructuredPrecision and "
+            f"a {type(family).__name__} cannot be sharded; it goes for LowRankNormal, LowRankPrecision and "
             "MeanField, once, and for a family of your own with `row_tensors` and a Gaussian density with `state()`"
         )
     part = _rebuilt(family)

@@ -1,6 +1,6 @@
 """Variational families: one family, one file; first its density (the mathematics), then its module (the state)."""
 
-from .blocks import Blocks
+from .blocks import PerLayer
 from .density import Density, DistributionDensity, Draws, check_draw
 from .family import Family
 from .fitted_dropout import FittedDropout
@@ -10,14 +10,13 @@ from .mc_dropout import MCDropout
 from .mean_field import MeanField
 from .mixture import Mixture
 from .point import MAP
-from .precision import StructuredPrecision
+from .precision import LowRankPrecision
 from .rotated import Rotated
 from .scale_mixture import ScaleMixture
-from .structured import StructuredNormal
+from .structured import LowRankNormal
 
 __all__ = [
     "MAP",
-    "Blocks",
     "Density",
     "DistributionDensity",
     "Draws",
@@ -25,13 +24,14 @@ __all__ = [
     "FittedDropout",
     "FullNormal",
     "Gaussian",
+    "LowRankNormal",
+    "LowRankPrecision",
     "MCDropout",
     "MeanField",
     "Mixture",
+    "PerLayer",
     "Rotated",
     "ScaleMixture",
-    "StructuredNormal",
-    "StructuredPrecision",
     "check_draw",
     "kl",
 ]

@@ -109,11 +109,11 @@ class BlockDiagonalNormal(Gaussian):
         return MultivariateNormal(self.mean, self.covariance())
 
 
-class BlocksDensity(Density):
+class PerLayerDensity(Density):
     """∏_b q_b(θ_b) where some blocks are not Gaussian, or are point estimates.
 
     Point masses stay out of `theta`: draws have them in `fixed`, and `log_prob` and `score` take θ over the other
-    blocks' tensors, in the order of the space. `mean`, `variance` and `covariance` are over all tensors. Blocks
+    blocks' tensors, in the order of the space. `mean`, `variance` and `covariance` are over all tensors. PerLayer
     without a density add nothing to `log_prob` and `entropy`.
 
     Args:
@@ -225,7 +225,7 @@ def _equal_draws(block: Density, S: int, generator: torch.Generator | None) -> D
     return draws
 
 
-class Blocks(Family):
+class PerLayer(Family):
     """Independent families for different parts of one network, q(θ) = ∏_b q_b(θ_b) (the groupwise mean field).
 
     `MAP` blocks are learned but stay out of the draws [S, P]: with MAP on the backbone and a random head a step costs
@@ -237,9 +237,9 @@ class Blocks(Family):
             stands for what no other matches.
 
     Example:
-        >>> from structvi import MAP, Parameters, StructuredNormal
+        >>> from structvi import MAP, Parameters, LowRankNormal
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-        >>> q = Blocks({"0.*": MAP(), "2.*": StructuredNormal(rank=2)}).bind(Parameters.of(net))
+        >>> q = PerLayer({"0.*": MAP(), "2.*": LowRankNormal(rank=2)}).bind(Parameters.of(net))
         >>> draws = q().draw(groups=8)
         >>> draws.theta.shape, list(draws.fixed)
         (torch.Size([8, 5]), ['0.weight', '0.bias'])
@@ -248,15 +248,15 @@ class Blocks(Family):
     def __init__(self, blocks: Mapping[str, Family]):
         super().__init__()
         if not isinstance(blocks, Mapping):
-            raise TypeError(f"Blocks expects a dict of patterns and families, got {type(blocks).__name__}")
-        check_patterns(blocks, "Blocks")
+            raise TypeError(f"PerLayer expects a dict of patterns and families, got {type(blocks).__name__}")
+        check_patterns(blocks, "PerLayer")
         for pattern, family in blocks.items():
             if not isinstance(family, Family):
-                raise TypeError(f"Blocks: {pattern!r} needs a family such as MAP(), got {family!r}")
+                raise TypeError(f"PerLayer: {pattern!r} needs a family such as MAP(), got {family!r}")
             if family.space is not None:
-                raise ValueError(f"Blocks: the family of {pattern!r} is bound already; give a recipe")
-            if isinstance(family, Blocks):
-                raise ValueError(f"Blocks: {pattern!r} holds Blocks again; write all patterns in one dict")
+                raise ValueError(f"PerLayer: the family of {pattern!r} is bound already; give a recipe")
+            if isinstance(family, PerLayer):
+                raise ValueError(f"PerLayer: {pattern!r} holds PerLayer again; write all patterns in one dict")
         self.patterns = tuple(blocks)
         self.parts = nn.ModuleList(blocks.values())
         self.owners: tuple[int, ...] = ()
@@ -266,7 +266,7 @@ class Blocks(Family):
         return dict(zip(self.patterns, self.parts, strict=True))  # pyright: ignore[reportReturnType]
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
-        self.owners = tuple(assign(parameters.names, self.patterns, "Blocks"))
+        self.owners = tuple(assign(parameters.names, self.patterns, "PerLayer"))
         bound = []
         for b, family in enumerate(self.blocks.values()):
             names = [name for name, owner in zip(parameters.names, self.owners, strict=True) if owner == b]
@@ -292,4 +292,4 @@ class Blocks(Family):
             return BlockDiagonalNormal(gaussians, layout)
         if all(isinstance(density, PointMass) for density in densities):
             return PointMass(layout.join([density.mean for density in densities]))
-        return BlocksDensity(densities, self.owners, self.space)
+        return PerLayerDensity(densities, self.owners, self.space)

@@ -85,7 +85,7 @@ class FullNormal(Family):
         if P > MAX_DENSE:
             raise ValueError(
                 f"FullNormal needs {P}² numbers and refuses beyond P = {MAX_DENSE}; "
-                "use StructuredNormal(rank) or StructuredPrecision(rank), or select fewer tensors"
+                "use LowRankNormal(rank) or LowRankPrecision(rank), or select fewer tensors"
             )
         self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
         self.log_diagonal = nn.Parameter(torch.zeros_like(self.mean))

@@ -8,10 +8,10 @@ from ..basics.checks import is_integer
 from .family import Family
 from .low_rank import LowRankFamily
 from .mixture import LOGIT_UNIT, Mixture
-from .precision import StructuredPrecision
+from .precision import LowRankPrecision
 from .scale_mixture import ScaleMixture
 from .starts import normal
-from .structured import StructuredNormal
+from .structured import LowRankNormal
 
 #: New columns of a factor start at this size, relative to its unit.
 NEW_COLUMN = 0.01
@@ -21,7 +21,7 @@ NEW_WEIGHT = 0.1
 
 @torch.no_grad()
 def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
-    """The same normal with small new columns; a normal without a factor becomes a `StructuredNormal`.
+    """The same normal with small new columns; a normal without a factor becomes a `LowRankNormal`.
 
     Example:
         >>> from structvi import MeanField, Parameters
@@ -32,19 +32,19 @@ def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
     if isinstance(family, ScaleMixture):
         grown = copy.deepcopy(family)
         part = with_rank(family.part, rank, generator)
-        assert isinstance(part, StructuredPrecision)
+        assert isinstance(part, LowRankPrecision)
         grown.part, grown.rank = part, rank
         return grown
     form = family.low_rank_form()
     if form is None or family.space is None:
         raise TypeError(
-            "grow(rank=) is for MeanField, StructuredNormal, StructuredPrecision and ScaleMixture, and normals of your "
+            "grow(rank=) is for MeanField, LowRankNormal, LowRankPrecision and ScaleMixture, and normals of your "
             f"own with the parameters `mean` and `log_scale` alone, not for {type(family).__name__}"
         )
     present = form.factor.shape[-1]
     if not is_integer(rank, present + 1):
         raise ValueError(f"the rank is {present} already: give an integer above that, got {rank!r}")
-    recipe = StructuredNormal(rank) if form.recipe is None else form.recipe(rank)
+    recipe = LowRankNormal(rank) if form.recipe is None else form.recipe(rank)
     grown = recipe.bind(family.space, generator).to(form.mean.device)
     assert isinstance(grown, LowRankFamily)
     grown.mean.copy_(form.mean)

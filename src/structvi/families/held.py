@@ -34,7 +34,7 @@ def check_held(networks: Sequence[nn.Module], spaces: Sequence[Parameters]) -> N
     ways = []
     if not buffers.isdisjoint(differing):
         ways.append(
-            "NetworkMixture.of(networks, likelihood, part) gives every part the buffers of its own network; where the "
+            "Ensemble.of(networks, likelihood, part) gives every part the buffers of its own network; where the "
             'buffers are not used (batch_norm="reestimated"), copy those of the first network into the others'
         )
     if not buffers.issuperset(differing):

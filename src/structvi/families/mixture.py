@@ -164,7 +164,7 @@ class MixtureDensity(Density):
 
 
 class Mixture(Family):
-    """Σ_c π_c q_c(θ): parts of any family with learned proportions; with `StructuredNormal` parts, sGMM-VI.
+    """Σ_c π_c q_c(θ): parts of any family with learned proportions; with `LowRankNormal` parts, sGMM-VI.
 
     A mixture of `MAP` is a deep ensemble with weights. The parts of a recipe start apart: at fresh draws of the
     network's initialisation; without a network (a log density) at draws of N(current values, scale²), every second
@@ -186,9 +186,9 @@ class Mixture(Family):
             the ELBO's value 1.3 to 2.1 times; both modes are found as often. (`benchmarks/mixture_noise.py`)
 
     Example:
-        >>> from structvi import MeanField, StructuredNormal
+        >>> from structvi import MeanField, LowRankNormal
         >>> space = Parameters({"z": torch.zeros(2)})
-        >>> q = Mixture(StructuredNormal(rank=1), components=3).bind(space)
+        >>> q = Mixture(LowRankNormal(rank=1), components=3).bind(space)
         >>> q().draw(groups=4).theta.shape, q().proportions.shape
         (torch.Size([12, 2]), torch.Size([3]))
         >>> points = [Parameters({"z": torch.full((2,), start)}) for start in (-3.0, 3.0)]

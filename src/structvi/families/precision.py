@@ -9,7 +9,7 @@ from .low_rank import LowRankDensity, LowRankFamily
 from .numerics.algebra import half_log_det, project, solve, sum_weights
 
 
-class StructuredPrecisionDensity(LowRankDensity):
+class LowRankPrecisionDensity(LowRankDensity):
     """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ, W = diag(1/unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
 
     With r = scale / unit, G = r∘F and M = I_K + GᵀG, for ε ~ N(0, I_P) and z ~ N(0, I_K) the deviation
@@ -59,7 +59,7 @@ class StructuredPrecisionDensity(LowRankDensity):
         return MultivariateNormal(self.mean, precision_matrix=torch.diag(self.scale.square().reciprocal()) + W @ W.mT)
 
 
-class StructuredPrecision(LowRankFamily):
+class LowRankPrecision(LowRankFamily):
     """Diagonal plus low rank in the precision: Λ = diag(1/s²) + WWᵀ, W of rank K; P(K + 2) parameters.
 
     It pins down K directions that the data determine well and leaves the others as wide as the scales say: the right
@@ -75,12 +75,12 @@ class StructuredPrecision(LowRankFamily):
 
     Example:
         >>> from structvi import Parameters
-        >>> q = StructuredPrecision(rank=1).bind(Parameters({"z": torch.zeros(4)}))
+        >>> q = LowRankPrecision(rank=1).bind(Parameters({"z": torch.zeros(4)}))
         >>> q().log_prob(torch.zeros(2, 4)).shape
         torch.Size([2])
     """
 
-    density = StructuredPrecisionDensity
+    density = LowRankPrecisionDensity
 
     @property
     def precision_columns(self) -> int:

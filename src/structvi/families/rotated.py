@@ -135,7 +135,7 @@ class Rotated(Family):
     directions, and a diagonal says more. Beyond the family's own it keeps n² numbers for each axis of n.
 
     Args:
-        part: the family of ξ: `MeanField()`, `StructuredPrecision(rank=8)`.
+        part: the family of ξ: `MeanField()`, `LowRankPrecision(rank=8)`.
 
     Example:
         >>> from structvi import MeanField, Parameters

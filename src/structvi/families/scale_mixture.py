@@ -10,7 +10,7 @@ from ..parameters import Parameters
 from .density import LowRankPart
 from .family import Family
 from .mixture import LOGIT_UNIT, MixtureDensity
-from .precision import StructuredPrecision, StructuredPrecisionDensity
+from .precision import LowRankPrecision, LowRankPrecisionDensity
 
 #: scales of a part start at this share of those of the part before
 SHARE = 1 / 3
@@ -24,7 +24,7 @@ class ScaleMixtureDensity(MixtureDensity):
 
     centred = True
 
-    def __init__(self, parts: Sequence[StructuredPrecisionDensity], log_proportions: Tensor):
+    def __init__(self, parts: Sequence[LowRankPrecisionDensity], log_proportions: Tensor):
         super().__init__(parts, log_proportions, common_noise=False)
         self.widest = parts[0]
 
@@ -56,9 +56,9 @@ class ScaleMixture(Family):
     Args:
         rank: K, from 0 to P.
         components: C.
-        initial_mean: as of `StructuredPrecision`.
+        initial_mean: as of `LowRankPrecision`.
         initial_scale: that of the first part; the others start at a third, a ninth, ..
-        initial_factor: as of `StructuredPrecision`.
+        initial_factor: as of `LowRankPrecision`.
 
     Example:
         >>> q = ScaleMixture(rank=1, components=2).bind(Parameters({"z": torch.zeros(3)}))
@@ -79,7 +79,7 @@ class ScaleMixture(Family):
     ):
         super().__init__()
         check_integer("components", components)
-        self.part = StructuredPrecision(rank, initial_mean, initial_scale, initial_factor)
+        self.part = LowRankPrecision(rank, initial_mean, initial_scale, initial_factor)
         self.rank, self.components = rank, components
         self.initial_mean, self.initial_scale, self.initial_factor = initial_mean, initial_scale, initial_factor
 
@@ -93,7 +93,7 @@ class ScaleMixture(Family):
     def forward(self) -> ScaleMixtureDensity:
         part = self.part
         log_scales = [part.log_scale, *(part.log_scale + ratio for ratio in self.log_ratio)]
-        parts = [StructuredPrecisionDensity(part.mean, one, part.factor, part.unit) for one in log_scales]
+        parts = [LowRankPrecisionDensity(part.mean, one, part.factor, part.unit) for one in log_scales]
         return ScaleMixtureDensity(parts, (LOGIT_UNIT * self.raw_logits).log_softmax(-1))
 
     @property

@@ -9,7 +9,7 @@ from .low_rank import LowRankDensity, LowRankFamily
 from .numerics.algebra import half_log_det, project, solve, sum_weights
 
 
-class StructuredNormalDensity(LowRankDensity):
+class LowRankNormalDensity(LowRankDensity):
     """N(mean, diag(scale)² + UUᵀ) with U = diag(unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
 
     With r = unit / scale, M = I_K + Fᵀ diag(r²) F and x = (θ − mean)/scale, Woodbury's identity gives
@@ -58,7 +58,7 @@ class StructuredNormalDensity(LowRankDensity):
         return LowRankMultivariateNormal(self.mean, self.low_rank().V, self.scale.square())
 
 
-class StructuredNormal(LowRankFamily):
+class LowRankNormal(LowRankFamily):
     """Diagonal plus low rank over the whole weight vector: N(μ, diag(s)² + UUᵀ), U of rank K; P(K + 2) parameters.
 
     The factor learns relative to a fixed unit, U = s₀∘F, with s₀ the scale when the factor starts: with U free an
@@ -73,9 +73,9 @@ class StructuredNormal(LowRankFamily):
 
     Example:
         >>> from structvi import Parameters
-        >>> q = StructuredNormal(rank=1).bind(Parameters({"a": torch.zeros(2), "b": torch.zeros(3)}))
+        >>> q = LowRankNormal(rank=1).bind(Parameters({"a": torch.zeros(2), "b": torch.zeros(3)}))
         >>> q().covariance("a", "b").shape
         torch.Size([2, 3])
     """
 
-    density = StructuredNormalDensity
+    density = LowRankNormalDensity

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from ..predicting.predictive import Predictive
 from ..predicting.tiles import predict_tiles
 
@@ -84,7 +84,7 @@ class Maps:
 
 
 def predict_maps(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int] | None = None,
     margin: int | Sequence[int] = 0,

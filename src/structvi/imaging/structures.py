@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..couplings import naive
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from ..predicting.curves import CalibrationHistogram, Reliability
 from ..predicting.draws import on_device
 from ..predicting.member_chunks import chunks_of
@@ -175,7 +175,7 @@ class _Cases:
 
 
 def by_structure(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     loader: Iterable[Any],
     names: Sequence[str] | None = None,
     draws: int = 16,

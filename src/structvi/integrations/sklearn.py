@@ -40,7 +40,7 @@ STEPS = 4000
 #: So many rows are predicted at once.
 ROWS = 4096
 #: the family that stands for the default of `structvi fit` where hidden="auto"
-DEFAULT = "StructuredPrecision"
+DEFAULT = "LowRankPrecision"
 
 
 class _Estimator(BaseEstimator):
@@ -116,7 +116,7 @@ class _Estimator(BaseEstimator):
         self.result_.notes += _notes(gone)
 
     def _fit_auto(self, X: Any, t: Tensor, outputs: int) -> None:
-        """The way of `structvi fit`; "StructuredPrecision", the default, stands for its own default."""
+        """The way of `structvi fit`; "LowRankPrecision", the default, stands for its own default."""
         if self.hidden != "auto":
             raise ValueError(f'hidden must be the widths of the hidden layers, or "auto", got {self.hidden!r}')
         is_number = t.dtype.is_floating_point
@@ -220,7 +220,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
             networks, of amounts with four kinds of noise, on folds of the rows, and to mix the best, as `structvi fit`
             does: `tried_` tells which. Of the arguments below family, draws and random_state then count. A value that
             is missing for the first time in a row to predict makes a mixture over values that the row could have.
-        family: "StructuredPrecision", "StructuredNormal", "MeanField", "FullNormal", or a recipe with its own settings.
+        family: "LowRankPrecision", "LowRankNormal", "MeanField", "FullNormal", or a recipe with its own settings.
         rank: of the two structured families.
         prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).
         learn_prior: fit the prior's scales, one a tensor, with the ELBO; False for families with point masses.

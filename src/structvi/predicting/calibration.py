@@ -18,7 +18,7 @@ from torch.distributions import Bernoulli, Normal
 from ..basics.checks import check_iterable, check_seed
 from ..couplings import naive
 from ..models.calibration import Calibration, Conformal, Kind
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from . import conformal as scoring
 from .cases import COMMON, case_hashes, fingerprint, share_in
 from .draws import on_device
@@ -29,7 +29,7 @@ from .recalibrated import kind_for, log_average, log_probabilities
 
 
 def calibrate(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     validation: Iterable[Any] | None = None,
     *,
     conformal: Iterable[Any] | bool | None = None,
@@ -246,7 +246,7 @@ def _first(chunks: Chunks, loader: Iterable[Any]) -> Predictive:
     raise ValueError("the loader gave no batch")
 
 
-def _inputs(posterior: PosteriorBase | NetworkMixtureBase, loader: Iterable[Any]) -> Any:
+def _inputs(posterior: PosteriorBase | EnsembleBase, loader: Iterable[Any]) -> Any:
     return next((posterior.model.split(batch)[0] for batch in loader), None)
 
 

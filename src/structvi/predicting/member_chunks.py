@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..couplings import Coupling, naive
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from .draws import DrawChunks
 from .function_chunks import POINTS, FunctionChunks, is_normal
 from .predictive import Predictive
@@ -26,9 +26,7 @@ class MemberChunks:
         calibrated: as in `DrawChunks`.
     """
 
-    def __init__(
-        self, mixture: NetworkMixtureBase, members: Sequence[DrawChunks | FunctionChunks], calibrated: bool = False
-    ):
+    def __init__(self, mixture: EnsembleBase, members: Sequence[DrawChunks | FunctionChunks], calibrated: bool = False):
         self.posterior, self.members = mixture.posteriors[0], members
         self.reference, self.linearise = members[0].reference, members[0].linearise
         self.weights: list[float] = mixture.weights.tolist()
@@ -76,7 +74,7 @@ Chunks = DrawChunks | FunctionChunks | MemberChunks
 
 
 def chunks_of(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     draws: int,
     coupling: Coupling,
     chunk: int,
@@ -87,7 +85,7 @@ def chunks_of(
 ) -> DrawChunks | MemberChunks:
     """The draws of a posterior, or those of a mixture, an equal share of each member; arguments as of `DrawChunks`."""
     rest = (coupling, chunk, reference, generator, linearise)
-    if not isinstance(posterior, NetworkMixtureBase):
+    if not isinstance(posterior, EnsembleBase):
         return DrawChunks(posterior, draws, *rest, calibrated)
     each = -(-draws // len(posterior.members)) if isinstance(draws, int) else draws
     return MemberChunks(posterior, [DrawChunks(one, each, *rest) for one in posterior.posteriors], calibrated)
@@ -95,7 +93,7 @@ def chunks_of(
 
 def chunks_for(
     inputs: Callable[[], Any],
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     draws: int | None,
     coupling: Coupling,
     chunk: int,
@@ -112,9 +110,9 @@ def chunks_for(
         posterior, coupling, chunk, reference, generator, linearise, calibrated: as of `chunks_of`.
     """
     if draws is None and coupling is naive and reference is None:
-        members = posterior.posteriors if isinstance(posterior, NetworkMixtureBase) else [posterior]
+        members = posterior.posteriors if isinstance(posterior, EnsembleBase) else [posterior]
         if all(is_normal(one, linearise) for one in members):
-            is_mixture = isinstance(posterior, NetworkMixtureBase)
+            is_mixture = isinstance(posterior, EnsembleBase)
             points = max(FEWEST_POINTS, POINTS // 2 ** (len(members) - 1).bit_length())
             found = [FunctionChunks(one, points, calibrated and not is_mixture) for one in members]
             first = inputs()

@@ -20,7 +20,7 @@ from ..basics.budget import batches_within, length_of
 from ..basics.checks import check_iterable, check_positive
 from ..basics.shown import shown
 from ..couplings import Coupling, naive
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .draws import on_device
 from .member_chunks import DRAWS, Chunks, chunks_for
@@ -87,7 +87,7 @@ class Metrics:
 
 
 def evaluate(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     loader: Iterable[Any],
     draws: int | None = None,
     *,
@@ -150,7 +150,7 @@ def evaluate(
 class _First:
     """The inputs of a loader's first batch, where someone asks for them; `all` then has the batch nevertheless."""
 
-    def __init__(self, loader: Iterable[Any], posterior: PosteriorBase | NetworkMixtureBase):
+    def __init__(self, loader: Iterable[Any], posterior: PosteriorBase | EnsembleBase):
         self.loader, self.posterior = loader, posterior
         self._seen: tuple[list[Any], Iterator[Any]] | None = None
 
@@ -176,7 +176,7 @@ def _spread(loader: Iterable[Any], length: int | None, most: int | None) -> Iter
 
 
 def ood_auroc(
-    posterior: PosteriorBase | NetworkMixtureBase | None,
+    posterior: PosteriorBase | EnsembleBase | None,
     in_loader: Iterable[Any] | Predictive,
     out_loader: Iterable[Any] | Predictive,
     score: Score = "entropy",

@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 from ..basics.checks import check_integer
 from ..basics.random_streams import alone, borrowed_stream
 from ..couplings import Coupling, naive
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from .draws import IndependentDraws
 from .member_chunks import chunks_for
 from .predictive import Predictive
 
 
 def predict(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     x: Any,
     draws: int | None = None,
     *,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
-from ..posterior import NetworkMixtureBase, PosteriorBase
+from ..posterior import EnsembleBase, PosteriorBase
 from .draws import DrawChunks
 from .member_chunks import Chunks, chunks_of
 from .predictive import Predictive
@@ -22,7 +22,7 @@ SMALL = 32
 
 
 def predict_tiles(
-    posterior: PosteriorBase | NetworkMixtureBase,
+    posterior: PosteriorBase | EnsembleBase,
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int],
     margin: int | Sequence[int] = 0,

@@ -16,16 +16,16 @@ from ..basics.checks import is_integer
 from ..basics.configuration import configuration
 from ..families import (
     MAP,
-    Blocks,
     FittedDropout,
     FullNormal,
+    LowRankNormal,
+    LowRankPrecision,
     MCDropout,
     MeanField,
     Mixture,
+    PerLayer,
     Rotated,
     ScaleMixture,
-    StructuredNormal,
-    StructuredPrecision,
 )
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import MixturePrior, SumPrior
@@ -46,11 +46,11 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
     "family": (
         MAP,
         MeanField,
-        StructuredNormal,
-        StructuredPrecision,
+        LowRankNormal,
+        LowRankPrecision,
         FullNormal,
         Mixture,
-        Blocks,
+        PerLayer,
         MCDropout,
         FittedDropout,
         Rotated,

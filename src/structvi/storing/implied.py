@@ -69,7 +69,7 @@ def _scale_mixture(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
 
 def _blocks(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     pairs = arguments["blocks"]["dict"]
-    owners = assign(space.names, [pattern for pattern, _ in pairs], "Blocks")
+    owners = assign(space.names, [pattern for pattern, _ in pairs], "PerLayer")
     shapes: Shapes = {}
     for b, (_, family) in enumerate(pairs):
         names = [name for name, owner in zip(space.names, owners, strict=True) if owner == b]
@@ -99,11 +99,11 @@ def _under(prefix: str, shapes: Shapes) -> Shapes:
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Parameters], Shapes]] = {
     "MAP": _point,
     "MeanField": _mean_field,
-    "StructuredNormal": _low_rank,
-    "StructuredPrecision": _low_rank,
+    "LowRankNormal": _low_rank,
+    "LowRankPrecision": _low_rank,
     "FullNormal": _full,
     "Mixture": _mixture,
-    "Blocks": _blocks,
+    "PerLayer": _blocks,
     "MCDropout": _point,
     "FittedDropout": _fitted_dropout,
     "Rotated": _rotated,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import families
 from ..families.family import Family
-from ..families.precision import StructuredPrecision
+from ..families.precision import LowRankPrecision
 from ..front_door import Posterior, variationalize, variationalize_head
 from ..models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
 from .members import DECAY, Fold, Trained, network, train
@@ -20,7 +20,7 @@ from .pooled import Pooled
 NOISES = ("Gaussian", "heteroscedastic", "Student-t", "heteroscedastic Student-t")
 CLASSES = "classes"
 #: the families that a name stands for, and their rank; others are given as recipes
-NAMED = {"StructuredPrecision": 8, "StructuredNormal": 8, "MeanField": 0, "FullNormal": 0}
+NAMED = {"LowRankPrecision": 8, "LowRankNormal": 8, "MeanField": 0, "FullNormal": 0}
 HIDDEN = (64, 64)
 #: decay of the weights of a network that is to have small ones
 SHRINK = 3.0
@@ -59,7 +59,7 @@ def family_of(name: str | Family | None, rank: int | None = None) -> Family | No
     """The recipe that a name stands for; a recipe is itself.
 
     Example:
-        >>> family_of("StructuredNormal", 3).rank
+        >>> family_of("LowRankNormal", 3).rank
         3
     """
     if name is None or isinstance(name, Family):
@@ -154,7 +154,7 @@ def around(net: nn.Sequential, likelihood: Likelihood, family: Family | None) ->
     last = f"{len(net) - 1}."
     if sum(value.numel() for name, value in net.named_parameters() if name.startswith(last)) <= FULL:
         return variationalize_head(net, likelihood)
-    return variationalize(net, likelihood, StructuredPrecision(RANK), select=lambda name, _: name.startswith(last))
+    return variationalize(net, likelihood, LowRankPrecision(RANK), select=lambda name, _: name.startswith(last))
 
 
 @dataclass

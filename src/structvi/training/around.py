@@ -28,7 +28,7 @@ import torch
 
 from ..couplings import naive, paired
 from ..families.family import Family
-from ..families.precision import StructuredPrecision
+from ..families.precision import LowRankPrecision
 from ..families.scale_mixture import ScaleMixture
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
@@ -153,7 +153,7 @@ def _prepared(posterior: PosteriorBase, batches: Batches, options: FitOptions) -
         theta = with_residual_noise(model, theta, batches.everything())
         if "family" in posterior.left_open:
             rank = min(RANK, theta.numel() // 2)
-            recipe = ScaleMixture(rank, PARTS) if "prior" in posterior.left_open else StructuredPrecision(rank)
+            recipe = ScaleMixture(rank, PARTS) if "prior" in posterior.left_open else LowRankPrecision(rank)
             posterior.family = recipe.bind(posterior.space).to(posterior.device)
         if "prior" in posterior.left_open:
             model.prior = relative_prior(model, theta, WIDTH)

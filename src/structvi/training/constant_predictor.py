@@ -50,5 +50,5 @@ def explain(elbo: float, constant: float, improving: bool) -> str:
     return (
         f"worse than knowing nothing: an output that ignores the input has {constant:.4g} nats, this posterior "
         f"{elbo:.4g}; the KL of its weights costs more than the data say. {more}Fewer random weights (select=, "
-        "Blocks), a narrower prior or more data help; λ < 1 (temperature=) predicts better and is not the posterior"
+        "PerLayer), a narrower prior or more data help; λ < 1 (temperature=) predicts better and is not the posterior"
     )

@@ -136,7 +136,7 @@ def fit(
         callback: called with the history after every step; it may raise KeyboardInterrupt to end the fit.
         members: so many independent fits, the first from here and the others from fresh draws of the network's
             initialisation, with seeds seed, seed + 1, ..; small networks all at once, see `fit_many`. What comes back
-            is a `MixtureResult`, whose `mixture` predicts, evaluates and saves: a `NetworkMixture` with these as its
+            is a `MixtureResult`, whose `mixture` predicts, evaluates and saves: a `Ensemble` with these as its
             parts. This posterior is its first part. Not with checkpoint=, resume= and callback=.
         weights: of the members: "equal", or "stacked" on the held-out data of validation=. Members at several
             temperatures, stacked, need no λ to be chosen: `members=8, temperature=[1, 0.3, 0.1, 0.03]`.

@@ -33,7 +33,7 @@ def grow(
     What decides is the objective that is fitted, E log lik − λ KL: at λ = 1 the ELBO.
 
     With `rank` a normal's factor gets new columns, small ones: what was fitted is kept (a `MeanField` becomes a
-    `StructuredNormal`). With `components` the posterior becomes the first part of a mixture, as in variational
+    `LowRankNormal`). With `components` the posterior becomes the first part of a mixture, as in variational
     boosting, and the new parts, which weigh 0.1 together, start as copies of it, each at a draw from it.
 
     Args:

@@ -34,7 +34,7 @@ def members_of(posterior: PosteriorBase, count: int, seed: int = 0) -> list[Post
     if posterior.last_fit is not None:
         raise ValueError(
             "members= are fits from different starts, and this posterior was fitted before: variationalize the network "
-            "again, or mix posteriors that you have: NetworkMixture([..])"
+            "again, or mix posteriors that you have: Ensemble([..])"
         )
     made = [posterior]
     for c in range(1, count):
@@ -82,7 +82,7 @@ def fit_members(
     if options.is_around or options.start is not None:
         raise ValueError(
             "members= are fits from different starts: give epochs= or steps=, and no start=. Around networks that are "
-            "trained: NetworkMixture.of(networks, ..)"
+            "trained: Ensemble.of(networks, ..)"
         )
     given = {one.name: getattr(options, one.name) for one in fields(options)}
     mixture = posterior.mixed_by(members_of(posterior, members, options.seed))

@@ -8,7 +8,7 @@ from structvi.families.numerics import algebra, fused
 from structvi.objective import log_q_at
 
 P = 37
-FORMS = [vi.StructuredNormal, vi.StructuredPrecision]
+FORMS = [vi.LowRankNormal, vi.LowRankPrecision]
 
 
 def family(recipe: vi.Family, dtype=torch.float64) -> vi.Family:
@@ -58,7 +58,7 @@ def gradients(q: vi.Family, fused_path: bool, coupling, groups: int) -> tuple[to
     return draws.theta.detach(), value.detach(), *[p.grad for p in q.parameters()]
 
 
-RECIPES = [vi.MeanField(), vi.StructuredNormal(0), *(form(rank) for form in FORMS for rank in (1, 3, 8))]
+RECIPES = [vi.MeanField(), vi.LowRankNormal(0), *(form(rank) for form in FORMS for rank in (1, 3, 8))]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)

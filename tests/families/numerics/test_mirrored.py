@@ -20,7 +20,7 @@ def inputs(rank, groups):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_pairs_are_what_two_draws_are(rank, groups, sloped):
-    q = family(vi.StructuredNormal(rank) if rank else vi.MeanField())
+    q = family(vi.LowRankNormal(rank) if rank else vi.MeanField())
     state = q().state()
     assert mirrored.serve(state)
     half, both, g, g_q, slope = inputs(rank, groups)
@@ -42,14 +42,14 @@ def test_pairs_are_what_two_draws_are(rank, groups, sloped):
 def test_what_is_not_ours_is_left_as_it_is():
     half, _, g, g_q, _ = inputs(3, 1)
     with torch.no_grad():
-        _, _, saved = mirrored.forward(family(vi.StructuredNormal(3))().state(), *half)
+        _, _, saved = mirrored.forward(family(vi.LowRankNormal(3))().state(), *half)
     before = g.clone()
     mirrored.backward(saved, g, g_q)
     assert torch.equal(g, before)
 
 
 def test_the_precision_form_is_left_to_others():
-    assert not mirrored.serve(family(vi.StructuredPrecision(3))().state())
+    assert not mirrored.serve(family(vi.LowRankPrecision(3))().state())
 
 
 def test_a_step_draws_them(monkeypatch):
@@ -57,7 +57,7 @@ def test_a_step_draws_them(monkeypatch):
     asked = []
     own = mirrored.forward
     monkeypatch.setattr(mirrored, "forward", lambda *given: asked.append(1) or own(*given))
-    density = family(vi.StructuredNormal(3))()
+    density = family(vi.LowRankNormal(3))()
     for coupling in (vi.naive, vi.paired):
         detached = density.draw_detached(2, coupling, torch.Generator().manual_seed(0))
         expected = density.draw(2, coupling, torch.Generator().manual_seed(0)).theta

@@ -12,7 +12,7 @@ from structvi.families.numerics.triton_tiles import TUPLES
 from structvi.families.numerics.fused import kernels_serve
 from tests.families.numerics.test_fused import close, family, gradients, thin_gradient
 
-for form in (vi.StructuredNormal, vi.StructuredPrecision):
+for form in (vi.LowRankNormal, vi.LowRankPrecision):
     # the last takes its 40 draws in two parts
     for rank, groups in ((1, 1), (3, 3), (17, 1), (17, 4), (36, 1), (3, 20)):
         q = family(form(rank), torch.float32)
@@ -59,7 +59,7 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
 # sums by products of warps: draws and columns that fill their tiles, and that do not
 from structvi.families.numerics import fused, triton_mma as mma
 for K, S, precision in ((16, 8, False), (12, 3, True)) if TUPLES else ():
-    q = family(vi.StructuredNormal(K), torch.float32)
+    q = family(vi.LowRankNormal(K), torch.float32)
     given = q.log_scale.detach(), q.factor.detach().contiguous(), q.unit, precision, torch.randn(S, len(q.mean))
     assert mma.serve(S, given[1])
     for got, expected in zip(mma.sums(*given), fused._Slabs.sums(*given), strict=True):
@@ -99,7 +99,7 @@ for elbo, norm, clip, make, expected in (
     assert tuple(x.item() for x in got) == expected, (elbo, norm, got)
 # a factor with mean and scale beside it, in one launch: as torch's Adam on the clipped gradient; none where make is 0
 from structvi.training.adam import Adam
-for form in (vi.StructuredNormal, vi.StructuredPrecision):
+for form in (vi.LowRankNormal, vi.LowRankPrecision):
     q = family(form(3), torch.float32)
     gradient = thin_gradient(q, vi.paired, 2)
     ours = Adam(q.parameters(), lr=0.01, factors=q.factors())
@@ -122,7 +122,7 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         assert ours.state[p]["step"].item() == 3
 # slope·θ is added to the gradient at the draws, θ·θ comes with them, and the norm of all three gradients
 from structvi.training.adam import gradient_norm
-for form in (vi.StructuredNormal, vi.StructuredPrecision):
+for form in (vi.LowRankNormal, vi.LowRankPrecision):
     # one draw after the other, tiles, and a row in each thread
     for groups, rank in ((1, 3), (3, 3), (1, 4), (3, 4)):
         q = family(form(rank), torch.float32)
@@ -146,7 +146,7 @@ for form in (vi.StructuredNormal, vi.StructuredPrecision):
         without = whole[len(q.mean) :]
         close(gradient_norm(q.parameters(), {q.factor: got[2][1]}).float(), without.norm(), 1e-5)
 # a factor whose gradient is whole, as that of a mixture's part: torch's own Adam
-q = vi.Mixture(vi.StructuredNormal(3), 2).bind(vi.Parameters({"z": torch.randn(37)}), torch.Generator().manual_seed(0))
+q = vi.Mixture(vi.LowRankNormal(3), 2).bind(vi.Parameters({"z": torch.randn(37)}), torch.Generator().manual_seed(0))
 plain = [torch.nn.Parameter(p.detach().clone()) for p in q.parameters()]
 ours = Adam(q.parameters(), lr=0.01, factors=q.factors())
 assert len(ours.thin) == 2

@@ -358,7 +358,7 @@ def steepest_slope(net, inputs):
     return gradient.norm(dim=-1).max().item()
 
 
-@pytest.mark.parametrize("family", [vi.MAP(), vi.StructuredNormal(2)], ids=["MAP", "StructuredNormal"])
+@pytest.mark.parametrize("family", [vi.MAP(), vi.LowRankNormal(2)], ids=["MAP", "LowRankNormal"])
 def test_a_network_trained_with_it_is_flatter(family):
     """Same start, same draws, same budget: the largest input gradient over the data's range, at the mean weights.
 

@@ -16,10 +16,10 @@ def rows():
         ("MAP", "P", "1 / 1 / 1", (False, False, False)),
         ("MCDropout", "P", "1 / 2 / 2", (False, True, False)),
         ("MeanField", "2P", "1 / 2 / 2", (True, False, False)),
-        ("StructuredNormal(K)", "PK + 2P", "1 / 2 / 4K", (True, False, True)),
-        ("StructuredPrecision(K)", "PK + 2P", "1 / 2 / 4K", (True, False, True)),
+        ("LowRankNormal(K)", "PK + 2P", "1 / 2 / 4K", (True, False, True)),
+        ("LowRankPrecision(K)", "PK + 2P", "1 / 2 / 4K", (True, False, True)),
         ("FullNormal", "0.5P² + 1.5P", "1 / 2 / 2", (True, False, True)),
-        ("Mixture, 2 × StructuredNormal(K)", "2PK + 4P + 2", "2 / 4 / 8K", (True, True, True)),
+        ("Mixture, 2 × LowRankNormal(K)", "2PK + 4P + 2", "2 / 4 / 8K", (True, True, True)),
     ],
 )
 def test_costs(rows, family, parameters, draws, says):
@@ -30,7 +30,7 @@ def test_costs(rows, family, parameters, draws, says):
 
 def test_a_structured_draw_is_linear_in_the_weights(rows):
     # θ = Fz and Fᵀx: two products of P × K, two flops an element
-    assert rows["StructuredNormal(K)"].flops == "4PK"
+    assert rows["LowRankNormal(K)"].flops == "4PK"
 
 
 def test_a_count_that_is_no_polynomial_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from structvi import MCDropout, StructuredNormal
+from structvi import LowRankNormal, MCDropout
 from structvi.studies.paper import table1
 from structvi.studies.paper.fits import Batched, fit, groups_for, median, space
 from structvi.studies.paper.methods import KEEP
@@ -19,7 +19,7 @@ def generator(seed=0):
 
 @pytest.mark.parametrize(("rank", "groups"), [(1, 16), (8, 2), (20, 1)])
 def test_groups_for_comes_near_the_number_of_evaluations(rank, groups):
-    assert groups_for(StructuredNormal(rank).bind(space(z=20))(), 64) == groups
+    assert groups_for(LowRankNormal(rank).bind(space(z=20))(), 64) == groups
 
 
 def test_median():

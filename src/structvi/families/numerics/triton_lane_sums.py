@@ -132,7 +132,7 @@ def _gram(
     scale, factor, unit, out, P,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of four columns on the diagonal and above; those below are their mirror images."""
+    """PerLayer of four columns on the diagonal and above; those below are their mirror images."""
     products = ()
     for k in tl.static_range(0, K):
         for _ in tl.static_range(k // 4 * 4, K, 4):

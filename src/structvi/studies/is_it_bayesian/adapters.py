@@ -10,15 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from ...couplings import naive
 from ...families import (
     MAP,
-    Blocks,
     Density,
     Family,
     FullNormal,
+    LowRankNormal,
+    LowRankPrecision,
     MCDropout,
     MeanField,
     Mixture,
-    StructuredNormal,
-    StructuredPrecision,
+    PerLayer,
 )
 from ...front_door import variationalize
 from ...objective import elbo
@@ -145,7 +145,7 @@ def _fit_points(recipe: Family, problem: Problem, seed: int) -> Family:
 def _head(problem: Problem) -> Family:
     if problem.identified:
         raise NotApplicable("a Bayesian head needs a network with a body")
-    return Blocks({"2.*": FullNormal(), "0.*": MAP()})
+    return PerLayer({"2.*": FullNormal(), "0.*": MAP()})
 
 
 def ours() -> dict[str, Ours]:
@@ -154,8 +154,8 @@ def ours() -> dict[str, Ours]:
         "map": Ours(MAP(), "MAP"),
         "mc-dropout": Ours(MCDropout(keep=KEEP), "MC dropout"),
         "mean-field": Ours(MeanField(), "mean field"),
-        "structured": Ours(lambda problem: StructuredNormal(min(RANK, problem.P)), f"structured normal {RANK}"),
-        "precision": Ours(lambda problem: StructuredPrecision(min(RANK, problem.P)), f"structured precision {RANK}"),
+        "structured": Ours(lambda problem: LowRankNormal(min(RANK, problem.P)), f"structured normal {RANK}"),
+        "precision": Ours(lambda problem: LowRankPrecision(min(RANK, problem.P)), f"structured precision {RANK}"),
         "full": Ours(FullNormal(), "full normal"),
         "mixture": Ours(Mixture(FullNormal(), components=2), "mixture of 2 normals"),
         "head": Ours(_head, "Bayesian head"),

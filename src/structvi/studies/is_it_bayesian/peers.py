@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ...basics.random_streams import borrowed_stream
 from ...families import MCDropout
-from ...families.structured import StructuredNormalDensity
+from ...families.structured import LowRankNormalDensity
 from ...parameters import Parameters
 from .adapters import Adapter, NotApplicable
 from .problems import Data, Problem
@@ -132,7 +132,7 @@ class SWAG:
         mean = collected.mean(0)
         deviations = (collected - mean)[-DEVIATIONS:].mT / (2 * (DEVIATIONS - 1)) ** 0.5  # [P, K]
         scale = (0.5 * collected.var(0, correction=0)).sqrt().clamp(min=1e-10)
-        self.density = StructuredNormalDensity(mean, scale.log(), deviations, torch.ones_like(mean))
+        self.density = LowRankNormalDensity(mean, scale.log(), deviations, torch.ones_like(mean))
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         return self.density.draw(n, generator=generator).theta

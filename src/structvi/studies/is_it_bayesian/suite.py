@@ -47,7 +47,7 @@ def run(
 
     Args:
         method: an adapter of yours with `name`, `fit(problem, seed)` and `draw(n, generator) -> [n, P]`, and
-            `log_prob(theta) -> [S]` where there is a density; a family such as `StructuredNormal(4)`; a name such as
+            `log_prob(theta) -> [S]` where there is a density; a family such as `LowRankNormal(4)`; a name such as
             "mean-field" or "laplace-torch"; or a list of these.
         problems: names of `PROBLEMS`, or `Problem`s of your own; all by default.
         seed: of fits and draws.

@@ -12,24 +12,24 @@ from ...families import (
     Family,
     FittedDropout,
     FullNormal,
+    LowRankNormal,
+    LowRankPrecision,
     MCDropout,
     MeanField,
     Mixture,
-    StructuredNormal,
-    StructuredPrecision,
 )
 from ...parameters import Parameters
 
-#: name → recipe at rank K. Blocks costs the sum of its parts.
+#: name → recipe at rank K. PerLayer costs the sum of its parts.
 FAMILIES: dict[str, Callable[[int], Family]] = {
     "MAP": lambda K: MAP(),
     "MCDropout": lambda K: MCDropout(),
     "FittedDropout": lambda K: FittedDropout(),
     "MeanField": lambda K: MeanField(),
-    "StructuredNormal(K)": lambda K: StructuredNormal(K),
-    "StructuredPrecision(K)": lambda K: StructuredPrecision(K),
+    "LowRankNormal(K)": lambda K: LowRankNormal(K),
+    "LowRankPrecision(K)": lambda K: LowRankPrecision(K),
     "FullNormal": lambda K: FullNormal(),
-    "Mixture, 2 × StructuredNormal(K)": lambda K: Mixture(StructuredNormal(K), components=2),
+    "Mixture, 2 × LowRankNormal(K)": lambda K: Mixture(LowRankNormal(K), components=2),
 }
 #: the terms that a count is made of
 TERMS: dict[str, Callable[[int, int], int]] = {

@@ -7,11 +7,11 @@ from ...families import (
     Family,
     FittedDropout,
     FullNormal,
+    LowRankNormal,
+    LowRankPrecision,
     MCDropout,
     MeanField,
     Mixture,
-    StructuredNormal,
-    StructuredPrecision,
 )
 from ...parameters import FREE_SCALE_FLOOR
 
@@ -50,11 +50,11 @@ class Method:
             "MC dropout": lambda: MCDropout(keep=KEEP, exempt=exempt),
             "fitted dropout": lambda: FittedDropout(prior_keep=KEEP, exempt=exempt),
             "MF-VI": lambda: MeanField(initial_scale=start),
-            "sN-VI": lambda: StructuredNormal(rank, initial_scale=start, initial_factor=1.0),
-            "sP-VI": lambda: StructuredPrecision(rank, initial_scale=start, initial_factor=1.0),
+            "sN-VI": lambda: LowRankNormal(rank, initial_scale=start, initial_factor=1.0),
+            "sP-VI": lambda: LowRankPrecision(rank, initial_scale=start, initial_factor=1.0),
             "full": lambda: FullNormal(initial_scale=start),
             "sGMM-VI": lambda: Mixture(
-                StructuredNormal(rank, initial_scale=start, initial_factor=1.0), components=COMPONENTS
+                LowRankNormal(rank, initial_scale=start, initial_factor=1.0), components=COMPONENTS
             ),
         }[self.name]()
 

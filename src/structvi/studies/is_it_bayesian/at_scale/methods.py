@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
 from ....couplings import naive
-from ....families import MAP, Density, Family, MeanField, Rotated, StructuredPrecision
+from ....families import MAP, Density, Family, LowRankPrecision, MeanField, Rotated
 from ....families.mean_field import DiagonalNormal
 from ....front_door import variationalize
 from ....training.soap import Soap
@@ -121,7 +121,7 @@ class Laplace(WithDensity):
         data = problem.data
         assert data is not None
         net = optimum(data, seed)
-        bayes = variationalize(net, data.likelihood, StructuredPrecision(RANK), data.prior)
+        bayes = variationalize(net, data.likelihood, LowRankPrecision(RANK), data.prior)
         bayes.fit(loader(data), steps=0, start="trained", progress=False, seed=seed)
         self.density = bayes.family.requires_grad_(False)()
 
@@ -138,7 +138,7 @@ def methods() -> dict[str, Adapter]:
     every: list[Any] = [
         FromScratch("ours, mean field", MeanField),
         FromScratch("ours, rotated mean field", lambda: Rotated(MeanField())),
-        FromScratch("ours, precision of rank 8", lambda: StructuredPrecision(8)),
+        FromScratch("ours, precision of rank 8", lambda: LowRankPrecision(8)),
         FromScratch("ours, mean field, λ = 0.1", MeanField, 0.1),
         IVON(),
         IVON("IVON, β₂ = 0.999", 0.999),
