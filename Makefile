@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 BENCH_NO_DEPS := bayesian-torch blitz-bayesian-pytorch laplace-torch asdfghjkl backpack-for-pytorch \
                  curvlinops-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: setup weight test test-gpu test-oldest test-newest lint reproduce bench docs dist dist-extras release clean
+.PHONY: setup weight test test-slow test-gpu test-oldest test-newest lint reproduce bench docs dist dist-extras release clean
 
 setup: .venv/.installed
 
@@ -32,7 +32,11 @@ setup: .venv/.installed
 # a worker for each core: what tests wait for are processes that compute; bytecode is kept, whatever the environment
 # says, for the workers and the processes of tests would each compile everything again
 test: setup
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(nproc) --dist worksteal
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(nproc) --dist worksteal -m "not slow"
+
+# statistical laws at length, kills, hostile files, the site, wheels, browsers
+test-slow: setup
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n $$(nproc) --dist worksteal -m slow
 
 # on a machine with a GPU; STRUCTVI_TEST_DEVICE=cpu for a dry run
 test-gpu: setup
