@@ -47,7 +47,7 @@ def dense_truth(bound):
     space = bound.space
     mean = torch.zeros(space.size, dtype=space.dtype)
     covariance = torch.zeros(space.size, space.size, dtype=space.dtype)
-    for b, part in enumerate(bound.parts):
+    for b, part in enumerate(bound.parts()):
         names = [name for name, owner in zip(space.names, bound.owners, strict=True) if owner == b]
         index = torch.cat([torch.arange(space.size)[space.slice(name)] for name in names])
         mean[index] = part().mean.detach()

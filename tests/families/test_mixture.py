@@ -204,7 +204,7 @@ class TestOne:
         torch.testing.assert_close(*values, rtol=1e-12, atol=0)  # the part's passes are fused: another order of sums
         for mine, theirs in zip(
             torch.autograd.grad(values[0], list(part.parameters())),
-            torch.autograd.grad(values[1], list(q.parts.parameters())),
+            torch.autograd.grad(values[1], list(q.inner.parameters())),
             strict=True,
         ):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
@@ -262,7 +262,7 @@ class TestGradients:
         frozen = copy.deepcopy(q).requires_grad_(False)
         draws = q().draw(1, vi.naive, generator())
         value = frozen().log_prob(draws.theta) + 7 - log_q_at(q(), draws.theta, path=True)
-        parts = [p for p in q.parts.parameters() if p.numel()]
+        parts = [p for p in q.inner.parameters() if p.numel()]
         for weight, one in zip(draws.weight, value, strict=True):
             gradients = torch.autograd.grad(weight * one, [*parts, q.raw_logits], retain_graph=True, allow_unused=True)
             assert max(g.abs().max().item() for g in gradients[:-1] if g is not None) < 1e-12

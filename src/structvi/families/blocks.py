@@ -14,6 +14,8 @@ from ..parameters import Parameters
 from .density import Density, Draws, check_draw
 from .family import Family
 from .gaussian import Gaussian, LowRank
+from .normal import Diagonal, NormalForm, Triangle
+from .normal import LowRank as LowRankRoot
 from .point import PointMass
 
 
@@ -258,12 +260,12 @@ class PerLayer(Family):
             if isinstance(family, PerLayer):
                 raise ValueError(f"PerLayer: {pattern!r} holds PerLayer again; write all patterns in one dict")
         self.patterns = tuple(blocks)
-        self.parts = nn.ModuleList(blocks.values())
+        self.inner = nn.ModuleList(blocks.values())
         self.owners: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> dict[str, Family]:
-        return dict(zip(self.patterns, self.parts, strict=True))  # pyright: ignore[reportReturnType]
+        return dict(zip(self.patterns, self.inner, strict=True))  # pyright: ignore[reportReturnType]
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.owners = tuple(assign(parameters.names, self.patterns, "PerLayer"))
@@ -271,7 +273,7 @@ class PerLayer(Family):
         for b, family in enumerate(self.blocks.values()):
             names = [name for name, owner in zip(parameters.names, self.owners, strict=True) if owner == b]
             bound.append(family.bind(parameters.subset(names), generator))
-        self.parts = nn.ModuleList(bound)
+        self.inner = nn.ModuleList(bound)
 
     @property
     def precision_columns(self) -> int:
@@ -283,9 +285,51 @@ class PerLayer(Family):
         for part in self.blocks.values():
             part.place(mean, scale, columns)
 
+    def parts(self) -> list[Family]:
+        return list(self.blocks.values())
+
+    @torch.no_grad()
+    def normal(self) -> NormalForm | None:
+        """The product of the blocks' normals, if at most one block has correlations."""
+        forms = [part.normal() for part in self.parts()]
+        roots = [form.root for form in forms if form is not None]
+        if len(roots) < len(forms) or any(isinstance(root, Triangle) for root in roots):
+            return None
+        correlated = [root for root in roots if isinstance(root, LowRankRoot) and root.factor.shape[-1]]
+        if len(correlated) > 1:
+            return None
+        layout = self._layout()
+        mean = layout.join([form.mean for form in forms if form is not None])
+        scale = layout.join([root.scale for root in roots if not isinstance(root, Triangle)])
+        if not correlated:
+            return NormalForm(mean, Diagonal(scale))
+        (own,) = correlated
+        columns = [root.factor if root is own else mean.new_zeros(len(root.scale), own.factor.shape[-1])
+                   for root in roots if not isinstance(root, Triangle)]  # fmt: skip
+        return NormalForm(mean, LowRankRoot(scale, layout.join(columns, dim=0), own.of_precision))
+
+    def set_normal(self, form: NormalForm) -> None:
+        """Each block takes its own rows of the root: correlations between blocks are left out."""
+        layout, root = self._layout(), form.root
+        if isinstance(root, Triangle):
+            positions = layout.split(torch.arange(len(form.mean), device=form.mean.device))
+            covariance = root.lower @ root.lower.mT
+            roots = [Triangle(torch.linalg.cholesky(covariance[own][:, own])) for own in positions]
+        elif isinstance(root, Diagonal):
+            roots = [Diagonal(scale) for scale in layout.split(root.scale)]
+        else:
+            columns = [factor.mT for factor in layout.split(root.factor.mT)]
+            pairs = zip(layout.split(root.scale), columns, strict=True)
+            roots = [LowRankRoot(scale, factor, root.of_precision) for scale, factor in pairs]
+        for part, mean, own in zip(self.parts(), layout.split(form.mean), roots, strict=True):
+            part.set_normal(NormalForm(mean, own))
+
+    def _layout(self) -> BlockLayout:
+        return BlockLayout(self.owners, self.bound_space().numels)
+
     def forward(self) -> Density:
         assert self.space is not None
-        densities: list[Density] = [part() for part in self.parts]
+        densities: list[Density] = [part() for part in self.inner]
         layout = BlockLayout(self.owners, self.space.numels)
         gaussians = [density for density in densities if isinstance(density, Gaussian)]
         if len(gaussians) == len(densities):

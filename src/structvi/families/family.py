@@ -20,6 +20,7 @@ from ..basics.configuration import configuration
 from ..parameters import Parameters
 from .density import Density, DistributionDensity
 from .forms import Factor, LowRankForm, MeanAndScale, PartsSought, Profile, RelativeForm
+from .normal import Diagonal, NormalForm
 from .rows import Shard
 
 #: nats a weight within which a density's entropy is that of a normal; a Laplace of equal variance has 0.07 less
@@ -133,6 +134,30 @@ class Family(nn.Module, ABC):
     def own_rows(self, x: Tensor) -> Tensor:
         """Of a tensor with a row for each weight what this rank holds."""
         return x if self.shard is None else x[self.shard.rows.slice]
+
+    # ------------------------------------------------------------------------------------------- one value for a normal
+
+    @torch.no_grad()
+    def normal(self) -> NormalForm | None:
+        """Return the present normal, without a graph; None if the family is no single normal."""
+        own = self.mean_and_scale()
+        return None if own is None else NormalForm(own.mean.clone(), Diagonal(own.log_scale.exp()))
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        """Become this normal, in place: what the family's shape cannot hold is left out.
+
+        A covariance or precision that does not fit is replaced by the diagonal of the precision.
+        """
+        own = self.mean_and_scale()
+        if own is None:
+            raise TypeError(f"{type(self).__name__} cannot be set to a normal: write its `set_normal(form)`")
+        own.mean.copy_(self.own_rows(form.mean))
+        own.log_scale.copy_(self.own_rows(form.diagonal().scale).log())
+
+    def parts(self) -> "list[Family]":
+        """Return the components of a mixture, or the blocks; an empty list if there are none."""
+        return []
 
     # ------------------------------------------------------------------------------------- what it knows of itself
 

@@ -199,6 +199,9 @@ class FittedDropout(Family):
         if not isinstance(self.gates(), Gaussian):
             raise TypeError(f"gates must be a Gaussian family, such as MeanField(), got {type(self.gates).__name__}")
 
+    def normal(self) -> None:
+        """None: a law of masked weights."""
+
     def forward(self) -> FittedBernoulli | FittedLogisticNormal:
         if self.gates is None:
             return FittedBernoulli(self.weights(), self.layout, self.logits, self.prior_keep)

@@ -8,6 +8,7 @@ from ..parameters import Parameters
 from .density import MAX_DENSE
 from .family import Coordinates, Family
 from .gaussian import Gaussian, LowRank
+from .normal import NormalForm, Triangle
 from .numerics.algebra import solve, sum_weights
 from .starts import check_start, initial_mean
 
@@ -102,6 +103,15 @@ class FullNormal(Family):
         rows, columns = torch.tril_indices(P, P, offset=-1, device=self.mean.device)
         relative = torch.diag(self.log_diagonal.exp()).index_put((rows, columns), self.lower)
         return FullNormalDensity(self.mean, self.unit.unsqueeze(-1) * relative)
+
+    @torch.no_grad()
+    def normal(self) -> NormalForm:
+        return NormalForm(self.mean.detach().clone(), Triangle(self.forward().cholesky))
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        self.mean.copy_(form.mean)
+        self._set_root(form.triangle().to(self.unit))
 
     def hold_mean(self) -> None:
         self.mean.requires_grad_(False)

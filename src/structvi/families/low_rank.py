@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ..parameters import Parameters
 from .density import LowRankPart
-from .family import Coordinates
+from .family import Coordinates, Family
 from .forms import Factor, LowRankForm, Profile, RelativeForm
 from .gaussian import Gaussian
+from .normal import LowRank as LowRankRoot
+from .normal import NormalForm
 from .numerics import fused
 from .numerics.algebra import capacitance
 from .scaled import Scaled
@@ -119,6 +121,24 @@ class LowRankFamily(Scaled):
         if isinstance(getattr(self, "factor", None), nn.Parameter):
             self.factor.data = laid_out(self.factor.data)
         return self
+
+    @torch.no_grad()
+    def normal(self) -> NormalForm:
+        scale = self.log_scale.exp()
+        ratio = scale / self.unit if self.density.of_precision else self.unit / scale
+        root = LowRankRoot(scale, self.factor * ratio.unsqueeze(-1), self.density.of_precision)
+        return NormalForm(self.mean.detach().clone(), root)
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        root = form.low_rank(self.rank, self.density.of_precision)
+        scale, factor = self.own_rows(root.scale), self.own_rows(root.factor)
+        self.mean.copy_(self.own_rows(form.mean))
+        self.log_scale.copy_(scale.log())
+        # the unit is the scale with the factor, of the margins or of the conditionals
+        wider = (1 + factor.square().sum(-1)).sqrt()
+        self.unit.copy_(scale / wider if root.of_precision else scale * wider)
+        self.factor.copy_(factor / wider.unsqueeze(-1))
 
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         self.mean.copy_(mean)
@@ -272,6 +292,27 @@ def profile(log_scale: Tensor, precision: Tensor, rank: int, of_precision: bool)
     size = ((held if of_precision else 1 / held) - 1).clamp(min=SEARCH_FACTOR**4).sqrt()
     kl = 0.5 * (left - 1 - left.log()).sum().item()
     return Profile(kl, vectors.square() @ (left - 1), vectors[:, :rank] * size)
+
+
+def factors(family: Family) -> list[nn.Parameter]:
+    """Return the low-rank factors [P, K] among the parameters, those of all parts too."""
+    own = (m.factor for m in family.modules() if isinstance(m, LowRankFamily) and m.rank)
+    return [factor for factor in own if isinstance(factor, nn.Parameter)]
+
+
+@torch.no_grad()
+def hold_factors(family: Family) -> None:
+    """Hold all low-rank factors at zero: mean and scales learn alone, N(μ, diag(s)²)."""
+    for factor in factors(family):
+        factor.zero_().requires_grad_(False)
+
+
+@torch.no_grad()
+def start_factors(family: Family, generator: torch.Generator | None = None, size: float = STAGE_FACTOR) -> None:
+    """Let all low-rank factors learn, from N(0, size²) relative to the present scales."""
+    for module in family.modules():
+        if isinstance(module, LowRankFamily) and module.rank:
+            module.start_factor(generator, size)
 
 
 def laid_out(factor: Tensor) -> Tensor:

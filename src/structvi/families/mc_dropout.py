@@ -324,6 +324,9 @@ class MCDropout(Family):
         keep = self._keep(self.point.detach())
         return DroppedPoint(PointMass(self.point), self.layout, keep.log(), torch.log1p(-keep))
 
+    def normal(self) -> None:
+        """None: point masses of many states."""
+
     def begin_again(self, generator: torch.Generator) -> None:
         if self.space is not None:
             self.initial_mean = "fresh"

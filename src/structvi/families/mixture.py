@@ -208,16 +208,16 @@ class Mixture(Family):
         parts = parts_of(part, components)
         self.components: int | str = AUTO if components == AUTO else len(parts)
         self.common_noise = bool(common_noise)
-        self.parts = nn.ModuleList(parts)
+        self.inner = nn.ModuleList(parts)
         if self.is_bound:
             spaces = [own.space for own in parts if own.space is not None]
             check_shared(spaces)
             self.space = spaces[0] if spaces else None
-            self.raw_logits = nn.Parameter(next(self.parts.parameters()).new_zeros(len(parts)))
+            self.raw_logits = nn.Parameter(next(self.inner.parameters()).new_zeros(len(parts)))
 
     @property
     def part(self) -> list[Family]:
-        return list(self.parts)  # pyright: ignore[reportReturnType]
+        return list(self.inner)  # pyright: ignore[reportReturnType]
 
     @property
     def is_bound(self) -> bool:
@@ -242,7 +242,7 @@ class Mixture(Family):
         C = len(self.part)
         spaces = apart(parameters, C, generator)
         bound = [part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True)]
-        self.parts = nn.ModuleList(bound)
+        self.inner = nn.ModuleList(bound)
         self.raw_logits = nn.Parameter(parameters.initial.new_zeros(C))
 
     @classmethod
@@ -277,6 +277,12 @@ class Mixture(Family):
                     'give a recipe with initial_mean="current"'
                 )
         return cls(parts)
+
+    def parts(self) -> list[Family]:
+        return self.part
+
+    def normal(self) -> None:
+        """None: a mixture is no single normal."""
 
     def mixture_parts(self) -> tuple[list[Family], Tensor]:
         return self.part, self.proportions

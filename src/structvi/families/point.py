@@ -7,6 +7,7 @@ from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from .density import Density, Draws, check_draw
 from .family import Family
+from .normal import Diagonal, NormalForm
 from .starts import check_initial_mean, initial_mean
 
 
@@ -77,6 +78,13 @@ class MAP(Family):
 
     def forward(self) -> PointMass:
         return PointMass(self.point)
+
+    def normal(self) -> NormalForm:
+        return NormalForm(self.point.detach().clone(), Diagonal(torch.zeros_like(self.point.detach())))
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        self.point.copy_(form.mean)
 
     def place_at(self, mean: Tensor, scale: Tensor) -> None:
         self.point.copy_(mean)

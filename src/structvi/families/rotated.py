@@ -14,7 +14,9 @@ from ..parameters import Parameters
 from .basis import Basis
 from .density import Detached, Draws
 from .family import Family
-from .gaussian import Gaussian, LowRank
+from .gaussian import Gaussian
+from .gaussian import LowRank as LowRankCovariance
+from .normal import Diagonal, LowRank, NormalForm, Triangle
 from .numerics.fused import LowRankGradient
 
 #: rows of Q that are made at a time
@@ -81,13 +83,13 @@ class RotatedDensity(Gaussian):
     def half_log_det(self) -> Tensor:
         return self.inner.half_log_det()
 
-    def low_rank(self) -> LowRank:
+    def low_rank(self) -> LowRankCovariance:
         """Q has no low rank: a dense V [P, P + K], refused where P is large."""
         self._check_dense("the covariance of a rotated family as diagonal plus low rank")
         d, V, C = self.inner.low_rank()
         columns = self.basis(torch.cat([torch.diag(d.sqrt()), V], -1).mT).mT
         identity = torch.eye(len(d), dtype=C.dtype, device=C.device)
-        return LowRank(torch.zeros_like(d), columns, torch.block_diag(identity, C))
+        return LowRankCovariance(torch.zeros_like(d), columns, torch.block_diag(identity, C))
 
     def precision_diagonal(self) -> Tensor:
         rows = []
@@ -225,6 +227,25 @@ class Rotated(Family):
         space = self.bound_space()
         centre = self.basis(space.ravel({name: mean[name] for name in space.names}), back=True)
         self.part.place(space.unravel(centre), scale, columns)
+
+    def normal(self) -> None:
+        """None: along the weights' own axes it has no cheap root."""
+
+    def set_normal(self, form: NormalForm) -> None:
+        """Turn the mean and the factor exactly, and keep the diagonal of the precision."""
+        root = form.root
+        if isinstance(root, Triangle):
+            root = form.diagonal()
+        turned = self.basis(root.scale.square().reciprocal(), back=True, squared=True).rsqrt()
+        if isinstance(root, LowRank) and root.of_precision:
+            columns = self.basis((root.factor / root.scale.unsqueeze(-1)).mT, back=True).mT
+            own = LowRank(turned, columns * turned.unsqueeze(-1), True)
+        elif isinstance(root, LowRank):
+            columns = self.basis((root.factor * root.scale.unsqueeze(-1)).mT, back=True).mT
+            own = LowRank(turned, columns / turned.unsqueeze(-1), False)
+        else:
+            own = Diagonal(turned)
+        self.part.set_normal(NormalForm(self.basis(form.mean, back=True), own))
 
     def move_to(self, theta: Tensor) -> None:
         self.part.move_to(self.basis(theta, back=True))

@@ -10,6 +10,7 @@ from ..parameters import Parameters
 from .density import LowRankPart
 from .family import Family
 from .mixture import LOGIT_UNIT, MixtureDensity
+from .normal import NormalForm
 from .precision import LowRankPrecision, LowRankPrecisionDensity
 
 #: scales of a part start at this share of those of the part before
@@ -117,6 +118,16 @@ class ScaleMixture(Family):
     def place_scales(self, scales: Tensor) -> None:
         self.part.log_scale.copy_(scales[0].log())
         self.log_ratio.copy_((scales[1:] / scales[0]).log())
+
+    def normal(self) -> None:
+        """None: a mixture is no single normal."""
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        """Set all parts to one normal, equally likely; `place_scales` then sets them apart."""
+        self.part.set_normal(form)
+        self.log_ratio.zero_()
+        self.raw_logits.zero_()
 
     def move_to(self, theta: Tensor) -> None:
         self.part.move_to(theta)

@@ -28,7 +28,7 @@ def tensors_of_family(description: Mapping[str, Any], space: Parameters) -> Shap
         >>> from structvi.storing.describe import encode
         >>> space = Parameters({"z": torch.zeros(3)})
         >>> tensors_of_family(encode(Mixture(MeanField(), components=1)), space)
-        {'raw_logits': (1,), 'parts.0.mean': (3,), 'parts.0.log_scale': (3,)}
+        {'raw_logits': (1,), 'inner.0.mean': (3,), 'inner.0.log_scale': (3,)}
     """
     name, arguments = description["structvi"]
     return _SHAPES[name](arguments, space)
@@ -57,7 +57,7 @@ def _mixture(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     parts = part["list"] if is_sequence(part) else [part] * (2 if components is None else components)
     shapes: Shapes = {"raw_logits": (len(parts),)}
     for c, one in enumerate(parts):
-        shapes |= _under(f"parts.{c}", tensors_of_family(one, space))
+        shapes |= _under(f"inner.{c}", tensors_of_family(one, space))
     return shapes
 
 
@@ -73,7 +73,7 @@ def _blocks(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     shapes: Shapes = {}
     for b, (_, family) in enumerate(pairs):
         names = [name for name, owner in zip(space.names, owners, strict=True) if owner == b]
-        shapes |= _under(f"parts.{b}", tensors_of_family(family, space.subset(names)))
+        shapes |= _under(f"inner.{b}", tensors_of_family(family, space.subset(names)))
     return shapes
 
 
