@@ -104,7 +104,7 @@ def test_around_a_trained_network(family, device):
     assert torch.isfinite(result.history["elbo"]).all()
     around = vi.variationalize(net, vi.likelihoods.Categorical())
     train, held_out = (DataLoader(Subset(data(), part), 16) for part in (range(N // 2), range(N // 2, N)))
-    kept = around.fit(train, validation=held_out, progress=False)
+    kept = around.laplace(train, validation=held_out, progress=False)
     assert bool(torch.isfinite(torch.tensor(kept.elbo.value)))
     assert around.device.type == device.type
 

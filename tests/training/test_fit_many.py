@@ -299,8 +299,6 @@ def test_members_at_several_temperatures():
         made(1)[0].fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
     with pytest.raises(ValueError, match="one entry for each of 3 members, got 2"):
         mixture.fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
-    with pytest.raises(ValueError, match="for fits of so many epochs= or steps="):
-        mixture.fit(loader, validation=data(20, seed=9), temperature=[1.0, 0.1, 1.0], progress=False)
 
 
 @pytest.mark.parametrize(
