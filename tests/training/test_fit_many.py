@@ -330,7 +330,7 @@ def test_members_begin_at_different_starts_of_what_has_not_learned():
     bayes.fit(data(20), steps=2, progress=False)
     with pytest.raises(ValueError, match="was fitted before"):
         bayes.fit(data(20), steps=2, members=2)
-    with pytest.raises(ValueError, match="from different starts"):
+    with pytest.raises(ValueError, match="fit needs a length"):
         made(1)[0].fit(data(20), members=2)
     with pytest.raises(ValueError, match="checkpoint= is for one fit"):
         made(1)[0].fit(data(20), steps=2, members=2, checkpoint="somewhere")
