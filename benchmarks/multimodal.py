@@ -3,7 +3,7 @@
     python -m benchmarks.multimodal [--suite 0] [--seeds 1] [--only NAME ..] [--auto] [--out results.json]
 
 `vi.fit_density(target, vi.Mixture(vi.FullNormal(), components=C))` with its defaults, from zeros, C the number of modes
-that the target is made of; with `--auto`, components="auto". `--suite` is the seed from which all targets are made: others
+that the target is made of; with `--auto`, components="auto". `--suite` is the seed that makes all targets: others
 are a held-out set.
 
 * Mixtures of Gaussians (28): d = 2, 5, 10, 20; two to six modes, weights of at least 0.05, standard deviations

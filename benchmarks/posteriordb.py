@@ -4,7 +4,7 @@
         [--peers pyro pymc laplace pathfinder dadvi nuts] [--out results.json]
 
 `vi.fit_density` with its defaults on every posterior. Pyro's guides and PyMC's ADVI get the evaluations that our fit of
-the same shape took; a Laplace approximation, pymc-extras' Pathfinder and DADVI, and PyMC's NUTS have their own defaults.
+the same shape took; a Laplace approximation, pymc-extras' Pathfinder and DADVI, and PyMC's NUTS keep their defaults.
 Errors are on the unconstrained scale against DIR/posteriordb/NAME/summary.json; those of the mean in posterior
 deviations, those of the standard deviation as |log ratio|. Corrected errors are those of Pareto-smoothed importance
 sampling, from draws of q alone ("plain") and as `diagnostics.importance` does it, with as many draws that have tails

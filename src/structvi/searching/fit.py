@@ -235,7 +235,7 @@ def _checked(
 def _check_types(target: Target, family: Family) -> None:
     if isinstance(target, BayesianModel):
         raise TypeError(
-            "fit_density is for log densities; a network with data is fitted in batches: variationalize(net, ..).fit(loader)"
+            "fit_density is for log densities; a network with data is fitted so: variationalize(net, ..).fit(loader)"
         )
     if not isinstance(target, Target):
         raise TypeError(

@@ -44,9 +44,9 @@ NEXT = {
     Status.NO_OPTIMUM: "vi.fit_density(target, result.family) goes on from here; other parameters may be easier to fit",
     Status.MISSED_MODES: "fit again with more components=",
     Status.DIVERGED: "give the parameter that the verdict names a prior or a constraint, and fit again",
-    Status.IMPROVING: "fit again with more steps=: vi.fit_density(target, result.family, loader, steps=..) goes on from here",
-    Status.UNCLEAR: "fit again with more steps=: vi.fit_density(target, result.family, loader, steps=..) goes on from here",
-    Status.TOO_SHORT: "fit again with more steps=: vi.fit_density(target, result.family, loader, steps=..) goes on from here",
+    Status.IMPROVING: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
+    Status.UNCLEAR: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
+    Status.TOO_SHORT: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
 }
 
 
@@ -120,9 +120,7 @@ class DensityFit(Result):
 
     @property
     def next_step(self) -> str:
-        return NEXT.get(
-            self.status, "vi.fit_density(target, result.family, ..) goes on from here; look at the verdict first"
-        )
+        return NEXT.get(self.status, "vi.fit_density(target, result.family, ..) goes on; look at the verdict first")
 
     def sample(
         self, n: int = 1000, *, corrected: Corrected = False, generator: torch.Generator | None = None

@@ -76,7 +76,7 @@ def density_of(adapter: Adapter) -> Callable[[Tensor], Tensor] | None:
 
 
 class Ours:
-    """A family of structvi, fitted as its user would: `structvi.fit_density`, for the network `variationalize(..).fit(..)`.
+    """A family of structvi, fitted as its user would: `fit_density`, for the network `variationalize(..).fit(..)`.
 
     Point masses have no ELBO: of log densities their objective is maximised on fixed draws.
 
