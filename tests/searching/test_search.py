@@ -1,4 +1,4 @@
-"""`vi.fit_density`: exact where the family has the target, near the family's best where not, and honest where it fails."""
+"""`vi.fit_density`: exact where the family has the target."""
 
 import copy
 from math import log, pi

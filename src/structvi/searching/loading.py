@@ -42,8 +42,8 @@ def load_fit(
 ) -> DensityFit:
     """The fit of a file that `DensityFit.save` wrote: it samples, prints and goes on as the one that was saved.
 
-    Reading runs no code. The log density is not in the file: give the same again. `vi.fit_density(target, fit.family)` goes
-    on from where it is.
+    Reading runs no code. The log density is not in the file: give the same again. `vi.fit_density(target, fit.family)`
+    goes on from there.
 
     Args:
         path: the file.
