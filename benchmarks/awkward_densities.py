@@ -228,7 +228,7 @@ def judged(case: Case, family: vi.Family) -> tuple[str, str, str]:
     """Whether there is a miss, what was told, and the errors."""
     try:
         space = vi.Parameters(case.parameters, dtype=case.dtype) if case.dtype else vi.Parameters(case.parameters)
-        result = vi.fit(vi.LogDensity(case.log_density, space), family, max_evaluations=LIMIT, progress=False)
+        result = vi.fit_density(vi.LogDensity(case.log_density, space), family, max_evaluations=LIMIT, progress=False)
         summary = result.summary()
     except (ValueError, TypeError, RuntimeError) as error:
         return "miss" if case.truth is None else "refused", type(error).__name__, "–"

@@ -135,7 +135,7 @@ def over_seeds(name: str, target: Target, families: dict[str, vi.Family], seeds:
     for family, recipe in families.items():
         own = []
         for seed in seeds:
-            result = vi.fit(target, recipe, seed=seed, progress=False)
+            result = vi.fit_density(target, recipe, seed=seed, progress=False)
             row = {"target": name, "family": family, "seed": seed, "elbo": common(result.family, target)}
             row |= {"told": told(result), "evaluations": result.evaluations, "check": result.check_evaluations}
             own.append(row | {"seconds": result.seconds, "verdict": result.verdict})
@@ -166,7 +166,7 @@ def collinear(seeds: range) -> list[dict]:
     families |= {"precision 5": vi.LowRankPrecision(5)}
     for name, recipe in families.items():
         for seed in seeds:
-            result = vi.fit(target, recipe, seed=seed, progress=False)
+            result = vi.fit_density(target, recipe, seed=seed, progress=False)
             with torch.no_grad():
                 q = result.family()
                 theta = q.draw(1, FixedDraws(2 * q.noise_size, seed=0)).theta  # exact for a quadratic
@@ -199,8 +199,8 @@ def rank(seeds: range) -> list[dict]:
     for name, target in threes().items():
         for form, recipe in (("covariance", vi.LowRankNormal(3)), ("precision", vi.LowRankPrecision(3))):
             for seed in seeds:
-                full = vi.fit(target, vi.FullNormal(), seed=seed, progress=False)
-                result = vi.fit(target, recipe, seed=seed, progress=False)
+                full = vi.fit_density(target, vi.FullNormal(), seed=seed, progress=False)
+                result = vi.fit_density(target, recipe, seed=seed, progress=False)
                 short = common(full.family, target) - common(result.family, target)
                 rows.append({"family": f"{name}, {form} 3", "seed": seed, "short": short, "told": told(result)})
                 rows[-1] |= {"evaluations": result.evaluations, "verdict": result.verdict}
@@ -238,7 +238,7 @@ class Network(Known):
 
 
 def network_cases() -> list[tuple[str, vi.Family, dict]]:
-    """Families and options of `vi.fit`."""
+    """Families and options of `vi.fit_density`."""
     families = {"mean field": vi.MeanField(), "covariance 5": vi.LowRankNormal(5), "full": vi.FullNormal()}
     cases = [(name, family, {"max_evaluations": limit}) for name, family in families.items() for limit in LIMITS]
     mixture = vi.Mixture(vi.FullNormal(), components="auto")
@@ -276,7 +276,7 @@ def network(seeds: range, families: Sequence[str] = (), only: Sequence[str] = ()
 
 
 def network_fit(target: Network, recipe: vi.Family, options: dict, seed: int, truth: dict) -> dict:
-    result = vi.fit(target, recipe, seed=seed, progress=False, **options)
+    result = vi.fit_density(target, recipe, seed=seed, progress=False, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         density = result.family.requires_grad_(False)()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.improper [--seeds 6] [--families "mean field" full] [--only NAME ..]
 
-Each with `vi.fit`'s defaults, but for a limit of evaluations where the search of an improper one would go far. A missed
-one is an improper log density that is not called so, a false alarm a proper one that is. The tests of
+Each with `vi.fit_density`'s defaults, but for a limit of evaluations where the search of an improper one would go
+far. A missed one is an improper log density that is not called so, a false alarm a proper one that is. The tests of
 `structvi.searching.improper` have these targets at seed 0.
 """
 
@@ -38,7 +38,7 @@ def fit(function, P, family="full", **options):
     """From zeros."""
     space = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: function(p["z"]), space)
-    return vi.fit(target, FAMILIES[family], progress=False, **options)
+    return vi.fit_density(target, FAMILIES[family], progress=False, **options)
 
 
 def logistic(X, up, prior=None):

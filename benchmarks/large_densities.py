@@ -1,4 +1,4 @@
-"""Many numbers, diagonal plus low rank, no P×P matrix: what does `vi.fit` cost, and how near does it come?
+"""Many numbers, diagonal plus low rank, no P×P matrix: what does `vi.fit_density` cost, and how near does it come?
 
     python -m benchmarks.large_densities [--d 512 2048] [--rank 32] [--seeds 1] [--cases gaussian logistic student]
 
@@ -92,7 +92,7 @@ def logistic(P: int, seed: int):
 def run(target, recipe, seed: int):
     began = time.process_time()
     with Largest() as made:
-        result = vi.fit(target, recipe, seed=seed, progress=False)
+        result = vi.fit_density(target, recipe, seed=seed, progress=False)
     seconds = time.process_time() - began
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     P = target.space.size

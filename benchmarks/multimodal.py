@@ -2,8 +2,8 @@
 
     python -m benchmarks.multimodal [--suite 0] [--seeds 1] [--only NAME ..] [--auto] [--out results.json]
 
-`vi.fit(target, vi.Mixture(vi.FullNormal(), components=C))` with its defaults, from zeros, C the number of modes that
-the target is made of; with `--auto`, components="auto". `--suite` is the seed from which all targets are made: others
+`vi.fit_density(target, vi.Mixture(vi.FullNormal(), components=C))` with its defaults, from zeros, C the number of modes
+that the target is made of; with `--auto`, components="auto". `--suite` is the seed that makes all targets: others
 are a held-out set.
 
 * Mixtures of Gaussians (28): d = 2, 5, 10, 20; two to six modes, weights of at least 0.05, standard deviations
@@ -198,7 +198,7 @@ def reference(target: Multimodal) -> float:
     best = -float("inf")
     for scale in (0.1, 0.5):
         parts = [vi.FullNormal(initial_scale=scale).bind(target.space.at(mode)) for mode in target.modes]
-        result = vi.fit(target, vi.Mixture(parts), progress=False)
+        result = vi.fit_density(target, vi.Mixture(parts), progress=False)
         best = max(best, precise(result.family, target)[0])
     return best
 
@@ -216,7 +216,7 @@ def precise(family: vi.Family, target: Multimodal, groups: int = 4096) -> tuple[
 def run(target: Multimodal, seed: int, auto: bool, known: float | None) -> dict:
     began = time.perf_counter()
     family = vi.Mixture(vi.FullNormal(), components="auto" if auto else len(target.modes))
-    result = vi.fit(target, family, seed=seed, progress=False)
+    result = vi.fit_density(target, family, seed=seed, progress=False)
     seconds = time.perf_counter() - began
     value, error = precise(result.family, target)
     short = (reference(target) if known is None else known) - value

@@ -209,7 +209,7 @@ def placed(shop: Workshop, member: int = 0, validation: bool = True, keep: str =
     def make() -> tuple[Any, Any]:
         bayes = vi.variationalize(net, vi.likelihoods.Categorical(), **settings)
         held_out = {"validation": shop.loader(shop.data.validation), "keep": keep} if validation else {}
-        return bayes, bayes.fit(shop.loader(shop.data.train), progress=False, **held_out)
+        return bayes, bayes.laplace(shop.loader(shop.data.train), progress=False, **held_out)
 
     bayes, result = shop.once(("placed", member, validation, keep, str(settings)), make)
     details = {"held_out": dict(result.held_out or {}), "held_out_network": result.network, "kept": result.kept}
@@ -232,7 +232,7 @@ def mixture(shop: Workshop) -> Answer:
     def make() -> tuple[Any, Any]:
         bayes = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
         held_out = shop.loader(shop.data.validation)
-        return bayes, bayes.fit(shop.loader(shop.data.train), validation=held_out, progress=False)
+        return bayes, bayes.laplace(shop.loader(shop.data.train), validation=held_out, progress=False)
 
     bayes, result = shop.once("mixture", make)
     on_top = result.calibration and result.calibration.adjustment
@@ -256,7 +256,7 @@ def head(shop: Workshop, exact: bool) -> Answer:
         bayes = vi.variationalize_head(net, vi.likelihoods.Categorical())
         if exact:
             return bayes, bayes.fit_head(train, progress=False)
-        return bayes, bayes.fit(train, validation=shop.loader(shop.data.validation), progress=False)
+        return bayes, bayes.laplace(train, validation=shop.loader(shop.data.validation), progress=False)
 
     bayes, result = shop.once(("head", exact), fit)
     return Answer(of_posterior(bayes, shop.drawn, shop.seed), "" if exact else result.kept)

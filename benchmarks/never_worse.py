@@ -96,7 +96,7 @@ def gain(net: nn.Module, is_labels: bool, train, held_out, test, harm: float) ->
     likelihood = vi.likelihoods.Categorical() if is_labels else vi.likelihoods.Gaussian("point")
     bayes = vi.variationalize(net, likelihood)
     loaders = [DataLoader(TensorDataset(*part), 50) for part in (train, held_out)]
-    result = bayes.fit(loaders[0], validation=loaders[1], progress=False)
+    result = bayes.laplace(loaders[0], validation=loaders[1], progress=False)
     found = bayes.predict(test[0], generator=torch.Generator().manual_seed(0)).log_prob(test[1])
     return float(found.mean()) - density_of(net, is_labels, test, held_out), result.kept == "the network"
 

@@ -3,8 +3,8 @@
     python -m benchmarks.posteriordb --data DIR [--only NAME ..] [--seeds 1]
         [--peers pyro pymc laplace pathfinder dadvi nuts] [--out results.json]
 
-`vi.fit` with its defaults on every posterior. Pyro's guides and PyMC's ADVI get the evaluations that our fit of the
-same shape took; a Laplace approximation, pymc-extras' Pathfinder and DADVI, and PyMC's NUTS have their own defaults.
+`vi.fit_density` with its defaults on every posterior. Pyro's guides and PyMC's ADVI get the evaluations that our fit of
+the same shape took; a Laplace approximation, pymc-extras' Pathfinder and DADVI, and PyMC's NUTS keep their defaults.
 Errors are on the unconstrained scale against DIR/posteriordb/NAME/summary.json; those of the mean in posterior
 deviations, those of the standard deviation as |log ratio|. Corrected errors are those of Pareto-smoothed importance
 sampling, from draws of q alone ("plain") and as `diagnostics.importance` does it, with as many draws that have tails
@@ -75,7 +75,7 @@ def recipes(P: int) -> dict[str, vi.Family]:
 def ours(posterior: Posterior, seed: int) -> list[dict]:
     rows = []
     for name, recipe in recipes(posterior.P).items():
-        result = vi.fit(posterior, recipe, seed=seed, progress=False)
+        result = vi.fit_density(posterior, recipe, seed=seed, progress=False)
         q = result.family.requires_grad_(False)()
         assert isinstance(q, Gaussian)
         row = {"posterior": posterior.name, "method": name, "seed": seed, "evaluations": result.evaluations}

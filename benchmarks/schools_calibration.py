@@ -50,7 +50,7 @@ class Draws:
     def __call__(self, y: Tensor) -> dict[str, Tensor]:
         key = tuple(y.tolist())
         if key not in self.fits:
-            self.fits[key] = vi.fit(model(y), vi.FullNormal(), progress=False, **self.options)
+            self.fits[key] = vi.fit_density(model(y), vi.FullNormal(), progress=False, **self.options)
         result = self.fits[key]
         try:
             drawn = result.sample(self.count, corrected=self.corrected, generator=self.generator)

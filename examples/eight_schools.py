@@ -23,7 +23,7 @@ def log_density(p):
 
 
 def main():
-    result = vi.fit(vi.LogDensity(log_density, parameters), vi.FullNormal())
+    result = vi.fit_density(vi.LogDensity(log_density, parameters), vi.FullNormal())
     print(result.verdict)
     print(result.summary(select=["mu", "tau"]))
     draws = result.sample(4000, corrected=True, generator=torch.Generator().manual_seed(0))

@@ -45,7 +45,7 @@ def predict(draws, at):
 
 
 def main():
-    result = vi.fit(vi.LogDensity(log_density, parameters), vi.FullNormal())
+    result = vi.fit_density(vi.LogDensity(log_density, parameters), vi.FullNormal())
     print(result.verdict)
     print(result.summary())
     draws = result.sample(500, corrected=True, generator=torch.Generator().manual_seed(0))

@@ -137,11 +137,11 @@ def train(net: nn.Module, data: TensorDataset, epochs: int) -> nn.Module:
 def posterior(net: nn.Module, train: DataLoader, held_out: DataLoader) -> vi.Posterior:
     """Around the trained network, as wide as the held-out patches allow; where that is nothing, as by default."""
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
-    result = bayes.fit(train, validation=held_out, progress=False)
+    result = bayes.laplace(train, validation=held_out, progress=False)
     print(result)
     if result.kept == "the network":
         wide = vi.variationalize(net, vi.likelihoods.Categorical())
-        wide.fit(train, progress=False)
+        wide.laplace(train, progress=False)
         losses = [one.evaluate(held_out, draws=DRAWS).nlpd for one in (bayes, wide)]
         print("held-out NLL of the network {:.4f}, of the default prior, taken for its map, {:.4f}".format(*losses))
         return wide

@@ -40,7 +40,7 @@ def log_density(p):
 
 
 def main():
-    result = vi.fit(vi.LogDensity(log_density, parameters), vi.FullNormal())
+    result = vi.fit_density(vi.LogDensity(log_density, parameters), vi.FullNormal())
     print(result.verdict)
     print(result.summary())
 

@@ -517,39 +517,63 @@ TABLE = {
         ValueError,
         r"draw gave theta \(2, 3\) and weight \(2, 1\); expected \[S, P\] and \[S\]",
     ),
-    "fit: a network": (lambda: vi.fit(model(), vi.MeanField()), TypeError, r"log densities.*variationalize\(net"),
+    "fit: a network": (
+        lambda: vi.fit_density(model(), vi.MeanField()),
+        TypeError,
+        r"log densities.*variationalize\(net",
+    ),
     "fit: a function": (
-        lambda: vi.fit(lambda p: p["a"].sum(), vi.MeanField()),
+        lambda: vi.fit_density(lambda p: p["a"].sum(), vi.MeanField()),
         TypeError,
         r"LogDensity\(fn, parameters",
     ),
-    "fit: no family": (lambda: vi.fit(TARGET, "full"), TypeError, r"expects a family, got str.*FullNormal\(\)"),
+    "fit: no family": (lambda: vi.fit_density(TARGET, "full"), TypeError, r"expects a family, got str.*FullNormal\(\)"),
     "fit: a class": (
-        lambda: vi.fit(TARGET, vi.FullNormal),
+        lambda: vi.fit_density(TARGET, vi.FullNormal),
         TypeError,
         r"got the class FullNormal; write FullNormal\(\)",
     ),
     "load: a log density": (lambda: vi.load("a.safetensors", TARGET), TypeError, r"got LogDensity.*vi\.load_fit\(path"),
-    "fit: a density": (lambda: vi.fit(TARGET, density()), TypeError, r"expects a family, got LowRankNormalDensity"),
-    "fit: a point mass": (lambda: vi.fit(TARGET, vi.MAP()), ValueError, r"has no density"),
-    "fit: few draws": (lambda: vi.fit(TARGET, vi.LowRankNormal(2), draws=8), ValueError, r"2\(P \+ K\) = 10, got 8"),
-    "fit: odd draws": (lambda: vi.fit(TARGET, vi.MeanField(), draws=33), ValueError, r"draws must be even"),
-    "fit: draws": (lambda: vi.fit(TARGET, vi.MeanField(), draws=8.0), ValueError, r"draws must be None or an integer"),
-    "fit: starts": (lambda: vi.fit(TARGET, vi.MeanField(), starts=0), ValueError, r"starts must be .* ≥ 1, got 0"),
-    "fit: bound, starts": (lambda: vi.fit(TARGET, family(), starts=3), ValueError, r"goes on from where it is, got st"),
+    "fit: a density": (
+        lambda: vi.fit_density(TARGET, density()),
+        TypeError,
+        r"expects a family, got LowRankNormalDensity",
+    ),
+    "fit: a point mass": (lambda: vi.fit_density(TARGET, vi.MAP()), ValueError, r"has no density"),
+    "fit: few draws": (
+        lambda: vi.fit_density(TARGET, vi.LowRankNormal(2), draws=8),
+        ValueError,
+        r"2\(P \+ K\) = 10, got 8",
+    ),
+    "fit: odd draws": (lambda: vi.fit_density(TARGET, vi.MeanField(), draws=33), ValueError, r"draws must be even"),
+    "fit: draws": (
+        lambda: vi.fit_density(TARGET, vi.MeanField(), draws=8.0),
+        ValueError,
+        r"draws must be None or an integer",
+    ),
+    "fit: starts": (
+        lambda: vi.fit_density(TARGET, vi.MeanField(), starts=0),
+        ValueError,
+        r"starts must be .* ≥ 1, got 0",
+    ),
+    "fit: bound, starts": (
+        lambda: vi.fit_density(TARGET, family(), starts=3),
+        ValueError,
+        r"goes on from where it is, got st",
+    ),
     "fit: few evaluations": (
-        lambda: vi.fit(TARGET, vi.MeanField(), max_evaluations=100),
+        lambda: vi.fit_density(TARGET, vi.MeanField(), max_evaluations=100),
         ValueError,
         r"max_evaluations must be None or an integer ≥ 1280, got 100",
     ),
     "fit: tolerance": (
-        lambda: vi.fit(TARGET, vi.MeanField(), tolerance=0),
+        lambda: vi.fit_density(TARGET, vi.MeanField(), tolerance=0),
         ValueError,
         r"positive number of nats, got 0",
     ),
-    "fit: other space": (lambda: vi.fit(TARGET, family(space=OTHER)), ValueError, r"over different parameters"),
+    "fit: other space": (lambda: vi.fit_density(TARGET, family(space=OTHER)), ValueError, r"over different parameters"),
     "fit: too large": (
-        lambda: vi.fit(vi.LogDensity(lambda p: p["a"].sum(), LARGE), vi.MeanField(), draws=64),
+        lambda: vi.fit_density(vi.LogDensity(lambda p: p["a"].sum(), LARGE), vi.MeanField(), draws=64),
         ValueError,
         r"beyond 8192: take a diagonal plus low rank without draws=, or maximise `elbo`",
     ),
@@ -1157,7 +1181,7 @@ def test_probabilities_in_place_of_logits_are_warned_of(last, likelihood):
 def test_a_name_that_is_no_parameter_is_told():
     target = vi.LogDensity(lambda p: -p["c"].square().sum(), SPACE)
     with pytest.raises(KeyError) as caught:
-        vi.fit(target, vi.MeanField(), progress=False)
+        vi.fit_density(target, vi.MeanField(), progress=False)
     assert "a dict of the parameters a, b" in caught.value.__notes__[0]
 
 

@@ -117,7 +117,7 @@ SCALES = {
 def test_a_fit_tells_whether_a_scale_has_a_proper_prior(case):
     log_density, proper = SCALES[case]
     target = vi.LogDensity(lambda p: log_density(p["s"]), vi.Parameters({"s": vi.positive(1.0)}))
-    result = vi.fit(target, vi.MeanField(), progress=False, starts=1)
+    result = vi.fit_density(target, vi.MeanField(), progress=False, starts=1)
     assert (result.status is not vi.Status.DIVERGED) == proper
     assert ("prior" in result.verdict) != proper
     if not proper:
@@ -314,4 +314,4 @@ def test_a_scale_that_is_not_given_as_positive_is_told(wrong):
 
     target = vi.LogDensity(log_density, vi.Parameters({"s": 1.0}))
     with pytest.raises(ValueError, match=r"given as positive\(1\.0\)"):
-        vi.fit(target, vi.FullNormal(), progress=False)
+        vi.fit_density(target, vi.FullNormal(), progress=False)

@@ -61,7 +61,7 @@ def test_around_trained_networks():
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
     # half of the labels are wrong: the networks are too sure, and every spread gains
     wrong = DataLoader(TensorDataset(X[40:], T[40:] ^ (torch.arange(20) % 2)), batch_size=20)
-    result = mixture.fit(loader(), validation=wrong, progress=False)
+    result = mixture.laplace(loader(), validation=wrong, progress=False)
     assert result.weights == [1 / 3] * 3
     assert [one.status for one in result.members] == [vi.Status.PLACED] * 3
     draws = mixture.predict(X, draws=30, generator=seeded())
@@ -81,16 +81,16 @@ def test_around_trained_networks():
 
 def test_a_member_does_not_ask_for_held_out_data_that_the_mixture_had():
     mixture = vi.Ensemble.of(networks(2), vi.likelihoods.Categorical())
-    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)
     assert all("validation=" not in str(one) and "the mixture's result" in str(one) for one in result.members)
-    assert "validation=" in str(mixture.fit(loader(), progress=False).members[0])
+    assert "validation=" in str(mixture.laplace(loader(), progress=False).members[0])
 
 
 def test_the_density_that_is_told_is_that_of_predictions():
     """In function space both. The error of 32 points of each part is .0015 nats here, that of drawn weights .0038."""
     mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), linearise=True)
     wrong = DataLoader(TensorDataset(X[40:], T[40:] ^ (torch.arange(20) % 2)), batch_size=20)
-    result = mixture.fit(loader(), validation=wrong, progress=False)
+    result = mixture.laplace(loader(), validation=wrong, progress=False)
     assert "up to" in result.members[0].kept
     expected = torch.cat([mixture.predict(x, generator=seeded()).log_prob(t) for x, t in wrong]).mean().item()
     assert result.held_out == pytest.approx(expected, abs=0.0025)
@@ -120,7 +120,7 @@ def too_sure():
 def test_a_temperature_is_the_mixtures_and_told_with_it(tmp_path):
     nets, train, held_out = too_sure()
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
-    result = mixture.fit(train, validation=held_out, progress=False)
+    result = mixture.laplace(train, validation=held_out, progress=False)
     value = mixture.calibration.applied.value
     assert value > 1.2
     assert result.calibration is mixture.calibration
@@ -149,7 +149,7 @@ def test_stacked_weights_have_the_width_that_suits_them_without_a_temperature():
     """That which is chosen with a temperature, on top of which it is none, would be too wide by itself."""
     nets, train, held_out = too_sure()
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
-    result = mixture.fit(train, validation=held_out, weights="stacked", progress=False)
+    result = mixture.laplace(train, validation=held_out, weights="stacked", progress=False)
     x, t = held_out.dataset.tensors
     average = torch.stack([net(x).softmax(-1) for net in nets]).mean(0).log()
     assert result.held_out > -nn.functional.nll_loss(average, t).item() - 0.005
@@ -165,13 +165,13 @@ def test_networks_of_several_forms():
         nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 2)),
     ]
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
-    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)
     average = torch.stack([net(X[40:]).softmax(-1) for net in nets]).mean(0).log()
     of_average = -nn.functional.nll_loss(average, T[40:]).item()
     assert result.held_out - result.against_networks[0] == pytest.approx(of_average, abs=1e-6)
     other = vi.Ensemble.of([nets[0], nn.Linear(4, 3)], vi.likelihoods.Categorical())
     with pytest.raises(ValueError, match="outputs of one shape and dtype"):
-        other.fit(loader(), validation=loader(40, 60), progress=False)
+        other.laplace(loader(), validation=loader(40, 60), progress=False)
 
 
 def test_weights_of_a_fit_before_do_not_stay():
@@ -179,9 +179,9 @@ def test_weights_of_a_fit_before_do_not_stay():
     with torch.no_grad():
         nets[2][3].weight.mul_(-3)  # a member that is wrong
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
-    mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
+    mixture.laplace(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     assert float(mixture.weights[2]) < 0.1
-    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)
     assert result.weights == mixture.weights.tolist() == [1 / 3] * 3
 
 
@@ -212,20 +212,20 @@ def test_stacked_weights_gain_on_the_data_that_chose_them():
     with torch.no_grad():
         nets[2][3].weight.mul_(-3)  # a member that is wrong
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical(), vi.MeanField(), linearise=True)
-    equal = mixture.fit(loader(), validation=loader(40, 60), progress=False).held_out
-    result = mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
+    equal = mixture.laplace(loader(), validation=loader(40, 60), progress=False).held_out
+    result = mixture.laplace(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     assert result.held_out > equal
     assert result.weights[2] < 0.1
     assert "optimistic" in result.details
     with pytest.raises(ValueError, match="give validation="):
-        mixture.fit(loader(), weights="stacked")
+        mixture.laplace(loader(), weights="stacked")
 
 
 def test_one_width_is_chosen_for_the_mixture():
     """Not worse on the held-out data than the average over the networks; of every member the same prior's width."""
     nets = networks()
     mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical())
-    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)
     ensemble = torch.stack([net(X[40:60]).softmax(-1) for net in nets]).mean(0).log()
     of_ensemble = -nn.functional.nll_loss(ensemble, T[40:60]).item()
     assert f"average over the networks {of_ensemble:.4f}" in result.details
@@ -247,7 +247,7 @@ def test_a_fraction_is_held_out_of_all_members_alike():
 
 def test_priors_that_are_given_stay():
     mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
-    result = mixture.fit(loader(), validation=loader(40, 60), progress=False)
+    result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)
     assert "placed for the mixture" not in result.details
     assert all(one.model.prior.scale == 0.3 for one in mixture.posteriors)
 
@@ -264,7 +264,7 @@ def test_members_have_a_noise_of_their_own():
 
 def test_saved_and_loaded(tmp_path):
     mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical())
-    mixture.fit(loader(), validation=loader(40, 60), weights="stacked", progress=False)
+    mixture.laplace(loader(), validation=loader(40, 60), weights="stacked", progress=False)
     mixture.save(tmp_path / "mixture")
     again = vi.load_mixture(tmp_path / "mixture", [copy.deepcopy(net) for net in networks()[::-1]])
     assert torch.equal(again.predict(X, generator=seeded()).mean, mixture.predict(X, generator=seeded()).mean)

@@ -87,12 +87,14 @@ def test_temperature_path_returns_axes():
     t = (x[:, 0] > 0).long()
     net = nn.Linear(2, 2)
     bayes = vi.variationalize(net, lk.Categorical(), num_data=40)
-    result = bayes.fit([(x[:40], t[:40])], validation=[(x[40:], t[40:])], temperature="validated", progress=False)
+    result = bayes.fit(
+        [(x[:40], t[:40])], validation=[(x[40:], t[40:])], temperature="validated", epochs=1, progress=False
+    )
     _, own = plt.subplots()
     assert plots.temperature_path(result, ax=own) is own
     assert list(own.lines[0].get_xdata()) == [point.temperature for point in result.path]
     with pytest.raises(ValueError, match="no path"):
-        plots.temperature_path(bayes.fit([(x[:40], t[:40])], progress=False))
+        plots.temperature_path(bayes.fit([(x[:40], t[:40])], epochs=1, progress=False))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -116,7 +116,7 @@ def mixture():
 
 @cache
 def density_fit():
-    return vi.fit(TARGET, vi.FullNormal(), progress=False)
+    return vi.fit_density(TARGET, vi.FullNormal(), progress=False)
 
 
 def wide():
@@ -169,7 +169,7 @@ DRAWS = {
 #: what fits and judges, called with a seed
 SEEDED = {
     "fit": lambda s: fresh().fit(DATA, steps=2, progress=False, seed=s).elbo.value,
-    "fit log density": lambda s: vi.fit(TARGET, vi.MeanField(), progress=False, seed=s).elbo.value,
+    "fit log density": lambda s: vi.fit_density(TARGET, vi.MeanField(), progress=False, seed=s).elbo.value,
     "fit_head": lambda s: (
         vi.variationalize_head(net(), lk.Gaussian(1.0)).fit_head(DATA, seed=s, progress=False).elbo.value
     ),

@@ -76,6 +76,6 @@ def test_what_the_page_shows_runs_as_written(capsys, tmp_path, monkeypatch, shor
 def test_a_fit_says_why_draws_were_evaluated_one_by_one():
     space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: -p["z"].square().sum() if p["z"].sum() < 1e9 else p["z"].sum(), space)
-    result = vi.fit(target, vi.MeanField(), progress=False, draws=8, starts=1)
+    result = vi.fit_density(target, vi.MeanField(), progress=False, draws=8, starts=1)
     assert "one by one: vmap cannot run it" in result.details
     assert "validate_args=False" in result.details

@@ -18,7 +18,7 @@ DRAWS = 200  # quick: 10
 
 # ## Shapes, in two dimensions
 #
-# A posterior with two correlated modes. `vi.fit` needs no settings for a log density.
+# A posterior with two correlated modes. `vi.fit_density` needs no settings for a log density.
 
 space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
 tilt = torch.tensor([[1.0, 0.9], [0.9, 1.0]], dtype=torch.float64)
@@ -35,7 +35,7 @@ shapes = {
     "structured, rank 1": vi.LowRankNormal(rank=1),
     "mixture of two": vi.Mixture(vi.LowRankNormal(rank=1), components=2),
 }
-fits = {name: vi.fit(target, family, progress=False) for name, family in shapes.items()}
+fits = {name: vi.fit_density(target, family, progress=False) for name, family in shapes.items()}
 for name, fit in fits.items():
     print(f"{name:>18}: ELBO {fit.elbo.value:6.3f} nats, {fit.evaluations} evaluations, {fit.verdict.split(':')[0]}")
 

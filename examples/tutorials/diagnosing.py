@@ -23,8 +23,8 @@ shared = torch.ones(8, 8, dtype=torch.float64) * 0.8 + 0.2 * torch.eye(8, dtype=
 posterior = torch.distributions.MultivariateNormal(torch.arange(8.0).double(), shared)
 target = vi.LogDensity(lambda p: posterior.log_prob(p["z"]), space)
 
-full = vi.fit(target, vi.FullNormal(), progress=False)
-mean_field = vi.fit(target, vi.MeanField(), progress=False)
+full = vi.fit_density(target, vi.FullNormal(), progress=False)
+mean_field = vi.fit_density(target, vi.MeanField(), progress=False)
 print(vi.diagnostics.diagnose(full.family, target, gradients=False))
 
 # Now mean field: the fit has converged, and the answer is wrong all the same. k̂ tells.

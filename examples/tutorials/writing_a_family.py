@@ -162,8 +162,8 @@ plt.show()
 #
 # Fits ask more of a family than draws: to start at a trained network, to grow, to begin again where it is stuck. Each
 # question has a default. A normal with the parameters `mean` [P] and `log_scale` [P] and no others, whose density has
-# that mean and these standard deviations, has all that applies to a normal, whoever wrote it. `vi.fit` searches for it
-# as it does for `MeanField`:
+# that mean and these standard deviations, has all that applies to a normal, whoever wrote it. `vi.fit_density` searches
+# for it as it does for `MeanField`:
 
 
 class Plain(vi.Family):
@@ -176,7 +176,7 @@ class Plain(vi.Family):
 
 
 for recipe in (vi.MeanField(), Plain()):
-    result = vi.fit(target, recipe, progress=False)
+    result = vi.fit_density(target, recipe, progress=False)
     print(f"{type(recipe).__name__}: {result.status}, ELBO {result.elbo}")
 
 # | you ask for | a plain normal | another family, by default | to have it, write |
@@ -187,7 +187,7 @@ for recipe in (vi.MeanField(), Plain()):
 # | `restarts=` | begun again where it is stuck | not begun again | `is_fresh()`, `begin_again(generator)` |
 # | `kl_warmup="auto"` | λ rises in a first fit | λ does not rise | `is_fresh()` |
 # | `fit(staged=)` | one stage | one stage | `has_stages`, `is_untouched`, `first_stage`, `second_stage`, `learn_all` |
-# | `vi.fit` | searched for as ours are | best of several starts | `coordinates` and the methods after it |
+# | `vi.fit_density` | searched for as ours are | best of several starts | `coordinates` and the methods after it |
 # | a lower rate for a low-rank factor | has none | none, but those of its parts | `factors()` |
 # | `distributed.shard` | refused | refused | `row_tensors`, and a Gaussian with `state()` |
 #

@@ -97,7 +97,7 @@ evidence = {name: {} for name in priors}
 best = {}
 for name, prior in priors.items():
     for scale in SCALES:
-        fit = vi.fit(Target(prior(scale)), vi.FullNormal(), starts=1, progress=False)
+        fit = vi.fit_density(Target(prior(scale)), vi.FullNormal(), starts=1, progress=False)
         evidence[name][scale] = fit.elbo.value
         if name not in best or fit.elbo.value > best[name].elbo.value:
             best[name] = fit

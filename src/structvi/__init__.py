@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from . import diagnostics, imaging, plots
     from .models.priors.lipschitz import LipschitzPrior
     from .predicting.tiles import predict_tiles
-    from .searching.fit import fit
+    from .searching.fit import fit_density
     from .searching.loading import load_fit
     from .searching.result import DensityFit
     from .searching.summary import Summary
@@ -69,7 +69,7 @@ __getattr__ = later(
         "Summary": "searching.summary",
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
-        "fit": "searching.fit",
+        "fit_density": "searching.fit",
         "load_fit": "searching.loading",
         "imaging": "imaging.",
         "plots": "plots.",
@@ -129,7 +129,7 @@ __all__ = [
     "diagnostics",
     "elbo",
     "elbo_groups",
-    "fit",
+    "fit_density",
     "fit_many",
     "full_elbo",
     "imaging",

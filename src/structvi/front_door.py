@@ -36,6 +36,7 @@ from .training.fit import fit
 from .training.grow import grow
 from .training.head import fit_head
 from .training.head_rows import head_tensors
+from .training.laplace import laplace
 from .training.stepper import stepper
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class Posterior(PosteriorBase):
 
     fit = fit
     """Fit to the data, see `structvi.training.fit.fit`: `posterior.fit(loader, epochs=20)`."""
+
+    laplace = laplace
+    """Place the posterior around a trained network: `posterior.laplace(loader, validation=held_out)`."""
 
     stepper = stepper
     """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
@@ -284,7 +288,7 @@ def variationalize_head(
     if P > LARGEST_HEAD:
         raise ValueError(
             f"the head has {P} numbers, and a normal with all covariances is for up to {LARGEST_HEAD}: use "
-            f"variationalize(net, likelihood, LowRankPrecision(32), select={list(names)}).fit(loader)"
+            f"variationalize(net, likelihood, LowRankPrecision(32), select={list(names)}).laplace(loader)"
         )
     posterior = variationalize(
         net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,

@@ -172,6 +172,21 @@ class Ensemble(EnsembleBase):
             >>> mixture.fit(data, steps=2, progress=False).weights
             [0.5, 0.5]
         """
+        if options.get("epochs") is None and options.get("steps") is None:
+            raise ValueError(
+                "fit needs a length: give epochs= or steps=. Around networks that are trained already: "
+                "mixture.laplace(loader, validation=held_out)"
+            )
+        return self._fit(loader, validation=validation, weights=weights, **options)
+
+    def _fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        validation: Iterable[Any] | float | None = None,
+        weights: Literal["equal", "stacked"] = "equal",
+        **options: Any,
+    ) -> MixtureResult:
         check_one_of("weights", weights, ("equal", "stacked"))
         if weights == "stacked" and validation is None:
             raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
@@ -213,6 +228,19 @@ class Ensemble(EnsembleBase):
             calibration=self.calibration,
         )  # fmt: skip
 
+    def laplace(
+        self,
+        loader: Iterable[Any],
+        *,
+        validation: Iterable[Any] | None = None,
+        weights: Literal["equal", "stacked"] = "equal",
+        keep: Literal["widest", "best"] = "widest",
+        seed: int = 0,
+        progress: bool = True,
+    ) -> MixtureResult:
+        """Place a posterior around each trained network, of one width for all, selected on the validation set."""
+        return self._fit(loader, validation=validation, weights=weights, keep=keep, seed=seed, progress=progress)
+
     def _temperatures(self, options: dict[str, Any]) -> list[Any]:
         """λ of each member; in the options the first of several stays."""
         given = options.get("temperature", 1.0)
@@ -223,8 +251,6 @@ class Ensemble(EnsembleBase):
                 f"temperature must have one entry for each of {len(self.members)} members, got {len(given)}"
             )
         options["temperature"] = given[0]
-        if len(set(given)) > 1 and options.get("epochs") is None and options.get("steps") is None:
-            raise ValueError("a list of temperatures is for fits of so many epochs= or steps=")
         return list(given)
 
     def _elbo(self, results: Sequence[FitResult]) -> Estimate:

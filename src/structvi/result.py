@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 @dataclass(repr=False, kw_only=True)
 class Result:
-    """What `posterior.fit` and `vi.fit` have in common. `print(result)` says in four lines what it came to.
+    """What `posterior.fit` and `vi.fit_density` have in common. `print(result)` says in four lines what it came to.
 
     Attributes:
         status: how the fit ended.

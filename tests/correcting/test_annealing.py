@@ -19,7 +19,7 @@ def normal_family(mean, sd):
     """A full normal of independent numbers."""
     space = vi.Parameters({"z": torch.zeros(len(mean), dtype=F64)})
     family = vi.FullNormal().bind(space)
-    family = vi.fit(
+    family = vi.fit_density(
         vi.LogDensity(lambda p: -0.5 * ((p["z"] - mean) / sd).square().sum(), space), family, progress=False
     ).family
     return family.requires_grad_(False), space
@@ -64,7 +64,7 @@ def test_a_neck_is_told():
     target = vi.LogDensity(
         lambda p: -p["v"].square() / 18 - 4.5 * p["v"] - 0.5 * p["x"].square().sum() * (-p["v"]).exp(), space
     )
-    result = vi.fit(target, vi.FullNormal(), progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), progress=False)
     with pytest.warns(UserWarning, match="paths broke off"):
         draws = result.sample(500, corrected="annealed", generator=seeded())
     assert draws["x"].shape == (500, 9)
@@ -84,7 +84,7 @@ def test_populations_that_do_not_agree_are_told(monkeypatch):
 
 def test_the_same_generator_gives_the_same_draws_of_values():
     target = vi.LogDensity(lambda p: 2 * p["s"].log() - p["s"], vi.Parameters({"s": vi.positive(1.0)}))  # Γ(3, 1)
-    result = vi.fit(target, vi.FullNormal(), progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), progress=False)
     one, two = (result.sample(700, corrected="annealed", generator=seeded(1))["s"] for _ in range(2))
     assert bool((one > 0).all())
     assert torch.equal(one, two)
@@ -98,7 +98,7 @@ def test_what_is_no_number_is_refused():
         Annealing(family(), lambda theta: theta.sum(-1) * torch.nan, seeded()).run(100)
     target = vi.LogDensity(lambda p: -p["z"].square().sum(), vi.Parameters({"z": torch.zeros(2, dtype=F64)}))
     with pytest.raises(ValueError, match='True, False or "annealed"'):
-        vi.fit(target, vi.FullNormal(), progress=False).sample(10, corrected="anneal")  # pyright: ignore
+        vi.fit_density(target, vi.FullNormal(), progress=False).sample(10, corrected="anneal")  # pyright: ignore
 
 
 def test_half_of_the_draws_stay_effective():

@@ -101,7 +101,7 @@ def test_a_mode_that_is_lost_is_flagged_while_draws_reach_towards_it():
     space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
     both = torch.tensor([[2.5, 2.5], [-2.5, -2.5]], dtype=torch.float64)
     target = vi.LogDensity(lambda p: (-0.5 * (p["z"] - both).square().sum(-1)).logsumexp(0), space)
-    result = vi.fit(target, vi.FullNormal(), progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), progress=False)
     assert result.family().mean.abs().min() > 2  # one of the two
     assert diagnose(result.family, target, gradients=False).sound is False
 
@@ -134,12 +134,12 @@ def test_modes_of_a_fit_are_told():
     space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
     both = torch.tensor([[4.0], [-4.0]], dtype=torch.float64)
     target = vi.LogDensity(lambda p: (-0.5 * (p["z"] - both).square().sum(-1)).logsumexp(0), space)
-    result = vi.fit(target, vi.Mixture(vi.MeanField(), 2), progress=False)
+    result = vi.fit_density(target, vi.Mixture(vi.MeanField(), 2), progress=False)
     report = diagnose(result.family, target, result=result, gradients=False)
     assert report.sound
     counts = ", ".join(str(mode.reached) for mode in result.modes)
     assert report["modes"].value == f"2 seen; searches that ended at each: {counts}"
-    one = vi.fit(target, vi.Mixture(vi.MeanField(), 1), progress=False)
+    one = vi.fit_density(target, vi.Mixture(vi.MeanField(), 1), progress=False)
     report = diagnose(one.family, target, result=one, gradients=False)
     assert report["fit"].level == "bad"
     assert report.sound is False

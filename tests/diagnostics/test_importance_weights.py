@@ -110,7 +110,7 @@ def test_rounds_of_tails_find_a_bent_posterior(bend):
     target = vi.LogDensity(
         lambda p: -0.5 * p["z"][0].square() - 0.5 * (p["z"][1] - bend * p["z"][0].square()).square(), space
     )
-    q = vi.fit(target, vi.FullNormal(), progress=False).family
+    q = vi.fit_density(target, vi.FullNormal(), progress=False).family
     weighted = importance(q, target, draws=10_000)
     moments = weighted.moments()
     sd = torch.tensor([1.0, sqrt(1 + 2 * bend**2)], dtype=torch.float64)

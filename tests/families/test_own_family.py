@@ -130,7 +130,7 @@ def target():
 def test_vi_fit_takes_the_way_of_gaussian_families(family):
     """Coordinates and curvature are used: mean field's optimum, 1/√Λ_ii, is found, not only improved on."""
     density, precision = target()
-    result = vi.fit(density, family(), seed=0, progress=False)
+    result = vi.fit_density(density, family(), seed=0, progress=False)
     assert {step.stage for step in result.trace} == {"start", "family"}
     assert result.status is vi.Status.CONVERGED
     assert result.converged
@@ -142,7 +142,7 @@ def test_vi_fit_takes_the_way_of_gaussian_families(family):
 
 def test_vi_fit_searches_for_others_where_they_stand():
     density, _ = target()
-    result = vi.fit(density, Waiting(), seed=0, progress=False)
+    result = vi.fit_density(density, Waiting(), seed=0, progress=False)
     assert "starts" in {step.stage for step in result.trace}
 
 
@@ -288,4 +288,4 @@ def test_what_does_not_apply_is_refused_with_what_to_write(family):
     for name, tensor in before.items():
         assert torch.equal(tensor, values(bayes)[name])
     density, _ = target()
-    assert vi.fit(density, family(), progress=False, max_evaluations=20_000).family().mean.shape == (4,)
+    assert vi.fit_density(density, family(), progress=False, max_evaluations=20_000).family().mean.shape == (4,)

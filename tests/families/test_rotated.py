@@ -95,7 +95,7 @@ def test_a_matrix_normal_is_met_exactly():
         lambda p: -0.5 * (p["w"].flatten() - centre) @ precision @ (p["w"].flatten() - centre), where
     )
     truth = FullNormalDensity(centre, torch.linalg.cholesky(torch.linalg.inv(precision)))
-    plain = vi.fit(target, vi.MeanField(), progress=False).family
+    plain = vi.fit_density(target, vi.MeanField(), progress=False).family
     assert vi.kl(plain(), truth) > 1
     family = vi.Rotated(vi.MeanField()).bind(where)
     gradients = torch.randn(4000, 12, generator=generator(), dtype=torch.float64) @ torch.linalg.cholesky(precision).mT
@@ -104,7 +104,7 @@ def test_a_matrix_normal_is_met_exactly():
     for name, Q in exact.items():  # 4000 gradients: angles of a few hundredths
         assert (Q * estimated[name]).sum(0).abs().min() > 0.99
     family.turn(exact)
-    result = vi.fit(target, family, tolerance=1e-8, progress=False)
+    result = vi.fit_density(target, family, tolerance=1e-8, progress=False)
     assert vi.kl(result.family(), truth) < 1e-6
 
 

@@ -104,7 +104,7 @@ def test_around_a_trained_network(family, device):
     assert torch.isfinite(result.history["elbo"]).all()
     around = vi.variationalize(net, vi.likelihoods.Categorical())
     train, held_out = (DataLoader(Subset(data(), part), 16) for part in (range(N // 2), range(N // 2, N)))
-    kept = around.fit(train, validation=held_out, progress=False)
+    kept = around.laplace(train, validation=held_out, progress=False)
     assert bool(torch.isfinite(torch.tensor(kept.elbo.value)))
     assert around.device.type == device.type
 
@@ -127,13 +127,15 @@ def test_what_is_around_a_fit(device):
 
 
 def test_log_densities(device):
-    """A correlated normal in eight dimensions by vi.fit: the factor and the mean are found."""
+    """A correlated normal in eight dimensions by vi.fit_density: the factor and the mean are found."""
     g = torch.Generator().manual_seed(0)
     U = torch.randn(8, 1, generator=g, dtype=torch.float64)
     covariance = (U @ U.mT + 0.3 * torch.eye(8, dtype=torch.float64)).to(device)
     target = torch.distributions.MultivariateNormal(torch.ones(8, dtype=torch.float64, device=device), covariance)
     space = vi.Parameters({"z": torch.zeros(8, dtype=torch.float64, device=device)})
-    result = vi.fit(vi.LogDensity(lambda p: target.log_prob(p["z"]), space), vi.LowRankNormal(1), progress=False)
+    result = vi.fit_density(
+        vi.LogDensity(lambda p: target.log_prob(p["z"]), space), vi.LowRankNormal(1), progress=False
+    )
     assert abs(result.elbo.value) < 1e-3
 
 
@@ -147,7 +149,7 @@ def test_a_log_density_of_two_modes(device):
     results = []
     for where in ("cpu", device):
         space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64, device=where)})
-        results.append(vi.fit(vi.LogDensity(log_p, space), vi.Mixture(vi.FullNormal(), 2), progress=False))
+        results.append(vi.fit_density(vi.LogDensity(log_p, space), vi.Mixture(vi.FullNormal(), 2), progress=False))
     there, here = results
     assert abs(here.elbo.value - there.elbo.value) < 1e-6
     drawn = here.sample(200, corrected=True, generator=torch.Generator().manual_seed(0))["z"]

@@ -96,7 +96,7 @@ def test_a_fit_to_dicts_with_more_in_them_is_that_to_pairs(way):
 
 def test_around_a_trained_network_and_calibrated_with_keys():
     bayes = vi.variationalize(net(), lk.Categorical(), keys=("image", "label"))
-    result = bayes.fit(loader(), validation=loader(), progress=False)
+    result = bayes.laplace(loader(), validation=loader(), progress=False)
     bayes.calibrate(loader())
     assert result.held_out
     pred = bayes.predict(dressed(torch.zeros(2, 1, 8, 8)), draws=4)
@@ -200,7 +200,7 @@ def test_monai_itself():
     batch = next(iter(data))
     assert isinstance(batch["image"], MetaTensor)
     bayes = vi.variationalize(net(), lk.Categorical(), keys=("image", "label"))
-    result = bayes.fit(data, validation=data, progress=False)
+    result = bayes.laplace(data, validation=data, progress=False)
     assert result.kept
     assert bayes.evaluate(data, draws=2).count == 6 * 64
     assert type(bayes.predict(batch["image"], draws=2).mean) is torch.Tensor

@@ -82,7 +82,7 @@ def test_logistic_regression_is_that_of_vi_fit():
         fit = -nn.functional.binary_cross_entropy_with_logits(y, t.double(), reduction="sum")
         return fit + torch.distributions.Normal(0.0, 1.0).log_prob(p["w"]).sum()
 
-    truth = vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    truth = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
     assert result.elbo.value == pytest.approx(truth.elbo.value, abs=0.1)
     with torch.no_grad():
         assert vi.kl(bayes.family(), truth.family()).item() < 0.01  # the averaged iterates of 800 steps

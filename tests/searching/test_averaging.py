@@ -78,7 +78,7 @@ def test_a_network_is_fitted_beyond_what_fixed_draws_allow_and_is_not_called_con
         return -0.5 * ((y - f) / 0.1).square().sum() - 0.5 * z.square().sum()
 
     p = target(log_density, 24)
-    result = vi.fit(p, vi.FullNormal(), max_evaluations=40_000, progress=False)
-    fixed = vi.fit(p, vi.FullNormal(), max_evaluations=40_000, draws=512, progress=False)
+    result = vi.fit_density(p, vi.FullNormal(), max_evaluations=40_000, progress=False)
+    fixed = vi.fit_density(p, vi.FullNormal(), max_evaluations=40_000, draws=512, progress=False)
     # fixed draws are over-fitted by nats; both on the same fresh draws' errors of about 0.1
     assert result.elbo.value > fixed.elbo.value + 1

@@ -54,7 +54,7 @@ def test_a_distribution_that_refuses_values_far_away_is_no_error():
         x = torch.distributions.Normal(0.0, (p["v"] / 2).exp()).log_prob(p["x"]).sum()
         return torch.distributions.Normal(0.0, 1.0).log_prob(p["v"]) + x
 
-    result = vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    result = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
     assert result.converged
     assert abs(result.family().mean[0]) < 0.1
 
@@ -63,4 +63,4 @@ def test_a_distribution_that_refuses_values_nearby_is_one():
     space = vi.Parameters({"s": torch.ones((), dtype=torch.float64)})
     target = vi.LogDensity(lambda p: torch.distributions.Normal(0.0, p["s"]).log_prob(torch.ones(5)).sum(), space)
     with pytest.raises(ValueError, match="given as positive"):
-        vi.fit(target, vi.FullNormal(), progress=False)
+        vi.fit_density(target, vi.FullNormal(), progress=False)

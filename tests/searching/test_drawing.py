@@ -59,7 +59,7 @@ def dirichlet():
 @pytest.mark.parametrize("family", [vi.FullNormal(), vi.MeanField()], ids=["full", "mean field"])
 def test_corrected_draws_have_the_moments_of_a_conjugate_posterior(model, family):
     target, exact = model()
-    result = vi.fit(target, family, progress=False)
+    result = vi.fit_density(target, family, progress=False)
     draws = result.sample(N, corrected=True, generator=seeded())
     table = result.summary(corrected=True)
     for name, (posterior, shift) in exact.items():
@@ -84,7 +84,7 @@ def test_corrected_draws_of_a_hierarchy():
         return prior + Normal(0.0, 1.0).log_prob(p["z"]).sum() + Normal(theta, s).log_prob(y).sum()
 
     space = vi.Parameters({"mu": torch.zeros(()), "tau": vi.positive(1.0), "z": torch.zeros(8)})
-    result = vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    result = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
     draws = result.sample(6000, corrected=True, generator=seeded())
     theta = draws["mu"].unsqueeze(-1) + draws["tau"].unsqueeze(-1) * draws["z"]
     exact = exact_schools(y, s)
@@ -139,7 +139,7 @@ def fitted():
         free = -0.5 * v["mu"].square().sum() - v["sigma"] - 0.5 * v["c"].square().sum()
         return free + 3 * v["p"].log().sum() + 3 * (v["u"] * (1 - v["u"])).log() + 4 * v["L"][1, 1].log()
 
-    return vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    return vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
 
 
 SHAPES = {"mu": (2,), "sigma": (), "p": (3,), "u": (), "c": (3,), "L": (2, 2)}
@@ -189,7 +189,7 @@ def test_draws_are_refused_where_weights_cannot_be_trusted(monkeypatch):
     """Cauchy tails in every one of 40 numbers: no weights of normals reach them."""
     space = vi.Parameters({"s": vi.positive(1.0, shape=40)})
     target = vi.LogDensity(lambda p: (-torch.log1p(p["s"].log().square()) - p["s"].log()).sum(), space)
-    result = vi.fit(target, vi.MeanField(), progress=False)
+    result = vi.fit_density(target, vi.MeanField(), progress=False)
     monkeypatch.setattr("structvi.searching.drawing.DRAWS", 500)
     for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True, draws=500)):
         with pytest.raises(Unavailable, match=r"no corrected .*k̂ .* is \d\.\d\d, and from 0.7 on .*MCMC"):
@@ -202,7 +202,7 @@ def test_draws_are_refused_where_weights_cannot_be_trusted(monkeypatch):
 def test_what_has_no_weights_has_draws_and_a_table_all_the_same(monkeypatch):
     space = vi.Parameters({"a": torch.zeros(1), "s": vi.positive(1.0)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
-    result = vi.fit(target, vi.MeanField(), progress=False)
+    result = vi.fit_density(target, vi.MeanField(), progress=False)
     monkeypatch.setitem(sys.modules, "arviz", None)
     assert "No k̂: k̂ and smoothed weights need arviz" in str(result.summary())
     assert result.summary().k is None
@@ -214,7 +214,7 @@ def test_what_has_no_weights_has_draws_and_a_table_all_the_same(monkeypatch):
 def test_a_point_mass_is_drawn_as_a_value_and_has_no_k():
     space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
-    result = vi.fit(target, vi.MeanField(), progress=False)
+    result = vi.fit_density(target, vi.MeanField(), progress=False)
     result.family = vi.PerLayer({"s": vi.MAP(), "*": vi.MeanField()}).bind(space)
     assert (result.sample(5)["s"] - 2).abs().max() < 1e-12
     assert "No k̂: part of q is a point mass" in str(result.summary())
@@ -225,7 +225,7 @@ def test_a_point_mass_is_drawn_as_a_value_and_has_no_k():
 def test_float32_where_it_is_asked_for():
     space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)}, dtype=torch.float32)
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
-    result = vi.fit(target, vi.MeanField(), progress=False)
+    result = vi.fit_density(target, vi.MeanField(), progress=False)
     assert result.sample(5, corrected=True)["s"].dtype == torch.float32
     assert result.summary()["s"].mean == pytest.approx(1, abs=0.1)
 
@@ -248,7 +248,7 @@ def test_corrected_draws_of_a_mixture_have_tails_around_its_parts():
         return each.logsumexp(-1).sum() - p["m"].square().sum() / 50
 
     target = vi.LogDensity(log_density, vi.Parameters({"m": torch.zeros(2, dtype=torch.float64)}))
-    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components=2), progress=False)
+    result = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components=2), progress=False)
     table = result.summary(corrected=True)
     assert result.converged
     # labels may be exchanged: equal means, and by symmetry of the data about zero both are zero
@@ -263,7 +263,7 @@ def test_a_mixture_of_float32():
     target = vi.LogDensity(
         lambda p: torch.logaddexp(-0.5 * (p["z"] - 3).square().sum(), -0.5 * (p["z"] + 3).square().sum()), space
     )
-    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
+    result = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
     assert result.converged
     assert len(result.modes) == 2
 
@@ -280,7 +280,7 @@ def test_modes_beside_a_normal_are_drawn_from():
         return (constant - 0.5 * squares).logsumexp(0)
 
     target = vi.LogDensity(log_density, vi.Parameters({"z": tensor([0.0] * 6)}))
-    result = vi.fit(target, vi.FullNormal(), starts=1, progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), starts=1, progress=False)
     q = result.family().mean.detach()
     assert (q - centres).norm(dim=-1).min() < 0.1  # one of them
     table = result.summary()
@@ -303,7 +303,7 @@ def test_weights_that_end_at_a_bound_have_no_tail():
         vi.Parameters({"mu": tensor(0.0), "v": vi.positive(1.0)}),
     )
     a, b = 7.5, 2 + 0.5 * (y - y.mean()).square().sum().item()  # v is inverse gamma, of 8 + 1 − 1/2 − 1
-    table = vi.fit(target, vi.FullNormal(), progress=False).summary()
+    table = vi.fit_density(target, vi.FullNormal(), progress=False).summary()
     assert table.k is not None
     assert table.k < 0.7
     assert abs(table.mean["v"].item() / (b / (a - 1)) - 1) < 0.02

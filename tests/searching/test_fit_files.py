@@ -31,7 +31,7 @@ def target(shift=0.0, **parameters):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("fits") / "fit.safetensors"
-    result = vi.fit(target(), vi.FullNormal(), progress=False)
+    result = vi.fit_density(target(), vi.FullNormal(), progress=False)
     result.save(path)
     return result, path
 
@@ -51,7 +51,9 @@ def test_a_fit_comes_back_as_it_was(saved):
 
 def test_it_goes_on_bit_by_bit(saved):
     result, path = saved
-    first, second = (vi.fit(target(), fit.family, progress=False) for fit in (result, vi.load_fit(path, target())))
+    first, second = (
+        vi.fit_density(target(), fit.family, progress=False) for fit in (result, vi.load_fit(path, target()))
+    )
     assert torch.equal(first.family().mean, second.family().mean)
     assert first.elbo.value == second.elbo.value
 
@@ -66,7 +68,7 @@ def test_every_family_that_is_fitted_comes_back(family, tmp_path):
         lambda p: torch.logaddexp(-0.5 * (p["z"] - 4).square().sum(), -0.5 * (p["z"] + 4).square().sum()),
         vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)}),
     )
-    result = vi.fit(two, family, progress=False)
+    result = vi.fit_density(two, family, progress=False)
     result.save(tmp_path / "fit")
     again = vi.load_fit(tmp_path / "fit", two)
     assert torch.equal(again.family().mean, result.family().mean)
@@ -90,7 +92,7 @@ class Shifted(Family):
 def test_a_family_of_ones_own_is_asked_for(tmp_path):
     space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
     aim = vi.LogDensity(lambda p: -0.5 * (p["z"] - 1).square().sum(), space)
-    result = vi.fit(aim, Shifted(), progress=False)
+    result = vi.fit_density(aim, Shifted(), progress=False)
     result.save(tmp_path / "fit")
     with pytest.raises(ValueError, match=r"family of your own, 'Shifted'.*family=\.\."):
         vi.load_fit(tmp_path / "fit", aim)
@@ -104,7 +106,7 @@ def test_minibatches_need_their_loader(tmp_path):
     batches = list(DATA.split(2))
     space = vi.Parameters({"mu": torch.zeros((), dtype=torch.float64)})
     aim = vi.LogDensity(lambda p, batch: -0.5 * len(DATA) * (batch - p["mu"]).square().mean(), space)
-    result = vi.fit(aim, vi.MeanField(), batches, steps=20, progress=False)
+    result = vi.fit_density(aim, vi.MeanField(), batches, steps=20, progress=False)
     result.save(tmp_path / "fit")
     with pytest.raises(ValueError, match="fitted in minibatches: give the loader"):
         vi.load_fit(tmp_path / "fit", aim)
@@ -124,7 +126,7 @@ def test_batches_that_differ_from_pass_to_pass_are_not_compared(tmp_path):
 
     space = vi.Parameters({"mu": torch.zeros((), dtype=torch.float64)})
     aim = vi.LogDensity(lambda p, batch: -0.5 * len(DATA) * (batch - p["mu"]).square().mean(), space)
-    vi.fit(aim, vi.MeanField(), Noisy(), steps=8, progress=False).save(tmp_path / "fit")
+    vi.fit_density(aim, vi.MeanField(), Noisy(), steps=8, progress=False).save(tmp_path / "fit")
     assert vi.load_fit(tmp_path / "fit", aim, Noisy()).family is not None
 
 

@@ -49,7 +49,7 @@ def test_a_fit_is_the_same_with_it(family, monkeypatch):
 
     def result():
         space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
-        return vi.fit(vi.LogDensity(log_p, space), family, progress=False, max_evaluations=20_000)
+        return vi.fit_density(vi.LogDensity(log_p, space), family, progress=False, max_evaluations=20_000)
 
     plain = result()
     for module in (choosing, fit, fixed_draws, units):

@@ -41,7 +41,7 @@ def test_no_gradient(name, family):
     with pytest.raises(
         TypeError, match=rf"^the log density has no gradient: .*{why}; write it with operations of torch"
     ):
-        vi.fit(target, family, progress=False)
+        vi.fit_density(target, family, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_no_gradient(name, family):
 def test_targets_of_ones_own(function, error, words):
     target = Own(function)
     with pytest.raises(error, match=words):
-        vi.fit(target, vi.MeanField(), progress=False)
+        vi.fit_density(target, vi.MeanField(), progress=False)
     assert target.calls == 1
 
 
 def test_wrong_shapes_of_a_log_density():
     target = vi.LogDensity(lambda p: -p["z"].square(), SPACE)
     with pytest.raises(ValueError, match=r"must return a floating scalar for one draw, got \(2,\) .*sum over"):
-        vi.fit(target, vi.MeanField(), progress=False)
+        vi.fit_density(target, vi.MeanField(), progress=False)
 
 
 def test_errors_of_the_function_itself_come_through():
     target = vi.LogDensity(lambda p: p["z"].sum() @ p["z"], SPACE)
     with pytest.raises(RuntimeError, match="1D"):
-        vi.fit(target, vi.MeanField(), progress=False)
+        vi.fit_density(target, vi.MeanField(), progress=False)
 
 
 def test_data_of_another_precision_are_told():
@@ -79,7 +79,7 @@ def test_data_of_another_precision_are_told():
     space = vi.Parameters({"b": torch.zeros(2), "s": vi.positive(1.0)})
     target = vi.LogDensity(lambda p: -(design @ p["b"]).square().sum() - p["s"], space)
     with pytest.raises(TypeError, match=r"mixes precisions: .* the parameters are torch.float64, give the data"):
-        vi.fit(target, vi.MeanField(), progress=False)
+        vi.fit_density(target, vi.MeanField(), progress=False)
 
 
 def test_a_random_log_density_is_told():
@@ -95,8 +95,8 @@ def test_a_random_log_density_is_told():
         def log_joint(self, theta, batch=None):
             return -0.5 * theta.square().sum(-1) + self.noise * torch.randn((), generator=generator)
 
-    assert any("is random" in note for note in vi.fit(Noisy(1.0), vi.FullNormal(), progress=False).notes)
-    assert vi.fit(Noisy(0.0), vi.FullNormal(), progress=False).notes == []
+    assert any("is random" in note for note in vi.fit_density(Noisy(1.0), vi.FullNormal(), progress=False).notes)
+    assert vi.fit_density(Noisy(0.0), vi.FullNormal(), progress=False).notes == []
 
 
 class Masked:
@@ -114,5 +114,5 @@ class Masked:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_log_density_that_is_random_but_not_at_the_start_is_noted(seed):
-    result = vi.fit(Masked(seed), vi.MeanField(), max_evaluations=3000, progress=False)
+    result = vi.fit_density(Masked(seed), vi.MeanField(), max_evaluations=3000, progress=False)
     assert any("is random" in note for note in result.notes)

@@ -14,7 +14,7 @@ def fitted(centres):
     def log_density(p):
         return torch.stack([-0.5 * (p["z"] - c).square().sum() for c in centres]).logsumexp(0)
 
-    return vi.fit(vi.LogDensity(log_density, space), vi.FullNormal(), starts=8, progress=False)
+    return vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), starts=8, progress=False)
 
 
 def test_two_hills_are_told_and_one_is_not():

@@ -96,9 +96,9 @@ def test_many_numbers_of_which_one_is_free():
 def test_names_are_those_of_the_tensors():
     space = vi.Parameters({"slope": torch.zeros(2, 2, dtype=torch.float64), "b": torch.zeros((), dtype=torch.float64)})
     target = vi.LogDensity(lambda p: -0.5 * p["slope"].square().sum() + 0 * p["b"], space)
-    assert "nothing stops b → " in vi.fit(target, vi.FullNormal(), progress=False).verdict
+    assert "nothing stops b → " in vi.fit_density(target, vi.FullNormal(), progress=False).verdict
     target = vi.LogDensity(lambda p: -0.5 * (p["slope"].square().sum() - p["slope"][1, 0] ** 2 + p["b"] ** 2), space)
-    assert "nothing stops slope[1, 0] → " in vi.fit(target, vi.FullNormal(), progress=False).verdict
+    assert "nothing stops slope[1, 0] → " in vi.fit_density(target, vi.FullNormal(), progress=False).verdict
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`vi.fit` of many numbers: right, with few evaluations, and without a P×P matrix."""
+"""`vi.fit_density` of many numbers: right, with few evaluations, and without a P×P matrix."""
 
 from math import log, pi
 
@@ -47,7 +47,7 @@ def target(log_density, P=300, dtype=torch.float64):
 
 
 def fit(*args, **options):
-    return vi.fit(*args, progress=False, **options)
+    return vi.fit_density(*args, progress=False, **options)
 
 
 class NoMatrix(TorchDispatchMode):

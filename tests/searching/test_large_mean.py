@@ -60,7 +60,7 @@ def test_a_large_fit_that_its_model_does_not_see_is_not_called_converged():
         def log_joint(self, theta, batch=None):
             return -0.5 * ((theta - 1) @ precision * (theta - 1)).sum(-1)
 
-    result = vi.fit(Smooth(), vi.MeanField(), progress=False)
+    result = vi.fit_density(Smooth(), vi.MeanField(), progress=False)
     with torch.no_grad():
         off = result.family().mean - 1
     short = (0.5 * off @ precision @ off).item()

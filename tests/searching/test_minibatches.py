@@ -33,7 +33,7 @@ def fitted(family, steps, **settings):
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(x, t), batch_size=40, shuffle=True)
     target = vi.LogDensity(log_density, vi.Parameters({"w": torch.zeros(3, dtype=torch.float64)}))
-    return vi.fit(target, family, loader, steps=steps, progress=False, **settings)
+    return vi.fit_density(target, family, loader, steps=steps, progress=False, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +78,15 @@ def test_what_it_needs():
     target = vi.LogDensity(log_density, vi.Parameters({"w": torch.zeros(3, dtype=torch.float64)}))
     x, t, _, _ = problem()
     with pytest.raises(ValueError, match="a loader and a number of steps"):
-        vi.fit(target, vi.MeanField(), [(x, t)])
+        vi.fit_density(target, vi.MeanField(), [(x, t)])
     with pytest.raises(ValueError, match="a loader and a number of steps"):
-        vi.fit(target, vi.MeanField(), steps=100)
+        vi.fit_density(target, vi.MeanField(), steps=100)
     with pytest.raises(ValueError, match="draws= is for fits of a whole"):
-        vi.fit(target, vi.MeanField(), [(x, t)], steps=100, draws=64)
+        vi.fit_density(target, vi.MeanField(), [(x, t)], steps=100, draws=64)
     with pytest.raises(TypeError, match="read only once"):
-        vi.fit(target, vi.MeanField(), iter([(x, t)]), steps=100)
+        vi.fit_density(target, vi.MeanField(), iter([(x, t)]), steps=100)
     with pytest.raises(ValueError, match="gives no batch"):
-        vi.fit(target, vi.MeanField(), [], steps=100)
+        vi.fit_density(target, vi.MeanField(), [], steps=100)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -105,7 +105,7 @@ def test_a_smaller_last_batch_counts_as_its_rows_do(shuffle):
         return -0.5 * 100 / len(batch[0]) * (batch[0] - p["m"]).square().sum()
 
     target = vi.LogDensity(of_batch, vi.Parameters({"m": torch.tensor(1.0, dtype=torch.float64)}))
-    result = vi.fit(target, vi.FullNormal(), loader, steps=800, progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), loader, steps=800, progress=False)
     assert abs(result.family().mean.item() - x.mean().item()) < 0.01 * 0.1
     theta = torch.tensor([[0.3]], dtype=torch.float64)
     torch.testing.assert_close(result.target.log_joint(theta), -0.5 * (x - 0.3).square().sum().view(1))

@@ -1,4 +1,4 @@
-"""`vi.fit` of a mixture: parts at all modes, as many as pay, and a verdict that says what is missing."""
+"""`vi.fit_density` of a mixture: parts at all modes, as many as pay, and a verdict that says what is missing."""
 
 from math import log, pi
 
@@ -58,7 +58,7 @@ def three():
 
 
 def fit(target, family, **options):
-    return vi.fit(target, family, progress=False, **options)
+    return vi.fit_density(target, family, progress=False, **options)
 
 
 @pytest.mark.parametrize("components", [3, "auto"])
@@ -156,7 +156,7 @@ def test_more_modes_than_a_limit_has_evaluations_for(components):
     """2¹² modes: the limit ends the searches and the fits, and what there is comes back."""
     space = vi.Parameters({"z": torch.zeros(12, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: -4.0 * (p["z"].square() - 1).square().sum(), space)
-    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components), max_evaluations=36_000, progress=False)
+    result = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components), max_evaluations=36_000, progress=False)
     assert result.status is vi.Status.STOPPED
     assert result.evaluations <= 36_000
     assert result.elbo.value > -12.0  # each number at one of its two modes: about −0.9 nats
@@ -170,7 +170,7 @@ def test_a_wide_part_without_a_maximum_that_draws_never_reach_has_a_part(seed):
     """
     centres = torch.stack([torch.zeros(20), torch.full((20,), 10 / 20**0.5)])
     target = Normals(centres, [2.2, 2.9], [0.83, 0.17])
-    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), seed=seed, progress=False)
+    result = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components="auto"), seed=seed, progress=False)
     assert result.converged
     assert len(result.family.mixture_parts()[0]) == 2
     assert result.elbo.value > -0.02
@@ -179,7 +179,7 @@ def test_a_wide_part_without_a_maximum_that_draws_never_reach_has_a_part(seed):
 def test_a_part_around_another_has_no_mode_and_is_found():
     """½ N(0, 1) + ½ N(0, 3²) in five numbers: one mode, and what is left is a shell. One normal is 0.5 nats short."""
     target = Normals(torch.zeros(2, 5), [1.0, 3.0], [0.5, 0.5])
-    result = vi.fit(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
+    result = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components="auto"), progress=False)
     assert result.converged
     assert result.elbo.value > -0.02
 
@@ -192,7 +192,7 @@ def test_a_mode_with_heavy_tails_that_has_a_part_is_not_missed():
         each = [-0.5 * (6 + P) * torch.log1p((p["z"] - c).square().sum() / 6) for c in (at, -at)]
         return torch.stack(each).logsumexp(0)
 
-    result = vi.fit(vi.LogDensity(log_density, space(P)), vi.Mixture(vi.FullNormal(), 2), progress=False)
+    result = vi.fit_density(vi.LogDensity(log_density, space(P)), vi.Mixture(vi.FullNormal(), 2), progress=False)
     assert len(result.modes) == 2
     assert result.converged, result.verdict
 
@@ -210,6 +210,6 @@ def test_the_mode_of_a_skewed_posterior_is_its_parts():
             logits = theta @ x.mT
             return logits @ y - torch.nn.functional.softplus(logits).sum(-1) - theta.square().sum(-1) / 8
 
-    result = vi.fit(Logistic(), vi.Mixture(vi.FullNormal(), 1), progress=False)
+    result = vi.fit_density(Logistic(), vi.Mixture(vi.FullNormal(), 1), progress=False)
     assert len(result.modes) == 1
     assert result.converged, result.verdict

@@ -39,8 +39,8 @@ def test_rough_is_a_network_and_not_a_normal_or_a_student():
 
 def test_a_mixture_over_a_network_is_no_less_than_a_normal():
     p, limit = network(), 36_000
-    alone = vi.fit(p, vi.FullNormal(), max_evaluations=limit, progress=False)
-    mixed = vi.fit(p, vi.Mixture(vi.FullNormal(), 2), max_evaluations=limit, progress=False)
+    alone = vi.fit_density(p, vi.FullNormal(), max_evaluations=limit, progress=False)
+    mixed = vi.fit_density(p, vi.Mixture(vi.FullNormal(), 2), max_evaluations=limit, progress=False)
     # other starts, other optima: within two nats; the curvature's normals end hundreds of nats below
     assert mixed.elbo.value > alone.elbo.value - 2
     assert mixed.evaluations <= limit
@@ -58,8 +58,8 @@ def test_a_mixture_around_one_fit_gains_too():
 
     target = density(funnel, 6)
     assert searched(target).rough
-    alone = vi.fit(target, vi.FullNormal(), progress=False)
-    two = vi.fit(target, vi.Mixture(vi.FullNormal(), components=2), progress=False)
+    alone = vi.fit_density(target, vi.FullNormal(), progress=False)
+    two = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components=2), progress=False)
     assert two.elbo.value > alone.elbo.value + 0.3  # errors of 0.03
     means = [part().mean[0].item() for part in two.family.mixture_parts()[0]]
     assert abs(means[0] - means[1]) > 1  # one for the neck

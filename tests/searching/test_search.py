@@ -1,4 +1,4 @@
-"""`vi.fit`: exact where the family holds the target, near the family's best where not, and honest where it fails."""
+"""`vi.fit_density`: exact where the family has the target."""
 
 import copy
 from math import log, pi
@@ -44,7 +44,7 @@ def gaussian(P=6, seed=0):
 
 
 def fit(*arguments, **options):
-    return vi.fit(*arguments, progress=False, **options)
+    return vi.fit_density(*arguments, progress=False, **options)
 
 
 def funnel(z):
@@ -351,7 +351,7 @@ def test_an_edge_is_told_as_one():
     """Half a normal, −∞ below zero: climbs end at the edge. It was called improper, after up to 724 thousand points."""
     space = vi.Parameters({"z": torch.ones(1, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: torch.where(p["z"] > 0, -0.5 * p["z"].square(), -torch.inf).sum(), space)
-    result = vi.fit(target, vi.FullNormal(), progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), progress=False)
     assert result.status is vi.Status.DIVERGED
     assert "shrunk onto an edge" in result.verdict
     assert result.evaluations < 50_000

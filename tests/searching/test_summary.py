@@ -68,7 +68,7 @@ def test_numbers_are_printed_with_the_digits_that_matter():
 def test_what_is_below_the_table():
     space = vi.Parameters({"a": torch.zeros(2, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum(), space)
-    result = vi.fit(target, vi.FullNormal(), progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), progress=False)
     of_q = result.summary(corrected=False, draws=500)
     assert "Of q: 1000 draws. k̂ = " in str(of_q)
     assert "below 0.7: corrected draws can be trusted." in str(of_q)
@@ -77,7 +77,7 @@ def test_what_is_below_the_table():
     assert "Of the posterior: 5000 weighted draws" in str(weighted)
     assert weighted.rows == result.summary(corrected=True, draws=500).rows
     bent = vi.LogDensity(lambda p: -0.5 * (p["a"][0] ** 2 + (10 * (p["a"][1] - p["a"][0] ** 2)) ** 2), space)
-    short = vi.fit(bent, vi.FullNormal(), progress=False, max_evaluations=1300)
+    short = vi.fit_density(bent, vi.FullNormal(), progress=False, max_evaluations=1300)
     assert not short.converged
     assert f"The fit: {short.verdict}" in str(short.summary())
     assert list(result.summary(select="a*").draws) == ["a"]

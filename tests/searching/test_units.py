@@ -39,7 +39,7 @@ def test_planes_keep_their_number_and_are_standard():
 
 def test_moments_of_normals_are_exact():
     target, _ = setup()
-    q = vi.fit(target, vi.FullNormal(), progress=False).family
+    q = vi.fit_density(target, vi.FullNormal(), progress=False).family
     mean, root = moments(q, target.space)
     torch.testing.assert_close(mean, q().mean)
     torch.testing.assert_close(root @ root.mT, q().covariance())

@@ -91,7 +91,7 @@ def log_densities(folder: Path) -> None:
     vi.LogDensity(lambda p: -0.5 * p["mu"].square().sum() - p["sigma"], space)
     vi.LogDensity(lambda p, batch: -0.5 * (p["mu"] - torch.as_tensor(batch)).square().sum(), space)
     target = vi.LogDensity(log_density, space)
-    result = vi.fit(target, vi.FullNormal(), progress=False)
+    result = vi.fit_density(target, vi.FullNormal(), progress=False)
     assert_type(result, vi.DensityFit)
     result.save(folder / "fit.safetensors")
     assert_type(vi.load_fit(folder / "fit.safetensors", target), vi.DensityFit)

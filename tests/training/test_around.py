@@ -1,7 +1,7 @@
 """`fit(loader, validation=held_out)` around a trained network: what is chosen, what is said, what stays as it was."""
 
 import copy
-from inspect import signature
+from functools import partial
 from math import log, pi
 
 import pytest
@@ -16,13 +16,9 @@ from structvi.families.growth import with_rank
 from structvi.families.normal_parts import weighted_normals
 from structvi.networks.vmap_or_loop import Evaluation
 from structvi.training.around import by_rule
-from structvi.training.before import check_around
 from structvi.training.candidates import FEW_WIDTHS, WIDTH, WIDTHS
-from structvi.training.fit import fit
-from structvi.training.fit_many import options_of
 from structvi.training.held_out import HeldOut, of_network, of_normals, of_posterior
 from structvi.training.noise import PULL
-from structvi.training.options import OF_STEPS
 from structvi.training.validation import MARGIN, as_good
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -71,7 +67,7 @@ def seeded():
 def test_the_default_call_is_better_than_an_over_fitted_network(dense):
     before = copy.deepcopy(dense.state_dict())
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert result.status is vi.Status.PLACED
     assert result.steps == 0
     gain, error = result.against_network
@@ -95,7 +91,7 @@ def width_of(name):
 def test_the_densities_that_are_told_differ_by_the_gain(dense):
     """Of drawn weights too, which are measured on some of the held-out rows."""
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert result.kept.startswith("drawn weights")
     assert result.held_out[result.kept] == pytest.approx(result.network + result.against_network[0], abs=1e-9)
 
@@ -105,12 +101,12 @@ def test_what_is_kept_is_what_the_notes_say(dense):
     x = HELD_OUT[0]
     held_out = loader((x, dense(x).argmax(1)))  # labels that the network is right and sure about: any spread is worse
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(class_weights=[1.0, 2.0, 3.0]))
-    result = bayes.fit(loader(TRAIN), validation=held_out, progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=held_out, progress=False)
     assert result.kept == "the network"
     assert "Laplace" not in result.details
     assert "predictions are the network's own" in result.details
     assert "its ELBO is no bound" in result.details
-    result = vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), progress=False)
+    result = vi.variationalize(dense, vi.likelihoods.Categorical()).laplace(loader(TRAIN), progress=False)
     assert "Laplace" in result.details
     assert "no bound" not in result.details
 
@@ -119,7 +115,7 @@ def test_the_widest_within_the_margin_or_the_best(dense):
     found = {}
     for keep in ("widest", "best"):
         bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
-        found[keep] = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), keep=keep, progress=False)
+        found[keep] = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), keep=keep, progress=False)
     assert found["best"].held_out == found["widest"].held_out
     densities = found["best"].held_out
     assert densities[found["best"].kept] == max(densities.values())
@@ -135,7 +131,7 @@ def test_the_network_is_kept_where_nothing_is_better_than_it():
     t = (x[:, 0] > 0).long()
     net = trained(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)), (x[:100], t[:100]), steps=40)
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
-    result = bayes.fit(loader((x[:100], t[:100])), validation=loader((x[100:], t[100:])), progress=False)
+    result = bayes.laplace(loader((x[:100], t[:100])), validation=loader((x[100:], t[100:])), progress=False)
     assert result.against_network[0] > -MARGIN
     assert result.held_out[f"linearised, prior up to {WIDTHS[-1]:.3g}"] < result.network - MARGIN
 
@@ -153,7 +149,7 @@ def test_weights_before_a_normalisation_may_have_any_scale(normalised):
     predictions = []
     for net in (normalised, scaled):
         bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
-        result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+        result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
         predictions.append((result.kept, bayes.output_moments(x)))
     (kept, first), (again, second) = predictions
     assert kept == again
@@ -164,7 +160,7 @@ def test_weights_before_a_normalisation_may_have_any_scale(normalised):
 
 def test_without_held_out_data(dense):
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(TRAIN), progress=False)
+    result = bayes.laplace(loader(TRAIN), progress=False)
     assert result.kept == f"linearised, prior up to {WIDTH:.3g}"
     assert result.network is None
     assert not result.held_out
@@ -175,7 +171,7 @@ def test_without_held_out_data(dense):
 def test_what_the_user_asked_for_stays(dense):
     prior = vi.NormalPrior(0.3)
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), prior, linearise=False)
-    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert bayes.model.prior is prior
     assert isinstance(bayes.family, vi.MeanField)
     assert bayes.model.linearised_at is None
@@ -196,7 +192,7 @@ def test_the_held_out_data_take_no_part(dense):
     found = {}
     for name, labels in (("own", t), ("other", (t + 1) % 3)):
         bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.1), linearise=True)
-        bayes.fit(loader(TRAIN), validation=loader((x, labels)), progress=False)
+        bayes.laplace(loader(TRAIN), validation=loader((x, labels)), progress=False)
         found[name] = bayes.family().mean.detach(), bayes.family().variance.detach()
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
 
@@ -208,7 +204,7 @@ def test_regression_with_an_unknown_noise():
     net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
     trained(net, (x[:40], t[:40]), loss=nn.functional.mse_loss)
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"))
-    result = bayes.fit(loader((x[:40], t[:40])), validation=loader((x[40:], t[40:])), progress=False)
+    result = bayes.laplace(loader((x[:40], t[:40])), validation=loader((x[40:], t[40:])), progress=False)
     assert result.against_network[0] > -MARGIN
     seen, held_out = ((net(x[part]) - t[part]).square().mean().sqrt().item() for part in (slice(0, 40), slice(40, 60)))
     noise = bayes.model.likelihood.log_noise.exp().item()
@@ -224,7 +220,7 @@ def test_regression_with_an_unknown_noise():
 
 def test_saved_and_loaded(dense, tmp_path):
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
-    bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     bayes.save(tmp_path / "posterior.safetensors")
     other = copy.deepcopy(dense)
     with torch.no_grad():
@@ -239,7 +235,7 @@ def test_a_posterior_that_was_fitted_is_not_thrown_away(dense):
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField())
     bayes.fit(loader(TRAIN), steps=3, progress=False)
     with pytest.raises(ValueError, match=r"was fitted before.*give epochs="):
-        bayes.fit(loader(TRAIN), progress=False)
+        bayes.laplace(loader(TRAIN), progress=False)
 
 
 def test_a_network_that_knows_nothing_is_noticed():
@@ -248,7 +244,7 @@ def test_a_network_that_knows_nothing_is_noticed():
     with torch.no_grad():
         net[2].weight.mul_(20)
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(TRAIN), progress=False)
+    result = bayes.laplace(loader(TRAIN), progress=False)
     assert "is it trained? give epochs=" in result.details
 
 
@@ -259,7 +255,7 @@ def test_outputs_that_are_many_are_compared_on_draws():
     net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 1))
     trained(net, (x[:16], t[:16]), loss=nn.functional.binary_cross_entropy_with_logits, steps=60)
     bayes = vi.variationalize(net, vi.likelihoods.Bernoulli())
-    result = bayes.fit(loader((x[:16], t[:16]), 8), validation=loader((x[16:], t[16:]), 8), progress=False)
+    result = bayes.laplace(loader((x[:16], t[:16]), 8), validation=loader((x[16:], t[16:]), 8), progress=False)
     tried = [name for name in result.held_out if name != "the network"]
     ways = ("linearised", "drawn weights")
     first = [f"{way}, prior up to {FEW_WIDTHS[0]:.3g}" for way in ways]
@@ -292,35 +288,6 @@ def test_masked_pixels_do_not_count():
     assert HeldOut(total, count).mean == -11 / 4
 
 
-@pytest.mark.parametrize("option", [{"checkpoint": "x"}, {"resume": "x"}])
-def test_there_is_nothing_to_keep_of_a_fit_without_steps(dense, option, tmp_path):
-    option = {name: tmp_path / value for name, value in option.items()}
-    with pytest.raises(ValueError, match="without steps"):
-        vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), **option)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"lr": 0.1}, {"precision": torch.bfloat16}, {"callback": print}, {"groups": 8}, {"restarts": 3},
-        {"accumulate": 4}, {"clip": 1.0}, {"warmup": 0.2}, {"hold": 0.5}, {"kl_warmup": 0.3}, {"coupling": vi.naive},
-        {"estimator": "log_q"}, {"staged": True}, {"compile": True}, {"compare": 2.0}, {"every": 5},
-    ],
-)  # fmt: skip
-def test_what_only_steps_use_is_refused_where_there_are_none(dense, option):
-    with pytest.raises(ValueError, match="or give epochs="):
-        vi.variationalize(dense, vi.likelihoods.Categorical()).fit(loader(TRAIN), validation=loader(HELD_OUT), **option)
-
-
-def test_defaults_and_what_asks_for_nothing_are_not_refused():
-    defaults = {name: one.default for name, one in signature(fit).parameters.items()}
-    for name, silent in OF_STEPS.items():
-        assert silent[0] == defaults[name]
-    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
-    for place in (0, -1):
-        check_around(bayes, options_of(**{name: silent[place] for name, silent in OF_STEPS.items()}))
-
-
 def columns(count, dtype=torch.float32, rows=20):
     return loader((torch.ones(rows, count, dtype=dtype), torch.arange(rows) % 3))
 
@@ -337,15 +304,16 @@ def columns(count, dtype=torch.float32, rows=20):
 def test_held_out_inputs_that_the_network_cannot_take_are_told_before_the_work(held_out, words, steps):
     calls = []
     bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
+    call = partial(bayes.fit, callback=calls.append, **steps) if steps else bayes.laplace
     with pytest.raises(ValueError, match=words):
-        bayes.fit(columns(2), validation=held_out, callback=calls.append if steps else None, progress=False, **steps)
+        call(columns(2), validation=held_out, progress=False)
     assert not calls
 
 
 def test_networks_of_two_dtypes_in_a_mixture_are_refused():
     mixture = vi.Ensemble.of([nn.Linear(2, 3), nn.Linear(2, 3).double()], vi.likelihoods.Categorical())
     with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float64: give net.float\(\)"):
-        mixture.fit(columns(2), validation=columns(2), progress=False)
+        mixture.laplace(columns(2), validation=columns(2), progress=False)
 
 
 def test_held_out_inputs_of_another_form_that_the_network_takes_are_fine():
@@ -360,7 +328,7 @@ def test_held_out_inputs_of_another_form_that_the_network_takes_are_fine():
             return self.head(x.float().mean(1, keepdim=True))
 
     bayes = vi.variationalize(Casting(), vi.likelihoods.Categorical())
-    result = bayes.fit(columns(2, torch.float64), validation=columns(5), progress=False)
+    result = bayes.laplace(columns(2, torch.float64), validation=columns(5), progress=False)
     assert result.network is not None
 
 
@@ -387,10 +355,10 @@ def test_a_network_that_cannot_be_linearised_has_drawn_weights_and_a_note(held_o
     torch.manual_seed(0)
     if count == 1:
         bayes = vi.variationalize(Bag(), vi.likelihoods.Categorical())
-        results = [bayes.fit(bags(60, 0), validation=held_out, progress=False)]
+        results = [bayes.laplace(bags(60, 0), validation=held_out, progress=False)]
     else:
         bayes = vi.Ensemble.of([Bag(), Bag()], vi.likelihoods.Categorical())
-        results = bayes.fit(bags(60, 0), validation=held_out, progress=False).members
+        results = bayes.laplace(bags(60, 0), validation=held_out, progress=False).members
     for result in results:
         assert any("weights are drawn" in note and "_embedding_bag" in note for note in result.notes)
         assert "linearised" not in result.kept
@@ -401,7 +369,7 @@ def test_a_network_that_cannot_be_linearised_has_drawn_weights_and_a_note(held_o
 def test_a_network_that_cannot_be_linearised_says_so_where_that_is_asked_for():
     bayes = vi.variationalize(Bag(), vi.likelihoods.Categorical(), linearise=True)
     with pytest.raises(NotImplementedError, match="cannot be linearised"):
-        bayes.fit(bags(60, 0), progress=False)
+        bayes.laplace(bags(60, 0), progress=False)
 
 
 def test_equal_is_what_neither_the_margin_nor_the_noise_tells_apart():
@@ -419,7 +387,7 @@ def test_a_head_with_its_prior_chosen_on_held_out_data():
     torch.manual_seed(0)
     net = trained(nn.Sequential(nn.Linear(2, 24), nn.ReLU(), nn.Linear(24, 3)), steps=200)
     bayes = vi.variationalize_head(net, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert result.against_network[0] > -MARGIN
     assert bayes.space.names == ("2.weight", "2.bias")
     covariance = bayes.family().covariance().detach()
@@ -441,7 +409,7 @@ def too_sure():
 def test_a_temperature_is_put_on_top_where_no_spread_does_as_much(too_sure, tmp_path):
     net, train, held_out, (x, t) = too_sure
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    result = bayes.laplace(loader(train), validation=loader(held_out), progress=False)
     found = bayes.calibration.applied
     assert result.calibration is bayes.calibration
     assert 1.5 < found.value < 5
@@ -460,14 +428,14 @@ def test_a_temperature_is_put_on_top_where_no_spread_does_as_much(too_sure, tmp_
     others = bayes.calibrate(conformal=loader(data(200)))  # sets on top of it
     assert others.applied is found
     torch.testing.assert_close(bayes.predict(x, generator=seeded()).mean, pred.mean)
-    bayes.fit(loader(train), progress=False)  # without held-out data
+    bayes.laplace(loader(train), progress=False)  # without held-out data
     assert bayes.calibration is None
 
 
 def test_members_of_a_mixture_have_one_temperature(too_sure):
     net, train, held_out, (x, t) = too_sure
     mixture = vi.Ensemble.of([net, copy.deepcopy(net)], vi.likelihoods.Categorical())
-    result = mixture.fit(loader(train), validation=loader(held_out), progress=False)
+    result = mixture.laplace(loader(train), validation=loader(held_out), progress=False)
     assert 1.5 < mixture.calibration.applied.value < 5
     assert all(one.calibration is None for one in mixture.posteriors)
     assert "temperature" in result.notes[0]
@@ -475,7 +443,7 @@ def test_members_of_a_mixture_have_one_temperature(too_sure):
     assert -mixture.predict(x, generator=seeded()).log_prob(t).mean().item() < own - 0.1
     density = mixture.predict(held_out[0], generator=seeded()).log_prob(held_out[1]).mean().item()
     assert result.held_out == pytest.approx(density, abs=0.05)  # of 320 rows: ± .024
-    mixture.fit(loader(train), validation=loader(held_out), weights="stacked", progress=False)
+    mixture.laplace(loader(train), validation=loader(held_out), weights="stacked", progress=False)
     assert mixture.calibration is None
 
 
@@ -487,7 +455,7 @@ def test_a_network_that_is_not_sure_enough_gets_no_temperature(too_sure):
         unsure[-1].weight.mul_(0.07)
         unsure[-1].bias.mul_(0.07)
     bayes = vi.variationalize(unsure, vi.likelihoods.Categorical())
-    result = bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    result = bayes.laplace(loader(train), validation=loader(held_out), progress=False)
     assert result.kept == "the network"
     assert bayes.calibration is None
     assert bayes.calibrate(loader(held_out)).applied.value < 0.6
@@ -496,7 +464,7 @@ def test_a_network_that_is_not_sure_enough_gets_no_temperature(too_sure):
 def test_a_prior_of_the_users_gets_no_temperature(too_sure):
     net, train, held_out, _ = too_sure
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
-    bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    bayes.laplace(loader(train), validation=loader(held_out), progress=False)
     assert bayes.calibration is None
 
 
@@ -504,7 +472,7 @@ def test_the_network_is_kept_where_a_prior_of_the_users_is_worse(dense):
     x = HELD_OUT[0]
     certain = dense(x).argmax(1)  # labels that the network is right and sure about: any spread is worse
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.NormalPrior(3.0), linearise=True)
-    result = bayes.fit(loader(TRAIN), validation=loader((x, certain)), progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=loader((x, certain)), progress=False)
     assert result.kept == "the network"
     assert "prefer the network" in result.details
     assert torch.allclose(bayes.predict(x, 16).mean, dense(x).softmax(-1), atol=0.02)
@@ -521,23 +489,23 @@ def test_a_network_that_is_kept_has_the_noise_that_suits_it():
         net.bias.zero_()
     small = (x[:200], x[:200, :1] + 0.1 * (t[:200] - x[:200, :1]))
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), prior=vi.NormalPrior(100.0), linearise=True)
-    result = bayes.fit(loader(small), validation=loader((x[200:], t[200:])), progress=False)
+    result = bayes.laplace(loader(small), validation=loader((x[200:], t[200:])), progress=False)
     assert bayes.model.likelihood.log_noise.exp().item() == pytest.approx(0.5, rel=0.25)
     assert result.against_network[0] > -MARGIN
 
 
 def test_a_factor_that_the_curvature_does_not_give_is_none(dense):
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.LowRankNormal(4), vi.NormalPrior(0.1))
-    bayes.fit(loader(TRAIN), progress=False)
+    bayes.laplace(loader(TRAIN), progress=False)
     plain = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.1))
-    plain.fit(loader(TRAIN), progress=False)
+    plain.laplace(loader(TRAIN), progress=False)
     assert torch.allclose(bayes.family().variance, plain.family().variance, rtol=1e-5)
     assert all(parameter.requires_grad for parameter in bayes.family.parameters())
 
 
 def test_a_fit_that_goes_on_keeps_the_directions(dense):
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), linearise=True)
-    bayes.fit(loader(TRAIN), progress=False)
+    bayes.laplace(loader(TRAIN), progress=False)
     before = bayes.family.part.factor.detach().clone()
     assert before.abs().max() > 0
     bayes.fit(loader(TRAIN), steps=12, lr=1e-9, progress=False)
@@ -551,7 +519,7 @@ def test_a_plain_function_is_told_of():
         return -nn.functional.cross_entropy(y, t, reduction="none")
 
     bayes = vi.variationalize(net, likelihood)
-    result = bayes.fit(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
+    result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert "of which no labels can be drawn" in result.details
     assert result.against_network[0] > -MARGIN
 
@@ -564,7 +532,7 @@ def test_a_density_that_is_no_number_is_the_worst():
 def test_what_the_default_call_places_can_be_grown_and_looked_at(dense):
     """A scale mixture: more columns in all parts, the spectrum of its directions, tensors still at their prior."""
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), linearise=True)
-    bayes.fit(loader(TRAIN), progress=False)
+    bayes.laplace(loader(TRAIN), progress=False)
     assert bayes.family().mean.equal(bayes.family.part.mean)
     rank = bayes.family.rank
     assert len(spectrum(bayes).eigenvalues) == rank
@@ -585,7 +553,7 @@ def test_the_parts_of_a_scale_mixture_have_noise_of_their_own():
 
 def test_what_the_default_call_places_is_kept_in_a_file(dense, tmp_path):
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical())
-    bayes.fit(loader(TRAIN), progress=False)
+    bayes.laplace(loader(TRAIN), progress=False)
     bayes.save(tmp_path / "posterior.safetensors")
     again = vi.load(tmp_path / "posterior.safetensors", copy.deepcopy(dense))
     x = HELD_OUT[0]
@@ -617,5 +585,5 @@ def test_the_default_call_takes_a_pass_for_the_curvature():
     net, passes = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), []
     net.register_forward_hook(lambda module, inputs, output: passes.append(len(output) * output.requires_grad))
     x, t = torch.randn(600, 2), torch.randint(3, (600,))
-    vi.variationalize(net, vi.likelihoods.Categorical()).fit(DataLoader(TensorDataset(x, t), 100), progress=False)
+    vi.variationalize(net, vi.likelihoods.Categorical()).laplace(DataLoader(TensorDataset(x, t), 100), progress=False)
     assert sum(passes) <= 1.05 * 600  # rows with a backward pass

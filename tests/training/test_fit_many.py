@@ -299,8 +299,6 @@ def test_members_at_several_temperatures():
         made(1)[0].fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
     with pytest.raises(ValueError, match="one entry for each of 3 members, got 2"):
         mixture.fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
-    with pytest.raises(ValueError, match="for fits of so many epochs= or steps="):
-        mixture.fit(loader, validation=data(20, seed=9), temperature=[1.0, 0.1, 1.0], progress=False)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +330,7 @@ def test_members_begin_at_different_starts_of_what_has_not_learned():
     bayes.fit(data(20), steps=2, progress=False)
     with pytest.raises(ValueError, match="was fitted before"):
         bayes.fit(data(20), steps=2, members=2)
-    with pytest.raises(ValueError, match="from different starts"):
+    with pytest.raises(ValueError, match="fit needs a length"):
         made(1)[0].fit(data(20), members=2)
     with pytest.raises(ValueError, match="checkpoint= is for one fit"):
         made(1)[0].fit(data(20), steps=2, members=2, checkpoint="somewhere")

@@ -1,4 +1,4 @@
-"""`fit_head`: the conjugate posterior exactly, the best normal of class labels as `vi.fit` finds it."""
+"""`fit_head`: the conjugate posterior exactly, the best normal of class labels as `vi.fit_density` finds it."""
 
 import copy
 
@@ -115,7 +115,7 @@ def test_class_labels_agree_with_a_search_for_the_best_full_normal(count):
 
     space = vi.Parameters({"w": torch.zeros(count, 4, dtype=F64), "b": torch.zeros(count, dtype=F64)})
     target = vi.LogDensity(log_joint, space)
-    searched = vi.fit(target, vi.FullNormal(), progress=False, tolerance=1e-4)
+    searched = vi.fit_density(target, vi.FullNormal(), progress=False, tolerance=1e-4)
 
     def elbo(family, target, batch=None):
         generator = torch.Generator().manual_seed(0)

@@ -32,7 +32,7 @@ def test_a_candidate_on_draws_takes_part_of_a_pass(monkeypatch):
     x, t = torch.randn(100, 2), torch.randint(3, (100,))
     whole = HeldOut(torch.full((500,), -5.0).double(), torch.ones(500).double())
     held_out = loader((torch.randn(500, 2), t.repeat(5)), 5)
-    vi.variationalize(net, vi.likelihoods.Categorical()).fit(loader((x, t)), validation=held_out, progress=False)
+    vi.variationalize(net, vi.likelihoods.Categorical()).laplace(loader((x, t)), validation=held_out, progress=False)
     assert seen[-1:] == [15]
 
 
@@ -46,7 +46,7 @@ def test_jacobians_of_held_out_rows_take_at_most_a_pass(monkeypatch):
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
     x, t = torch.randn(100, 2), torch.randint(3, (100,))
     held_out = loader((torch.randn(500, 2), t.repeat(5)), 5)
-    vi.variationalize(net, vi.likelihoods.Categorical()).fit(loader((x, t)), validation=held_out, progress=False)
+    vi.variationalize(net, vi.likelihoods.Categorical()).laplace(loader((x, t)), validation=held_out, progress=False)
     assert seen == [45]
 
 
@@ -56,7 +56,7 @@ def test_the_mixture_is_measured_as_it_predicts():
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
     x, t = torch.randn(120, 2), torch.randint(3, (120,))
     bayes, held_out = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True), loader((x[60:], t[60:]))
-    result = bayes.fit(loader((x[:60], t[:60])), validation=held_out, progress=False)
+    result = bayes.laplace(loader((x[:60], t[:60])), validation=held_out, progress=False)
     drawn = of_posterior(bayes, list(held_out), seed=0, draws=8000)
     assert "up to" in result.kept
     assert result.held_out[result.kept] == pytest.approx(drawn.mean, abs=0.004)  # 2000 draws of each part
@@ -70,7 +70,7 @@ def test_mixtures_share_their_normals(monkeypatch):
     seen, before = [], measuring.of_mixed_normals
     monkeypatch.setattr(measuring, "of_mixed_normals", lambda *given: seen.append(given) or before(*given))
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
-    bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    bayes.laplace(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
     (given,) = seen
     assert len(given[4]) == len(candidates.WIDTHS)
     assert all(len(places) == candidates.PARTS for places in given[4])
@@ -83,7 +83,7 @@ def test_one_width_is_held_to_a_stricter_bound(monkeypatch, family, deviations):
     x, t, seen, before = torch.randn(60, 2), torch.randint(3, (60,)), [], measuring.Rule
     monkeypatch.setattr(measuring, "Rule", lambda *given: seen.append(given) or before(*given))
     bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical(), family)
-    bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    bayes.laplace(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
     assert [given[3] for given in seen] == [deviations]
 
 
@@ -109,5 +109,5 @@ def test_weights_are_drawn_narrower_than_the_linearised_network_bears(monkeypatc
     monkeypatch.setattr(measuring.Measuring, "exactly", exactly)
     monkeypatch.setattr(measuring.Measuring, "on_draws", on_draws)
     bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical())
-    bayes.fit(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
+    bayes.laplace(loader((x, t)), validation=loader((torch.randn(60, 2), t)), progress=False)
     assert tried == pytest.approx(expected)

@@ -41,7 +41,7 @@ def residual(net, part):
 def test_the_noise_is_that_of_held_out_residuals(likelihood):
     net, (train, held_out, test) = regression()
     bayes = vi.variationalize(net, likelihood)
-    result = bayes.fit(loader(train), validation=loader(held_out), progress=False)
+    result = bayes.laplace(loader(train), validation=loader(held_out), progress=False)
     density = bayes.predict(test[0]).log_prob(test[1]).mean().item()
     wanted = residual(net, held_out)
     assert wanted / residual(net, train) > 15  # beyond every factor of a fixed list
@@ -91,7 +91,7 @@ def with_residuals(times, rows, likelihood):
         signs = 1.0 - 2.0 * (torch.arange(n) % 2).unsqueeze(1)
         parts.append((x, net(x).detach() + NOISE * size * signs))
     train, held_out = (loader(part) for part in parts)
-    result = vi.variationalize(net, likelihood).fit(train, validation=held_out, progress=False)
+    result = vi.variationalize(net, likelihood).laplace(train, validation=held_out, progress=False)
     assert result.network is not None
     return result.network
 

@@ -55,7 +55,7 @@ class Numbers(nn.Module):
 
 def placed(net, likelihood, train, held_out, **options):
     bayes = vi.variationalize(net, likelihood, **options)
-    return bayes, bayes.fit(train, validation=held_out, progress=False)
+    return bayes, bayes.laplace(train, validation=held_out, progress=False)
 
 
 def test_one_number_for_each_row_with_and_without_an_axis():
@@ -85,7 +85,7 @@ def test_a_second_fit_is_around_the_weights_of_now():
     bayes, first = placed(net, vi.likelihoods.Categorical(), train, held_out)
     with torch.no_grad():
         net.weight.mul_(0.5)  # it was trained on
-    second = bayes.fit(train, validation=held_out, progress=False)
+    second = bayes.laplace(train, validation=held_out, progress=False)
     expected = -nn.functional.cross_entropy(net(X[40:]), T[40:]).item()
     assert second.network == pytest.approx(expected, rel=1e-5)
     assert second.network != pytest.approx(first.network, rel=1e-3)
@@ -95,10 +95,10 @@ def test_a_second_fit_is_around_the_weights_of_now():
 def test_a_network_that_has_left_its_linearisation_is_noted():
     net, (train, _) = classifier(), loaders()
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
-    assert not any("linearised at other" in note for note in bayes.fit(train, progress=False).notes)
+    assert not any("linearised at other" in note for note in bayes.laplace(train, progress=False).notes)
     with torch.no_grad():
         net.weight.mul_(0.5)
-    assert any("linearised at other weights" in note for note in bayes.fit(train, progress=False).notes)
+    assert any("linearised at other weights" in note for note in bayes.laplace(train, progress=False).notes)
 
 
 def test_batch_norm_without_running_statistics_sees_whole_batches():
@@ -115,7 +115,7 @@ def test_batch_norm_without_running_statistics_sees_whole_batches():
         roots = curvature_roots(bayes.model, theta, Batches(train, 0).everything(), 0, size=40)
         expected = diagonal_curvature(bayes.model, roots)
     assert torch.equal(found, expected)  # rows cut apart are normalised by themselves: an error, or another network
-    result = bayes.fit(train, validation=held_out, progress=False)
+    result = bayes.laplace(train, validation=held_out, progress=False)
     assert any("keeps no running statistics in 2" in note for note in result.notes)
     with pytest.raises(ValueError, match="depend on all of it"):
         bayes.output_moments(X)
@@ -176,11 +176,11 @@ def test_the_last_layer_is_the_one_that_is_called_last():
     train, held_out = loaders()
     wrong = vi.variationalize_head(Listed(), vi.likelihoods.Categorical())
     with pytest.raises(ValueError, match=r"the last that it calls is 'last': .*layer='last'"):
-        wrong.fit(train, validation=held_out, progress=False)
+        wrong.laplace(train, validation=held_out, progress=False)
     named = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="last")
-    named.fit(train, validation=held_out, progress=False)
+    named.laplace(train, validation=held_out, progress=False)
     asked = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="first")
-    asked.fit(train, validation=held_out, progress=False)  # as asked
+    asked.laplace(train, validation=held_out, progress=False)  # as asked
 
 
 class AlwaysDropping(nn.Module):

@@ -61,7 +61,7 @@ def diagnose(
     Args:
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
-        result: what `posterior.fit` or `vi.fit` returned; that of the posterior's last fit if not given.
+        result: what `posterior.fit` or `vi.fit_density` returned; that of the posterior's last fit if not given.
         draws: for the importance weights; at most 1000 for a network, each a pass over the data, and 10000 for a log
             density.
         gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.

@@ -339,7 +339,7 @@ class Family(nn.Module, ABC):
         """The parts of the mixture that it is, itself alone unless it is one, and their weights."""
         return [self], self().mean.new_ones(1)
 
-    # ---- a search of `vi.fit`: a mixture's parts at modes; normals in coordinates of its choice
+    # ---- a search of `vi.fit_density`: a mixture's parts at modes; normals in coordinates of its choice
 
     def parts_sought(self) -> PartsSought | None:
         """Of a recipe that is a mixture, its parts, which start at modes that are looked for; None of all others."""

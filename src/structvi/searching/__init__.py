@@ -1,1 +1,1 @@
-"""`vi.fit`: a family fitted to a log density on fixed draws."""
+"""`vi.fit_density`: a family fitted to a log density on fixed draws."""

@@ -1,4 +1,4 @@
-"""`vi.fit`: a family fitted to a log density on fixed draws, on which the ELBO is a plain function."""
+"""`vi.fit_density`: a family fitted to a log density on fixed draws, on which the ELBO is a plain function."""
 
 import copy
 import time
@@ -32,7 +32,7 @@ from .search import Search
 STARTS = 4
 
 
-def fit(
+def fit_density(
     target: Target,
     family: Family,
     loader: Iterable[Any] | None = None,
@@ -89,7 +89,7 @@ def fit(
         >>> from structvi import FullNormal, LogDensity, Parameters
         >>> space = Parameters({"z": torch.zeros(2, dtype=torch.float64)})
         >>> target = LogDensity(lambda p: -0.5 * (p["z"] - 3).square().sum(), space)
-        >>> result = fit(target, FullNormal(), progress=False)
+        >>> result = fit_density(target, FullNormal(), progress=False)
         >>> result.converged, [round(x, 3) for x in result.family().mean.tolist()]
         (True, [3.0, 3.0])
     """
@@ -150,7 +150,9 @@ def _in_minibatches(
     began = time.perf_counter()
     _check_types(target, family)
     if loader is None or steps is None:
-        raise ValueError("minibatches need a loader and a number of steps: fit(target, family, loader, steps=2000)")
+        raise ValueError(
+            "minibatches need a loader and a number of steps: fit_density(target, family, loader, steps=2000)"
+        )
     for name, value in (("draws", draws), ("starts", starts), ("max_evaluations", limit)):
         if value is not None:
             raise ValueError(f"{name}= is for fits of a whole log density; with a loader give steps= and lr=")
@@ -233,7 +235,7 @@ def _checked(
 def _check_types(target: Target, family: Family) -> None:
     if isinstance(target, BayesianModel):
         raise TypeError(
-            "fit is for log densities; a network with data is fitted in batches: variationalize(net, ..).fit(loader)"
+            "fit_density is for log densities; a network with data is fitted so: variationalize(net, ..).fit(loader)"
         )
     if not isinstance(target, Target):
         raise TypeError(
@@ -242,4 +244,4 @@ def _check_types(target: Target, family: Family) -> None:
         )
     if not isinstance(family, Family):
         came = f"the class {family.__name__}" if isinstance(family, type) else type(family).__name__
-        raise TypeError(f"fit expects a family, got {came}; write FullNormal(), for example")
+        raise TypeError(f"fit_density expects a family, got {came}; write FullNormal(), for example")

@@ -1,4 +1,4 @@
-"""`vi.fit` of a diagonal plus low rank over many numbers, without a P×P matrix.
+"""`vi.fit_density` of a diagonal plus low rank over many numbers, without a P×P matrix.
 
 climb of log p ─▶ scales that make rows of the Hessian equal ─▶ Newton's steps, each:
     draws of q in mirrored pairs ─▶ slope, and the diagonal of the mean curvature

@@ -42,8 +42,8 @@ def load_fit(
 ) -> DensityFit:
     """The fit of a file that `DensityFit.save` wrote: it samples, prints and goes on as the one that was saved.
 
-    Reading runs no code. The log density is not in the file: give the same again. `vi.fit(target, fit.family)` goes on
-    from where it is.
+    Reading runs no code. The log density is not in the file: give the same again. `vi.fit_density(target, fit.family)`
+    goes on from there.
 
     Args:
         path: the file.
@@ -59,10 +59,10 @@ def load_fit(
 
     Example:
         >>> import tempfile
-        >>> from structvi import FullNormal, LogDensity, Parameters, fit
+        >>> from structvi import FullNormal, LogDensity, Parameters, fit_density
         >>> path = os.path.join(tempfile.mkdtemp(), "fit.safetensors")
         >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), Parameters({"z": torch.zeros(2)}))
-        >>> fit(target, FullNormal(), progress=False).save(path)
+        >>> fit_density(target, FullNormal(), progress=False).save(path)
         >>> load_fit(path, target).converged
         True
     """
@@ -203,6 +203,6 @@ def _whole(saved: Mapping[str, Any], target: Target, loader: Iterable[Any] | Non
         raise ValueError(
             f"{path} is the fit of another log density: at the mean of q it was {before:.6g} and is "
             f"{'not finite' if now is None else f'{now:.6g}'}. Give the data and the prior that were fitted; to fit "
-            "these, vi.fit(target, family)"
+            "these, vi.fit_density(target, family)"
         )
     return target

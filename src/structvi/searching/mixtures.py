@@ -1,4 +1,4 @@
-"""The search of `vi.fit` for a mixture.
+"""The search of `vi.fit_density` for a mixture.
 
 modes ─▶ a part at each ─▶ the mixture on S, 4S, .. draws ─▶ a round of searches with the fit taken off p
               ▲                                                 │ a mode that is new; for components="auto" also what

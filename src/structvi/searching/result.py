@@ -1,4 +1,4 @@
-"""What `vi.fit` hands back, and how it judges what a search came to."""
+"""What `vi.fit_density` hands back, and how it judges what a search came to."""
 
 import os
 from dataclasses import dataclass, field
@@ -40,13 +40,13 @@ ENOUGH = 10
 NEXT = {
     Status.CONVERGED: "print(result.summary()): the values, and k̂, which says whether to trust them",
     Status.OVER_FITTED: "fit again with more draws=",
-    Status.STOPPED: "vi.fit(target, result.family, max_evaluations=..) goes on from here",
-    Status.NO_OPTIMUM: "vi.fit(target, result.family) goes on from here; other parameters may be easier to fit",
+    Status.STOPPED: "vi.fit_density(target, result.family, max_evaluations=..) goes on from here",
+    Status.NO_OPTIMUM: "vi.fit_density(target, result.family) goes on from here; other parameters may be easier to fit",
     Status.MISSED_MODES: "fit again with more components=",
     Status.DIVERGED: "give the parameter that the verdict names a prior or a constraint, and fit again",
-    Status.IMPROVING: "fit again with more steps=: vi.fit(target, result.family, loader, steps=..) goes on from here",
-    Status.UNCLEAR: "fit again with more steps=: vi.fit(target, result.family, loader, steps=..) goes on from here",
-    Status.TOO_SHORT: "fit again with more steps=: vi.fit(target, result.family, loader, steps=..) goes on from here",
+    Status.IMPROVING: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
+    Status.UNCLEAR: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
+    Status.TOO_SHORT: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
 }
 
 
@@ -120,7 +120,7 @@ class DensityFit(Result):
 
     @property
     def next_step(self) -> str:
-        return NEXT.get(self.status, "vi.fit(target, result.family, ..) goes on from here; look at the verdict first")
+        return NEXT.get(self.status, "vi.fit_density(target, result.family, ..) goes on; look at the verdict first")
 
     def sample(
         self, n: int = 1000, *, corrected: Corrected = False, generator: torch.Generator | None = None
@@ -142,9 +142,9 @@ class DensityFit(Result):
             generator: the source of all randomness; the global stream if None.
 
         Example:
-            >>> from structvi import FullNormal, LogDensity, Parameters, fit, positive
+            >>> from structvi import FullNormal, LogDensity, Parameters, fit_density, positive
             >>> target = LogDensity(lambda p: 2 * p["s"].log() - p["s"], Parameters({"s": positive(1.0)}))  # Γ(3, 1)
-            >>> result = fit(target, FullNormal(), progress=False)
+            >>> result = fit_density(target, FullNormal(), progress=False)
             >>> draws = result.sample(20000, corrected=True, generator=torch.Generator().manual_seed(0))
             >>> draws["s"].mean().round(decimals=1)
             tensor(3., dtype=torch.float64)
@@ -194,10 +194,10 @@ class DensityFit(Result):
 
         Example:
             >>> import tempfile
-            >>> from structvi import FullNormal, LogDensity, Parameters, fit, load_fit
+            >>> from structvi import FullNormal, LogDensity, Parameters, fit_density, load_fit
             >>> path = os.path.join(tempfile.mkdtemp(), "fit.safetensors")
             >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), Parameters({"z": torch.zeros(2)}))
-            >>> fit(target, FullNormal(), progress=False).save(path)
+            >>> fit_density(target, FullNormal(), progress=False).save(path)
             >>> print(load_fit(path, target).status)
             converged
         """

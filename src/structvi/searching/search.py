@@ -1,4 +1,4 @@
-"""The searches of `vi.fit`.
+"""The searches of `vi.fit_density`.
 
 starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's steps on 2P draws ─▶ the best full normal
                                                               │ costs no evaluation: the family's best

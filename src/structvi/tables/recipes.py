@@ -192,7 +192,7 @@ class Problem:
             posterior = around(net, copy.deepcopy(part.trained.likelihood), copy.deepcopy(self.family))
             posteriors.append(posterior)
             posterior.model.num_data = len(fold.train)
-            posterior.fit(
+            posterior.laplace(
                 batches(x, self.t, fold.train),
                 validation=batches(x, self.t, fold.held),
                 progress=False,

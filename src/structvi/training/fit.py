@@ -71,8 +71,8 @@ def fit(
     Args:
         posterior: what to fit.
         loader: a `DataLoader`, or any re-iterable of batches. N is the length of its data set unless the model has it.
-        epochs, steps: how long: one of them. A step takes `accumulate` batches. With neither, the network is taken to
-            be trained, and the posterior is placed around it without a step: `fit(loader, validation=held_out)`.
+        epochs, steps: how long: one of them. A step takes `accumulate` batches. Around a network
+            that is trained already use `laplace(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
         optimizer: a torch optimizer, or a function from parameters to one; without weight decay. Or `Soap()`, which
             preconditions the means: for deep networks that are trained from scratch; at λ = 1 `NaturalGradient()`.
@@ -150,6 +150,11 @@ def fit(
         >>> result.steps, result.verdict
         (8, 'too few steps to tell whether it has converged')
     """
+    if epochs is None and steps is None:
+        raise ValueError(
+            "fit needs a length: give epochs= or steps=. Around a network that is trained already: "
+            "posterior.laplace(loader, validation=held_out)"
+        )
     apart = ("posterior", "loader", "device", "members", "weights", "temperature")
     given = {name: value for name, value in locals().items() if name not in (*apart, "apart")}
     temperatures = temperatures_of(temperature, members)

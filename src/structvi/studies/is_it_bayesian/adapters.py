@@ -22,7 +22,7 @@ from ...families import (
 )
 from ...front_door import variationalize
 from ...objective import elbo
-from ...searching.fit import fit as fit_density
+from ...searching.fit import fit_density
 from ...searching.fixed_draws import FixedDraws
 from ..paper.methods import KEEP
 from .problems import Data, Problem
@@ -76,7 +76,7 @@ def density_of(adapter: Adapter) -> Callable[[Tensor], Tensor] | None:
 
 
 class Ours:
-    """A family of structvi, fitted as its user would: `structvi.fit`, for the network `variationalize(..).fit(..)`.
+    """A family of structvi, fitted as its user would: `fit_density`, for the network `variationalize(..).fit(..)`.
 
     Point masses have no ELBO: of log densities their objective is maximised on fixed draws.
 

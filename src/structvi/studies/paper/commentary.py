@@ -53,7 +53,7 @@ def _table1(results: dict) -> dict[str, list[str]]:
         "variational inference minimises KL[q‖p], so we show both, with the least KL[q‖p] that the family can reach "
         "(found by a deterministic search) and the excess of the fit over it. sP-VI is the precision form, "
         "diagonal plus low rank in the inverse covariance.",
-        "Fits are those of structvi.fit: L-BFGS on fixed draws, on which the ELBO of a normal target is exact. For "
+        "Fits are those of fit_density: L-BFGS on fixed draws, on which the ELBO of a normal target is exact. For "
         "comparison “excess, Adam” is that of a "
         f"stochastic fit: {settings['steps']} steps of Adam on about {settings['evaluations']} fresh unscented draws "
         "each, path estimator, one start.",

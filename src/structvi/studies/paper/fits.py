@@ -1,4 +1,4 @@
-"""Fit a family to a target stochastically. (Table 1 also fits on fixed draws: structvi.fit.)"""
+"""Fit a family to a target stochastically. (Table 1 also fits on fixed draws: structvi.fit_density.)"""
 
 from collections.abc import Callable
 from typing import Any

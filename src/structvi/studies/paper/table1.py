@@ -10,7 +10,7 @@ from torch import Tensor
 from ...families import Density, kl
 from ...families.full import FullNormalDensity
 from ...families.gaussian import Gaussian
-from ...searching.fit import fit as fit_density
+from ...searching.fit import fit_density
 from ...searching.fixed_draws import FixedDraws
 from .fits import Batched, fit, median, space
 from .jobs import Job
