@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.storing import file
+from structvi.files import file
 
 STEPS, EVERY = 60, 4
 STAGES = ("_write_bytes", "_fsync", "_rename", "_fsync_directory")

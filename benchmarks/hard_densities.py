@@ -34,9 +34,9 @@ import structvi as vi
 from benchmarks.hmc import hmc, r_hat
 from benchmarks.posteriordb import recipes
 from benchmarks.posteriordb_models import MODELS, Posterior
+from structvi.density.fixed_draws import FixedDraws, fixed_elbo
 from structvi.families.full import FullNormalDensity
 from structvi.models.target import Target
-from structvi.searching.fixed_draws import FixedDraws, fixed_elbo
 
 #: common draws on which seeds are compared
 COMMON = 16384

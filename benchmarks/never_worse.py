@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.training import measuring
-from structvi.training.rule import HARM
+from structvi.train import measuring
+from structvi.train.rule import HARM
 
 #: rows, inputs, classes, share of random labels, distance of the clusters
 CLASSES = ((200, 13, 3, 0.0, 1.5), (300, 10, 2, 0.0, 1.0), (400, 30, 2, 0.02, 0.7), (1000, 20, 2, 0.1, 0.7),

@@ -22,10 +22,10 @@ import torch
 import structvi as vi
 from benchmarks.posteriordb_models import MODELS, Posterior
 from benchmarks.posteriordb_peers import BUDGETED, OWN, RANK, RATES, advi, available, pyro_guide
+from structvi.density.fixed_draws import FixedDraws
 from structvi.diagnostics import diagnose, importance
 from structvi.families.full import FullNormalDensity
 from structvi.families.gaussian import Gaussian
-from structvi.searching.fixed_draws import FixedDraws
 
 #: draws of the importance weights
 DRAWS = 20000

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import structvi as vi
-from structvi.training.memory import Need, activation_bytes
+from structvi.train.memory import Need, activation_bytes
 
 from . import timing
 from .nets import Problem, mlp

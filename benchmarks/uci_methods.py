@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.network_mixture import stacking as stacking
-from structvi.training.restarts import elsewhere
+from structvi.train.restarts import elsewhere
 
 from .uci_data import Split
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from structvi import __version__, cli
-from structvi.basics.folder_lock import folder_lock
+from structvi.util.folder_lock import folder_lock
 
 
 def run(monkeypatch, capsys, *arguments):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.files.file import write
 from structvi.models.calibration import Adjustment
 from structvi.network_mixture import stacking
-from structvi.storing.file import write
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 T = (X[:, 0] + X[:, 1] > 0).long()

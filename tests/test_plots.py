@@ -11,7 +11,7 @@ from torch import nn
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi import plots
-from structvi.predicting.predictive import Predictive
+from structvi.predict.predictive import Predictive
 
 mpl.use("Agg")
 plt = pytest.importorskip("matplotlib.pyplot")

@@ -21,7 +21,7 @@ def table(text: str) -> dict[str, list[float]]:
     return {name: [float(x) for x in numbers.split()] for name, numbers in found}
 
 
-#: what the data were made with, or what integration over a grid gives (tests/searching/test_drawing.py)
+#: what the data were made with, or what integration over a grid gives (tests/density/test_drawing.py)
 KNOWN = {
     "eight_schools": {"mu": 4.4, "tau": 3.6, "theta[0]": 6.2},
     "logistic_glmm": {"beta[0]": -0.5, "beta[1]": 1.0, "sd[0]": 0.8, "sd[1]": 0.5, "L[1, 0]": 0.6},

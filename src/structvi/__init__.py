@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from .basics.later import later
-from .basics.version import __version__
 from .constraints import cholesky_correlation, interval, ordered, positive, simplex
 from .couplings import Noise, naive, paired, unscented
 from .families import (
@@ -23,6 +21,7 @@ from .families import (
     ScaleMixture,
     kl,
 )
+from .files.file import CheckpointError
 from .front_door import Posterior, load, variationalize, variationalize_head
 from .models import likelihoods
 from .models.bayesian_model import BayesianModel
@@ -40,40 +39,41 @@ from .models.tempered import Tempered, annealed
 from .network_mixture import Ensemble, MixtureResult, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
 from .parameters import Parameters
-from .predicting import metrics
-from .predicting.local_mixture import LocalMixture
-from .predicting.metrics import Metrics
-from .predicting.predictive import Predictive
+from .predict import metrics
+from .predict.local_mixture import LocalMixture
+from .predict.metrics import Metrics
+from .predict.predictive import Predictive
 from .result import Result, Status
-from .storing.file import CheckpointError
-from .training.fit_many import fit_many
-from .training.natural import NaturalGradient
-from .training.result import FitResult, History
-from .training.soap import Soap
+from .train.fit_many import fit_many
+from .train.natural import NaturalGradient
+from .train.result import FitResult, History
+from .train.soap import Soap
+from .util.later import later
+from .util.version import __version__
 
 if TYPE_CHECKING:
     from . import diagnostics, imaging, plots
+    from .density.fit import fit_density
+    from .density.loading import load_fit
+    from .density.result import DensityFit
+    from .density.summary import Summary
     from .models.priors.lipschitz import LipschitzPrior
-    from .predicting.tiles import predict_tiles
-    from .searching.fit import fit_density
-    from .searching.loading import load_fit
-    from .searching.result import DensityFit
-    from .searching.summary import Summary
+    from .predict.tiles import predict_tiles
     from .studies import is_it_bayesian as check
 
 __getattr__ = later(
     __name__,
     {
-        "DensityFit": "searching.result",
+        "DensityFit": "density.result",
         "LipschitzPrior": "models.priors.lipschitz",
-        "Summary": "searching.summary",
+        "Summary": "density.summary",
         "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
-        "fit_density": "searching.fit",
-        "load_fit": "searching.loading",
+        "fit_density": "density.fit",
+        "load_fit": "density.loading",
         "imaging": "imaging.",
         "plots": "plots.",
-        "predict_tiles": "predicting.tiles",
+        "predict_tiles": "predict.tiles",
     },
 )
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from .basics.version import __version__
+from .util.version import __version__
 
 MISSING = 'the command line needs the extra "reproduce": pip install "structvi[reproduce]"'
 
@@ -99,8 +99,8 @@ def _add_fit(app: Any) -> None:
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
     ) -> None:
         """Predict a column of a table from the others, with uncertainty."""
-        from .basics.folder_lock import folder_lock
         from .studies.files import write_together
+        from .util.folder_lock import folder_lock
 
         with _answers():
             from .tables.command import REPORT, fit_file
@@ -139,7 +139,7 @@ def _answers() -> Iterator[None]:
     """What a user can mend is said in a line, with the exit code 2."""
     import typer
 
-    from .storing.header import CheckpointError
+    from .files.header import CheckpointError
     from .tables.reading import TableError
 
     try:
@@ -156,8 +156,8 @@ def _into(out: Path) -> Iterator[None]:
     """A folder that can be written to; that it is in use is said of --out, and Ctrl-C in a line, with the code 130."""
     import typer
 
-    from .basics.folder_lock import FolderInUse
     from .studies.files import check_folder
+    from .util.folder_lock import FolderInUse
 
     try:
         check_folder(out)
@@ -223,8 +223,8 @@ def _add_check(app: Any) -> None:
         teachers: Annotated[int, typer.Option(min=1, help="Of --at-scale: networks.")] = 1,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
-        from .basics.folder_lock import folder_lock
         from .studies.is_it_bayesian import suite
+        from .util.folder_lock import folder_lock
 
         if at_scale:
             _check_at_scale(out, width, teachers, seed)
@@ -243,8 +243,8 @@ def _add_check(app: Any) -> None:
 
 
 def _check_at_scale(out: Path, width: int, teachers: int, seed: int) -> None:
-    from .basics.folder_lock import folder_lock
     from .studies.is_it_bayesian import at_scale
+    from .util.folder_lock import folder_lock
 
     with _into(out), folder_lock(out, "structvi check"):
         report = at_scale.run(width=width, teachers=teachers, seed=seed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, softplus
 
-from .basics.checks import is_integer
+from .util.checks import is_integer
 
 Shape = int | Sequence[int]
 Values = float | Sequence[Any] | Tensor

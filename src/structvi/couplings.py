@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .basics.checks import is_integer
+from .util.checks import is_integer
 
 
 class Noise(NamedTuple):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .basics.checks import check_one_of
 from .couplings import Coupling, paired
 from .families.family import Family
 from .families.full import FullNormal
 from .families.structured import LowRankNormal
+from .files import posterior_file
 from .models.batch import Keys
 from .models.bayesian_model import BayesianModel
 from .models.likelihoods import Bernoulli, Categorical
@@ -21,23 +21,24 @@ from .models.priors.scale import NormalPrior
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate
 from .parameters import Parameters, Select
-from .posterior import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, PosteriorBase
-from .predicting.calibration import calibrate
-from .predicting.function_space import output_moments
-from .predicting.metrics import evaluate
-from .predicting.overview import summary
-from .predicting.predict import mean_network, predict, sample, sample_network
-from .predicting.predictor import predictor
+from .posterior import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout
+from .posterior import Posterior as PlainPosterior
+from .predict.calibration import calibrate
+from .predict.function_space import output_moments
+from .predict.metrics import evaluate
+from .predict.overview import summary
+from .predict.predict import mean_network, predict, sample, sample_network
+from .predict.predictor import predictor
 from .result import Result
-from .storing import posterior_file
-from .training.batches import Batches
-from .training.comparing import elbo_over
-from .training.fit import fit
-from .training.grow import grow
-from .training.head import fit_head
-from .training.head_rows import head_tensors
-from .training.laplace import laplace
-from .training.stepper import stepper
+from .train.batches import Batches
+from .train.comparing import elbo_over
+from .train.fit import fit
+from .train.grow import grow
+from .train.head import fit_head
+from .train.head_rows import head_tensors
+from .train.laplace import laplace
+from .train.stepper import stepper
+from .util.checks import check_one_of
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from .diagnostics import Report
 
 
-class Posterior(PosteriorBase):
+class Posterior(PlainPosterior):
     """A network with likelihood, prior and variational family: what `variationalize` returns.
 
     - `posterior(x)` is `posterior.predict(x)`: a `Predictive`.
@@ -65,7 +66,7 @@ class Posterior(PosteriorBase):
     # functions of a posterior as its methods: with their own signatures and documentation
 
     fit = fit
-    """Fit to the data, see `structvi.training.fit.fit`: `posterior.fit(loader, epochs=20)`."""
+    """Fit to the data, see `structvi.train.fit.fit`: `posterior.fit(loader, epochs=20)`."""
 
     laplace = laplace
     """Place the posterior around a trained network: `posterior.laplace(loader, validation=held_out)`."""
@@ -74,30 +75,30 @@ class Posterior(PosteriorBase):
     """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
 
     fit_head = fit_head
-    """The best full normal over the last layer without a step size: see `structvi.training.head.fit_head`."""
+    """The best full normal over the last layer without a step size: see `structvi.train.head.fit_head`."""
 
     grow = grow
-    """Refine a fitted posterior, `rank=` or `components=`, see `structvi.training.grow.grow`; never makes it worse."""
+    """Refine a fitted posterior, `rank=` or `components=`, see `structvi.train.grow.grow`; never makes it worse."""
 
     predict = predict
-    """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.predicting.predict.predict`."""
+    """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.predict.predict.predict`."""
 
     forward = predict
 
     predictor = predictor
-    """The posterior as S drawn networks, for serving: see `structvi.predicting.predictor.predictor`."""
+    """The posterior as S drawn networks, for serving: see `structvi.predict.predictor.predictor`."""
 
     evaluate = evaluate
     """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
 
     calibrate = calibrate
-    """A temperature or scale, and conformal sets, from held-out data: see `predicting.calibration.calibrate`."""
+    """A temperature or scale, and conformal sets, from held-out data: see `predict.calibration.calibrate`."""
 
     output_moments = output_moments
-    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predicting.function_space`."""
+    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.function_space`."""
 
     sample = sample
-    """n independent draws of the weights, by tensor name: see `structvi.predicting.predict.sample`."""
+    """n independent draws of the weights, by tensor name: see `structvi.predict.predict.sample`."""
 
     sample_network = sample_network
     """A copy of the network with drawn weights: an ordinary module with parameters of its own."""

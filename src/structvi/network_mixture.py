@@ -12,28 +12,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .basics.checks import check_one_of
 from .families.family import Family
+from .files.file import CheckpointError, opened, write
+from .files.posterior_description import refusing
+from .files.posterior_file import check_calibration
 from .front_door import Posterior, load, variationalize
 from .models.calibration import Calibration
 from .models.priors.base import Prior
 from .objective import Estimate, NonFiniteError
-from .posterior import EnsembleBase, PosteriorBase
-from .predicting.calibration import calibrate
-from .predicting.metrics import evaluate
-from .predicting.predict import predict
+from .posterior import EnsembleBase
+from .posterior import Posterior as PlainPosterior
+from .predict.calibration import calibrate
+from .predict.metrics import evaluate
+from .predict.predict import predict
 from .result import Result, Status
-from .storing.file import CheckpointError, opened, write
-from .storing.posterior_description import refusing
-from .storing.posterior_file import check_calibration
-from .training.around import Together, calibration_of
-from .training.at_once import fit_each
-from .training.batches import Batches
-from .training.before import held_out_of
-from .training.fit_many import options_of
-from .training.held_out import member_log_probs
-from .training.result import FitResult
-from .training.together import fit_together
+from .train.around import Together, calibration_of
+from .train.at_once import fit_each
+from .train.batches import Batches
+from .train.before import held_out_of
+from .train.fit_many import options_of
+from .train.held_out import member_log_probs
+from .train.result import FitResult
+from .train.together import fit_together
+from .util.checks import check_one_of
 
 KIND = "mixture of networks"
 #: of members that ended in different ways a mixture has the first of these
@@ -117,7 +118,7 @@ class Ensemble(EnsembleBase):
     """
 
     predict = predict
-    """The average over all members' draws, see `structvi.predicting.predict.predict`."""
+    """The average over all members' draws, see `structvi.predict.predict.predict`."""
 
     forward = predict
 
@@ -125,7 +126,7 @@ class Ensemble(EnsembleBase):
     """A temperature or scale, and conformal sets, from held-out data; of the mixture, and kept by `save`."""
 
     evaluate = evaluate
-    """Likelihood, error, calibration and coverage on a loader, see `structvi.predicting.metrics.evaluate`."""
+    """Likelihood, error, calibration and coverage on a loader, see `structvi.predict.metrics.evaluate`."""
 
     @classmethod
     def of(
@@ -381,4 +382,4 @@ def copy_of(part: Any) -> Any:
     return copy.deepcopy(part) if isinstance(part, nn.Module) else part
 
 
-PosteriorBase.mixed_by = Ensemble
+PlainPosterior.mixed_by = Ensemble

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .basics.host_reads import reads
 from .couplings import Coupling, paired
 from .families.density import Density, Draws, check_draw
 from .families.family import Family
@@ -16,6 +15,7 @@ from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.priors.base import learns
 from .models.target import Target
+from .util.host_reads import reads
 
 Estimator = Literal["path", "log_q", "entropy"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .basics.initialisers import Initialisers
-from .basics.patterns import few
-from .basics.random_streams import borrowed_stream
 from .constraints import Constrained, Constraint, free_tensors
+from .util.initialisers import Initialisers
+from .util.patterns import few
+from .util.random_streams import borrowed_stream
 
 Select = str | Sequence[str] | Callable[[str, Tensor], bool]
 

@@ -9,13 +9,13 @@ from torch.distributions import Bernoulli, Categorical
 from .imaging.maps import Maps
 from .imaging.planes import AXES, PLANES, check_voxel, most_uncertain, planes
 from .imaging.structures import By, StructureMetrics
-from .predicting.metrics import Metrics
-from .predicting.predictive import Predictive
+from .predict.metrics import Metrics
+from .predict.predictive import Predictive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .training.result import FitResult
+    from .train.result import FitResult
 
 BLUE, ORANGE, GREY = "#2f6db5", "#d9722e", "#6b6b6b"
 #: of structures, beyond the first two

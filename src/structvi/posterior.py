@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .basics.checks import check_one_of
 from .couplings import Coupling, paired
 from .families.family import Family
 from .models.bayesian_model import BayesianModel
@@ -15,6 +14,7 @@ from .models.calibration import Calibration
 from .objective import Estimator, Terms, elbo_terms
 from .parameters import Parameters
 from .result import Result
+from .util.checks import check_one_of
 
 Dropout = Literal["off", "on"]
 BatchNorm = Literal["frozen", "deterministic", "reestimated"]
@@ -26,7 +26,7 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-class PosteriorBase(nn.Module):
+class Posterior(nn.Module):
     """A network with likelihood, prior and variational family, without the operations: `structvi.Posterior` adds them.
 
     - `.train()` and `.eval()` change nothing about the posterior: it stays a distribution, and the network's own
@@ -60,7 +60,7 @@ class PosteriorBase(nn.Module):
         self.left_open: frozenset[str] = frozenset()
         #: what `calibrate` found: `predict` uses it; a fit drops it
         self.calibration: Calibration | None = None
-        #: the fingerprint of the held-out data on which a fit has chosen, see `predicting/cases.py`
+        #: the fingerprint of the held-out data on which a fit has chosen, see `predict/cases.py`
         self.chosen_on: str | None = None
         self._last_fit: Result | None = None
 
@@ -195,9 +195,9 @@ class EnsembleBase(nn.Module):
 
     weights: Tensor
 
-    def __init__(self, posteriors: Sequence[PosteriorBase]):
+    def __init__(self, posteriors: Sequence[Posterior]):
         super().__init__()
-        if not posteriors or not all(isinstance(one, PosteriorBase) for one in posteriors):
+        if not posteriors or not all(isinstance(one, Posterior) for one in posteriors):
             raise TypeError("expected a list of posteriors, as variationalize returns them, one for each network")
         if len({id(one.net) for one in posteriors}) < len(posteriors):
             raise ValueError("two of the posteriors are of the same network: each part has a network of its own")
@@ -212,7 +212,7 @@ class EnsembleBase(nn.Module):
         self.register_buffer("weights", torch.full((len(posteriors),), 1 / len(posteriors), dtype=torch.float64))
 
     @property
-    def posteriors(self) -> list[PosteriorBase]:
+    def posteriors(self) -> list[Posterior]:
         return list(self.members)  # pyright: ignore[reportReturnType]
 
     @property

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.basics import budget
 from structvi.diagnostics import diagnose, worth
 from structvi.diagnostics.allowance import Allowance
 from structvi.diagnostics.problem import Problem
+from structvi.util import budget
 
 N, BATCH = 200, 10
 

@@ -10,7 +10,7 @@ import structvi as vi
 from structvi import likelihoods as lk
 from structvi.diagnostics import compare
 from structvi.diagnostics.comparison import _predictives
-from structvi.predicting.predictive import Predictive
+from structvi.predict.predictive import Predictive
 
 
 def test_elbo_divergence_and_scales_of_gaussians(linear):

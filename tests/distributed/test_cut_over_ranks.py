@@ -4,7 +4,7 @@ import torch
 from launching import launch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.training.test_cut_into_batches import (
+from tests.train.test_cut_into_batches import (
     OwnSampler,
     Rows,
     T,

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.families.basis import LONGEST, Basis
 from structvi.families.full import FullNormalDensity
-from structvi.predicting.function_space import jacobians
-from structvi.training.batches import Batches
-from structvi.training.curvature import Roots, curvature_roots, diagonal_curvature, leading_columns
-from structvi.training.warm_start import trained_values
+from structvi.predict.function_space import jacobians
+from structvi.train.batches import Batches
+from structvi.train.curvature import Roots, curvature_roots, diagonal_curvature, leading_columns
+from structvi.train.warm_start import trained_values
 
 
 def generator(seed=0):

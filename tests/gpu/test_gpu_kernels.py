@@ -129,7 +129,7 @@ def test_rows_of_partial_sums(n, w, gpu):
 @pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "on the device"])
 @pytest.mark.parametrize(("S", "groups"), [(1, 1), (8, 8), (14, 7), (7, 1)])
 def test_numbers_of_draws_are_those_of_torch(S, groups, on_device, gpu):
-    from structvi.training import by_hand, triton_terms
+    from structvi.train import by_hand, triton_terms
 
     generator = torch.Generator().manual_seed(0)
     weight, log_likelihood, log_q = (torch.randn(S, generator=generator).to(gpu) for _ in range(3))

@@ -49,6 +49,6 @@ def test_at_once_is_one_by_one(family, kind, tolerance, device):
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_noise_of_all_generators_is_that_of_each(kind, coupling, gpu):
     """In one launch, for a mixture's two calls; else a hundred fits wait for a hundred calls a step."""
-    from structvi.training.stacked_noise import is_right
+    from structvi.train.stacked_noise import is_right
 
     assert is_right(((2, 101, 3), (1, 5003, 0)), coupling, kind, torch.device(gpu))

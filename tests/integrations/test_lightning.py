@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import structvi as vi
 from structvi.integrations.lightning import BayesianModule, PosteriorCallback
-from structvi.training.schedule import Schedule
+from structvi.train.schedule import Schedule
 
 pytestmark = [  # Lightning's own
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.files.describe import decode, encode
 from structvi.models.likelihoods import Gaussian, StudentT
 from structvi.models.likelihoods.gaussian import BOUND, bounded
-from structvi.storing.describe import decode, encode
 
 
 def test_a_bound_is_smooth_odd_and_nothing_inside():

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.integrations.export import export_predictive
 from structvi.networks.padding import padding_rows
-from structvi.predicting.function_space import output_moments
+from structvi.predict.function_space import output_moments
 
 PADDING = torch.zeros(2, 3, dtype=torch.long)
 WORDS = torch.tensor([[1, 2, 0], [3, 0, 0]])

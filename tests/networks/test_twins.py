@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.basics.random_streams import alone
 from structvi.networks.module_copy import ModuleCopy
 from structvi.networks.twins import Twins
+from structvi.util.random_streams import alone
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
 T = torch.randn(6, 1, generator=torch.Generator().manual_seed(2))

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from structvi.basics.folder_lock import FolderInUse, folder_lock
 from structvi.studies.files import MAKING, READY, write_together
 from structvi.studies.paper import run
 from structvi.studies.paper.jobs import Job
 from structvi.studies.paper.settings import Settings
+from structvi.util.folder_lock import FolderInUse, folder_lock
 from tests.children import python
 
 

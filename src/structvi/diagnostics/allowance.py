@@ -3,11 +3,11 @@
 from math import inf
 from typing import NamedTuple
 
-from ..basics.budget import STEP, batches_within, default_passes
-from ..basics.checks import check_positive
 from ..result import Result
-from ..training.result import FitResult
-from ..training.stuck import DRAWS as EXPLAINED_DRAWS
+from ..train.result import FitResult
+from ..train.stuck import DRAWS as EXPLAINED_DRAWS
+from ..util.budget import STEP, batches_within, default_passes
+from ..util.checks import check_positive
 from .gradients import couplings_of
 from .problem import Problem
 

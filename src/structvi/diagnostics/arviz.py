@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_seed
-from ..basics.random_streams import borrowed_stream
 from ..families.density import Draws
 from ..families.family import Family
-from ..posterior import PosteriorBase
-from ..predicting.draws import IndependentDraws, predictive_at
-from ..predicting.inference_data import inference_data
-from ..predicting.predictive import observed_target
-from ..training.batches import Batches
+from ..posterior import Posterior
+from ..predict.draws import IndependentDraws, predictive_at
+from ..predict.inference_data import inference_data
+from ..predict.predictive import observed_target
+from ..train.batches import Batches
+from ..util.checks import check_seed
+from ..util.random_streams import borrowed_stream
 
 if TYPE_CHECKING:
     from arviz import InferenceData
 
 
 def to_arviz(
-    q: PosteriorBase | Family,
+    q: Posterior | Family,
     loader: Iterable[Any] | None = None,
     draws: int = 1000,
     *,
@@ -49,10 +49,10 @@ def to_arviz(
         (('chain', 'draw', 'z_dim_0'), (1, 50, 3))
     """
     check_seed(seed)
-    family = q.family if isinstance(q, PosteriorBase) else q
+    family = q.family if isinstance(q, Posterior) else q
     if not isinstance(family, Family):
         raise TypeError(f"to_arviz expects a posterior from variationalize or a bound family, got {type(q).__name__}")
-    if loader is not None and not isinstance(q, PosteriorBase):
+    if loader is not None and not isinstance(q, Posterior):
         raise TypeError("a loader goes with a posterior, whose model says what the data are at a draw")
     density = family()
     space = density.named_space()
@@ -63,7 +63,7 @@ def to_arviz(
     posterior = {name: tensor for name, tensor in space.constrain(theta).items() if name in names}
     if loader is None:
         return inference_data(posterior)
-    assert isinstance(q, PosteriorBase)
+    assert isinstance(q, Posterior)
     log_likelihood, replicated, observed = _at_data(q, loader, sample, generator)
     groups = {"log_likelihood": {"t": log_likelihood}}
     if replicated is not None:
@@ -72,7 +72,7 @@ def to_arviz(
 
 
 def _at_data(
-    posterior: PosteriorBase, loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
+    posterior: Posterior, loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """log p(t | y_s) [S, N, ..], replicated t [S, N, ..] where p(t | y) can be drawn from, and t [N, ..]."""
     batches = Batches(loader, device=posterior.device)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_seed, is_integer
 from ..families.density import Density
 from ..families.family import Family
-from ..posterior import PosteriorBase
-from ..predicting.draws import IndependentDraws
+from ..posterior import Posterior
+from ..predict.draws import IndependentDraws
+from ..util.checks import check_seed, is_integer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Simulate = Callable[[torch.Generator], tuple[Any, Any]]
-Fit = Callable[[Any], PosteriorBase | Family | Density | Tensor | Mapping[str, Tensor]]
+Fit = Callable[[Any], Posterior | Family | Density | Tensor | Mapping[str, Tensor]]
 
 #: Sets of uniform ranks from which the bands are made.
 SIMULATIONS = 4000
@@ -177,7 +177,7 @@ def _flat(theta: Any) -> tuple[Tensor, tuple[str, ...]]:
 
 def _posterior_draws(fitted: Any, theta: Any, count: int, generator: torch.Generator) -> Tensor:
     """[L, P] in the order of θ."""
-    if isinstance(fitted, PosteriorBase):
+    if isinstance(fitted, Posterior):
         fitted = fitted.family
     density = fitted() if isinstance(fitted, Family) else fitted
     if isinstance(density, Density):

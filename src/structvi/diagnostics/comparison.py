@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..basics.checks import check_seed
 from ..families.gaussian import Gaussian, kl
 from ..objective import Estimate
-from ..posterior import PosteriorBase
-from ..predicting.predict import predict
-from ..predicting.predictive import Predictive
-from ..training.batches import Batches
-from ..training.comparing import elbo_over
+from ..posterior import Posterior
+from ..predict.predict import predict
+from ..predict.predictive import Predictive
+from ..train.batches import Batches
+from ..train.comparing import elbo_over
+from ..util.checks import check_seed
 
 #: Points at which two densities of a number are compared.
 GRID = 1025
@@ -68,8 +68,8 @@ class Comparison:
 
 
 def compare(
-    a: PosteriorBase,
-    b: PosteriorBase,
+    a: Posterior,
+    b: Posterior,
     loader: Iterable[Any],
     inputs: Any = None,
     *,
@@ -134,7 +134,7 @@ def compare(
 
 
 def _check_posterior(value: Any) -> None:
-    if not isinstance(value, PosteriorBase):
+    if not isinstance(value, Posterior):
         raise TypeError(f"compare expects two posteriors from variationalize, got {type(value).__name__}")
 
 

@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..basics.checks import check_seed
-from ..basics.shown import Stages
 from ..families.family import Family
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
-from ..posterior import PosteriorBase
+from ..posterior import Posterior
 from ..result import Result, Status
-from ..training.batches import Reread
+from ..train.batches import Reread
+from ..util.checks import check_seed
+from ..util.shown import Stages
 from .allowance import FEWEST_DRAWS, FEWEST_REPEATS, Allowance
 from .gradients import gradient_noise
 from .importance_weights import K_LIMIT, Importance, Moments, importance
@@ -38,7 +38,7 @@ MANY_UNITS = 0.5
 
 
 def diagnose(
-    q: PosteriorBase | Family,
+    q: Posterior | Family,
     data: Target | Iterable[Any],
     *,
     result: Result | None = None,
@@ -234,7 +234,7 @@ def _name(space: Parameters, index: int) -> str:
     raise IndexError(index)
 
 
-def _learned(posterior: PosteriorBase, loader: Iterable[Any], seed: int, parts: dict[str, Any]) -> list[Finding]:
+def _learned(posterior: Posterior, loader: Iterable[Any], seed: int, parts: dict[str, Any]) -> list[Finding]:
     own: Learned = learned(posterior, loader, seed=seed)
     parts["learned"] = own
     said = [] if own.explained is None else [f"{100 * own.explained:.0f} % of variance explained"]

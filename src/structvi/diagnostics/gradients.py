@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..basics.checks import check_integer, check_seed
-from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
 from ..models.batch import batch_size
 from ..models.target import Target
 from ..objective import Estimator, elbo
-from ..posterior import PosteriorBase
-from ..predicting.draws import target_of
+from ..posterior import Posterior
+from ..predict.draws import target_of
+from ..util.checks import check_integer, check_seed
+from ..util.random_streams import borrowed_stream
 from .problem import Problem
 
 #: Below this ratio a step is mostly noise: a hundred of them are needed to see where the gradient points.
@@ -113,7 +113,7 @@ class GradientNoise:
 
 
 def gradient_noise(
-    q: PosteriorBase | Family,
+    q: Posterior | Family,
     data: Target | Iterable[Any],
     *,
     couplings: Mapping[str, Coupling] | None = None,

@@ -3,20 +3,20 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..basics.checks import check_seed
-from ..correcting.pareto import K_LIMIT, psis
-from ..correcting.weighted_draws import Importance, Moments, Unavailable, weigh
+from ..density.beside import beside
+from ..density.pareto import K_LIMIT, psis
+from ..density.weighted_draws import Importance, Moments, Unavailable, weigh
 from ..families.family import Family
 from ..models.target import Target
-from ..posterior import PosteriorBase
-from ..searching.beside import beside
+from ..posterior import Posterior
+from ..util.checks import check_seed
 from .problem import Problem
 
 __all__ = ["K_LIMIT", "Importance", "Moments", "importance", "psis"]
 
 
 def importance(
-    q: PosteriorBase | Family,
+    q: Posterior | Family,
     data: Target | Iterable[Any],
     draws: int = 1000,
     *,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..basics.checks import check_seed
-from ..basics.random_streams import borrowed_stream
-from ..posterior import PosteriorBase
-from ..predicting.draws import IndependentDraws, predictive_at
-from ..predicting.predictive import observed_target
-from ..training.batches import Batches
+from ..posterior import Posterior
+from ..predict.draws import IndependentDraws, predictive_at
+from ..predict.predictive import observed_target
+from ..train.batches import Batches
+from ..util.checks import check_seed
+from ..util.random_streams import borrowed_stream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,7 @@ class PredictiveCheck:
 
 
 def predictive_check(
-    posterior: PosteriorBase,
+    posterior: Posterior,
     loader: Iterable[Any],
     statistics: Mapping[str, Statistic] | None = None,
     draws: int = 200,

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..correcting.weighted_draws import Unavailable
+from ..density.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
 from ..objective import Estimate, elbo_groups
 from ..parameters import Parameters
-from ..posterior import PosteriorBase
-from ..training.batches import Batches
-from ..training.comparing import elbo_over
+from ..posterior import Posterior
+from ..train.batches import Batches
+from ..train.comparing import elbo_over
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Problem:
     family: Family
     target: Target
     batches: Batches | None = None
-    posterior: PosteriorBase | None = None
+    posterior: Posterior | None = None
 
     @classmethod
-    def of(cls, q: PosteriorBase | Family, data: Target | Iterable[Any]) -> "Problem":
+    def of(cls, q: Posterior | Family, data: Target | Iterable[Any]) -> "Problem":
         """From a posterior and a loader, or from a family and a log density."""
-        if isinstance(q, PosteriorBase):
+        if isinstance(q, Posterior):
             if isinstance(data, Target):
                 raise TypeError("a posterior has its target with it: give the loader of its data")
             return cls(q.family, q.model, Batches(data, device=q.device), q)

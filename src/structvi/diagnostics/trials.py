@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..basics.budget import SHARE, default_passes
-from ..basics.checks import check_seed
 from ..objective import Estimate
-from ..posterior import PosteriorBase
+from ..posterior import Posterior
 from ..result import Result
-from ..training.batches import Batches
-from ..training.comparing import elbo_over
-from ..training.fit import fit
-from ..training.grow import grow
-from ..training.result import FitResult
+from ..train.batches import Batches
+from ..train.comparing import elbo_over
+from ..train.fit import fit
+from ..train.grow import grow
+from ..train.result import FitResult
+from ..util.budget import SHARE, default_passes
+from ..util.checks import check_seed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +110,7 @@ class Worth:
 
 
 def worth(
-    posterior: PosteriorBase,
+    posterior: Posterior,
     loader: Iterable[Any],
     *,
     ranks: Sequence[int] = (),
@@ -161,7 +161,7 @@ def worth(
         wanted += [(f"{kind}={value}", {kind: value}) for value in values]
     compared = _groups(posterior, last, 1 + len(wanted)) if compared_on is None else compared_on
 
-    def measured(of: PosteriorBase) -> Estimate:
+    def measured(of: Posterior) -> Estimate:
         generator = torch.Generator(device).manual_seed(seed + 1)
         return elbo_over(of, Batches(loader, device=device).everything(), groups=compared, generator=generator)
 
@@ -184,7 +184,7 @@ def worth(
     return Worth(before, trials)
 
 
-def _groups(posterior: PosteriorBase, last: Result | None, evaluations: int) -> int:
+def _groups(posterior: Posterior, last: Result | None, evaluations: int) -> int:
     """So many groups that all ELBOs together take a tenth of the last fit's passes."""
     if not isinstance(last, FitResult) or not last.passes:
         return MOST_GROUPS

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_seed
-from ..basics.patterns import assign
 from ..models.bayesian_model import BayesianModel
 from ..models.priors.base import MixturePrior, Prior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
 from ..parameters import Parameters
-from ..posterior import PosteriorBase
-from ..training.stuck import Explained, explained
+from ..posterior import Posterior
+from ..train.stuck import Explained, explained
+from ..util.checks import check_seed
+from ..util.patterns import assign
 
 #: Weights that learned less, in nats each, are as good as at their prior.
 PRIOR_LIKE = 0.05
@@ -48,7 +48,7 @@ class Learned(Explained):
         return [name for name, nats in self.tensors.items() if nats < PRIOR_LIKE]
 
 
-def learned(posterior: PosteriorBase, loader: Iterable[Any], *, seed: int = 0) -> Learned:
+def learned(posterior: Posterior, loader: Iterable[Any], *, seed: int = 0) -> Learned:
     """How far the posterior has moved from the prior, tensor by tensor, how many units are off, and what is explained.
 
     Marginals and priors are compared by mean and variance, as normals. The tensor that reads a layer's units is taken

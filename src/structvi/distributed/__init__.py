@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..basics.later import later
+from ..util.later import later
 from .collectives import LostRankError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..posterior import PosteriorBase
+from ..posterior import Posterior
 from .collectives import all_reduce, sum_gradients
 
 
@@ -30,7 +30,7 @@ class LossModule(nn.Module):
         (torch.Size([]), 2)
     """
 
-    def __init__(self, posterior: PosteriorBase):
+    def __init__(self, posterior: Posterior):
         super().__init__()
         self._posterior = (posterior,)  # not a child
         self.family = posterior.family

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, MultivariateNormal
 
-from ..basics.patterns import assign, check_patterns
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
+from ..util.patterns import assign, check_patterns
 from .density import Density, Draws, check_draw
 from .family import Family
 from .gaussian import Gaussian, LowRank

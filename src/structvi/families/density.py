@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent
 
-from ..basics.checks import check_generator, check_integer
-from ..basics.random_streams import borrowed_stream
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
+from ..util.checks import check_generator, check_integer
+from ..util.random_streams import borrowed_stream
 from .numerics.fused import LowRankGradient
 
 #: `covariance()` builds a dense P×P matrix up to this P.

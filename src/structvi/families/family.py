@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ..basics.checks import check_generator
-from ..basics.configuration import configuration
 from ..parameters import Parameters
+from ..util.checks import check_generator
+from ..util.configuration import configuration
 from .density import Density, DistributionDensity
 from .forms import Factor, LowRankForm, MeanAndScale, PartsSought, Profile, RelativeForm
 from .normal import Diagonal, NormalForm

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from ..basics.checks import is_integer
+from ..util.checks import is_integer
 from .family import Family
 from .low_rank import LowRankFamily
 from .mixture import LOGIT_UNIT, Mixture

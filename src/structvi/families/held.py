@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..basics.patterns import few
 from ..parameters import Parameters
+from ..util.patterns import few
 
 
 def check_held(networks: Sequence[nn.Module], spaces: Sequence[Parameters]) -> None:

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..basics.patterns import assign, check_patterns
 from ..couplings import Coupling, naive
 from ..parameters import Parameters, Select
+from ..util.patterns import assign, check_patterns
 from .density import Density, Draws
 from .dropout_layers import dropped_layers
 from .family import Family

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..basics.checks import check_integer
 from ..parameters import Parameters
+from ..util.checks import check_integer
 from .family import Family
 from .starts import normal
 

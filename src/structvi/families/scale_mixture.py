@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..basics.checks import check_integer
 from ..parameters import Parameters
+from ..util.checks import check_integer
 from .density import LowRankPart
 from .family import Family
 from .mixture import LOGIT_UNIT, MixtureDensity

@@ -6,8 +6,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_integer, is_positive
 from ..parameters import Parameters
+from ..util.checks import check_integer, is_positive
 
 STARTS = ("current", "fresh", "zero")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..posterior import EnsembleBase, PosteriorBase
-from ..predicting.predictive import Predictive
-from ..predicting.tiles import predict_tiles
+from ..posterior import EnsembleBase, Posterior
+from ..predict.predictive import Predictive
+from ..predict.tiles import predict_tiles
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Maps:
 
 
 def predict_maps(
-    posterior: PosteriorBase | EnsembleBase,
+    posterior: Posterior | EnsembleBase,
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int] | None = None,
     margin: int | Sequence[int] = 0,

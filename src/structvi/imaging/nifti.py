@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..posterior import EnsembleBase, PosteriorBase
+from ..posterior import EnsembleBase, Posterior
 from .maps import Maps, predict_maps
 
 #: what a map's header says of it, in at most 79 bytes
@@ -177,7 +177,7 @@ def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike[str]) -> dict[s
 
 
 def predict_scan(
-    posterior: PosteriorBase | EnsembleBase,
+    posterior: Posterior | EnsembleBase,
     path: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,

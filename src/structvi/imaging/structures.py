@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..couplings import naive
-from ..posterior import EnsembleBase, PosteriorBase
-from ..predicting.curves import CalibrationHistogram, Reliability
-from ..predicting.draws import on_device
-from ..predicting.member_chunks import chunks_of
-from ..predicting.metrics import summary_of
-from ..predicting.predictive import observed_target
-from ..predicting.probabilities import label_entropy
+from ..posterior import EnsembleBase, Posterior
+from ..predict.curves import CalibrationHistogram, Reliability
+from ..predict.draws import on_device
+from ..predict.member_chunks import chunks_of
+from ..predict.metrics import summary_of
+from ..predict.predictive import observed_target
+from ..predict.probabilities import label_entropy
 from .maps import Maps
 
 #: Voxels whose probability of a structure is below this say nothing of its calibration: nearly all are far from it.
@@ -175,7 +175,7 @@ class _Cases:
 
 
 def by_structure(
-    posterior: PosteriorBase | EnsembleBase,
+    posterior: Posterior | EnsembleBase,
     loader: Iterable[Any],
     names: Sequence[str] | None = None,
     draws: int = 16,

@@ -17,10 +17,10 @@ from ..couplings import Coupling, naive
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..networks.linearised import Linearised
-from ..posterior import PosteriorBase
-from ..predicting.draws import DrawChunks, on_device
-from ..predicting.predictive import Predictive
-from ..predicting.predictor import Predictor
+from ..posterior import Posterior
+from ..predict.draws import DrawChunks, on_device
+from ..predict.predictive import Predictive
+from ..predict.predictor import Predictor
 
 
 class FixedPredictive(nn.Module):
@@ -87,7 +87,7 @@ class FixedPredictive(nn.Module):
 
 
 def export_predictive(
-    posterior: PosteriorBase | Predictor,
+    posterior: Posterior | Predictor,
     example_inputs: Any,
     draws: int = 8,
     *,
@@ -186,7 +186,7 @@ def _with_signature(forward: Callable[..., Any], keywords: Iterable[str]) -> Cal
     return named
 
 
-def _check(posterior: PosteriorBase) -> None:
+def _check(posterior: Posterior) -> None:
     if not isinstance(posterior.model.likelihood, Likelihood):
         raise TypeError(
             "the likelihood is a plain function, of which no mean and no probabilities are known: write a Likelihood, "

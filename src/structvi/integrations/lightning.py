@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..basics.checks import check_fraction
 from ..couplings import Coupling, paired
 from ..front_door import Posterior
 from ..models.batch import rows
 from ..objective import Estimate, Estimator
-from ..posterior import PosteriorBase
 from ..result import Status
-from ..training.adam import DEFAULT_LR
-from ..training.batches import Batches
-from ..training.optimizers import make_optimizer
-from ..training.options import KL_WARMUP
-from ..training.result import History
-from ..training.schedule import Schedule
-from ..training.verdict import LAST_PART, SHORTEST_PART, TOO_SHORT, Trend
+from ..train.adam import DEFAULT_LR
+from ..train.batches import Batches
+from ..train.optimizers import make_optimizer
+from ..train.options import KL_WARMUP
+from ..train.result import History
+from ..train.schedule import Schedule
+from ..train.verdict import LAST_PART, SHORTEST_PART, TOO_SHORT, Trend
+from ..util.checks import check_fraction
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -87,7 +86,7 @@ class BayesianModule(LightningModule):
         reference: Any = None,
     ):
         super().__init__()
-        if not isinstance(posterior, PosteriorBase):
+        if not isinstance(posterior, Posterior):
             raise TypeError(f"BayesianModule expects what variationalize returns, got {type(posterior).__name__}")
         check_fraction("warmup", warmup)
         check_fraction("kl_warmup", kl_warmup)

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..basics.random_streams import borrowed_stream
 from ..families.family import Family
 from ..front_door import Posterior, variationalize
 from ..models.likelihoods import Categorical, Gaussian, Likelihood
 from ..models.priors.scale import NormalPrior
-from ..predicting.predictive import Predictive
+from ..predict.predictive import Predictive
 from ..tables.arrays import ArrayFit, fit_array
 from ..tables.model import ROWS_WITH_GAPS, taken
 from ..tables.pooled import Pooled
 from ..tables.reading import TableError, as_table, is_table
 from ..tables.recipes import NAMED, family_of
 from ..tables.stand_ins import Rows
-from ..training.result import FitResult
+from ..train.result import FitResult
+from ..util.random_streams import borrowed_stream
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -225,7 +225,7 @@ class BayesianRegressor(RegressorMixin, _Estimator):
         prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).
         learn_prior: fit the prior's scales, one a tensor, with the ELBO; False for families with point masses.
         epochs: of the fit; None for as many as make 4000 steps.
-        batch_size, lr, groups: of the fit, see `structvi.training.fit.fit`.
+        batch_size, lr, groups: of the fit, see `structvi.train.fit.fit`.
         draws: of a prediction.
         random_state: a number makes the fit repeatable.
         verbose: show a progress bar.

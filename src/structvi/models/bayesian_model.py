@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..basics.checks import is_integer
 from ..families.numerics.algebra import sum_weights
 from ..networks.call import call_network
 from ..networks.linearised import Linearised, Ways
@@ -18,6 +17,7 @@ from ..networks.padding import padding_rows, with_padding
 from ..networks.twins import Twins
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
+from ..util.checks import is_integer
 from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
 from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.base import ByHand, Prior, PriorModule, SeparablePrior, log_prior

@@ -1,7 +1,7 @@
 """What held-out data say on top of a posterior: a temperature or a scale, and the scores of conformal sets.
 
-Plain data, kept with the posterior and in its file. It is fitted in `predicting/calibrate.py`, applied in
-`predicting/recalibrated.py` and `predicting/conformal.py`.
+Plain data, kept with the posterior and in its file. It is fitted in `predict/calibrate.py`, applied in
+`predict/recalibrated.py` and `predict/conformal.py`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from ..basics.checks import is_integer, is_positive
+from ..util.checks import is_integer, is_positive
 
 #: the search for a temperature or a scale: no further from one than this, as logarithm
 LOG_BOUND = 2.5

@@ -23,7 +23,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..basics.random_streams import alone
+from ..util.random_streams import alone
 from .fast_paths import plain_attention
 
 

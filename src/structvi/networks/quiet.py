@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..basics.random_streams import alone, borrowed_stream
+from ..util.random_streams import alone, borrowed_stream
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..basics.patterns import few
-from ..basics.random_streams import alone
+from ..util.patterns import few
+from ..util.random_streams import alone
 from .module_copy import ModuleCopy
 
 #: of the modules of a network: which are in training mode, by a function of each or in their order

@@ -14,10 +14,10 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..basics.checks import check_integer
-from ..basics.garbage import uncollected
-from ..basics.random_streams import alone, borrowed_stream
-from ..basics.sizes import in_words
+from ..util.checks import check_integer
+from ..util.garbage import uncollected
+from ..util.random_streams import alone, borrowed_stream
+from ..util.sizes import in_words
 from .batched_linear import BatchedLinear
 from .batched_products import Room
 

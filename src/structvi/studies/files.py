@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ..basics.interrupts import uninterrupted
+from ..util.interrupts import uninterrupted
 
 #: folders inside: of files that are being made, and of files that are all made and are being moved
 MAKING, READY = ".structvi-making-", ".structvi-ready"

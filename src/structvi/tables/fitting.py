@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..basics.checks import check_seed
 from ..families.family import Family
+from ..util.checks import check_seed
 from .choosing import Tried, chosen
 from .columns import FAR, Columns, values_of
 from .members import folds_of

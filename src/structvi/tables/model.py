@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..basics.version import __version__
 from ..front_door import load
+from ..util.version import __version__
 from .columns import Columns, Encoded, values_of
 from .members import network
 from .pooled import Pooled

@@ -6,7 +6,7 @@ from html import escape
 from math import log
 from typing import Any
 
-from ..basics.version import __version__
+from ..util.version import __version__
 from .assessing import NAMED_ROWS, OURS, Assessment
 from .fitting import TableFit
 from .pictures import pictures

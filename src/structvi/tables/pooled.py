@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..models.likelihoods.student_t import students_t_cdf
-from ..predicting.predictive import Predictive
+from ..predict.predictive import Predictive
 
 #: points that stand for each draw's distribution where quantiles of the mixture are asked for
 POINTS = 64

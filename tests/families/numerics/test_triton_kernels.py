@@ -73,7 +73,7 @@ for n, w in ((1, 5), (300, 3), (2700, 8), (3, 393)):
     close(folded.sum(0), partial.double().sum(0), 1e-14)
     close(sum_rows(partial), partial.double().sum(0), 1e-14)
 # the numbers of draws around the network: groups of one, of many that fill no tile, numbers and tensors
-from structvi.training import by_hand, triton_terms
+from structvi.train import by_hand, triton_terms
 for S, groups in ((1, 1), (8, 8), (12, 4), (7, 1)):
     weight, log_q = torch.rand(S), 100 * torch.randn(S)
     log_likelihood, log_prior = 100 * torch.randn(S), 1e5 * torch.randn(S, dtype=torch.float64)
@@ -98,7 +98,7 @@ for elbo, norm, clip, make, expected in (
     got = kernels.clipped(*numbers, clip, None if make is None else torch.tensor(make))
     assert tuple(x.item() for x in got) == expected, (elbo, norm, got)
 # a factor with mean and scale beside it, in one launch: as torch's Adam on the clipped gradient; none where make is 0
-from structvi.training.adam import Adam
+from structvi.train.adam import Adam
 for form in (vi.LowRankNormal, vi.LowRankPrecision):
     q = family(form(3), torch.float32)
     gradient = thin_gradient(q, vi.paired, 2)
@@ -121,7 +121,7 @@ for form in (vi.LowRankNormal, vi.LowRankPrecision):
         torch.testing.assert_close(p.detach(), plain[name].detach(), rtol=1e-5, atol=1e-6)
         assert ours.state[p]["step"].item() == 3
 # slope·θ is added to the gradient at the draws, θ·θ comes with them, and the norm of all three gradients
-from structvi.training.adam import gradient_norm
+from structvi.train.adam import gradient_norm
 for form in (vi.LowRankNormal, vi.LowRankPrecision):
     # one draw after the other, tiles, and a row in each thread
     for groups, rank in ((1, 3), (3, 3), (1, 4), (3, 4)):

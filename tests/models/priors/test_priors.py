@@ -18,8 +18,8 @@ from torch.distributions import (
 )
 
 import structvi as vi
-from structvi.basics.configuration import configuration
 from structvi.models.priors.base import log_prior
+from structvi.util.configuration import configuration
 
 SPACE = vi.Parameters({"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(3), "b.weight": torch.zeros(2, 3)})
 SPACE = vi.Parameters({name: x.double() for name, x in SPACE.unravel(SPACE.initial).items()})

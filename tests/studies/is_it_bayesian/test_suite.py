@@ -10,9 +10,9 @@ import torch
 
 import structvi as vi
 from structvi import cli
-from structvi.basics.folder_lock import FolderInUse, folder_lock
 from structvi.studies.is_it_bayesian import PEERS, PROBLEMS, Adapter, NotApplicable, Problem, Report, run
 from structvi.studies.is_it_bayesian.suite import QUICK, method_names, problem_names, run_named
+from structvi.util.folder_lock import FolderInUse, folder_lock
 
 
 class Prior:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...basics.configuration import configuration
-from ...basics.random_streams import borrowed_stream
+from ...util.configuration import configuration
+from ...util.random_streams import borrowed_stream
 from .constant import Constant
 
 NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})

@@ -12,7 +12,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ...basics.host_reads import reads
+from ...util.host_reads import reads
 from .base import NO_VALUES, Likelihood, check_output, check_same_shape, split_mask
 from .constant import ClassesConstant, Constant
 

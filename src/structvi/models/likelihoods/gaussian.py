@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, LogNormal, Normal
 
-from ...basics.checks import is_positive
+from ...util.checks import is_positive
 from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 from .constant import Constant, GaussianConstant
 

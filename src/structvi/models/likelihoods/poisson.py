@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions import Poisson as PoissonDistribution
 
-from ...basics.host_reads import reads
+from ...util.host_reads import reads
 from .base import NO_VALUES, Likelihood, check_same_shape
 from .constant import Constant, PoissonConstant
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.distributions import StudentT as TorchStudentT
 
-from ...basics.checks import is_positive
+from ...util.checks import is_positive
 from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 from .gaussian import BOUND, check_bound, heads, without_usual_bound
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ...basics.later import later
+from ...util.later import later
 from .base import MixturePrior, Prior, PriorModule, SeparablePrior, SumPrior
 from .distribution import DistributionPrior
 from .hierarchical import HierarchicalNormalPrior

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ...basics.patterns import assign, check_patterns
 from ...families.numerics.algebra import sum_weights
 from ...parameters import Parameters
+from ...util.patterns import assign, check_patterns
 from .base import SeparablePrior
 
 

@@ -6,9 +6,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ...basics.patterns import few
 from ...families.numerics.algebra import sum_squares
 from ...parameters import Parameters
+from ...util.patterns import few
 from .base import SeparablePrior
 from .scale import Scale, StudentTPrior
 

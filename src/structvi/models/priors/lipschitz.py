@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.fx.proxy import TraceError
 from torch.nn import functional as F
 
-from ...basics.checks import check_positive
 from ...parameters import Parameters
+from ...util.checks import check_positive
 from .base import PriorModule
 from .operator_norms import operator_norm, spectral_norm
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ...basics.checks import check_positive
-from ...basics.patterns import assign, check_patterns
 from ...families.numerics.algebra import sum_squares, sum_weights
 from ...parameters import Parameters
+from ...util.checks import check_positive
+from ...util.patterns import assign, check_patterns
 from .base import ByHand, SeparablePrior
 
 Scale = float | Mapping[str, float]

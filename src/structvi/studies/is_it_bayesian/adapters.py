@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ...couplings import naive
+from ...density.fit import fit_density
+from ...density.fixed_draws import FixedDraws
 from ...families import (
     MAP,
     Density,
@@ -22,8 +24,6 @@ from ...families import (
 )
 from ...front_door import variationalize
 from ...objective import elbo
-from ...searching.fit import fit_density
-from ...searching.fixed_draws import FixedDraws
 from ..paper.methods import KEEP
 from .problems import Data, Problem
 

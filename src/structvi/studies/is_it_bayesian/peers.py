@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from ...basics.random_streams import borrowed_stream
 from ...families import MCDropout
 from ...families.structured import LowRankNormalDensity
 from ...parameters import Parameters
+from ...util.random_streams import borrowed_stream
 from .adapters import Adapter, NotApplicable
 from .problems import Data, Problem
 

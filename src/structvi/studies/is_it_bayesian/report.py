@@ -7,8 +7,8 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-from ...basics.folder_lock import folder_lock
-from ...basics.version import __version__
+from ...util.folder_lock import folder_lock
+from ...util.version import __version__
 from ..files import write_together
 from .problems import Problem
 from .rows import HEADINGS, LEGEND, Row

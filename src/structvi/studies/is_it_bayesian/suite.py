@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ...basics.checks import check_seed
-from ...basics.live import is_live
+from ...util.checks import check_seed
+from ...util.live import is_live
 from ..paper.jobs import Job
 from ..paper.jobs import run as run_jobs
 from ..paper.settings import Settings

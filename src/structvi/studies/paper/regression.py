@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Gamma
 
-from ...basics.random_streams import borrowed_stream
 from ...families.full import FullNormalDensity
+from ...util.random_streams import borrowed_stream
 from .settings import Settings
 
 #: ten regularly spaced centres on [−1, 1]; the kernel is exp(−(x − c)²/2w²), w in units of their distance

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...basics.folder_lock import folder_lock
-from ...basics.version import __version__
+from ...util.folder_lock import folder_lock
+from ...util.version import __version__
 from ..files import check_folder, write_together
 from . import couplings, figure1, figure2, figure3, table1, table2
 from .jobs import run as run_jobs

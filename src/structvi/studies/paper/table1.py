@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...density.fit import fit_density
+from ...density.fixed_draws import FixedDraws
 from ...families import Density, kl
 from ...families.full import FullNormalDensity
 from ...families.gaussian import Gaussian
-from ...searching.fit import fit_density
-from ...searching.fixed_draws import FixedDraws
 from .fits import Batched, fit, median, space
 from .jobs import Job
 from .methods import Method, methods

@@ -12,7 +12,7 @@ from ....couplings import naive
 from ....families import MAP, Density, Family, LowRankPrecision, MeanField, Rotated
 from ....families.mean_field import DiagonalNormal
 from ....front_door import variationalize
-from ....training.soap import Soap
+from ....train.soap import Soap
 from ..adapters import Adapter
 from ..peers import SWAG, DeepEnsemble, DropoutNetwork
 from ..problems import Data, Problem

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from ....basics.folder_lock import folder_lock
-from ....basics.version import __version__
+from ....util.folder_lock import folder_lock
+from ....util.version import __version__
 from ...files import write_together
 from .rows import HEADINGS, LEGEND, ScaleRow
 

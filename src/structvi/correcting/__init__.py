@@ -1,1 +1,0 @@
-"""Draws of q weighted towards the posterior: by how much it is denser there than q."""

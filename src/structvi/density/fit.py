@@ -1,0 +1,247 @@
+"""`vi.fit_density`: a family fitted to a log density on fixed draws, on which the ELBO is a plain function."""
+
+import copy
+import time
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+import torch
+
+from ..families.density import MAX_DENSE
+from ..families.family import Family
+from ..models.bayesian_model import BayesianModel
+from ..models.log_density import LogDensity
+from ..models.target import Target
+from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
+from ..util.checks import check_integer, check_positive, check_seed, is_positive
+from .coordinates import RANDOM, Counted
+from .fixed_draws import least_draws
+from .fresh_draws import fresh_draws
+from .hills import NOTE
+from .improper import runaway
+from .large import CHUNK, LARGE_LEAST, fit_large
+from .large_member import large_form
+from .lbfgs import Curvature
+from .minibatches import OverBatches, fit_minibatches
+from .mixtures import fit_mixture
+from .result import FRESH, DensityFit, judge
+from .search import Search
+
+#: searches from different points, where none is asked for
+STARTS = 4
+
+
+def fit_density(
+    target: Target,
+    family: Family,
+    loader: Iterable[Any] | None = None,
+    *,
+    draws: int | None = None,
+    starts: int | None = None,
+    seed: int = 0,
+    max_evaluations: int | None = None,
+    tolerance: float = 1e-3,
+    steps: int | None = None,
+    lr: float = 0.05,
+    progress: bool = True,
+) -> DensityFit:
+    """Maximise the ELBO of a log density without a step size: Newton's method on draws that stay the same.
+
+    From several points log p is climbed, one gradient a step. Around the best hill the gradients at draws of a normal
+    tell the quadratic that log p is on average; the family goes to its best approximation of the normal that is best
+    for it, and so on. Then new draws, more each time, until they move it by less than ten tolerances.
+    L-BFGS on the fixed draws goes on where these steps are slow. Families of your own that are no normal with `mean`
+    and `log_scale` alone start as they are bound, and L-BFGS alone fits them.
+
+    Of more than 256 numbers a family that is a diagonal plus low rank is fitted without a P×P matrix, from products of
+    the mean curvature with few directions, in a memory of a few P(K + 100) numbers (`large.py`).
+
+    Of a mixture the modes are looked for first, by searches from many points, and each part starts at one
+    (`mixtures.py`); where a mode with mass has no part, the status is `MISSED_MODES`.
+
+    Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
+    normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
+
+    With a `loader` the log density is seen in minibatches, `fn(parameters, batch)` an unbiased estimate of the whole:
+    log prior + (N/B) Σ log likelihood, B the rows of the batch. That is a fit by Adam, with a number of steps
+    (`minibatches.py`).
+
+    Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
+    `cholesky_correlation`; the log density is written of their values.
+
+    Args:
+        target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
+        family: a recipe, or a bound family, whose copy goes on from where it is.
+        loader: a `DataLoader` or a list of batches, for log densities of two arguments; it needs `steps`.
+        draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096. Where it is
+            given there are P×P matrices whatever P is.
+        starts: how many points to start from, the first at the space's values, others normal around it with its scales;
+            the best by ELBO is gone on with. By default 4, and 1 for a bound family; not for mixtures, whose modes are
+            looked for.
+        seed: of starts and draws: the same seed gives the same fit.
+        max_evaluations: of the log density, all in all; of the check after the fit, as many again.
+        tolerance: in nats of the ELBO.
+        steps, lr: with a loader, how many steps, one batch each, and the highest learning rate, which falls to zero.
+        progress: one live line, in a terminal or a notebook.
+
+    Example:
+        >>> from structvi import FullNormal, LogDensity, Parameters
+        >>> space = Parameters({"z": torch.zeros(2, dtype=torch.float64)})
+        >>> target = LogDensity(lambda p: -0.5 * (p["z"] - 3).square().sum(), space)
+        >>> result = fit_density(target, FullNormal(), progress=False)
+        >>> result.converged, [round(x, 3) for x in result.family().mean.tolist()]
+        (True, [3.0, 3.0])
+    """
+    check_seed(seed)
+    check_positive(lr, "lr")
+    began = time.perf_counter()
+    if loader is not None or steps is not None:
+        return _in_minibatches(target, family, loader, draws, starts, max_evaluations, steps, lr, seed, progress)
+    probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
+    run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
+    starts, mixed = 1 if family.is_bound else starts or STARTS, None
+    form = None if draws else large_form(probe)
+    if form is not None:
+        found = fit_large(run, copy.deepcopy(probe), form, starts, goes_on=family.is_bound)
+    elif family.is_bound:
+        found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
+    elif (sought := family.parts_sought()) is not None:
+        mixed = fit_mixture(run, family, sought, starts, draws)
+        found = mixed.found
+    elif (coordinates := probe.coordinates) is not None:
+        found = run.gaussian(family, coordinates, starts, draws)
+    else:
+        found = run.any(family, starts, draws)
+    run.bar.close()
+    fresh = _fresh(found.family, target, seed, FRESH if form is None else CHUNK)
+    counted, stage = run.target, run.stage
+    checked = Counted(target, inf if max_evaluations is None else max_evaluations)
+    improper = runaway(checked, found.family, found.converged, found.curvature)
+    status, verdict = judge(
+        found, fresh, improper, draws=run.draws, tolerance=tolerance,
+        exhausted=counted.exhausted or counted.shortened, evaluations=counted.evaluations, stage=stage,
+        elsewhere=run.elsewhere,
+    )  # fmt: skip
+    if mixed is not None:
+        status, verdict = mixed.verdict(status, verdict)
+    random = [RANDOM.format(*counted.differ)] if counted.differ else []
+    seen = [NOTE.format(hills=run.hills)] if run.hills > 1 else []
+    return DensityFit(
+        target=target, notes=_notes(target) + random + (seen if mixed is None else mixed.notes),
+        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
+        seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
+        check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
+    )  # fmt: skip
+
+
+def _in_minibatches(
+    target: Target,
+    family: Family,
+    loader: Iterable[Any] | None,
+    draws: int | None,
+    starts: int | None,
+    limit: int | None,
+    steps: int | None,
+    lr: float,
+    seed: int,
+    progress: bool,
+) -> DensityFit:
+    began = time.perf_counter()
+    _check_types(target, family)
+    if loader is None or steps is None:
+        raise ValueError(
+            "minibatches need a loader and a number of steps: fit_density(target, family, loader, steps=2000)"
+        )
+    for name, value in (("draws", draws), ("starts", starts), ("max_evaluations", limit)):
+        if value is not None:
+            raise ValueError(f"{name}= is for fits of a whole log density; with a loader give steps= and lr=")
+    q = copy.deepcopy(family) if family.is_bound else family
+    fitted = fit_minibatches(target, q, loader, steps=steps, lr=lr, seed=seed, progress=progress)
+    return DensityFit(
+        target=OverBatches(target, loader), notes=_notes(target), status=fitted.status, verdict=fitted.verdict,
+        elbo=fitted.elbo, family=fitted.family, evaluations=fitted.evaluations, verdict_evaluations=0,
+        seconds=time.perf_counter() - began, draws=0, starts=1, trace=[],
+    )  # fmt: skip
+
+
+def _notes(target: Target) -> list[str]:
+    """Why draws were evaluated one by one, where vmap could not do it."""
+    if not isinstance(target, LogDensity) or "cannot run" not in (target.evaluation.reason or ""):
+        return []
+    return [
+        f"slow, for draws were evaluated one by one: {target.evaluation.reason} A check of torch.distributions' "
+        "arguments may be why: give them validate_args=False"
+    ]
+
+
+def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
+    """The ELBO on draws that the fit has not seen, so many at once."""
+    coupling, generator = fresh_draws(seed + 1, target.space.device)
+    options: Any = {"groups": at_once, "coupling": coupling, "estimator": "log_q", "generator": generator}
+    try:
+        with torch.no_grad():
+            values = torch.cat([elbo_groups(family, target, **options) for _ in range(FRESH // at_once)])
+    except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+        return not_finite(FRESH)
+    return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
+
+
+def _bound(family: Family, target: Target) -> Family:
+    """The recipe bound, of a mixture whatever number of parts it will have."""
+    sought = family.parts_sought()
+    if sought is None:
+        return family.bind(target.space, torch.Generator())
+    parts = [one.bind(target.space, torch.Generator()) for one in sought.recipes]
+    return family.of_parts(parts, target.space.initial.new_zeros(len(parts)))
+
+
+def _checked(
+    target: Target, family: Family, draws: int | None, starts: int | None, limit: int | None, tolerance: float
+) -> Family:
+    """The arguments of `fit`; returns the family, bound."""
+    _check_types(target, family)
+    for name, value, least in (("draws", draws, 2), ("starts", starts, 1)):
+        check_integer(name, value, least, optional=True)
+    if not is_positive(tolerance):
+        raise ValueError(f"tolerance must be a positive number of nats, got {tolerance!r}")
+    if family.is_bound and starts not in (None, 1):
+        raise ValueError(
+            f"a bound family goes on from where it is, got starts={starts}; give a recipe, such as "
+            f"{type(family).__name__}(..), to start from several points"
+        )
+    P = target.space.size
+    bound = family if family.is_bound else _bound(family, target)
+    large = not draws and large_form(bound) is not None
+    few = FRESH + (LARGE_LEAST if large else 16 * least_draws(P))
+    check_integer("max_evaluations", limit, few, optional=True)
+    if P > MAX_DENSE and not large:
+        raise ValueError(
+            f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: take a diagonal plus low rank "
+            "without draws=, or maximise `elbo` with an optimizer of torch and fresh draws"
+        )
+    density = bound()
+    if not density.has_density:
+        raise ValueError(f"{type(density).__name__} has no density, and so no ELBO; give a family that has one")
+    n = density.noise_size
+    if draws is not None and (draws % 2 or draws < 2 * n):
+        raise ValueError(
+            f"draws must be even and at least 2(P + K) = {2 * n}, got {draws}: with fewer the ELBO on them has no "
+            "maximum"
+        )
+    return bound
+
+
+def _check_types(target: Target, family: Family) -> None:
+    if isinstance(target, BayesianModel):
+        raise TypeError(
+            "fit_density is for log densities; a network with data is fitted so: variationalize(net, ..).fit(loader)"
+        )
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
+            "write LogDensity(fn, parameters)"
+        )
+    if not isinstance(family, Family):
+        came = f"the class {family.__name__}" if isinstance(family, type) else type(family).__name__
+        raise TypeError(f"fit_density expects a family, got {came}; write FullNormal(), for example")

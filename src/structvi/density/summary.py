@@ -1,0 +1,226 @@
+"""What a fit of a log density says of its parameters, as a table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import floor, inf, log10
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..density.pareto import K_LIMIT
+from ..density.weighted_draws import Unavailable
+from ..families.family import Family
+from ..models.target import Target
+from ..objective import NonFiniteError
+from ..parameters import Select
+from ..util.checks import check_integer, check_seed
+from .drawing import draws_of_q, weighted_draws
+
+if TYPE_CHECKING:
+    import pandas
+
+#: of a longer table the first and the last rows are printed
+LONGEST = 60
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+def summarise(
+    family: Family, target: Target, *, corrected: bool | None, select: Select, draws: int, seed: int
+) -> "Summary":
+    """The table of a fit: see `DensityFit.summary`."""
+    check_seed(seed)
+    check_integer("draws", draws, 100)
+    space, generator = target.space, torch.Generator(target.space.device).manual_seed(seed)
+    names = space.matching(select)
+
+    def of(theta: Tensor, weights: Tensor | None, k: float | None, note: str) -> Summary:
+        values = space.constrain(theta)
+        return Summary({name: values[name] for name in names}, weights, k, (note,))
+
+    try:
+        weighted = weighted_draws(family, target, draws, generator)
+    except (Unavailable, ImportError, NonFiniteError) as reason:
+        if corrected:
+            raise
+        theta = draws_of_q(family, space, draws, generator)
+        return of(theta, None, None, f"Of q: {draws} draws. No k̂: {reason}.")
+    k = weighted.k
+    if corrected:
+        weighted.refuse("table")
+    if corrected or (corrected is None and weighted.trusted):
+        note = f"Of the posterior: {len(weighted.theta)} weighted draws, {weighted.effective:.0f} effective"
+        return of(weighted.theta, weighted.weights, k, f"{note}. k̂ = {k:.2f}, below {K_LIMIT}.")
+    meaning = (
+        f"below {K_LIMIT}: corrected draws can be trusted"
+        if weighted.trusted
+        else f"and from {K_LIMIT} on q misses part of the posterior: do not rely on this table"
+    )
+    return of(weighted.of_q, None, k, f"Of q: {len(weighted.of_q)} draws. k̂ = {k:.2f}, {meaning}.")
+
+
+class Row(NamedTuple):
+    """One number: its name, and what the draws say."""
+
+    name: str
+    mean: float
+    sd: float
+    q5: float
+    q50: float
+    q95: float
+    #: Monte Carlo standard error of the mean
+    mcse: float
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """Mean, sd, 5, 50 and 95 % quantiles of the parameters' values. `print` shows a table, a row for each number.
+
+    `summary["theta[0]"].mean` is one number, `summary.mean["theta"]` a tensor with the parameter's shape, and
+    `pandas.DataFrame(summary.rows)` the table. Draws of your own, such as functions of those of `result.sample`, have
+    one too: `Summary({"theta": theta})`.
+
+    Args:
+        draws: name → values at S draws, [S, *shape].
+        weights: of the draws, summing to one, [S]; equal if None.
+        k: k̂ of importance weights towards the posterior; None where there are none.
+        notes: what is printed below the table.
+
+    Example:
+        >>> draws = torch.linspace(-1, 1, 2001, dtype=torch.float64)
+        >>> summary = Summary({"a": draws, "b": torch.stack([draws, 10 + draws], -1)})
+        >>> print(summary)
+                mean     sd      5%     50%     95%   mcse
+        a      0.000  0.578  -0.900   0.000   0.900  0.013
+        b[0]   0.000  0.578  -0.900   0.000   0.900  0.013
+        b[1]  10.000  0.578   9.100  10.000  10.900  0.013
+    """
+
+    draws: dict[str, Tensor]
+    weights: Tensor | None = None
+    k: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = {len(x) if isinstance(x, Tensor) and x.ndim else 0 for x in self.draws.values()}
+        if self.weights is not None:
+            counts.add(len(self.weights))
+        if len(counts) != 1 or min(counts) < 2:
+            raise ValueError(f"Summary expects tensors [S, ..] of the same S ≥ 2 draws, got S of {sorted(counts)}")
+
+    @cached_property
+    def _w(self) -> Tensor:
+        """[S], float64."""
+        if self.weights is not None:
+            return self.weights.double().cpu()
+        S = len(next(iter(self.draws.values())))
+        return torch.full((S,), 1 / S, dtype=torch.float64)
+
+    @cached_property
+    def mean(self) -> dict[str, Tensor]:
+        return self._each(lambda x: self._average(x))
+
+    @cached_property
+    def sd(self) -> dict[str, Tensor]:
+        return self._each(lambda x: self._average((x - self._average(x)).square()).sqrt())
+
+    @cached_property
+    def mcse(self) -> dict[str, Tensor]:
+        """The Monte Carlo standard error of `mean`, (Σ w² (x − mean)²)^½."""
+        square = self._w.square()
+        return self._each(lambda x: torch.tensordot(square, (x - self._average(x)).square(), dims=1).sqrt())
+
+    def quantile(self, p: float) -> dict[str, Tensor]:
+        """Below which a part p of the weight is."""
+        if not 0 < p < 1:
+            raise ValueError(f"a quantile is of a part between 0 and 1, got {p!r}")
+        return self._each(lambda x: _quantile(x, self._w, p))
+
+    def interval(self, p: float = 0.9) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The ends between which a part p of the weight is, with as much below as above."""
+        if not 0 < p < 1:
+            raise ValueError(f"an interval holds a part between 0 and 1, got {p!r}")
+        return self.quantile((1 - p) / 2), self.quantile((1 + p) / 2)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        columns = [self.mean, self.sd, *(self.quantile(p) for p in QUANTILES), self.mcse]
+        return tuple(
+            Row(label, *numbers)
+            for name, draws in self.draws.items()
+            for label, *numbers in zip(
+                _labels(name, draws.shape[1:]), *(c[name].flatten().tolist() for c in columns), strict=True
+            )
+        )
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """The table, one row a number, with its name as the index. Needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("a dataframe needs pandas: pip install pandas") from None
+        frame = pandas.DataFrame(self.rows)
+        columns = {f"q{round(100 * p)}": f"{round(100 * p)}%" for p in QUANTILES}
+        return frame.set_index("name").rename(columns=columns)
+
+    def __getitem__(self, label: str) -> Row:
+        for row in self.rows:
+            if row.name == label:
+                return row
+        raise KeyError(f"no row {label!r}; there are {[row.name for row in self.rows[:12]]}")
+
+    def noting(self, note: str) -> "Summary":
+        """The same with one more note below."""
+        return replace(self, notes=(*self.notes, note))
+
+    def __str__(self) -> str:
+        table = [["", "mean", "sd", "5%", "50%", "95%", "mcse"], *([row.name, *_numbers(row)] for row in self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(7)]
+        lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]) for first, *rest in table]
+        if len(lines) > LONGEST + 1:
+            half = LONGEST // 2
+            more = f".. {len(lines) - 1 - LONGEST} more rows: summary.rows has all, select= chooses"
+            lines = [*lines[: 1 + half], more, *lines[-half:]]
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes])
+
+    __repr__ = __str__  # a notebook shows what print does
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: function(x.detach().double().cpu()) for name, x in self.draws.items()}
+
+    def _average(self, x: Tensor) -> Tensor:
+        return torch.tensordot(self._w, x, dims=1)
+
+
+def _numbers(row: Row) -> list[str]:
+    """With as many decimals as the spread needs for three digits, so that a row's numbers can be compared."""
+    spreads = [x for x in (row.sd, row.q50 - row.q5, row.q95 - row.q50) if x > 1e-12 * abs(row.mean)]
+    spread = min(spreads, default=abs(row.mean))  # a constant has an sd of rounding
+    largest = max(abs(x) for x in row[1:])
+    decimals = 2 - floor(log10(spread)) if 0 < spread < inf else 2
+    if not (-4 <= decimals <= 6 and largest < 1e9):
+        return [f"{x:.3g}" for x in row[1:]]
+    decimals = max(0, decimals)
+    return [f"{round(x, decimals) + 0.0:.{decimals}f}" for x in row[1:]]  # no −0.00
+
+
+def _labels(name: str, shape: torch.Size) -> list[str]:
+    """ "a", or "a[0, 1]" for each element."""
+    if not shape:
+        return [name]
+    indices = torch.cartesian_prod(*(torch.arange(n) for n in shape)).reshape(-1, len(shape)).tolist()
+    return [f"{name}[{', '.join(map(str, index))}]" for index in indices]
+
+
+def _quantile(x: Tensor, weights: Tensor, p: float) -> Tensor:
+    """Of weighted values, [S, ..] → [..]: between two of them by their weights' middles."""
+    flat, order = x.reshape(len(x), -1).sort(0)
+    w = weights[order]
+    middle = (w.cumsum(0) - 0.5 * w).mT.contiguous()  # [E, S]
+    above = torch.searchsorted(middle, torch.full((len(middle), 1), p, dtype=middle.dtype)).clamp(1, len(x) - 1)
+    below = above - 1
+    low, high = (middle.gather(1, i) for i in (below, above))
+    part = ((p - low) / (high - low).clamp_min(torch.finfo(middle.dtype).tiny)).clamp(0, 1)
+    values = flat.mT
+    return torch.lerp(values.gather(1, below), values.gather(1, above), part).reshape(x.shape[1:])

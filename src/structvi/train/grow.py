@@ -1,0 +1,99 @@
+"""From a fitted posterior to a richer one, never worse."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..families.growth import with_components, with_rank
+from ..posterior import Posterior
+from ..util.checks import check_seed
+from .averaging import assign, copied
+from .batches import Batches
+from .comparing import worth_on_seed
+from .fit import fit
+from .result import FitResult
+
+#: Groups of draws on which the grown posterior is compared with the one before.
+GROUPS = 32
+
+
+def grow(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    rank: int | None = None,
+    components: int | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> FitResult:
+    """Give a fitted posterior more freedom and fit on; keep that only where it is not worse on common draws.
+
+    What decides is the objective that is fitted, E log lik − λ KL: at λ = 1 the ELBO.
+
+    With `rank` a normal's factor gets new columns, small ones: what was fitted is kept (a `MeanField` becomes a
+    `LowRankNormal`). With `components` the posterior becomes the first part of a mixture, as in variational
+    boosting, and the new parts, which weigh 0.1 together, start as copies of it, each at a draw from it.
+
+    Args:
+        posterior: fitted; its family is replaced where the grown one is kept.
+        loader, device, options: as for `fit`.
+        rank: the new rank, above the present one.
+        components: the new number of parts, above the present one.
+        seed: of all randomness.
+
+    Returns:
+        The fit's result, with "before" and "grown" in `candidates`, and `kept` saying which it was.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+        >>> bayes = variationalize(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField())
+        >>> _ = bayes.fit(loader, epochs=2, progress=False)
+        >>> result = bayes.grow(loader, rank=2, epochs=2, progress=False)
+        >>> result.candidates[result.kept].value >= result.candidates["before"].value
+        True
+    """
+    check_seed(seed)
+    if (rank is None) == (components is None):
+        raise ValueError(f"give one of rank= and components=, got rank={rank!r} and components={components!r}")
+    if "staged" in options or "start" in options:
+        raise ValueError("grow goes on from a fitted posterior: it takes neither staged= nor start=")
+    if options.get("epochs") is None and not options.get("steps"):
+        raise ValueError("grow fits what it adds: give one of epochs= and steps=")
+    posterior.check_whole()
+    if device is not None:
+        posterior.to(device)
+    generator = torch.Generator().manual_seed(seed)
+    old = posterior.family
+    if rank is not None:
+        grown = with_rank(old, rank, generator)
+    else:
+        assert components is not None
+        grown = with_components(old, components, generator)
+    others = posterior.outside_family()
+    fitted = copied(others)
+    batches = Batches(loader, seed, posterior.device)
+    lam = options.get("temperature", 1.0)
+    if not isinstance(lam, int | float):  # of a path the ends are compared by the ELBO
+        lam = 1.0
+    before = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
+    posterior.family = grown
+    kept = False
+    try:
+        result = fit(posterior, loader, staged=False, seed=seed, **options)
+        after = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
+        kept = after.objective.value >= before.objective.value
+    finally:
+        if not kept:
+            posterior.family = old
+            assign(others, fitted)
+    found = {"before": before, "grown": after}
+    result.candidates = {name: one.elbo for name, one in found.items()}
+    result.objectives = {} if lam == 1.0 else {name: one.objective for name, one in found.items()}
+    result.kept = "grown" if kept else "before"
+    result.elbo = result.candidates[result.kept]
+    result.comparison = f"{GROUPS} groups of draws, all data"
+    return result

@@ -1,0 +1,42 @@
+"""Posteriors around several networks, fitted for the mixture of them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..posterior import Posterior
+from .around import Together, fit_around_together
+from .batches import Batches
+from .before import check_around, notes_before, remember_choice
+from .options import FitOptions
+
+
+def fit_together(
+    posteriors: Sequence[Posterior], loader: Iterable[Any], options: FitOptions, may_temper: bool = True
+) -> Together | None:
+    """Place a posterior around each network, of the width that suits the mixture; None where no width is to be chosen.
+
+    Args:
+        posteriors: one for each network.
+        loader: as of `fit`.
+        options: of `fit`, the same for all.
+        may_temper: whether a temperature may be put on top: it is that of equal weights.
+    """
+    is_open = all("prior" in one.left_open for one in posteriors)
+    if not options.is_around or options.validation is None or options.temperature == "validated" or not is_open:
+        return None
+    dtypes = [one.space.dtype for one in posteriors]
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            "the networks of a mixture are called on the same inputs and must share one dtype, got "
+            f"{', '.join(map(str, dtypes))}: give net.float() for each, or net.double()"
+        )
+    members = []
+    for c, posterior in enumerate(posteriors):
+        check_around(posterior, options)
+        remember_choice(posterior, options)
+        batches = Batches(loader, options.seed + c, posterior.device)
+        members.append((posterior, batches, notes_before(posterior, batches, options)))
+    together = fit_around_together(members, options, may_temper)
+    for posterior, result in zip(posteriors, together.members, strict=True):
+        posterior.last_fit = result
+    return together

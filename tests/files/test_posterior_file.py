@@ -1,0 +1,853 @@
+"""A posterior that was saved and loaded predicts the same bits; what does not fit is refused by name."""
+
+import base64
+import copy
+import json
+import os
+import pickle
+import random
+import zlib
+
+import pytest
+import torch
+from torch import distributions as td
+from torch import nn
+
+import structvi as vi
+from structvi.files import file as checkpoint
+from structvi.files.describe import DEPTH, OfYourOwn, check, decode, encode
+from structvi.files.describe import FAMILIES as MOST_FAMILIES
+from structvi.files.implied import tensors_of_family
+from structvi.predict.predict import predict
+from tests.children import python
+
+FAMILIES = {
+    "MAP": lambda: vi.MAP(),
+    "MeanField": lambda: vi.MeanField(initial_scale=0.2),
+    "LowRankNormal": lambda: vi.LowRankNormal(rank=3),
+    "LowRankPrecision": lambda: vi.LowRankPrecision(rank=2, initial_factor=0.5),
+    "FullNormal": lambda: vi.FullNormal(),
+    "Mixture": lambda: vi.Mixture(vi.LowRankNormal(rank=1), components=3),
+    "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")], common_noise=False),
+    "PerLayer": lambda: vi.PerLayer({"*": vi.MAP(), "0.*": vi.LowRankNormal(rank=2)}),
+    "PerLayer of others": lambda: vi.PerLayer({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
+    "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),
+    "Mixture of blocks": lambda: vi.Mixture(vi.PerLayer({"2.*": vi.MeanField(), "0.*": vi.LowRankPrecision(rank=1)})),
+    "MCDropout": lambda: vi.MCDropout(keep=0.7, per="input", exempt=["*bias", "2.*"]),
+    "FittedDropout": lambda: vi.FittedDropout(prior_keep=0.8, per="output"),
+    "FittedDropout over a density": lambda: vi.FittedDropout(weights=vi.MeanField(), per="input"),
+    "FittedDropout, relaxed": lambda: vi.FittedDropout(
+        q="logistic_normal", weights=vi.LowRankNormal(rank=1), gates=vi.LowRankNormal(rank=1), per="input"
+    ),
+}
+#: name, and what a posterior needs besides
+NOISE_PRIORS = {
+    "default": None,
+    "inverse gamma": td.InverseGamma(2.0, 1.5),
+    "gamma": td.Gamma(torch.tensor(2.0, dtype=torch.float64), 1 / 3),
+}
+PRIORS = {
+    "normal": vi.NormalPrior(0.7),
+    "learned by pattern": vi.NormalPrior({"2.*": 0.1, "0.*": 1.0}, learn=True),
+    "laplace": vi.LaplacePrior.fan_in(0.5),
+    "student": vi.StudentTPrior(df=3.0, per="tensor"),
+    "sum": vi.NormalPrior(1.0) + vi.LaplacePrior(0.5),
+    "distributions": vi.DistributionPrior(
+        {"*weight": td.Cauchy(0.0, 1 / 3), "0.bias": td.Normal(torch.zeros(5), 0.1), "*": td.StudentT(4.0)}
+    ),
+}
+LIKELIHOODS = {
+    "number": vi.likelihoods.Gaussian(0.3),
+    "point": vi.likelihoods.Gaussian("point", initial=0.5),
+    **{f"random, {k}": vi.likelihoods.Gaussian("random", 0.5, prior) for k, prior in NOISE_PRIORS.items()},
+    "head": vi.likelihoods.Gaussian("head"),
+    "categorical": vi.likelihoods.Categorical(ignore_index=9, class_weights=[1.0, 0.5]),
+    "bernoulli": vi.likelihoods.Bernoulli(),
+    "poisson": vi.likelihoods.Poisson(),
+}
+
+
+def network(dtype=torch.float32, seed=0, hidden=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 2)).to(dtype)
+
+
+def data(dtype=torch.float32, classes=False):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 3, generator=g, dtype=torch.float64).to(dtype)
+    return x, (x[:, 0] > 0).long() if classes else x[:, :2].sin()
+
+
+def scatter(module, seed=0):
+    """Other values for all parameters, as after a fit."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=g, dtype=torch.float64).to(parameter))
+    return module
+
+
+def outputs(posterior, x, **settings):
+    pred = predict(posterior, x, draws=6, generator=torch.Generator().manual_seed(5), **settings)
+    return [pred.outputs, pred.weights, *pred.values.values()]
+
+
+def assert_same_bits(a, b):
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def loss(posterior, batch):
+    return posterior.loss(batch, groups=2, generator=torch.Generator().manual_seed(7)).detach()
+
+
+# The round trip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_predicts_the_same_bits_after_the_round_trip(tmp_path, name, dtype):
+    batch = data(dtype, classes=True)
+    posterior = vi.variationalize(network(dtype), vi.likelihoods.Categorical(), FAMILIES[name](), num_data=12)
+    scatter(posterior)
+    before = outputs(posterior, batch[0])
+    posterior.save(tmp_path / "q")
+    other = network(dtype, seed=9)
+    stream = torch.get_rng_state()
+    loaded = vi.load(tmp_path / "q", other)
+    assert torch.equal(stream, torch.get_rng_state())  # loading draws nothing
+    assert_same_bits(outputs(loaded, batch[0]), before)
+    assert type(loaded.family) is type(posterior.family)
+    assert encode(loaded.family) == encode(posterior.family)
+    assert torch.equal(loss(loaded, batch), loss(posterior, batch))
+    names = [[n for n, _ in p.named_parameters()] for p in (loaded, posterior)]
+    assert names[0] == names[1]
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_second_save_is_the_same_file(tmp_path, name):
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), FAMILIES[name](), num_data=12)
+    posterior.save(tmp_path / "q")
+    vi.load(tmp_path / "q", network(seed=9)).save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "q").read_bytes()
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_every_prior_is_rebuilt(tmp_path, name):
+    prior = copy.deepcopy(PRIORS[name])
+    posterior = scatter(vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), prior, num_data=12))
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(seed=9))
+    assert type(loaded.model.prior) is type(prior)
+    theta = torch.randn(4, posterior.space.size)
+    assert torch.equal(loaded.model.log_prior(theta), posterior.model.log_prior(theta))
+    assert_same_bits([loss(loaded, data())], [loss(posterior, data())])
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_every_likelihood_is_rebuilt(tmp_path, name):
+    likelihood = copy.deepcopy(LIKELIHOODS[name])
+    x, t = data(classes=name == "categorical")
+    t = {"head": t[..., :1], "bernoulli": (t > 0).float(), "poisson": (t > 0).long()}.get(name, t)
+    posterior = scatter(vi.variationalize(network(), likelihood, vi.MeanField(), num_data=12))
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(seed=9))
+    assert type(loaded.model.likelihood) is type(likelihood)
+    assert loaded.space.names == posterior.space.names
+    assert_same_bits(outputs(loaded, x), outputs(posterior, x))
+    assert_same_bits([loss(loaded, (x, t))], [loss(posterior, (x, t))])
+
+
+def test_a_file_of_an_earlier_version_loads(tmp_path):
+    """`vi.MAP()` over `network()`, as the version before the rooms saved it."""
+    (tmp_path / "q").write_bytes(zlib.decompress(base64.b85decode(EARLIER)))
+    loaded = vi.load(tmp_path / "q", network())
+    assert torch.equal(loaded.family.point, checkpoint.read(tmp_path / "q")[0]["family.point"])
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "q").read_bytes()
+
+
+EARLIER = (
+    "c-n<i&ui2`6z;);7f)Wr!-$^3l4Lj8-KxPK;6YI;T0Assc$-X`VP`X8GTGXe6$L>=3PSHi@YsVC>Y>=ggB0{6lqz@-"
+    "kCuX`{sYb=YgrF&a|rX^oA-U+dvD&<iK+5iMxNKl0s;`=d1!hWrGjU^7!Wj#mR%I!)aN7-gvG9mx~L1nkGz=izO-Ewa<+tJNOO@NVZWC!5(^J}"
+    "K?b0bQh6%`nqqk&;4ER8DDzktmPvR3G=mZRoQoh6Oa|hN(&{HEMV3&k!b%VE6~J6)ScW^pjsyvzPv~N$PvPO}__vY@`S#Tr2`t?tCV~K!WkXzQ"
+    "@iWeGEMbS8;ZVUbz5qNJQyxJYVO2^gN!pkO6~~w!7xhRSl!ysS1?GhDvPMdJn39OG;24S5LEw4Di4U}r>QhKlZvm6}NQ}{wdD(yLNjCgw<Q++m"
+    "v%aTBDZPd%?W7Vhk@b$8CD56XTs7iFFN9dak9B}z;Nx~GH7YctrjMvO!~yI7+ZBnf*DCoH^!O-"
+    "`&X!g$+b0<JqgqHAh`Q+_HQN%POCX(;J|WpWp54?Y102I{{wMk9DfL0M!caYnz_jf0f!Mm$uo~D7yCIm(AcU4}K?D1?jvHZH55NlQy3uSJzHPP"
+    "Jw%Kg8Ti9-efezi4yer=-8fv45Un`eR?QS3z6D$|^M%_f3;#1aK-Rx+nTyVK{DHf^p>6&4-"
+    "q{jU>EALOQt~rly9TuNoelIpQ{o>w>v(A;?#qA|HaIXEho9`xPoV9hcIOy%?dHvLfZ#y50XYbPDWaI6nl`Z0g4>z3M@KZsyo)ph#FE~@@3TJb;"
+    "o&SEY?qsi5b7Sx7<-z?g4kdd<e*RT4`}0?R_|z<Je%*2Y0J1iplK"
+)
+
+
+def test_learned_noise_keeps_its_precision(tmp_path):
+    net = network(torch.float64)
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.MAP(), num_data=12).double()
+    with torch.no_grad():
+        posterior.model.likelihood.log_noise.fill_(-1 / 3)
+    posterior.save(tmp_path / "q")
+    log_noise = vi.load(tmp_path / "q", network(torch.float64)).model.likelihood.log_noise
+    assert log_noise.dtype == torch.float64
+    assert log_noise.item() == -1 / 3
+
+
+def test_the_settings_come_back(tmp_path):
+    posterior = vi.variationalize(
+        nn.Sequential(network(), nn.BatchNorm1d(2), nn.Dropout(0.5)),
+        vi.likelihoods.Categorical(),
+        exclude="0.0.*",
+        evaluation="loop",
+        chunk=3,
+        deterministic=True,
+        checkpoint_activations=True,
+        dropout="on",
+        batch_norm="deterministic",
+    )
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", nn.Sequential(network(), nn.BatchNorm1d(2), nn.Dropout(0.5)))
+    assert (loaded.dropout, loaded.batch_norm) == ("on", "deterministic")
+    evaluation = loaded.model.evaluation
+    assert (evaluation.mode, evaluation.chunk, evaluation.deterministic) == ("loop", 3, True)
+    assert loaded.model.checkpoint_activations
+    assert loaded.space.names == ("0.2.weight", "0.2.bias")
+    with pytest.raises(ValueError, match=r"num_data.*is not known yet"):
+        _ = loaded.model.num_data
+
+
+def test_the_recorded_way_of_evaluation_is_used_again(tmp_path):
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=12)
+    outputs(posterior, data()[0])
+    recorded = posterior.model.evaluation
+    assert recorded._choices
+    # not what a probe would find: only the record can say so
+    recorded._choices = {key: ("loop", "recorded before") for key in recorded._choices}
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network())
+    outputs(loaded, data()[0])
+    assert (loaded.model.evaluation.choice, loaded.model.evaluation.reason) == ("loop", "recorded before")
+
+
+def test_it_goes_where_the_network_is_or_is_told(tmp_path):
+    posterior = vi.variationalize(network(), vi.likelihoods.Gaussian("point"), vi.MeanField(), num_data=12)
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(), device="meta")
+    tensors = [*loaded.parameters(), *loaded.net.parameters()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+# The network's own tensors
+
+
+def normalised(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[1].running_mean.normal_()
+    net[1].num_batches_tracked.fill_(seed + 3)
+    net[0].weight.requires_grad_(False)
+    return net
+
+
+def test_held_tensors_and_buffers_are_stored_and_set_and_nothing_else(tmp_path):
+    net = normalised()
+    posterior = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), exclude="1.*", num_data=12)
+    posterior.save(tmp_path / "q")
+    other = normalised(seed=1)
+    start = copy.deepcopy(other.state_dict())
+    loaded = vi.load(tmp_path / "q", other)
+    assert loaded.net is other
+    assert_same_bits(outputs(loaded, data()[0]), outputs(posterior, data()[0]))
+    random_names = {"0.bias", "2.weight", "2.bias"}
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, start[name] if name in random_names else net.state_dict()[name]), name
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in net.parameters()]
+
+
+def test_saving_changes_nothing(tmp_path):
+    net = normalised().train()
+    posterior = vi.variationalize(net, vi.likelihoods.Categorical(), num_data=12)
+    before = copy.deepcopy(posterior.state_dict())
+    for kind in ("store", "hash"):
+        posterior.save(tmp_path / "q", network=kind)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in posterior.state_dict().items())
+    assert all(module.training for module in net.modules())
+
+
+def test_hashes_instead_of_tensors(tmp_path):
+    net = normalised()
+    posterior = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=12)
+    posterior.save(tmp_path / "q", network="hash")
+    assert not [name for name in checkpoint.read(tmp_path / "q")[0] if name.startswith("network.")]
+    same = copy.deepcopy(net)
+    with torch.no_grad():
+        same[2].weight.zero_()  # a random one: its value here does not matter
+    assert_same_bits(outputs(vi.load(tmp_path / "q", same), data()[0]), outputs(posterior, data()[0]))
+    other = copy.deepcopy(net)
+    other[1].running_var[2] += 1e-6
+    with pytest.raises(ValueError, match=r"have other values: 1.running_var; give the network as it was"):
+        vi.load(tmp_path / "q", other)
+
+
+def test_a_refused_load_leaves_the_network_alone(tmp_path):
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=12)
+    posterior.save(tmp_path / "q")
+    other = normalised(seed=1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"the family .LowRankNormal. is not the one that was saved"):
+        vi.load(tmp_path / "q", other, family=vi.LowRankNormal(rank=1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (network(hidden=6), r"0.weight: \[5, 3\] torch.float32 in the file, \[6, 3\] torch.float32 here"),
+        (network(torch.float64), r"2.bias: \[2\] torch.float32 in the file, \[2\] torch.float64 here"),
+        (nn.Sequential(nn.Linear(3, 5), nn.Tanh()), r"missing: 2.weight \[2, 5\].*\n.*missing: 2.bias \[2\]"),
+        (nn.Sequential(*network(), nn.BatchNorm1d(2)), r"extra: 3.weight \[2\]"),
+        (nn.Sequential(network()), r"missing: 0.weight \[5, 3\](.|\n)*extra: 0.0.weight \[5, 3\]"),
+    ],
+)
+def test_the_wrong_network_is_told_which_tensors_differ(tmp_path, net, message):
+    vi.variationalize(network(), vi.likelihoods.Categorical(), num_data=12).save(tmp_path / "q")
+    with pytest.raises(ValueError, match=f"another network(.|\n)*{message}"):
+        vi.load(tmp_path / "q", net)
+
+
+# What users write themselves
+
+
+class Heavy(vi.Family):
+    def __init__(self, df=5.0):
+        super().__init__()
+        self.df = df
+
+    def initialise(self, parameters, generator):
+        self.loc = nn.Parameter(parameters.initial.clone())
+        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+
+    def forward(self):
+        return td.Independent(td.StudentT(self.df, self.loc, self.log_scale.exp()), 1)
+
+
+class Renamed(vi.MeanField):
+    """A subclass may do anything: it is not rebuilt as its parent."""
+
+
+def own_prior(parameters, theta):
+    return -theta.abs().sum(-1)
+
+
+class OwnPrior(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, parameters, theta):
+        return td.Normal(0.0, self.log_scale.exp()).log_prob(theta).sum(-1)
+
+
+def own_likelihood(output, target):
+    return -(output - target).square().sum(-1)
+
+
+def own_forward(net, batch):
+    return net(batch["x"]), batch["t"]
+
+
+OWN = {
+    "family": Heavy,
+    "prior": lambda: own_prior,
+    "likelihood": lambda: own_likelihood,
+    "forward": lambda: own_forward,
+}
+
+
+@pytest.mark.parametrize("parts", [["family"], ["prior"], ["likelihood"], ["forward"], list(OWN)])
+def test_what_is_your_own_is_asked_for_by_name(tmp_path, parts):
+    theirs = {"likelihood": vi.likelihoods.Gaussian(0.3), "family": vi.MeanField()}
+    posterior = vi.variationalize(network(), **{**theirs, **{part: OWN[part]() for part in parts}}, num_data=12)
+    scatter(posterior)
+    posterior.save(tmp_path / "q")
+    with pytest.raises(ValueError, match="is not in the file") as caught:
+        vi.load(tmp_path / "q", network())
+    assert [part for part in OWN if f"{part}=…" in str(caught.value)] == parts
+    loaded = vi.load(tmp_path / "q", network(seed=9), **{part: OWN[part]() for part in parts})
+    x, t = data()
+    batch = {"x": x, "t": t} if "forward" in parts else (x, t)
+    assert_same_bits([loss(loaded, batch)], [loss(posterior, batch)])
+    assert_same_bits([*loaded.family.state_dict().values()], [*posterior.family.state_dict().values()])
+
+
+def test_what_your_own_prior_learned_is_set(tmp_path):
+    posterior = vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), OwnPrior(), num_data=12)
+    scatter(posterior)
+    posterior.save(tmp_path / "q")
+    prior = OwnPrior()
+    vi.load(tmp_path / "q", network(), prior=prior)
+    assert torch.equal(prior.log_scale, posterior.model.prior.log_scale)
+    assert prior.log_scale != 0
+    with pytest.raises(ValueError, match=r"the prior \(NormalPrior\) is not the one that was saved(.|\n)*log_scale"):
+        vi.load(tmp_path / "q", network(), prior=vi.NormalPrior(1.0))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "name"),
+    [
+        ("family", Renamed(), "Renamed"),
+        ("family", vi.MCDropout(exempt=lambda name, tensor: "bias" in name), "<lambda>"),
+        ("family", vi.PerLayer({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
+        ("prior", vi.SumPrior([vi.NormalPrior(1.0), own_prior]), "own_prior"),
+        ("prior", vi.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),
+        ("likelihood", vi.likelihoods.Gaussian("random", noise_prior=td.Chi2(3.0)), "Chi2"),
+    ],
+)
+def test_the_error_names_what_cannot_be_stored(tmp_path, part, value, name):
+    parts = {"likelihood": vi.likelihoods.Gaussian(0.3), part: value}
+    vi.variationalize(network(), **parts, num_data=12).save(tmp_path / "q")
+    with pytest.raises(ValueError, match=rf"the {part} \({name}\); give it again: load\(path, net, {part}=…\)"):
+        vi.load(tmp_path / "q", network())
+    assert isinstance(vi.load(tmp_path / "q", network(), **{part: value}), vi.Posterior)
+
+
+# Descriptions
+
+
+def test_values_come_back_from_their_description():
+    value = (1, 2.5, None, True, "x", [1, (2,)], {"b": 1, "a": {"deep": [0.1]}}, frozenset({"u", "v"}))
+    there_and_back = decode(json.loads(json.dumps(encode(value), sort_keys=True)))
+    assert there_and_back == value
+    assert list(there_and_back[6]) == ["b", "a"]  # the order of patterns decides which parameter is whose
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        td.Cauchy(0.1, 0.3),
+        td.Exponential(0.3),
+        td.Gamma(2.0, 0.3),
+        td.HalfCauchy(0.3),
+        td.HalfNormal(0.3),
+        td.InverseGamma(2.0, 0.3),
+        td.Laplace(0.1, torch.tensor([0.3, 0.4])),
+        td.LogNormal(0.1, 0.3),
+        td.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.3], [0.3, 1.0]])),
+        td.Normal(torch.tensor(0.1, dtype=torch.float64), 0.3),
+        td.StudentT(3.0, 0.1, 0.3),
+    ],
+    ids=lambda d: type(d).__name__,
+)
+def test_distributions_come_back_from_their_description(distribution):
+    there_and_back = decode(json.loads(json.dumps(encode(distribution))))
+    x = torch.rand(5, *(distribution.batch_shape + distribution.event_shape))
+    expected = distribution.log_prob(x)
+    assert type(there_and_back) is type(distribution)
+    assert_same_bits([there_and_back.log_prob(x)], [expected])
+
+
+@pytest.mark.parametrize("value", [len, object(), td.Chi2(1.0), nn.Linear(2, 2), {"a": {1, 2}}, lambda: 0])
+def test_functions_and_other_classes_are_not_described(value):
+    with pytest.raises(OfYourOwn):
+        encode(value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tensors_of_a_family_are_known_before_it_is_made(name):
+    likelihoods = [vi.likelihoods.Categorical()]
+    if name not in ("PerLayer of others", "Mixture of blocks"):  # which have no block for the noise
+        likelihoods.append(vi.likelihoods.Gaussian("random"))
+    for likelihood in likelihoods:
+        posterior = vi.variationalize(network(), likelihood, FAMILIES[name](), num_data=12)
+        expected = {name: tuple(tensor.shape) for name, tensor in posterior.family.state_dict().items()}
+        assert tensors_of_family(encode(posterior.family), posterior.space) == expected
+
+
+def nested(depth, components=1):
+    value = encode(vi.MeanField())
+    for _ in range(depth - 1):
+        value = {"structvi": ["Mixture", {"part": value, "components": components}]}
+    return value
+
+
+def test_families_are_counted_before_they_are_made():
+    assert sum(1 for _ in decode(nested(DEPTH), "family").families()) == DEPTH
+    check(nested(2, MOST_FAMILIES - 1))
+    for value in (nested(DEPTH + 1), nested(DEPTH + 1, 2)):
+        with pytest.raises(ValueError, match=f"more than {DEPTH} families or priors in each other"):
+            decode(value)
+    # with 10^9 parts at each of 8 levels: counted, not made
+    for value in (nested(2, MOST_FAMILIES), nested(DEPTH, 10**9), nested(5, 10)):
+        with pytest.raises(ValueError, match=f"more than {MOST_FAMILIES} families in all"):
+            decode(value)
+
+
+def test_a_family_that_could_not_be_loaded_is_not_saved(tmp_path):
+    family = vi.MeanField()
+    for _ in range(DEPTH):
+        family = vi.Mixture(family, components=1)
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), family, num_data=12)
+    with pytest.raises(ValueError, match=f"the family cannot be saved, .* more than {DEPTH} families"):
+        posterior.save(tmp_path / "q")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1], "expected a number, a text or an object with one entry"),
+        ({"a": 1, "b": 2}, "expected a number, a text or an object with one entry"),
+        ({"list": 1}, "expected a list"),
+        ({"frozenset": ["a", 1]}, "expected names in a set"),
+        ({"dict": [[1]]}, "expected pairs of keys and values"),
+        ({"dict": [["a", 1], ["a", 2]]}, "a key is there twice"),
+        ({"dict": [[{"list": []}, 1]]}, "TypeError"),
+        ({"structvi": ["MeanField"]}, "expected a name and what belongs to it"),
+        ({"structvi": ["Linear", {}]}, "no family, likelihood or prior that structvi knows: 'Linear'"),
+        ({"structvi": ["MeanField", {"x": 1}]}, "TypeError.*unexpected keyword argument 'x'"),
+        ({"structvi": ["SumPrior", {"priors": {"list": [encode(vi.likelihoods.Poisson())]}}]}, "expected a prior, got"),
+        ({"structvi": ["Mixture", {"part": encode(vi.NormalPrior())}]}, "expected a family, got the prior NormalPrior"),
+        ({"structvi": ["NormalPrior", {"scale": float("inf")}]}, "a number that is not finite"),
+        ({"structvi": ["LowRankNormal", {"rank": 10**400}]}, "a whole number beyond 64 bits"),
+        (
+            {"structvi": ["Mixture", {"part": encode(vi.MAP()), "components": True}]},
+            "components must be None or an int",
+        ),
+        ({"structvi": ["MCDropout", {"exempt": "x" * 1_000_001}]}, "more than 1000000 letters"),
+        ({"distribution": ["Chi2", {"df": 1.0}]}, "no distribution that structvi knows"),
+        ({"distribution": ["Normal", {"loc": 0.0}]}, "Normal has the arguments"),
+        (
+            {"distribution": ["Normal", {"loc": encode(torch.zeros(2, 1)), "scale": encode(torch.ones(2))}]},
+            "the arguments of Normal differ in shape",
+        ),
+        ({"tensor": ["torch.float8", 1.0]}, "no dtype that structvi knows"),
+        ({"tensor": ["torch.float32", {"list": ["x"]}]}, "expected numbers in a tensor"),
+        ({"tensor": ["torch.float32", {"list": [1.0, {"list": []}]}]}, "Error|expected"),
+        ({"__class__": ["x", {}]}, "there is no place for"),
+    ],
+)
+def test_what_describes_nothing_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        decode(value)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("arguments", [{"network": "copy"}, {"network": None}])
+def test_save_refuses(tmp_path, arguments):
+    posterior = vi.variationalize(network(), vi.likelihoods.Categorical(), num_data=12)
+    with pytest.raises(ValueError, match='network must be "store" or "hash"'):
+        posterior.save(tmp_path / "q", **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_load_refuses_what_is_no_network(tmp_path):
+    with pytest.raises(TypeError, match=r"nn.Module"):
+        vi.load(tmp_path / "q", {"weight": torch.zeros(2)})
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def rewritten(tensors, description):
+    """Files with the right hash whose content is another: as another version, or a forger, might write them."""
+    for field in description:
+        yield f"without {field}", tensors, {k: v for k, v in description.items() if k != field}
+        for value in (None, 7, "x", [], {}, [[1]], {"own": 1}, {"value": {"structvi": ["os.system", {}]}}):
+            allowed = {"hashes": [None], "num_data": [None, 7]}.get(field, [])
+            if value != description[field] and value not in allowed:
+                yield f"{field} = {value}", tensors, {**description, field: value}
+    for name in ("system", "Linear", "Family", "Posterior", "__import__"):
+        yield name, tensors, {**description, "family": {"value": {"structvi": [name, {}]}}}
+        yield name, tensors, {**description, "prior": {"value": {"distribution": [name, {"loc": 0.0}]}}}
+    wrong = [{"rank": 10**9}, {"rank": 99}, {"rank": -1}, {}, {"rank": 2, "more": 1}, {"rank": 1}]
+    for arguments in wrong:
+        family = {"value": {"structvi": ["LowRankNormal", arguments]}}
+        yield f"{arguments}", tensors, {**description, "family": family}
+    for name, tensor in tensors.items():
+        yield f"without {name}", {k: v for k, v in tensors.items() if k != name}, description
+        yield f"{name} renamed", {**{k: v for k, v in tensors.items() if k != name}, "other": tensor}, description
+        yield f"{name} longer", {**tensors, name: torch.cat([tensor.reshape(-1), torch.ones(1)])}, description
+        yield f"{name} flat", {**tensors, name: tensor.reshape(1, -1)}, description
+    yield "more", {**tensors, "family.more": torch.ones(1)}, description
+    yield "stray", {**tensors, "stray": torch.ones(1)}, description
+    yield "network", {**tensors, "network.more": torch.ones(1)}, description
+
+
+def test_damaged_posteriors_are_refused_and_leave_the_network_alone(tmp_path):
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2), num_data=12)
+    path, damaged, trap = tmp_path / "q", tmp_path / "damaged", tmp_path / "trap"
+    posterior.save(path)
+    whole, generator = path.read_bytes(), random.Random(0)
+    net = normalised(seed=1)
+    before = copy.deepcopy(net.state_dict())
+    accepted, crafted, count = [], list(rewritten(*checkpoint.read(path))), 0
+
+    def attempt(name):
+        nonlocal count
+        count += 1
+        try:
+            vi.load(damaged, net)
+        except ValueError:
+            return
+        accepted.append(name)
+
+    for name, tensors, description in crafted:
+        checkpoint.write(damaged, tensors, description)
+        attempt(name)
+    for _ in range(100):
+        position = generator.randrange(8 * len(whole))
+        flipped = bytearray(whole)
+        flipped[position // 8] ^= 1 << position % 8
+        damaged.write_bytes(flipped)
+        attempt(f"bit {position}")
+        damaged.write_bytes(whole[: position // 8])
+        attempt(f"first {position // 8} bytes")
+    for data in (b"", pickle.dumps(Trap(trap)), generator.randbytes(999)):
+        damaged.write_bytes(data)
+        attempt("other content")
+    damaged.unlink()
+    attempt("missing")
+    damaged.mkdir()
+    attempt("a directory")
+    assert accepted == []
+    assert count >= 300
+    assert not trap.exists()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    vi.load(path, net)  # the whole one still loads
+
+
+# What a file with the right hash may say, and what is said of it
+
+
+def with_part(part, value):
+    return lambda tensors, description: (tensors, {**description, part: {"value": encode(value)}})
+
+
+def with_field(field, value):
+    return lambda tensors, description: (tensors, {**description, field: value})
+
+
+def with_tensor(name, change):
+    return lambda tensors, description: ({**tensors, name: change(tensors[name].clone())}, description)
+
+
+def with_value(value, at=0):
+    def change(tensor):
+        tensor.view(-1)[at] = value
+        return tensor
+
+    return change
+
+
+def with_evaluation(index, value):
+    def change(tensors, description):
+        evaluation = list(description["evaluation"])
+        evaluation[index] = value
+        return tensors, {**description, "evaluation": evaluation}
+
+    return change
+
+
+def choices(value, last=None):
+    return encode(({(("outputs", frozenset(), (False,)), "cpu", False): value}, last))
+
+
+BAD = {
+    "a likelihood as the prior": (with_part("prior", vi.likelihoods.Poisson()), "expected a prior, got the likelihood"),
+    "a family as the prior": (with_part("prior", vi.MeanField()), "expected a prior, got the family MeanField"),
+    "a prior as the likelihood": (with_part("likelihood", vi.NormalPrior()), "expected a likelihood, got the prior"),
+    "a prior as the family": (with_part("family", vi.NormalPrior()), "expected a family, got the prior NormalPrior"),
+    "a distribution as the prior": (with_part("prior", td.Normal(0.0, 1.0)), "expected a family, likelihood or prior"),
+    "a number as the family": (with_part("family", 3), "expected a family, likelihood or prior, got 3"),
+    "another prior": (with_part("prior", vi.NormalPrior({"zzz": 1.0})), "no pattern of"),
+    "another prior in a sum": (with_part("prior", vi.NormalPrior() + vi.LaplacePrior({"zzz": 1.0})), "no pattern of"),
+    "another rank": (
+        with_part("family", vi.LowRankNormal(rank=3)),
+        r"factor: .*, 2\] in the file, .*, 3\] here",
+    ),
+    "a rank of 10^9": (with_part("family", vi.LowRankNormal(rank=10**9)), r"1000000000\] here"),
+    "another family": (with_part("family", vi.FullNormal()), "extra: log_diagonal"),
+    "a mixture": (with_part("family", vi.Mixture(vi.MAP(), components=4)), r"extra: raw_logits \[4\]"),
+    "no field": (lambda tensors, d: (tensors, {k: v for k, v in d.items() if k != "held"}), "expected the fields"),
+    "another field": (with_field("more", 1), "expected the fields"),
+    "N = 10^400": (with_field("num_data", 10**400), "num_data must be null or a number of observations, got 1000"),
+    "N = 2^63": (with_field("num_data", 2**63), "num_data must be null or a number of observations"),
+    "N = -1": (with_field("num_data", -1), "num_data must be null or a number of observations, got -1"),
+    "N = 0": (with_field("num_data", 0), "num_data must be null or a number of observations, got 0"),
+    "N = true": (with_field("num_data", True), "num_data must be null or a number of observations, got True"),
+    "N = 12.0": (with_field("num_data", 12.0), "num_data must be null or a number of observations, got 12.0"),
+    "N = NaN": (with_field("num_data", float("nan")), "num_data must be null or a number of observations, got nan"),
+    "dropout": (with_field("dropout", "maybe"), "unknown dropout or batch_norm"),
+    "batch norm": (with_field("batch_norm", ["frozen"]), "unknown dropout or batch_norm"),
+    "forward = 1": (with_field("forward", 1), "forward must be true or false, got 1"),
+    "checkpointed = 0": (
+        with_field("checkpoint_activations", 0),
+        "activations must be true or false, got 0",
+    ),
+    "hashes of others": (with_field("hashes", {"x": "0" * 64}), "a hash for each tensor that is not random"),
+    "no random tensors": (with_field("random", {"dict": []}), "expected random tensors"),
+    "a shape of -1": (with_field("random", encode({"0.bias": ((-1,), "torch.float32")})), "a tensor's shape and dtype"),
+    "a shape of 1.5": (with_field("held", encode({"x": ((1.5,), "torch.float32")})), "a tensor's shape and dtype"),
+    "a dtype of 3": (with_field("random", encode({"0.bias": ((4,), 3)})), "a tensor's shape and dtype"),
+    "the mode": (with_evaluation(0, "fast"), 'evaluation must be "auto", "vmap" or "loop"'),
+    "a chunk of 0": (with_evaluation(1, 0), "chunk must be None or an integer ≥ 1, got 0"),
+    "a chunk of 10^400": (with_evaluation(1, 10**400), "a whole number beyond 64 bits"),
+    "a chunk of true": (with_evaluation(1, True), "chunk must be None or an integer ≥ 1, got True"),
+    "deterministic = 1": (with_evaluation(2, 1), "deterministic must be true, false or null, got 1"),
+    "a record of 3": (with_evaluation(3, 3), "TypeError"),
+    "a record of nothing": (with_evaluation(3, encode(())), "not enough values"),
+    "a record of classes": (
+        with_evaluation(3, encode(({1: vi.MAP()}, None))),
+        "expected no object, got the family",
+    ),
+    "a way of no kind": (with_evaluation(3, choices(("fast", "", 1))), "expected a choice"),
+    "a choice without a reason": (with_evaluation(3, choices(("vmap", 3, 1))), "expected a choice"),
+    "a choice of -1 draws": (with_evaluation(3, choices(("vmap", "", -1))), "expected a choice"),
+    "a choice of 10^30 draws": (with_evaluation(3, choices(("vmap", "", 10**30))), "a whole number beyond 64 bits"),
+    "a last choice of nothing": (with_evaluation(3, choices(("vmap", ""), ("loop", "", 1, 2))), "expected a choice"),
+    "a key of no kind": (with_evaluation(3, encode(({"cpu": ("vmap", "", 1)}, None))), "choices between vmap and loop"),
+    "a mean of NaN": (with_tensor("family.mean", with_value(float("nan"))), "values that are not finite in mean"),
+    "a mean of inf": (with_tensor("family.mean", with_value(float("inf"), -1)), "values that are not finite in mean"),
+    "a scale of NaN": (with_tensor("family.log_scale", with_value(float("nan"))), "not finite in log_scale"),
+    "a scale of exp(100)": (with_tensor("family.log_scale", with_value(100.0)), "log_scale goes up to 100"),
+    "a factor of -inf": (with_tensor("family.factor", with_value(float("-inf"))), "not finite in factor"),
+    "a unit of 0": (with_tensor("family.unit", with_value(0.0)), "scales that are not positive in unit"),
+    "a noise of NaN": (with_tensor("likelihood.log_noise", with_value(float("nan"))), "the likelihood has values"),
+    "a mean in float16": (
+        with_tensor("family.mean", torch.Tensor.half),
+        "must be in torch.float32, but .*float16",
+    ),
+    "a mean in bfloat16": (with_tensor("family.mean", torch.Tensor.bfloat16), "mean in torch.bfloat16"),
+    "a mean in float64": (with_tensor("family.mean", torch.Tensor.double), "mean in torch.float64"),
+    "a mean in int64": (with_tensor("family.mean", torch.Tensor.long), "mean in torch.int64"),
+    "a mean in complex64": (with_tensor("family.mean", lambda t: t.to(torch.complex64)), "mean in torch.complex64"),
+    "a noise in int32": (with_tensor("likelihood.log_noise", torch.Tensor.int), "log_noise in torch.int32"),
+    "a mean of no element": (with_tensor("family.mean", lambda t: t[:0]), r"mean: \[0\] in the file"),
+}
+
+
+def writes_complex():
+    """safetensors before 0.5 does not."""
+    try:
+        checkpoint.serialise({"x": torch.zeros(1, dtype=torch.complex64)})
+    except KeyError:
+        return False
+    return True
+
+
+def test_numbers_that_safetensors_cannot_write_are_named(tmp_path, monkeypatch):
+    def serialise(tensors, metadata=None):
+        raise KeyError(torch.complex64)
+
+    monkeypatch.setattr(checkpoint, "serialise", serialise)
+    with pytest.raises(ValueError, match=r"writes no torch\.complex64, a newer one may"):
+        checkpoint.write(tmp_path / "q", {"x": torch.zeros(1, dtype=torch.complex64)}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_said_of_a_file_with_the_right_hash(tmp_path, name):
+    if "complex64" in name and not writes_complex():
+        pytest.skip("this safetensors writes no complex numbers")
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2), num_data=12)
+    path, net = tmp_path / "q", normalised(seed=1)
+    posterior.save(path)
+    change, message = BAD[name]
+    checkpoint.write(path, *change(*checkpoint.read(path)))
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(vi.CheckpointError, match=message) as caught:
+        vi.load(path, net)
+    assert str(path) in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_parts_of_your_own_have_the_numbers_that_were_saved(tmp_path):
+    path = tmp_path / "q"
+    vi.variationalize(network(), vi.likelihoods.Categorical(), Heavy(), num_data=12).save(path)
+    tensors, description = checkpoint.read(path)
+    checkpoint.write(path, {**tensors, "family.loc": tensors["family.loc"].long()}, description)
+    with pytest.raises(ValueError, match=r"the family \(Heavy\) has other kinds of numbers than were saved, in loc"):
+        vi.load(path, network(), family=Heavy())
+    with pytest.raises(TypeError, match=r"family must be a family such as MeanField\(\), got 3"):
+        vi.load(path, network(), family=3)
+
+
+def test_a_network_in_half_precision_has_a_posterior_in_it(tmp_path):
+    """float16 is refused where the network is in float32, not where it is the network's own."""
+    posterior = vi.variationalize(network(torch.bfloat16), vi.likelihoods.Gaussian("point"), vi.MeanField(), num_data=9)
+    posterior.save(tmp_path / "q")
+    loaded = vi.load(tmp_path / "q", network(torch.bfloat16, seed=1))
+    assert_same_bits([*loaded.family.state_dict().values()], [*posterior.family.state_dict().values()])
+
+
+def fitted(folder):
+    posterior = vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), num_data=12)
+    posterior.fit([data()], epochs=1, checkpoint=folder, progress=False)
+    (path, *_) = folder.glob("fit-*.safetensors")
+    return path.read_bytes()
+
+
+NOT_A_POSTERIOR = {
+    "missing": (lambda path: None, "cannot read .*: No such file or directory"),
+    "empty": (lambda path: path.write_bytes(b""), "is empty"),
+    "a directory": (lambda path: path.mkdir(), "cannot read .*: it is a directory, not a file"),
+    "a pipe": (os.mkfifo, "cannot read .*: it is a pipe, not a file"),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps([1.0] * 99)), "looks like a pickle or a zip"),
+    "torch.save": (lambda path: torch.save(torch.ones(3), path), "looks like a pickle or a zip"),
+    "a checkpoint": (lambda path: path.write_bytes(fitted(path.parent)), "is a checkpoint of a fit, not a posterior"),
+    "another kind": (lambda path: checkpoint.write(path, {}, {"kind": "x" * 99}), "holds no posterior: .* kind 'xxx"),
+    "no kind": (lambda path: checkpoint.write(path, {}, {}), "holds no posterior: its description is of kind None"),
+    "text": (lambda path: path.write_text("import os\n" * 50), "no safetensors file"),
+    "a zero byte": (lambda path: None, "cannot read"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_POSTERIOR)
+def test_what_is_said_of_what_is_no_posterior(tmp_path, name):
+    path = tmp_path / "q"
+    make, message = NOT_A_POSTERIOR[name]
+    make(path)
+    with pytest.raises(vi.CheckpointError, match=message):
+        vi.load(f"{path}\0" if name == "a zero byte" else path, network())
+
+
+DENIED = """
+import os, sys
+import structvi as vi
+from torch import nn
+net = nn.Linear(3, 2)
+if os.geteuid() == 0:
+    os.seteuid(65534)
+try:
+    vi.load(sys.argv[1], net)
+except vi.CheckpointError as error:
+    print(error)
+"""
+
+
+def test_what_is_said_of_a_file_that_may_not_be_read(tmp_path):
+    path = tmp_path / "q"
+    vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), num_data=12).save(path)
+    path.chmod(0)
+    said = python(DENIED, path).stdout
+    assert said == f"cannot read {path}: Permission denied\n"
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    net = nn.Linear(2, 1)
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=10)
+    posterior.save(tmp_path / "posterior.safetensors")
+    before = (tmp_path / "posterior.safetensors").read_bytes()
+    with torch.no_grad():
+        posterior.family.mean[0] = torch.nan
+    with pytest.raises(ValueError, match="the family has values that are not finite"):
+        posterior.save(tmp_path / "posterior.safetensors")
+    assert (tmp_path / "posterior.safetensors").read_bytes() == before

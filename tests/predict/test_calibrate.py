@@ -1,0 +1,426 @@
+"""A temperature and a scale from held-out cases: found, applied only where they gain, consistent, kept and refused."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi import likelihoods as lk
+from structvi.models.calibration import Adjustment, Calibration
+from structvi.predict.cases import KEPT, fingerprint, share_in
+from structvi.predict.metrics import ood_auroc
+from structvi.predict.predictive import Predictive
+
+PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def identity(size, likelihood, dtype=torch.float64, family=None):
+    """A posterior whose network gives back its input, so that its outputs can be chosen."""
+    net = nn.Linear(size, size).to(dtype)
+    with torch.no_grad():
+        net.weight.copy_(torch.eye(size))
+        net.bias.zero_()
+    return vi.variationalize(net, likelihood, vi.MAP() if family is None else family, num_data=100)
+
+
+def labelled(n, temperature, seed=0, C=4, dtype=torch.float64):
+    """Logits of a network that is overconfident by a temperature, and labels."""
+    y = 3 * torch.randn(n, C, generator=seeded(seed), dtype=torch.float64)
+    t = torch.multinomial((y / temperature).softmax(1), 1, generator=seeded(seed + 1)).squeeze(1)
+    return y.to(dtype), t
+
+
+def numbers(n, scale, seed=0):
+    """Predictions, and observations around them whose noise is `scale` times what the likelihood says."""
+    y = torch.randn(n, 1, generator=seeded(seed), dtype=torch.float64)
+    return y, y + scale * 0.5 * torch.randn(n, 1, generator=seeded(seed + 1), dtype=torch.float64)
+
+
+def scaled(dtype=torch.float64):
+    return identity(1, lk.Gaussian(0.5), dtype)
+
+
+def found(kind="temperature", value=1.7):
+    return Calibration(Adjustment(kind, value, 1.0, 0.1, 50))
+
+
+# ------------------------------------------------------------------------------------------------------ what is found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("true", [0.6, 2.0])
+def test_temperature_is_recovered_and_gains_on_fresh_data(true, dtype):
+    """3000 cases: the standard error of log T is about 0.02, by the curvature of the likelihood; four of them."""
+    bayes = identity(4, lk.Categorical(), dtype)
+    result = bayes.calibrate([labelled(3000, true, dtype=dtype)])
+    assert abs(math.log(result.adjustment.value / true)) < 0.08
+    assert result.applied is not None
+    fresh = [labelled(3000, true, seed=7, dtype=dtype)]
+    assert bayes.evaluate(fresh).nlpd < bayes.evaluate(fresh, calibrated=False).nlpd - 0.02
+    assert bayes.evaluate(fresh).ece < bayes.evaluate(fresh, calibrated=False).ece
+    assert f"temperature {result.adjustment.value:.3g}" in bayes.predict(fresh[0][0]).note
+    assert "temperature" in repr(bayes.predict(fresh[0][0]))
+
+
+def test_the_value_is_the_maximum_of_the_likelihood():
+    """Against a fine search in float64: the polynomial through the grid is exact to 1e-5 of log T."""
+    y, t = labelled(400, 1.6)
+    bayes = identity(4, lk.Categorical())
+    value = bayes.calibrate([(y, t)]).adjustment.value
+    u = torch.linspace(-1, 1, 20001, dtype=torch.float64) * 1e-2 + math.log(value)
+    losses = torch.stack([nn.functional.cross_entropy(y / one.exp(), t) for one in u])
+    assert abs(float(u[losses.argmin()]) - math.log(value)) < 1e-5
+
+
+@pytest.mark.parametrize("true", [0.5, 2.0])
+def test_scale_is_recovered_and_gains_on_fresh_data(true):
+    """2000 numbers: the standard error of log c is 1/√4000 = 0.016; four of them."""
+    bayes = scaled()
+    result = bayes.calibrate([numbers(2000, true)])
+    assert result.adjustment.kind == "scale"
+    assert abs(math.log(result.adjustment.value / true)) < 0.064
+    assert result.applied is not None
+    fresh = [numbers(2000, true, seed=7)]
+    before, after = bayes.evaluate(fresh, calibrated=False), bayes.evaluate(fresh)
+    assert after.nlpd < before.nlpd
+    assert after.crps < before.crps
+    assert abs(after.coverage[0.9] - 0.9) < 0.03  # four standard errors, √(0.09/2000) each
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_not_applied_where_there_is_nothing_to_gain(seed):
+    """The predictions are right, so every fitted value is noise: none of 20 sets passes two standard errors."""
+    assert identity(4, lk.Categorical()).calibrate([labelled(440, 1.0, seed=2 * seed)]).applied is None
+    assert scaled().calibrate([numbers(200, 1.0, seed=2 * seed)]).applied is None
+
+
+def test_not_applied_where_the_data_set_no_bound():
+    """No mistake in the held-out data asks for certainty, which the first mistake would pay for."""
+    y = 4 * torch.randn(50, 3, generator=seeded(), dtype=torch.float64)
+    bayes = identity(3, lk.Categorical())
+    result = bayes.calibrate([(y, y.argmax(1))])
+    assert result.applied is None
+    assert "no bound" in str(result)
+    assert bayes.predict(y).note == bayes.predict(y, calibrated=False).note
+
+
+def test_what_is_said():
+    bayes = identity(4, lk.Categorical())
+    assert "applied: held-out gain" in str(bayes.calibrate([labelled(500, 2.0)]))
+    assert "less than 2 standard errors" in str(bayes.calibrate([labelled(500, 1.0)]))
+    split = bayes.calibrate([labelled(500, 2.0)], conformal=True)
+    assert "conformal sets of labels from 250 cases: levels up to 0.996" in str(split)
+    assert "one half of the cases" in str(split)
+
+
+def test_pixels_count_by_case():
+    """200 cases of 64 equal pixels say as much as 200 labels: the standard error is over cases."""
+    y, t = labelled(200, 1.4, C=2)
+    alone = identity(2, lk.Categorical()).calibrate([(y, t)]).adjustment
+    net = nn.Conv2d(2, 2, 1).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.eye(2).reshape(2, 2, 1, 1))
+        net.bias.zero_()
+    bayes = vi.variationalize(net, lk.Categorical(), vi.MAP(), num_data=9)
+    pictures = y.reshape(200, 2, 1, 1).expand(200, 2, 8, 8), t.reshape(200, 1, 1).expand(200, 8, 8)
+    many = bayes.calibrate([pictures]).adjustment
+    assert many.value == pytest.approx(alone.value, rel=1e-6)
+    # the folds are dealt by a hash of the case, and differ: the errors agree as far as values of folds do
+    assert many.error == pytest.approx(alone.error, rel=0.1)
+    assert many.cases == 200
+
+
+@pytest.mark.parametrize("how", ["mask", "ignore"])
+def test_what_was_not_observed_takes_no_part(how):
+    y, t = labelled(600, 2.0)
+    junk = t.clone()
+    junk[400:] = 0 if how == "mask" else 255
+    mask = torch.arange(600) < 400
+    bayes = identity(4, lk.Categorical(ignore_index=None if how == "mask" else 255))
+    batch = (y, (junk, mask)) if how == "mask" else (y, junk)
+    part = bayes.calibrate([batch], conformal=None)
+    whole = identity(4, lk.Categorical()).calibrate([(y[:400], t[:400])])
+    assert part.adjustment.cases == 400
+    assert part.adjustment.value == pytest.approx(whole.adjustment.value, rel=1e-12)
+
+
+def test_draws_in_chunks_and_batches_do_not_matter():
+    y, t = labelled(300, 2.0)
+    values = []
+    for batches in ([(y, t)], [(y[200:], t[200:]), (y[:200], t[:200])]):
+        bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.1))
+        values.append(bayes.calibrate(batches, draws=40).adjustment)
+    assert values[0].value == pytest.approx(values[1].value, rel=1e-9)
+    assert values[0].gain == pytest.approx(values[1].gain, rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------- the calibrated predictive
+
+
+def predictive(kind, dtype=torch.float64):
+    weights = torch.tensor([0.2, 0.5, 0.3], dtype=dtype)
+    y = 2 * torch.randn(3, 7, 4, generator=seeded(), dtype=dtype)
+    likelihood = {"label": lk.Categorical(), "binary": lk.Bernoulli(), "number": lk.Gaussian(0.7)}[kind]
+    return Predictive(y, weights, likelihood)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.4, 3.0])
+@pytest.mark.parametrize("kind", ["label", "binary"])
+def test_tempered_probabilities(kind, value, dtype):
+    """All that is asked of the mixture agrees with p̄^(1/T), to rounding."""
+    close = {"rtol": 0, "atol": 1e-12 if dtype is torch.float64 else 2e-6}
+    plain = predictive(kind, dtype)
+    pred = plain.calibrated(found(value=value))
+    p = plain.mean if kind == "label" else torch.stack([1 - plain.mean, plain.mean], 1)
+    q = p ** (1 / value) / (p ** (1 / value)).sum(1, keepdim=True)
+    torch.testing.assert_close(pred.mean, q if kind == "label" else q[:, 1], **close)
+    torch.testing.assert_close(pred.entropy, -(q * q.log()).sum(1), **close)
+    torch.testing.assert_close(pred.mutual_information, pred.entropy - pred.expected_entropy, **close)
+    assert bool((pred.mutual_information <= plain.mutual_information + 1e-6).all())
+    torch.testing.assert_close(pred.variance, pred.mean * (1 - pred.mean), **close)
+    t = torch.zeros(7, dtype=torch.long) if kind == "label" else torch.zeros(7, 4, dtype=dtype)
+    torch.testing.assert_close(pred.log_prob(t), q[:, 0].log(), **close)
+    torch.testing.assert_close(pred.distribution().log_prob(t), q[:, 0].log(), **close)
+    torch.testing.assert_close(pred.joint_log_prob(t[:1].expand_as(t)).isfinite().all(), torch.tensor(True))
+    torch.testing.assert_close(pred.outputs, plain.outputs)
+    torch.testing.assert_close(plain.calibrated(found(value=value)).calibrated(found(value=value)).mean, pred.mean)
+
+
+def test_samples_of_tempered_labels():
+    pred = predictive("label").calibrated(found(value=3.0))
+    n = 20000
+    share = torch.nn.functional.one_hot(pred.sample(n, seeded()), 4).double().mean(0)
+    assert float((share - pred.mean).abs().max()) < 4 * math.sqrt(0.25 / n)  # four standard errors at most
+
+
+def test_certain_and_impossible_labels():
+    """Logits of ±200 in float32, and classes that no draw has."""
+    y = torch.tensor([[[200.0, 0.0, -200.0]], [[200.0, 0.0, -torch.inf]], [[200.0, 0.0, -200.0]]])
+    pred = Predictive(y, torch.full((3,), 1 / 3), lk.Categorical()).calibrated(found(value=2.0))
+    torch.testing.assert_close(pred.log_prob(torch.tensor([1])), torch.tensor([-100.0]))
+    assert pred.mean.isfinite().all()
+    none = Predictive(torch.tensor([[[1.0, 0.0, -torch.inf]]]), torch.ones(1), lk.Categorical())
+    assert none.calibrated(found(value=2.0)).mean[0, 2] == 0
+    even = Predictive(torch.zeros(2, 3, 4), torch.full((2,), 0.5), lk.Categorical()).calibrated(found(value=2.0))
+    torch.testing.assert_close(even.mean, torch.full((3, 4), 0.25))
+    sure = Predictive(torch.full((2, 3, 1), 300.0), torch.full((2,), 0.5), lk.Bernoulli()).calibrated(found(value=2.0))
+    torch.testing.assert_close(sure.log_prob(torch.zeros(3, 1)), torch.full((3, 1), -150.0))
+
+
+def test_scaled_numbers():
+    plain = predictive("number")
+    pred = plain.calibrated(found("scale", 2.0))
+    torch.testing.assert_close(pred.mean, plain.mean)
+    for part in ("epistemic", "aleatoric", "variance"):
+        torch.testing.assert_close(getattr(pred, part), 4 * getattr(plain, part))
+    t = plain.mean + 0.3
+    torch.testing.assert_close(pred.log_prob(t), plain.log_prob(plain.mean + 0.15) - math.log(2))
+    torch.testing.assert_close(pred.cdf(t), plain.cdf(plain.mean + 0.15))
+    torch.testing.assert_close(pred.quantile(0.9) - pred.mean, 2 * (plain.quantile(0.9) - plain.mean))
+    torch.testing.assert_close(pred.crps(t), 2 * plain.crps(plain.mean + 0.15))
+    torch.testing.assert_close(pred.function_variance, plain.function_variance)
+
+
+def test_evaluate_is_that_of_predict():
+    y, t = labelled(60, 2.0)
+    bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.3))
+    bayes.calibration = found()
+    metrics = bayes.evaluate([(y, t)], draws=20, generator=seeded())
+    assert metrics.nlpd == pytest.approx(-float(bayes.predict(y, 20, generator=seeded()).log_prob(t).mean()), rel=1e-12)
+    assert ood_auroc(bayes, [y], [9 * y], "mutual_information", 20, generator=seeded()) > 0
+    number = identity(1, lk.Gaussian(0.5), family=vi.MeanField(initial_scale=0.3))
+    number.calibration = found("scale", 1.5)
+    x, u = numbers(50, 1.0)
+    pred = number.predict(x, 20, generator=seeded())
+    metrics = number.evaluate([(x, u)], draws=20, generator=seeded())
+    assert metrics.crps == pytest.approx(float(pred.crps(u).mean()), rel=1e-9)
+
+
+def test_tiles_are_calibrated():
+    bayes = vi.variationalize(nn.Conv2d(1, 2, 1), lk.Categorical(), vi.MeanField(), num_data=9)
+    bayes.calibration = found()
+    volume = torch.randn(1, 8, 8, generator=seeded())
+    whole = bayes.predict(volume.unsqueeze(0), 8, generator=seeded()).mean[0]
+    for (rows, columns), pred in vi.predict_tiles(bayes, volume, (4, 4), draws=8, generator=seeded()):
+        torch.testing.assert_close(pred.mean[0], whole[:, rows, columns])
+        assert "temperature" in pred.note
+
+
+def test_another_function_is_not_calibrated():
+    bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.3))
+    bayes.calibration = found()
+    pred = bayes.predict(torch.zeros(2, 4, dtype=torch.float64), 4, linearise=True)
+    assert pred.calibration is None
+    assert "not calibrated" in pred.note
+
+
+def test_a_fit_drops_it():
+    bayes = identity(1, lk.Gaussian(0.5), family=vi.MeanField())
+    bayes.calibration = found("scale")
+    bayes.fit([numbers(20, 1.0)], steps=1, progress=False)
+    assert bayes.calibration is None
+    assert bayes.last_fit is not None
+
+
+# ------------------------------------------------------------------------------------------------------------- the data
+
+
+def test_fingerprints_know_cases():
+    x, t = torch.randn(3000, 5, generator=seeded()), torch.arange(3000)
+    whole = fingerprint([(x, t)])
+    shuffled = DataLoader(TensorDataset(x, t), batch_size=77, shuffle=True)
+    assert fingerprint(shuffled) == whole
+    assert len(whole.split(",")) == KEPT
+    assert share_in(fingerprint([(x[:900], t[:900])]), whole) == 1
+    assert share_in(whole, fingerprint([(x[:1500], t[:1500])])) == pytest.approx(0.5, abs=0.1)  # 4.5 standard errors
+    assert share_in(fingerprint([(x + 1, t)]), whole) == 0
+
+
+def test_data_that_served_another_choice_are_refused():
+    data, other = [labelled(100, 1.0)], [labelled(100, 1.0, seed=9)]
+    bayes = identity(4, lk.Categorical())
+    with pytest.raises(ValueError, match="conformal=True, which splits"):
+        bayes.calibrate(data, conformal=[(data[0][0][50:], data[0][1][50:])])
+    bayes.chosen_on = fingerprint(data)
+    for conformal in (data, True):
+        with pytest.raises(ValueError, match="the fit chose on"):
+            bayes.calibrate(other if conformal is data else data, conformal=conformal)
+    assert "optimistic" in str(bayes.calibrate(data, conformal=other))
+    assert bayes.calibration.conformal.cases == 100
+
+
+@pytest.mark.parametrize(
+    ("validation", "options", "message"),
+    [
+        (None, {}, "give held-out data"),
+        ([labelled(5, 1.0)], {}, "at least 10 held-out cases, got 5"),
+        ([], {}, "no batch"),
+        ((one for one in [labelled(50, 1.0)]), {}, "no generator"),
+        (TensorDataset(torch.zeros(3)), {}, "wrap a data set"),
+        ([(torch.full((20, 4), torch.nan).double(), torch.zeros(20).long())], {}, "not finite"),
+        ([labelled(50, 1.0)], {"seed": -1}, "seed must be"),
+    ],
+)
+def test_bad_data(validation, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        identity(4, lk.Categorical()).calibrate(validation, **options)
+
+
+def test_other_likelihoods_have_conformal_intervals_only():
+    x = torch.randn(100, 1, generator=seeded()).double()
+    data = [(x, torch.poisson(x.exp(), generator=seeded()).long())]
+    bayes = identity(1, lk.Poisson())
+    with pytest.raises(ValueError, match="Poisson has neither a temperature nor a scale"):
+        bayes.calibrate(data)
+    result = bayes.calibrate(data, conformal=True)
+    assert result.conformal.cases == 100
+    low, high = bayes.predict(x).conformal(0.9)
+    assert bool((low < high).all())
+    plain = vi.variationalize(nn.Linear(1, 1), lambda y, t: -((y - t) ** 2), num_data=9)
+    with pytest.raises(TypeError, match="plain function"):
+        plain.calibrate([(torch.zeros(20, 1), torch.zeros(20, 1))])
+
+
+# -------------------------------------------------------------------------------------------------------------- a file
+
+
+def test_saved_and_loaded(tmp_path):
+    bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.1))
+    bayes.calibrate([labelled(400, 2.0)], conformal=[labelled(300, 2.0, seed=5)])
+    bayes.chosen_on = fingerprint([labelled(20, 1.0)])
+    bayes.save(tmp_path / "file")
+    again = vi.load(tmp_path / "file", nn.Linear(4, 4).double())
+    assert again.calibration.described() == bayes.calibration.described()
+    assert again.chosen_on == bayes.chosen_on
+    assert torch.equal(again.calibration.conformal.values, bayes.calibration.conformal.values)
+    x = labelled(50, 2.0, seed=3)[0]
+    a, b = (one.predict(x, generator=seeded()) for one in (bayes, again))
+    assert torch.equal(a.mean, b.mean)
+    assert torch.equal(a.conformal(0.9), b.conformal(0.9))
+
+
+def write_changed(bayes, path, monkeypatch, **fields):
+    """A file that says something else of its calibration."""
+    changed = {**bayes.calibration.described(), **{k: v for k, v in fields.items() if k != "values"}}
+    monkeypatch.setattr(Calibration, "described", lambda self: changed)
+    if "values" in fields:
+        object.__setattr__(bayes.calibration.conformal, "values", fields["values"])
+    bayes.save(path)
+    monkeypatch.undo()
+
+
+HOSTILE = {
+    "kind": {"adjustment": ["code", 1.5, 0.1, 0.01, 50]},
+    "value": {"adjustment": ["temperature", 0.0, 0.1, 0.01, 50]},
+    "nan": {"adjustment": ["temperature", math.nan, 0.1, 0.01, 50]},
+    "text": {"adjustment": ["temperature", "1.5", 0.1, 0.01, 50]},
+    "gain": {"adjustment": ["temperature", 1.5, math.inf, 0.01, 50]},
+    "error": {"adjustment": ["temperature", 1.5, 0.1, -0.01, 50]},
+    "cases": {"adjustment": ["temperature", 1.5, 0.1, 0.01, -50]},
+    "short": {"adjustment": ["temperature"]},
+    "form": {"conformal": ["pickle", 60]},
+    "many": {"conformal": ["label", 2**60]},
+    "other size": {"conformal": ["label", 61]},
+    "none": {"conformal": None},
+    "of numbers": {"adjustment": ["scale", 1.5, 0.1, 0.01, 50]},
+    "scores of numbers": {"conformal": ["number", 60]},
+    "draws": {"draws": 0},
+    "field": {"more": 1},
+    "unsorted": {"values": torch.linspace(1, 0, 60, dtype=torch.float64)},
+    "not finite": {"values": torch.full((60,), math.nan, dtype=torch.float64)},
+    "below": {"values": torch.linspace(-1, 1, 60, dtype=torch.float64)},
+    "above": {"values": torch.linspace(0, 2, 60, dtype=torch.float64)},
+    "dtype": {"values": torch.linspace(0, 1, 60)},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_files(what, tmp_path, monkeypatch):
+    bayes = identity(4, lk.Categorical())
+    bayes.calibrate([labelled(60, 2.0)], conformal=[labelled(60, 2.0, seed=5)])
+    write_changed(bayes, tmp_path / "file", monkeypatch, **HOSTILE[what])
+    with pytest.raises(vi.CheckpointError):
+        vi.load(tmp_path / "file", nn.Linear(4, 4).double())
+
+
+@pytest.mark.parametrize("text", ["", "zz", "0123456z", 7, "01234567," * 600, "01234567,"])
+def test_hostile_fingerprints(text, tmp_path):
+    bayes = identity(4, lk.Categorical())
+    bayes.chosen_on = text
+    bayes.save(tmp_path / "file")
+    if text == "":
+        return
+    with pytest.raises(vi.CheckpointError, match="fingerprint"):
+        vi.load(tmp_path / "file", nn.Linear(4, 4).double())
+
+
+@pytest.mark.parametrize("kind", ["temperature", "scale"])
+def test_exported(kind):
+    from structvi.integrations.export import export_predictive
+
+    likelihood = lk.Categorical() if kind == "temperature" else lk.Gaussian(0.5)
+    bayes = identity(3, likelihood, torch.float32, vi.MeanField(initial_scale=0.3))
+    bayes.calibration = found(kind)
+    x = torch.randn(5, 3, generator=seeded())
+    program = export_predictive(bayes, x, draws=4, generator=seeded()).module()
+    pred = bayes.predict(x, 4, generator=seeded())
+    if kind == "temperature":
+        torch.testing.assert_close(program(x), pred.mean)
+    else:
+        torch.testing.assert_close(program(x), (pred.mean, pred.variance))
+
+
+def test_the_page_runs_as_written(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    exec(compile(block, "docs/calibration.md", "exec"), {})
+    assert "conformal sets of labels from 300 cases" in capsys.readouterr().out

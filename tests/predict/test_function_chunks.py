@@ -1,0 +1,418 @@
+"""Predictions in function space, the default of linearised posteriors: against closed form and drawn weights."""
+
+from math import pi
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal, Normal
+
+import structvi as vi
+from structvi.families.normal_parts import weighted_normals
+from structvi.predict.function_chunks import POINTS, FunctionChunks
+from structvi.predict.function_space import jacobians
+from structvi.predict.layer_moments import LayerMoments
+from structvi.predict.metrics import ood_auroc
+
+lk = vi.likelihoods
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def network(inputs=3, outputs=2, norm=True):
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.LayerNorm(6)] if norm else [nn.Tanh()]
+    net = nn.Sequential(nn.Linear(inputs, 6), *middle, nn.Linear(6, outputs))
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    return net.double().eval()
+
+
+class Turned(nn.Module):
+    """The weight is used twice, once not by its layer: a Jacobian is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(x)) @ self.layer.weight)
+
+
+class Named(nn.Module):
+    """Layers called by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(input=torch.tanh(self.layer(input=x)))
+
+
+class Where(nn.Module):
+    """For some rows the weight is used past its layer: the others do not show it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        own = torch.tanh(self.layer(x))
+        return self.head(torch.where(x[:, :1] > 2.0, own @ self.layer.weight, own))
+
+
+def doubling():
+    """A hook of the user's makes another layer of it."""
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False))
+    net[0].register_forward_hook(lambda module, given, out: 2 * out)
+    return net
+
+
+def fitted(net, likelihood=None, family=None, scale=0.3, **options):
+    bayes = vi.variationalize(
+        net, likelihood or lk.Categorical(), family or vi.LowRankPrecision(3), num_data=10, linearise=True, **options
+    )
+    with torch.no_grad():  # away from θ₀, with columns
+        generator = seeded(1)
+        for name, parameter in bayes.family.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if "log_scale" in name:
+                parameter.copy_(torch.tensor(scale).log() + 0.2 * noise)
+            else:
+                parameter.add_(0.1 * noise)
+    return bayes
+
+
+X = torch.randn(7, 3, generator=seeded(5), dtype=torch.float64)
+
+
+def close(a, b):
+    """To rounding, and to that of the parameter of a learned noise, which is of single precision."""
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankPrecision(3), vi.LowRankNormal(2), vi.FullNormal()])
+def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
+    noise = 0.005  # far below the spread of the outputs: at points a density would be grainy
+    bayes = fitted(network(outputs=1), lk.Gaussian(noise), family)
+    pred = bayes.predict(X, generator=seeded())
+    assert (pred.draws, pred.note) == (POINTS, "in function space")
+    mean, covariance = bayes.output_moments(X)
+    exact = Normal(mean, (covariance[:, 0] + noise**2).sqrt())
+    assert exact.scale.min() > 10 * noise
+    t = mean + 0.7
+    close(pred.mean, mean)
+    close(pred.function_mean, mean)
+    close(pred.epistemic, covariance[:, 0])
+    close(pred.function_variance, covariance[:, 0])
+    close(pred.std, exact.scale)
+    close(pred.log_prob(t), exact.log_prob(t))
+    close(pred.cdf(t), exact.cdf(t))
+    close(pred.quantile(0.9), exact.icdf(torch.tensor(0.9, dtype=torch.float64)))
+    close(pred.distribution().log_prob(t), exact.log_prob(t))
+    z = (t - mean) / exact.scale
+    unit = Normal(0.0, 1.0)
+    close(pred.crps(t), exact.scale * (z * (2 * unit.cdf(z) - 1) + 2 * unit.log_prob(z).exp() - pi**-0.5))
+    # the draws are there still, evenly spread
+    drawn = pred.components.mean
+    torch.testing.assert_close(drawn.var(0, correction=0), covariance[:, 0], rtol=0.03, atol=0.0)
+    # 64 draws of weights are far off
+    assert (bayes.predict(X, 64, generator=seeded()).log_prob(t) - exact.log_prob(t)).abs().max() > 0.1
+
+
+def mixture_of(family):
+    """A posterior, and under each of its normals weight, mean and variance of the output, by dense Jacobians."""
+    bayes = fitted(network(outputs=1), lk.Gaussian(0.05), family)
+    theta = bayes.model.linearised_at
+    J = torch.cat([one for _, one in jacobians(bayes, theta, X)]).squeeze(1)  # [B, P]
+    moments = []
+    for weight, normal in weighted_normals(bayes.family()):
+        mean = bayes.net(X).flatten() + J @ (normal.mean - theta)
+        moments.append((weight, mean.detach(), (J @ normal.covariance() @ J.mT).diagonal().detach()))
+    return bayes, moments
+
+
+@pytest.mark.parametrize("family", [vi.ScaleMixture(2, 3), vi.Mixture(vi.LowRankPrecision(1), 2)], ids=repr)
+def test_mixtures_of_normals_are_mixtures_in_function_space(family):
+    bayes, moments = mixture_of(family)
+    pred = bayes.predict(X, generator=seeded())
+    assert pred.note == "in function space"
+    assert pred.by_input
+    weights, means, variances = (torch.as_tensor([*own]) if k == 0 else torch.stack(own)
+                                 for k, own in enumerate(zip(*moments, strict=True)))  # fmt: skip
+    mean = weights.double() @ means
+    variance = weights.double() @ (variances + (means - mean).square())
+    close(pred.mean.flatten(), mean)
+    close(pred.epistemic.flatten(), variance)
+    t = mean + 0.3
+    exact = [w * Normal(m, (v + 0.05**2).sqrt()).log_prob(t).exp() for w, m, v in moments]
+    close(pred.log_prob(t.unsqueeze(1)).flatten(), sum(exact).log())
+    found = bayes.output_moments(X)
+    close(found.mean.flatten(), mean)
+    close(found.covariance.flatten(), variance)
+
+
+def test_classes_of_a_scale_mixture_are_those_of_its_draws():
+    bayes = fitted(network(), lk.Categorical(), vi.ScaleMixture(2, 4))
+    pred, drawn = bayes.predict(X, generator=seeded()), bayes.predict(X, 40_000, generator=seeded())
+    assert pred.draws == POINTS  # 64 for each part
+    # 10,000 draws of each part: a probability has a standard error below 0.0025
+    torch.testing.assert_close(pred.mean, drawn.mean, rtol=0.0, atol=0.012)
+
+
+def test_gaussian_noise_that_is_learned_several_outputs_masks_and_a_scale():
+    bayes = fitted(network(), lk.Gaussian("point", initial=0.02))
+    mean, covariance = bayes.output_moments(X)
+    scale = (covariance.diagonal(dim1=1, dim2=2) + 0.02**2).sqrt()
+    t = mean + scale * torch.randn(mean.shape, generator=seeded(3), dtype=torch.float64)
+    seen = t > mean
+    expected = Normal(mean, scale).log_prob(t)
+    close(bayes.predict(X).log_prob((t, seen)), expected * seen)
+    metrics = bayes.evaluate([(X[:3], t[:3]), (X[3:], t[3:])], levels=(0.5,))
+    assert metrics.nlpd == pytest.approx(-float(expected.mean()), rel=1e-6)
+    assert metrics.crps == pytest.approx(float(bayes.predict(X).crps(t).mean()), rel=1e-6)
+    # the scale of normal predictions is the root mean square of (t − mean)/sd
+    x = torch.randn(200, 3, generator=seeded(8), dtype=torch.float64)
+    mean, covariance = bayes.output_moments(x)
+    scale = (covariance.diagonal(dim1=1, dim2=2) + 0.02**2).sqrt()
+    z = 3 * torch.randn(mean.shape, generator=seeded(4), dtype=torch.float64)
+    found = bayes.calibrate([(x, mean + scale * z)]).applied
+    assert found is not None
+    assert found.value == pytest.approx(float(z.square().mean().sqrt()), rel=1e-5)  # between points of its grid
+    pred = bayes.predict(x)
+    close(pred.std, found.value * scale)
+    close(pred.log_prob(mean), Normal(mean, found.value * scale).log_prob(mean))
+    close(pred.variance, pred.epistemic + pred.aleatoric)
+    low, high = pred.interval(0.9)
+    close(high - low, 2 * 1.6448536269514722 * found.value * scale)
+
+
+def test_noise_from_a_head_depends_on_the_outputs_and_is_averaged_over_points():
+    bayes = fitted(network(), lk.Gaussian("head"))
+    pred, t = bayes.predict(X), torch.zeros(7, 1, dtype=torch.float64)
+    close(pred.log_prob(t), pred.components.log_prob(t).logsumexp(0) - torch.tensor(float(POINTS)).log())
+
+
+#: rows that tell nothing of a network come first: with zeros a weight has no gradient
+ODD = torch.cat([torch.zeros(2, 3, dtype=torch.float64), X, torch.full((1, 3), 3.0, dtype=torch.float64), X])
+
+
+@pytest.mark.parametrize(
+    ("net", "by_layers"),
+    [(network(), True), (network(norm=False), True), (Named(), True), (Turned(), False), (Where(), False),
+     (doubling(), False)],
+    ids=["norms", "plain", "by keyword", "turned", "where", "hooked"],
+)  # fmt: skip
+@pytest.mark.parametrize("x", [X, ODD], ids=["plain", "odd"])
+def test_moments_of_layers_are_those_of_jacobians(net, by_layers, x):
+    bayes = fitted(net.double())
+    chunks = FunctionChunks(bayes)
+    assert chunks.suits(x)
+    assert isinstance(chunks.layers, LayerMoments) == by_layers
+    mean, covariance = (torch.cat(part) for part in zip(*(one for (one,) in chunks._moments(x)), strict=True))
+    expected = bayes.output_moments(x)
+    torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
+
+
+def test_without_columns_layers_serve_as_well():
+    bayes = fitted(network(outputs=5), family=vi.MeanField())  # five outputs: too many for Jacobians
+    chunks = FunctionChunks(bayes)
+    assert chunks.suits(X)
+    assert chunks.layers is not None
+    mean, covariance = (torch.cat(part) for part in zip(*(one for (one,) in chunks._moments(X)), strict=True))
+    expected = bayes.output_moments(X)
+    torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
+    assert bayes.predict(X).note == "in function space"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_input_that_is_not_finite_spoils_no_other(bad):
+    bayes, x = fitted(network(outputs=5)), X.clone()
+    x[3, 0] = bad
+    pred, expected = (bayes.predict(one, generator=seeded()) for one in (x, X))
+    assert pred.note == "in function space"
+    assert pred.mean[3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6]
+    torch.testing.assert_close(pred.mean[others], expected.mean[others], rtol=1e-9, atol=1e-12)
+
+
+def test_in_inference_mode_it_is_the_same():
+    nets = [network(outputs=5), nn.Sequential(nn.Conv1d(3, 2, 1), nn.Flatten()).double()]  # layers, and Jacobians
+    for bayes, x in zip([fitted(net) for net in nets], (X, X.unsqueeze(-1)), strict=True):
+        expected = bayes.predict(x, generator=seeded())
+        with torch.inference_mode():
+            made_inside = x + 0.0
+            for given in (x, made_inside):
+                pred = bayes.predict(given, generator=seeded())
+                assert pred.note == "in function space"
+                assert torch.equal(pred.outputs, expected.outputs)
+            assert torch.is_inference_mode_enabled()
+
+
+def test_classes_are_those_of_many_draws():
+    bayes = fitted(network(outputs=4))
+    mean, covariance = bayes.output_moments(X)
+    logits = MultivariateNormal(mean, covariance).expand((len(X),)).sample((100_000,))
+    expected = logits.softmax(-1).mean(0)  # its standard error is at most .5/√100,000 = .0016
+    pred = bayes.predict(X, generator=seeded())
+    error = (pred.mean - expected).abs().max()
+    assert error < 0.01  # 256 Sobol points of four dimensions; independent draws have .5/√256 = .03
+    weights = bayes.predict(X, 20_000, chunk=5000, generator=seeded()).mean
+    assert (pred.mean - weights).abs().max() < 0.02  # of drawn weights three standard errors are .5·3/√20,000 = .011
+
+
+def test_evaluate_and_ood_take_the_first_batch_and_lose_none():
+    bayes = fitted(network(outputs=1), lk.Gaussian(0.5))
+    t = bayes.output_moments(X).mean + 0.1
+    batches = [(X[:3], t[:3]), (X[3:], t[3:])]
+    expected = bayes.predict(X, generator=seeded())
+    for loader in (batches, iter(batches)):
+        metrics = bayes.evaluate(loader, generator=seeded(), progress=False)
+        assert (metrics.count, metrics.draws) == (7, POINTS)
+        assert metrics.nlpd == pytest.approx(-expected.log_prob(t).mean().item(), rel=1e-9)
+    assert bayes.evaluate(batches, passes=16, progress=False).draws == 16
+    far = 50 * X
+    assert ood_auroc(bayes, iter([X]), [far], "epistemic") == ood_auroc(bayes, [X], [far], "epistemic")
+
+
+def test_a_mixture_is_the_average_of_its_members():
+    nets = [network(outputs=1), network(outputs=1, norm=False)]
+    members = [fitted(net, lk.Gaussian(0.5)) for net in nets]
+    mixture = vi.Ensemble(members)
+    pred = mixture.predict(X, generator=seeded())
+    assert pred.note == "2 networks, in function space"
+    assert pred.draws == POINTS
+    t, exact = torch.zeros(7, 1, dtype=torch.float64), []
+    for one in members:
+        mean, covariance = one.output_moments(X)
+        exact.append(Normal(mean, (covariance[:, 0] + 0.25).sqrt()).log_prob(t))
+    expected = torch.stack(exact).logsumexp(0) - torch.tensor(2.0).log()
+    close(pred.log_prob(t), expected)
+    moments = [one.output_moments(X) for one in members]
+    apart = (moments[0].mean - moments[1].mean) / 2
+    close(pred.mean, (moments[0].mean + moments[1].mean) / 2)
+    close(pred.epistemic, (moments[0].covariance + moments[1].covariance)[:, 0] / 2 + apart.square())
+    assert mixture.evaluate([(X, t)]).nlpd == pytest.approx(-float(expected.mean()), rel=1e-6)
+    with pytest.raises(ValueError, match="predict\\(x, draws=64\\)"):
+        pred.sample()
+
+
+def test_what_is_of_all_inputs_together_wants_drawn_weights():
+    bayes = fitted(network(outputs=1), lk.Gaussian(0.5))
+    pred, t = bayes.predict(X), torch.zeros(7, 1, dtype=torch.float64)
+    for call in (lambda: pred.sample(3), lambda: pred.joint_log_prob(t)):
+        with pytest.raises(ValueError, match=r"in function space: predict\(x, draws=64\)"):
+            call()
+    drawn = bayes.predict(X, draws=64)
+    assert drawn.sample(3).shape == (3, 7, 1)
+    assert drawn.joint_log_prob(t).shape == ()
+
+
+class Wide(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).repeat(1, 30)
+
+
+class Mixing(nn.Linear):
+    """Rows depend on each other."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+class Hidden(nn.Module):
+    """No derivative of its first layer is seen backwards, and draws of it change the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            inner = torch.tanh(self.layer(x))
+        return self.head(inner)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return {"a": super().forward(x)}
+
+
+def by_hand(net, batch):
+    return net(batch["x"]), batch.get("t")
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+
+
+WITHOUT = {
+    "drawn weights": lambda: (vi.variationalize(network(), lk.Categorical(), vi.MeanField(), num_data=9), X, {}),
+    "asked not to": lambda: (fitted(network()), X, {"linearise": False}),
+    "many outputs": lambda: (fitted(Wide(3, 2).double()), X, {}),
+    "no tensor": lambda: (fitted(Pair(3, 2).double(), lambda y, t: y["a"][:, 0]), X, {}),
+    "rows together": lambda: (fitted(Mixing(3, 2).double()), X, {}),
+    "no_grad": lambda: (fitted(Hidden().double()), X, {}),
+    "forward=": lambda: (fitted(network(), forward=by_hand), {"x": X}, {}),
+    "reestimated": lambda: (fitted(network(), batch_norm="reestimated"), X, {"reference": X}),
+    "dropout": lambda: (fitted(dropping(), dropout="on"), X, {}),
+    "coupling": lambda: (fitted(network()), X, {"coupling": vi.paired}),
+    "random noise": lambda: (fitted(network(outputs=1), lk.Gaussian("random")), X, {}),
+    "no normal": lambda: (fitted(network(), family=vi.MCDropout(0.5)), X, {}),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_elsewhere_weights_are_drawn_as_before(case):
+    bayes, x, options = WITHOUT[case]()
+    pred, expected = (bayes.predict(x, draws, generator=seeded(), **options) for draws in (None, 64))
+    assert not pred.by_input
+    assert "function space" not in pred.note
+    torch.testing.assert_close(pred.outputs, expected.outputs, rtol=0.0, atol=0.0)
+    assert pred.draws == expected.draws
+
+
+def test_nothing_is_random_but_the_points():
+    bayes, state = fitted(network()), torch.get_rng_state()
+    one, two = (bayes.predict(X, generator=seeded(3)).outputs for _ in range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(one, bayes.predict(X, generator=seeded(4)).outputs)
+    # an input's prediction is its own: others beside it change nothing
+    torch.testing.assert_close(bayes.predict(X[2:3], generator=seeded(3)).outputs, one[:, 2:3], rtol=1e-9, atol=1e-12)
+
+
+def test_outputs_without_an_axis_and_linearise_asked_for():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
+    bayes = vi.variationalize(net, lk.Gaussian(0.5), vi.MeanField(), num_data=9)
+    assert bayes.predict(X).note == ""
+    pred = bayes.predict(X, linearise=True)
+    assert pred.note == "in function space"
+    assert pred.mean.shape == (7,)
+    torch.testing.assert_close(pred.epistemic, bayes.output_moments(X).covariance[:, 0, 0])
+
+
+def test_a_calibration_of_one_way_is_used_by_the_other():
+    bayes = fitted(network(), scale=0.05)
+    x = torch.randn(200, 3, generator=seeded(8), dtype=torch.float64)
+    t = torch.randint(2, (200,), generator=seeded(9))  # labels that the network knows nothing of: it is far too sure
+    found = bayes.calibrate([(x[:100], t[:100])], conformal=[(x[100:], t[100:])])
+    assert found.draws == POINTS
+    assert found.applied is not None
+    value = found.applied.value
+    again = bayes.calibrate([(x[:100], t[:100])], draws=2000)
+    assert again.applied is not None
+    assert again.applied.value == pytest.approx(value, rel=0.05)  # the same but for Monte Carlo error
+    both = [bayes.predict(x, draws, generator=seeded()) for draws in (None, 2000)]
+    assert both[0].note.startswith("in function space, temperature")
+    assert (both[0].mean - both[1].mean).abs().max() < 0.02  # of 2000 draws three standard errors are .03 at most

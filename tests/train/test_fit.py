@@ -1,0 +1,752 @@
+"""The fit: it reaches the closed form, its options do what they say, and it ends cleanly whatever happens."""
+
+import inspect
+import signal
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import structvi as vi
+from structvi.objective import full_elbo
+from structvi.train.adam import FACTOR_RATE
+from structvi.train.batches import Batches
+from structvi.train.optimizers import make_optimizer
+from structvi.train.options import KL_WARMUP
+from structvi.train.progress import Progress
+from structvi.train.schedule import Schedule
+from structvi.train.verdict import trend
+
+N, D, NOISE = 60, 3, 0.5
+
+
+def data(n=N, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, D, generator=g, dtype=torch.float64)
+    x[:, 1] += 0.8 * x[:, 0]  # correlated inputs: a correlated posterior
+    t = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
+    return TensorDataset(x, t + NOISE * torch.randn(n, 1, generator=g, dtype=torch.float64))
+
+
+def loader(batch_size=20, shuffle=True, **options):
+    return DataLoader(data(), batch_size=batch_size, shuffle=shuffle, **options)
+
+
+def linear(family=None, **options):
+    net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
+    recipe = vi.MeanField() if family is None else family
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), recipe, vi.NormalPrior(1.0), **options)
+
+
+def exact():
+    """Mean, precision and log evidence of the conjugate posterior."""
+    x, t = data().tensors
+    precision = x.mT @ x / NOISE**2 + torch.eye(D, dtype=x.dtype)
+    mean = torch.linalg.solve(precision, x.mT @ t / NOISE**2).squeeze(-1)
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(N, dtype=x.dtype), NOISE**2 * torch.eye(N, dtype=x.dtype) + x @ x.mT
+    )
+    return mean, precision, marginal.log_prob(t.squeeze(-1)).item()
+
+
+def parameters(posterior):
+    return {name: tensor.detach().clone() for name, tensor in posterior.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------------- closed forms
+
+
+def test_mean_field_reaches_the_closed_form():
+    mean, precision, _ = exact()
+    posterior = linear()
+    posterior.fit(loader(), steps=500, lr=0.05, groups=4, progress=False)
+    # minibatch noise leaves the last iterates a few hundredths of a standard deviation from the optimum
+    deviation = precision.diagonal().rsqrt()
+    q = posterior.family()
+    assert ((q.mean - mean) / deviation).abs().max() < 0.1
+    assert (q.variance.sqrt() / deviation - 1).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("family", [vi.FullNormal(), vi.LowRankNormal(3), vi.LowRankPrecision(3)])
+def test_families_that_hold_the_posterior_reach_the_evidence(family):
+    mean, precision, evidence = exact()
+    posterior = linear(family)
+    # full batches: with q = p the path estimator has no noise left, and the bound is tight
+    result = posterior.fit(loader(batch_size=N), steps=600, lr=0.05, groups=4, stop=False, progress=False)
+    assert result.elbo.value == pytest.approx(evidence, abs=1e-3)
+    assert result.bound
+    torch.testing.assert_close(posterior.family().mean.detach(), mean, atol=2e-3, rtol=0)
+    covariance = torch.linalg.inv(precision)
+    torch.testing.assert_close(posterior.family().covariance().detach(), covariance, atol=1e-4, rtol=0.01)
+
+
+def test_full_elbo_is_unbiased_and_common_over_batches():
+    posterior = linear(num_data=N)
+    whole = [tuple(data().tensors)]
+    g = lambda: torch.Generator().manual_seed(3)  # noqa: E731
+    by_batches = full_elbo(posterior.family, posterior.model, loader(shuffle=False), groups=8, generator=g())
+    at_once = full_elbo(posterior.family, posterior.model, whole, groups=8, generator=g())
+    torch.testing.assert_close(by_batches.per_group, at_once.per_group, atol=1e-9, rtol=0)
+    terms = vi.elbo_groups(posterior.family, posterior.model, whole[0], groups=8, estimator="log_q", generator=g())
+    torch.testing.assert_close(at_once.per_group, terms.detach(), atol=1e-9, rtol=0)
+    assert at_once.standard_error == pytest.approx(at_once.per_group.std().item() / 8**0.5)
+    assert posterior.elbo(loader(), groups=8, generator=g()).value == pytest.approx(at_once.value)
+    with pytest.raises(ValueError, match="no batch"):
+        full_elbo(posterior.family, posterior.model, [])
+
+
+def test_full_elbo_scales_part_of_the_data_up():
+    posterior = linear(num_data=2 * N)
+    g = lambda: torch.Generator().manual_seed(3)  # noqa: E731
+    half = full_elbo(posterior.family, posterior.model, loader(), groups=4, generator=g())
+    twice = full_elbo(posterior.family, posterior.model, [*loader(), *loader()], groups=4, generator=g())
+    assert half.value == pytest.approx(twice.value)
+
+
+def test_learned_noise_and_prior_are_fitted_and_the_network_is_not():
+    net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
+    before = net.weight.detach().clone()
+    posterior = vi.variationalize(
+        net, vi.likelihoods.Gaussian("point"), vi.MeanField(), vi.NormalPrior(1.0, learn=True)
+    )
+    posterior.fit(loader(), steps=400, lr=0.05, progress=False)
+    learned = parameters(posterior)
+    noise = next(v for k, v in learned.items() if "log_noise" in k).exp().item()
+    assert noise == pytest.approx(NOISE, rel=0.25)  # 60 observations: a standard error of 9 %
+    assert torch.equal(net.weight, before)
+
+
+# -------------------------------------------------------------------------------------------------------- the loop
+
+
+def test_same_seed_same_bits_and_the_global_stream_is_left_alone():
+    results = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(5)
+        posterior = linear()
+        state = torch.get_rng_state()
+        posterior.fit(loader(), epochs=5, seed=seed, progress=False)
+        assert torch.equal(torch.get_rng_state(), state)
+        results.append(parameters(posterior))
+    assert same(results[0], results[1])
+    assert not same(results[0], results[2])
+
+
+def test_accumulation_over_microbatches_is_the_larger_batch():
+    # one draw shared by both would be the same; independent draws agree on the gradient of a deterministic family
+    runs = []
+    for size, accumulate in ((20, 1), (10, 2)):
+        torch.manual_seed(0)
+        posterior = linear(vi.MAP())
+        result = posterior.fit(
+            loader(size, shuffle=False), epochs=10, accumulate=accumulate, average=False, progress=False
+        )
+        assert result.steps == 30
+        runs.append(posterior.family.point.detach())
+    torch.testing.assert_close(runs[0], runs[1], atol=1e-10, rtol=0)
+
+
+def test_an_epoch_that_does_not_divide_by_accumulate_ends_with_a_smaller_step():
+    result = linear().fit(loader(10), epochs=2, accumulate=4, progress=False)
+    assert result.steps == 4
+    assert result.epochs == 2
+    assert result.history["epoch"].tolist() == [0, 0, 1, 1]
+
+
+def test_temperature_and_kl_warmup():
+    posterior = linear(vi.FullNormal())
+    result = posterior.fit(
+        loader(N), steps=500, lr=0.05, groups=4, temperature=0.25, kl_warmup=0.2, estimator="log_q", progress=False
+    )
+    # E log lik − λ KL is maximal at the posterior of the data counted 1/λ times
+    x, _ = data().tensors
+    cold = 4 * x.mT @ x / NOISE**2 + torch.eye(D, dtype=x.dtype)
+    torch.testing.assert_close(posterior.family().covariance().detach(), torch.linalg.inv(cold), atol=2e-4, rtol=0.15)
+    ladder = result.history["temperature"]
+    assert ladder[0] < 0.01
+    assert bool((ladder[:101].diff() > 0).all())
+    assert bool((ladder[101:] == 0.25).all())
+    assert any("not the posterior" in note for note in result.notes)
+    assert result.temperature == 0.25
+    # reported at λ = 1: below the evidence
+    assert result.elbo.value < exact()[2]
+
+
+def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
+    posterior = linear(vi.LowRankNormal(1))
+    first = posterior.fit(loader(), steps=40, progress=False).history["temperature"]
+    rise = round(KL_WARMUP * 40)
+    assert bool((first[:rise] < 1).all())
+    assert bool((first[rise:] == 1).all())
+    # neither on the way on, nor with more columns, nor from a trained network
+    assert bool((posterior.fit(loader(), steps=4, progress=False).history["temperature"] == 1).all())
+    assert bool((posterior.grow(loader(), rank=2, steps=4, progress=False).history["temperature"] == 1).all())
+    trained = linear().fit(loader(), steps=4, start="trained", progress=False)
+    assert bool((trained.history["temperature"] == 1).all())
+
+
+def test_a_factor_learns_slower_the_more_weights_there_are():
+    for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
+        family = vi.LowRankPrecision(2).bind(vi.Parameters({"z": torch.zeros(size)}))
+        optimizer = make_optimizer(list(family.parameters()), None, 0.1, family)
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert rates[id(family.factor)] == pytest.approx(0.1 * rate)
+        assert rates[id(family.mean)] == rates[id(family.log_scale)] == 0.1
+
+
+def test_optimizers_and_schedulers_of_the_users_own():
+    posterior = linear()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.01, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 20])
+    result = posterior.fit(loader(), steps=30, optimizer=optimizer, scheduler=scheduler, stop=False, progress=False)
+    assert result.history["lr"].tolist() == pytest.approx([0.01] * 10 + [0.001] * 10 + [0.0001] * 10)
+    result = linear().fit(
+        loader(), steps=20, optimizer=lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0), warmup=0.5, progress=False
+    )
+    rates = result.history["lr"]
+    assert rates[:10].tolist() == pytest.approx([0.01 * k for k in range(1, 11)])
+    assert rates[-1] < 0.01
+    assert rates.argmax() in (9, 10)
+
+
+def test_default_schedule_and_cooling():
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
+    schedule = Schedule(optimizer, None, 0.1, 100)
+    factors = [schedule.factor(step) for step in range(100)]
+    assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
+    assert factors[55] == pytest.approx(0.5)
+    assert schedule.factor(55, cooling=55, end=75) == pytest.approx(0.5)
+    assert schedule.factor(65, cooling=55, end=75) == pytest.approx(0.25)
+    assert schedule.factor(74, cooling=55, end=75) < 0.01
+
+
+def test_the_rate_is_held_and_then_falls():
+    schedule = Schedule(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.1, 100, hold=0.5)
+    factors = [schedule.factor(step) for step in range(100)]
+    assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
+    assert factors[10:51] == [1.0] * 41
+    assert factors[75] == pytest.approx(0.5)
+    assert factors[99] < 0.01
+    late = Schedule(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.5, 100, hold=0.1)  # never before it has risen
+    assert [late.factor(step) for step in (49, 50, 75)] == pytest.approx([1.0, 1.0, 0.5])
+    result = linear().fit(loader(), steps=40, lr=0.1, warmup=0.1, hold=0.5, stop=False, progress=False)
+    assert result.history["lr"].tolist()[4:21] == pytest.approx([0.1] * 17)
+    assert result.history["lr"][-1] < 0.001
+
+
+def test_clipping():
+    posterior = linear()
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=1.0)
+    before = parameters(posterior)
+    result = posterior.fit(loader(), steps=1, optimizer=optimizer, clip=0.01, warmup=0, average=False, progress=False)
+    after = parameters(posterior)
+    moved = torch.cat([(after[k] - before[k]).reshape(-1) for k in before]).norm().item()
+    assert moved == pytest.approx(0.01, rel=1e-3)
+    assert result.history["gradient_norm"][0] > 0.01
+
+
+def test_device_and_mixed_precision():
+    # without a bias: vmap adds one in float32, and the hook would see that
+    net = nn.Sequential(nn.Linear(D, 8, bias=False), nn.Tanh(), nn.Linear(8, 1))
+    seen = []
+    net[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField())
+    x, t = (tensor.float() for tensor in data().tensors)
+    batches = DataLoader(TensorDataset(x, t), batch_size=20, shuffle=True)
+    result = posterior.fit(batches, epochs=30, precision=torch.bfloat16, device="cpu", progress=False)
+    assert torch.bfloat16 in seen
+    assert posterior.model.precision is None
+    assert all(tensor.dtype == torch.float32 for tensor in posterior.parameters())
+    assert result.history["elbo"][-1] > result.history["elbo"][0]
+    seen.clear()
+    posterior.elbo(batches, groups=2)
+    assert set(seen) == {torch.float32}
+
+
+def test_networks_own_dropout_draws_from_the_seed():
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(D, 8, dtype=torch.float64), nn.Dropout(0.5), nn.Linear(8, 1, dtype=torch.float64))
+        posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField(), dropout="on")
+        torch.manual_seed(len(runs))
+        posterior.fit(loader(), epochs=3, progress=False)
+        runs.append(parameters(posterior))
+    assert same(*runs)
+
+
+# -------------------------------------------------------------------------------------------- stages and averaging
+
+
+def regression_net(family):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), family)
+
+
+@pytest.mark.parametrize("family", [vi.LowRankNormal(3), vi.LowRankPrecision(3)])
+def test_staged_fit(family):
+    posterior = regression_net(family)
+    factors = []
+    result = posterior.fit(
+        loader(), steps=100, progress=False,
+        callback=lambda history: factors.append(
+            (posterior.family.factor.abs().max().item(), posterior.family.factor.requires_grad)
+        ),
+    )  # fmt: skip
+    assert all(factor == (0.0, False) for factor in factors[:40])
+    assert all(size > 0 and learns for size, learns in factors[40:])
+    assert result.history["stage"].tolist() == [1] * 40 + [2] * 60
+    assert set(result.candidates) >= {"last step", "rank 0 (mean field)"}
+    assert result.elbo.value == max(estimate.value for estimate in result.candidates.values())
+    assert posterior.family.factor.requires_grad
+    # what was learned is not thrown away by a second fit
+    again = posterior.fit(loader(), steps=20, progress=False)
+    assert again.history["stage"].tolist() == [2] * 20
+
+
+def test_staged_fit_keeps_stage_one_where_the_factor_does_harm():
+    posterior = regression_net(vi.LowRankNormal(3))
+
+    def spoil(history):
+        if len(history) >= 60:
+            with torch.no_grad():
+                posterior.family.factor.add_(5.0)
+
+    result = posterior.fit(loader(), steps=100, progress=False, average=False, callback=spoil)
+    assert result.kept == "rank 0 (mean field)"
+    assert result.candidates["rank 0 (mean field)"].value > result.candidates["last step"].value
+    assert bool((posterior.family.factor == 0).all())
+    g = torch.Generator().manual_seed(1)
+    assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
+
+
+def test_parts_and_blocks_are_staged_and_mean_field_is_not():
+    for family in (
+        vi.Mixture(vi.LowRankNormal(2), 2),
+        vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.LowRankPrecision(2)}),
+    ):
+        result = regression_net(family).fit(loader(), steps=20, progress=False)
+        assert result.history["stage"].tolist() == [1] * 8 + [2] * 12
+    assert linear().fit(loader(), steps=20, progress=False).history["stage"].unique().tolist() == [2]
+    unstaged = regression_net(vi.LowRankNormal(2)).fit(loader(), steps=20, staged=False, progress=False)
+    assert unstaged.history["stage"].unique().tolist() == [2]
+
+
+def test_average_is_kept_only_where_it_is_not_lower():
+    kept = set()
+    for rate, steps in ((0.3, 200), (0.02, 40)):
+        torch.manual_seed(0)
+        posterior = linear()
+        constant = lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)  # noqa: E731
+        result = posterior.fit(
+            loader(5), steps=steps, optimizer=lambda p, r=rate: torch.optim.Adam(p, r), scheduler=constant, stop=False,
+            progress=False,
+        )  # fmt: skip
+        average = f"average of the last {steps // 4}"
+        assert set(result.candidates) == {"last step", average}
+        better = result.candidates[average].value >= result.candidates["last step"].value
+        assert result.kept == (average if better else "last step")
+        kept.add(result.kept.split()[0])
+        g = torch.Generator().manual_seed(1)
+        assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
+    # noise about the optimum is averaged away; on the way there the average lags behind
+    assert kept == {"average", "last"}
+    assert len(linear().fit(loader(), steps=20, average=False, progress=False).candidates) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- verdicts
+
+
+def test_trend_and_its_noise():
+    g = torch.Generator().manual_seed(0)
+    epoch = torch.arange(200) // 20
+    noise = torch.randn(200, generator=g, dtype=torch.float64)
+    full = torch.ones(200, dtype=torch.float64)
+    # the same rise over half as much learning is twice the slope
+    assert trend(0.1 * torch.arange(200).double(), epoch, full / 2)[0] == pytest.approx(0.2)
+    slope, error = trend(noise + 0.1 * torch.arange(200), epoch, full)
+    assert abs(slope - 0.1) < 4 * error
+    assert slope > 10 * error
+    flat, error = trend(noise, epoch, full)
+    assert abs(flat) < 4 * error
+    assert trend(torch.tensor([1.0, float("nan")]), torch.zeros(2), torch.ones(2)) == (0.0, float("inf"))
+
+
+def test_verdicts():
+    assert linear().fit(loader(), steps=20, progress=False).verdict.startswith("too few steps")
+    slow = linear().fit(loader(N), steps=120, lr=1e-3, progress=False)
+    assert slow.verdict.startswith("still improving at ")
+    assert slow.verdict.endswith(" nats per epoch")
+    # too small a rate, which has fallen to nothing by the end: no longer rising is not converged
+    fallen = linear().fit(loader(5), steps=240, lr=5e-3, progress=False)
+    assert fallen.verdict.startswith("still improving at ")
+    posterior = linear()
+    done = posterior.fit(loader(), steps=2000, lr=0.05, progress=False)
+    assert done.verdict == "converged"
+    assert done.steps < 2000  # stopped where the trend was gone, after a last quarter with a falling rate
+    assert done.history["lr"][-1] < 1e-3
+    assert linear().fit(loader(), steps=400, lr=0.05, stop=False, progress=False).steps == 400
+    assert "converged, after" in str(done)
+
+
+class Interrupting(torch.utils.data.Dataset):
+    def __init__(self):
+        self.served = 0
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        self.served += 1
+        if self.served > 3 * N:
+            raise KeyboardInterrupt
+        return data()[index]
+
+
+def test_ctrl_c_ends_the_fit_with_what_there_is():
+    def stop(history):
+        if len(history) == 7:
+            raise KeyboardInterrupt
+
+    result = regression_net(vi.LowRankNormal(2)).fit(loader(), steps=50, progress=False, callback=stop)
+    assert result.verdict == "stopped by you"
+    assert result.steps == len(result.history) == 7
+    assert result.candidates == {}
+    posterior = linear()
+    result = posterior.fit(DataLoader(Interrupting(), batch_size=20, shuffle=True), epochs=10, progress=False)
+    assert (result.verdict, result.steps) == ("stopped by you", 8)  # two items are looked at before
+    assert torch.isfinite(posterior.family.mean).all()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as in a terminal: jobs in the background of a shell are started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_inside_the_optimizer_leaves_no_half_step():
+    class Interrupted(torch.optim.Adam):
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            if self.count == 6:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(closure)
+
+    runs = []
+    for steps, optimizer in ((6, torch.optim.Adam), (50, Interrupted)):
+        torch.manual_seed(0)
+        posterior = linear()
+        constant = lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)  # noqa: E731
+        result = posterior.fit(
+            loader(), steps=steps, optimizer=lambda p, o=optimizer: o(p, 0.01), scheduler=constant, average=False,
+            kl_warmup=0.0, progress=False,
+        )  # fmt: skip
+        assert result.steps == 6
+        runs.append(parameters(posterior))
+    assert result.verdict == "stopped by you"
+    assert same(*runs)
+
+
+# ----------------------------------------------------------------------------------------------------- not finite
+
+
+def poisoned(bad):
+    x, t = data().tensors
+    t = t.clone()
+    t[bad] = float("nan")
+    return DataLoader(TensorDataset(x, t), batch_size=10, shuffle=False)
+
+
+def test_a_step_that_is_not_finite_is_undone_and_its_batch_named():
+    posterior = linear()
+    states = []
+    result = posterior.fit(
+        poisoned(slice(20, 30)), steps=4, average=False, progress=False,
+        callback=lambda history: states.append(parameters(posterior)),
+    )  # fmt: skip
+    (skipped,) = result.skipped
+    assert (skipped.epoch, skipped.index) == (0, 2)
+    assert "log likelihood is not finite" in skipped.reason
+    assert result.history["elbo"].isnan().tolist() == [False, False, True, False]
+    assert any("1 steps undone" in note and "batch 2 of epoch 0" in note for note in result.notes)
+    assert any("over the full data is not finite" in note for note in result.notes)
+    assert same(states[2], states[1])
+    assert not same(states[1], states[0])
+    assert not same(states[3], states[2])
+
+
+def test_after_two_steps_that_are_not_finite_an_older_state_is_gone_back_to():
+    """The second step moves the scales so far that no loss is finite any more: without going back all would fail."""
+
+    class Wild(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            if self.count == 2:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data.add_(1e4)
+            return super().step(closure)
+
+    posterior = linear()
+    before = parameters(posterior)
+    states = []
+    result = posterior.fit(
+        loader(), steps=6, average=False, progress=False, optimizer=lambda p: Wild(p, 1e-3),
+        callback=lambda history: states.append(parameters(posterior)),
+    )  # fmt: skip
+    assert result.history["elbo"].isnan().tolist() == [False, False, True, True, False, False]
+    assert same(states[2], states[1])
+    assert same(states[3], states[0])  # the last whose loss was finite, before the wild step
+    assert not same(states[0], before)
+
+
+def test_data_that_are_not_finite_have_no_verdict_of_convergence():
+    x, t = data().tensors
+    x[50, 0] = torch.nan
+    result = linear().fit(DataLoader(TensorDataset(x, t), batch_size=20), epochs=4, progress=False)
+    assert result.elbo.value == -torch.inf
+    assert result.verdict == "no finite ELBO: print(result.details) says which batch and why"
+    assert "4 steps undone, not finite; the first at batch 2 of epoch 0" in result.details
+
+
+def test_a_batch_with_an_error_is_named():
+    labels = torch.zeros(60, dtype=torch.long)
+    labels[50] = 2
+    bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField())
+    with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes") as caught:
+        bayes.fit(DataLoader(TensorDataset(torch.zeros(60, 3), labels), batch_size=20), epochs=1, progress=False)
+    assert caught.value.__notes__ == ["in batch 2 of epoch 0"]
+
+
+def test_five_in_a_row_stop_the_fit_at_the_last_good_state():
+    posterior = linear()
+    states = [parameters(posterior)]
+    with pytest.raises(vi.NonFiniteError, match=r"5 batches in a row \(1 of epoch 0.*log likelihood is not finite"):
+        posterior.fit(
+            poisoned(slice(10, 60)), epochs=3, progress=False,
+            callback=lambda history: states.append(parameters(posterior)),
+        )  # fmt: skip
+    assert same(parameters(posterior), states[0])
+
+
+def test_a_gradient_that_is_not_finite_counts_too():
+    class Root(vi.likelihoods.Gaussian):
+        def log_prob(self, output, target):
+            return super().log_prob(output, target) + 0 * (output - output.detach()).abs().sqrt()
+
+    net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
+    posterior = vi.variationalize(net, Root(noise=NOISE), vi.MeanField())
+    with pytest.raises(vi.NonFiniteError, match=r"gradient is not, in family\.mean"):
+        posterior.fit(loader(), epochs=3, progress=False)
+
+
+# -------------------------------------------------------------------------------------------------------- the data
+
+
+def test_batches_own_the_order():
+    batches = Batches(loader(), seed=3)
+    first, again, other = (torch.cat([t for _, t in batches.epoch(e)]) for e in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(first.sort(0).values, data().tensors[1].sort(0).values)
+    assert torch.equal(torch.cat([t for _, t in batches.epoch(0, skip=1)]), first[20:])
+    every = torch.cat([t for _, t in Batches(loader(7, drop_last=True)).everything()])
+    assert torch.equal(every.sort(0).values, data().tensors[1].sort(0).values)
+    assert len(list(batches.everything(most=2))) == 2
+
+
+def test_a_subset_sampler_counts_its_own():
+    sampler = torch.utils.data.SubsetRandomSampler(range(30))
+    posterior = linear()
+    posterior.fit(DataLoader(data(), batch_size=10, sampler=sampler), epochs=1, progress=False)
+    assert posterior.model.num_data == 30
+
+
+def test_weighted_sampler_is_explained():
+    weights = [1.0] * 30 + [5.0] * 30
+    weighted = DataLoader(data(), batch_size=20, sampler=WeightedRandomSampler(weights, N))
+    with pytest.warns(UserWarning, match="more often than others"):
+        result = linear().fit(weighted, epochs=2, progress=False)
+    assert not result.exact
+    assert any(note.startswith("not exact: the loader's WeightedRandomSampler") for note in result.notes)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+def test_loaders_of_all_kinds():
+    stream = DataLoader(Stream(), batch_size=20)
+    with pytest.raises(ValueError, match="num_data= to variationalize"):
+        linear().fit(stream, steps=5, progress=False)
+    with pytest.raises(ValueError, match="give steps="):
+        linear(num_data=N).fit(stream, epochs=5, progress=False)
+    result = linear(num_data=N).fit(stream, steps=7, progress=False)
+    assert (result.steps, result.epochs) == (7, 2)
+    assert any("IterableDataset" in note for note in result.notes)
+    batches = [batch for batch in loader()]
+    result = linear(num_data=N).fit(batches, epochs=2, progress=False)
+    assert result.exact
+    assert result.steps == 6
+    with pytest.raises(TypeError, match="only once"):
+        linear(num_data=N).fit(iter(batches), epochs=2, progress=False)
+    with pytest.raises(TypeError, match="DataLoader"):
+        linear().fit(3, epochs=1)
+    with pytest.raises(ValueError, match="drop_last"):
+        linear().fit(loader(100, drop_last=True), epochs=1)
+    with pytest.warns(UserWarning, match="the last 4 of 60 observations are never seen"):
+        linear().fit(loader(7, shuffle=False, drop_last=True), epochs=1, progress=False)
+    assert linear().fit(loader(7, drop_last=True), epochs=1, progress=False).steps == 8
+    told = linear(num_data=90).fit(loader(), epochs=1, progress=False)
+    assert any("N = 90 as the model was told" in note for note in told.notes)
+
+
+def test_another_fit_takes_the_length_of_its_own_data():
+    part = DataLoader(torch.utils.data.Subset(data(), range(20)), batch_size=20)
+    bayes = linear()
+    assert bayes.fit(loader(), steps=2, progress=False).notes == []
+    assert bayes.model.num_data == N
+    result = bayes.fit(part, steps=2, progress=False)
+    assert bayes.model.num_data == 20
+    assert result.notes == [f"N = 20, of this loader's data set; in the fit before it was {N}"]
+    told = linear(num_data=N)
+    result = told.fit(part, steps=2, progress=False)
+    assert told.model.num_data == N
+    assert result.notes == [f"N = {N} as the model was told; the loader's data set has 20 observations"]
+
+
+def test_batch_norm_that_has_seen_no_data_is_noted():
+    net = nn.Sequential(nn.Linear(D, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)).double()
+
+    def notes(**options):
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField(), **options)
+        return bayes.fit(loader(), steps=2, progress=False).notes
+
+    assert len(notes()) == 1
+    assert notes()[0].startswith("batch norm has seen no data in 1: ")
+    assert notes(batch_norm="reestimated") == []
+    net(data().tensors[0])  # in training mode: the running statistics move
+    assert notes() == []
+
+
+def test_methods_show_the_signatures_of_what_they_do():
+    assert "epochs" in inspect.signature(vi.Posterior.fit).parameters
+    assert "rank" in inspect.signature(vi.Posterior.grow).parameters
+    assert "coupling" in inspect.signature(vi.Posterior.predict).parameters
+    assert "levels" in inspect.signature(vi.Posterior.evaluate).parameters
+    assert "weight decay" in vi.Posterior.fit.__doc__
+
+
+def test_what_a_posterior_and_a_result_print():
+    net = nn.Sequential(nn.Linear(D, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField(), select="2.*")
+    assert "5 of the network's 21 weights are random, N not known yet" in repr(bayes)
+    result = bayes.fit(loader(), steps=2, progress=False)
+    assert f"5 of the network's 21 weights are random, N = {N}" in repr(bayes)
+    assert repr(result) == str(result)
+
+
+def test_what_must_be_known_is_in_the_notes():
+    point = linear(vi.MAP()).fit(loader(), epochs=1, progress=False)
+    assert not point.bound
+    assert any("no lower bound" in note for note in point.notes)
+    assert "no bound" in str(point)
+    net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
+    prior = vi.NormalPrior(1.0) + vi.LaplacePrior(1.0)
+    summed = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField(), prior)
+    assert any("up to a constant" in note for note in summed.fit(loader(), epochs=1, progress=False).notes)
+    x = data().tensors[0]
+    labels = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=20)
+    weighted = vi.likelihoods.Categorical(class_weights=[1.0, 3.0])
+    posterior = vi.variationalize(nn.Linear(D, 2, dtype=torch.float64), weighted, vi.MeanField())
+    assert any("weighted" in note for note in posterior.fit(labels, epochs=1, progress=False).notes)
+
+
+# -------------------------------------------------------------------------------------------------------- progress
+
+
+def test_progress_lines_bar_and_silence(capsys, monkeypatch):
+    linear().fit(loader(), steps=40, progress=False)
+    assert capsys.readouterr() == ("", "")
+    linear().fit(loader(), steps=40)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == Progress.LINES
+    assert lines[-1].startswith("step 40/40: ELBO -")
+    assert "±" in lines[0]
+    assert "s left" in lines[0]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    linear().fit(loader(), steps=40)
+    assert "ELBO -" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ bad inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 1, "steps": 1}, "one of epochs= and steps="),
+        ({"epochs": 0}, "epochs must be an integer"),
+        ({"steps": 1.5}, "steps must be an integer"),
+        ({"epochs": 1, "accumulate": 0}, "accumulate must be"),
+        ({"epochs": 1, "every": 0}, "every must be"),
+        ({"epochs": 1, "warmup": 1.0}, "warmup is a fraction"),
+        ({"epochs": 1, "hold": -0.1}, "hold is a fraction"),
+        ({"epochs": 1, "kl_warmup": -1}, "kl_warmup is a fraction"),
+        ({"epochs": 1, "temperature": 0}, "temperature must be positive|temperature must be a positive"),
+        ({"epochs": 1, "clip": -1.0}, "clip must be a positive"),
+        ({"epochs": 1, "staged": "yes"}, "staged must be"),
+        ({"epochs": 1, "precision": torch.float32}, "torch.bfloat16 or torch.float16"),
+        ({"epochs": 1, "precision": torch.float16}, "the weights are torch.float64"),
+        ({"epochs": 1, "start": "cold"}, 'start must be None or "trained"'),
+        ({"epochs": 1, "groups": 0}, "groups must be"),
+        ({"epochs": 1, "estimator": "best"}, "estimator must be"),
+        ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p, weight_decay=0.1)}, "weight_decay=0.1.*prior"),
+        ({"epochs": 1, "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "not posterior.parameters"),
+        ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p), "lr": 0.1}, "lr=0.1 belongs"),
+    ],
+)
+def test_bad_values(options, message):
+    with pytest.raises(ValueError, match=message):
+        linear().fit(loader(), progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS"),
+        ({"optimizer": lambda p: 3}, "torch optimizer"),
+        ({"optimizer": "adam"}, "torch optimizer or a function .* got .adam"),
+        ({"scheduler": 3}, "LRScheduler"),
+        ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "metric"),
+    ],
+)
+def test_bad_types(options, message):
+    with pytest.raises(TypeError, match=message):
+        linear().fit(loader(), epochs=1, progress=False, **options)
+
+
+def test_a_scheduler_of_another_optimizer():
+    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], 0.1))
+    with pytest.raises(ValueError, match="another optimizer"):
+        linear().fit(loader(), epochs=1, scheduler=other, progress=False)
+
+
+def test_one_batch_instead_of_a_loader_is_told():
+    with pytest.raises(TypeError, match=r"is one batch: write DataLoader\(TensorDataset"):
+        linear().fit(data().tensors, steps=2)

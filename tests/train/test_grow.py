@@ -1,0 +1,300 @@
+"""From a trained network to a posterior, and from a posterior to a richer one that is never worse."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.families.growth import with_components
+from structvi.train.batches import Batches
+from structvi.train.curvature import curvature_roots, diagonal_curvature
+from structvi.train.warm_start import diagonal_fisher, prior_precision, start_trained
+
+N, D, NOISE = 40, 3, 0.5
+
+
+def loader(batch_size=10):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=g, dtype=torch.float64)
+    x[:, 1] += x[:, 0]
+    t = (x[:, :1] - 0.5 * x[:, 1:2]).tanh() + NOISE * torch.randn(N, 1, generator=g, dtype=torch.float64)
+    return DataLoader(TensorDataset(x, t), batch_size=batch_size, shuffle=True)
+
+
+def network():
+    return nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def bayes(family, net=None, prior=None):
+    likelihood = vi.likelihoods.Gaussian(noise=NOISE)
+    return vi.variationalize(network() if net is None else net, likelihood, family, prior, num_data=N)
+
+
+def values(net):
+    return torch.cat([tensor.detach().reshape(-1) for tensor in net.parameters()])
+
+
+def true_fisher(net):
+    """Σ_n (∂ log p_n)², one observation after the other."""
+    total = torch.zeros_like(values(net))
+    x, t = loader().dataset.tensors
+    for row, target in zip(x, t, strict=True):
+        net.zero_grad()
+        (-0.5 * ((net(row) - target) / NOISE).square()).sum().backward()
+        total += torch.cat([tensor.grad.reshape(-1) for tensor in net.parameters()]).square()
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------- start
+
+
+def test_diagonal_fisher_is_the_sum_of_squared_gradients():
+    net = network()
+    model = bayes(vi.MeanField(), net).model
+    fisher = diagonal_fisher(model, values(net), loader())
+    torch.testing.assert_close(fisher, true_fisher(net), atol=0, rtol=1e-10)
+    half = diagonal_fisher(model, values(net), [next(iter(loader(20)))])  # 20 of 40, scaled up
+    assert 0.3 < (half.sum() / fisher.sum()).item() < 3
+
+
+def test_diagonal_fisher_falls_back_to_batches():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, 1, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.layer(x) * (2.0 if x.sum().item() > 1e9 else 1.0)  # vmap has no items
+
+    net = Branching()
+    model = bayes(vi.MeanField(), net).model
+    expected = torch.zeros(D + 1, dtype=torch.float64)
+    batches = list(loader())
+    for x, t in batches:
+        net.zero_grad()
+        (-0.5 * ((net(x) - t) / NOISE).square()).sum().backward()
+        expected += torch.cat([tensor.grad.reshape(-1) for tensor in net.parameters()]).square()
+    torch.testing.assert_close(diagonal_fisher(model, values(net), batches), expected, atol=0, rtol=1e-10)
+
+
+def test_prior_precision():
+    net = network()
+    theta = values(net)
+    normal = bayes(vi.MeanField(), net, vi.NormalPrior({"0.*": 0.5, "*": 2.0})).model
+    expected = torch.cat([torch.full((16,), 4.0), torch.full((5,), 0.25)]).double()
+    torch.testing.assert_close(prior_precision(normal, theta), expected)
+    student = bayes(vi.MeanField(), net, vi.StudentTPrior(df=3.0)).model
+    # −d²/dx² of (ν+1)/2 log(1 + x²/ν) is (ν+1)(ν − x²)/(ν + x²)²
+    expected = (4 * (3 - theta.square()) / (3 + theta.square()).square()).clamp(min=0)
+    torch.testing.assert_close(prior_precision(student, theta), expected, atol=1e-10, rtol=0)
+    laplace = bayes(vi.MeanField(), net, vi.LaplacePrior(1.0)).model
+    assert bool((prior_precision(laplace, theta) == 0).all())
+
+
+@pytest.mark.parametrize(
+    "family", [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()], ids=repr
+)
+def test_start_at_a_trained_network(family):
+    net = network()
+    posterior = bayes(family, net)
+    with torch.no_grad():  # trained after the posterior was made
+        for tensor in net.parameters():
+            tensor.mul_(1.5)
+    start_trained(posterior, Batches(loader()))
+    q = posterior.family
+    for module in q.modules():
+        if isinstance(module, vi.LowRankNormal | vi.LowRankPrecision):
+            module.first_stage()
+    torch.testing.assert_close(q().mean.detach(), values(net))
+    roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
+    curvature = diagonal_curvature(posterior.model, roots)
+    check_scales(q().variance.detach(), curvature, posterior.space)
+
+
+def check_scales(variance, curvature, space):
+    """1/(curvature + prior precision), the prior no wider than a tensor starts; and one factor for all scales."""
+    expected = 1 / (curvature + (space.scale**-2).clamp(min=1.0))
+    ratio = variance / expected
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=0, rtol=1e-9)
+    halvings = 0.5 * ratio[0].log2().item()
+    assert halvings == pytest.approx(round(halvings), abs=1e-6)
+
+
+def test_start_with_blocks_and_without_a_curved_prior():
+    net = network()
+    posterior = bayes(vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.MeanField()}), net)
+    start_trained(posterior, Batches(loader()))
+    torch.testing.assert_close(posterior.family().mean.detach(), values(net))
+    roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
+    curvature = diagonal_curvature(posterior.model, roots)
+    check_scales(
+        posterior.family().variance.detach()[16:], curvature[16:], posterior.space.subset(["2.weight", "2.bias"])
+    )
+    posterior = bayes(vi.MeanField(), net, vi.LaplacePrior(1.0))
+    with torch.no_grad():
+        net[2].weight.zero_()  # no information about the first layer
+    start_trained(posterior, Batches(loader()))
+    scale = posterior.family.log_scale.exp()
+    ratio = scale[:12].detach() / posterior.space.scale[:12]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+    assert ratio[0] <= 1
+    with pytest.raises(TypeError, match=r"Mixture\.from_networks"):
+        start_trained(bayes(vi.Mixture(vi.MeanField(), 2)), Batches(loader()))
+
+
+def test_fit_from_a_trained_network_starts_well():
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(40):
+        for x, t in loader():
+            optimizer.zero_grad()
+            (net(x) - t).square().mean().backward()
+            optimizer.step()
+    before = values(net)
+    warm = bayes(vi.LowRankNormal(2), net).fit(loader(), steps=20, start="trained", progress=False)
+    torch.manual_seed(0)
+    cold = bayes(vi.LowRankNormal(2)).fit(loader(), steps=20, progress=False)
+    assert warm.history["elbo"][0] > cold.history["elbo"][0]
+    assert warm.elbo.value > cold.elbo.value
+    assert torch.equal(values(net), before)
+    assert warm.history["stage"].tolist() == [1] * 8 + [2] * 12
+
+
+# ----------------------------------------------------------------------------------------------------------- grow
+
+
+@pytest.mark.parametrize(
+    "family",
+    [vi.MeanField(), vi.LowRankNormal(0), vi.LowRankNormal(1), vi.LowRankPrecision(1)],
+    ids=repr,
+)
+def test_grow_rank(family):
+    posterior = bayes(family)
+    posterior.fit(loader(), steps=150, lr=0.05, progress=False)
+    old = posterior.family
+    result = posterior.grow(loader(), rank=3, steps=150, lr=0.01, progress=False)
+    before, grown = result.candidates["before"].value, result.candidates["grown"].value
+    assert result.kept == ("grown" if grown >= before else "before")
+    assert result.elbo.value == max(before, grown)
+    # two hundred steps further: all of these gain
+    assert result.kept == "grown"
+    assert posterior.family.rank == 3
+    expected = vi.LowRankPrecision if isinstance(old, vi.LowRankPrecision) else vi.LowRankNormal
+    assert type(posterior.family) is expected
+    g = torch.Generator().manual_seed(1)
+    assert posterior.elbo(loader(), groups=32, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
+
+
+def test_growing_starts_where_the_fit_was():
+    posterior = bayes(vi.LowRankPrecision(1))
+    posterior.fit(loader(), steps=50, progress=False)
+    covariance = posterior.family().covariance().detach()
+    # a learning rate of nothing: only the small new columns differ
+    result = posterior.grow(loader(), rank=2, steps=2, lr=1e-12, progress=False)
+    assert abs(result.candidates["grown"].value - result.candidates["before"].value) < 0.1
+    torch.testing.assert_close(posterior.family().covariance().detach(), covariance, rtol=0.02, atol=1e-3)
+
+
+def test_what_grows_worse_is_not_kept():
+    net = network()
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian("point"), vi.MeanField(), num_data=N)
+    posterior.fit(loader(), steps=200, lr=0.05, progress=False)
+    before = {name: tensor.detach().clone() for name, tensor in posterior.named_parameters()}
+    for options in ({"rank": 2}, {"components": 2}):
+        # far too high a rate: it can only do harm
+        wild = {"optimizer": lambda p: torch.optim.SGD(p, 0.5), "clip": None, "warmup": 0, "average": False}
+        result = posterior.grow(loader(), steps=3, progress=False, **wild, **options)
+        assert result.kept == "before"
+        assert result.elbo.value > result.candidates["grown"].value
+        after = dict(posterior.named_parameters())
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_grow_components():
+    posterior = bayes(vi.MeanField())
+    posterior.fit(loader(), steps=150, lr=0.05, progress=False)
+    result = posterior.grow(loader(), components=2, steps=300, lr=0.03, progress=False)
+    assert result.elbo.value >= result.candidates["before"].value
+    assert result.kept == "grown"
+    assert isinstance(posterior.family, vi.Mixture)
+    again = posterior.grow(loader(), components=3, steps=100, lr=0.02, progress=False)
+    assert again.elbo.value >= again.candidates["before"].value
+    assert len(posterior.family.part) == (3 if again.kept == "grown" else 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "error", "message"),
+    [
+        (vi.MeanField(), {}, ValueError, "one of rank= and components="),
+        (vi.MeanField(), {"rank": 1, "components": 2}, ValueError, "one of rank= and components="),
+        (vi.MeanField(), {"rank": 1, "staged": True}, ValueError, "neither staged= nor start="),
+        (vi.MeanField(), {"rank": 0}, ValueError, "the rank is 0 already"),
+        (vi.LowRankNormal(2), {"rank": 2}, ValueError, "the rank is 2 already"),
+        (vi.FullNormal(), {"rank": 2}, TypeError, "not for FullNormal"),
+        (vi.MeanField(), {"components": 1}, ValueError, "1 parts already"),
+        (vi.MAP(), {"components": 2}, ValueError, "point masses"),
+        (vi.PerLayer({"*": vi.MeanField()}), {"components": 2}, TypeError, "not for PerLayer"),
+    ],
+    ids=str,
+)
+def test_bad_growth(family, options, error, message):
+    with pytest.raises(error, match=message):
+        bayes(family).grow(loader(), steps=1, **options)
+
+
+# ------------------------------------------------------------------------------------------------------ ensembles
+
+
+def test_mixture_from_networks():
+    nets = [network() for _ in range(3)]
+    q = vi.Mixture.from_networks(nets, part=vi.LowRankNormal(1))
+    for net, part in zip(nets, q.part, strict=True):
+        torch.testing.assert_close(part.mean.detach(), values(net))
+    posterior = bayes(q, nets[0])
+    assert posterior.fit(loader(), steps=20, progress=False).steps == 20
+    for net in nets[1:]:  # heads of one backbone
+        net[0].load_state_dict(nets[0][0].state_dict())
+    heads = vi.Mixture.from_networks(nets, part=vi.MAP(), select="2.*")
+    assert heads.space.names == ("2.weight", "2.bias")
+    with pytest.raises(ValueError, match='initial_mean="current"'):
+        vi.Mixture.from_networks(nets, part=vi.MeanField(initial_mean="zero"))
+    with pytest.raises(ValueError, match="list of at least one network"):
+        vi.Mixture.from_networks([], part=vi.MeanField())
+
+
+@pytest.mark.parametrize("noise", ["point", "random"])
+def test_an_unknown_noise_starts_at_the_trained_networks_residuals(noise):
+    """Left at 1, a noise of 0.1 makes every scale ten times too wide, and the fit forgets what was trained."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 2)
+    net = torch.nn.Linear(2, 1)
+    t = net(x).detach() + 0.1 * torch.randn(400, 1)
+    t[:50] = 100.0  # masked: a tenth of the data that must not count
+    mask = torch.ones_like(t, dtype=torch.bool)
+    mask[:50] = False
+    batches = [(x[i : i + 100], (t[i : i + 100], mask[i : i + 100])) for i in range(0, 400, 100)]
+    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise), vi.MeanField(), num_data=400)
+    start_trained(posterior, Batches(batches, 0, torch.device("cpu")))
+    if noise == "point":
+        found = posterior.model.likelihood.log_noise.exp().item()
+    else:
+        found = posterior.space.unravel(posterior.family().mean)["likelihood.log_noise"].exp().item()
+    assert found == pytest.approx(0.1, rel=0.15)  # 350 residuals: a standard error of 4 %
+    assert posterior.family().variance.sqrt()[:2].max() < 0.02  # 0.1/√350 = 0.005, and not 1/√350 = 0.05
+
+
+def test_new_parts_of_a_mixture_weigh_a_tenth_together():
+    space = vi.Parameters({"z": torch.zeros(3)})
+    generator = torch.Generator().manual_seed(0)
+    two = with_components(vi.MeanField().bind(space), 2, generator)
+    torch.testing.assert_close(two.proportions, torch.tensor([0.9, 0.1]))
+    four = with_components(two, 4, generator)
+    torch.testing.assert_close(four.proportions, torch.tensor([0.81, 0.09, 0.05, 0.05]))
+
+
+def test_growth_needs_steps():
+    posterior = bayes(vi.MeanField())
+    with pytest.raises(ValueError, match="give one of epochs= and steps="):
+        posterior.grow(loader(), rank=1)

@@ -1,0 +1,347 @@
+"""`fit_head`: the conjugate posterior exactly, the best normal of class labels as `vi.fit_density` finds it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import MultivariateNormal
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi import likelihoods
+from structvi.objective import elbo_groups
+from structvi.train.head_bound import quasi_normal
+
+F64 = torch.float64
+
+
+def network(outputs, width=6, dtype=F64, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs, bias=bias)).to(dtype)
+
+
+def regression(outputs=2, rows=50):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 3, generator=generator, dtype=F64)
+    return x, x[:, :1] + 0.5 * torch.randn(rows, outputs, generator=generator, dtype=F64)
+
+
+def classes(count, rows=80):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(rows, 3, generator=generator, dtype=F64)
+    if count == 1:
+        return x, (torch.rand(rows, 1, generator=generator, dtype=F64) < (2 * x[:, :1]).sigmoid()).to(F64)
+    return x, torch.multinomial((2 * x).softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def augmented(net, x):
+    with torch.no_grad():
+        return torch.cat([net[:-1](x), x.new_ones(len(x), 1)], -1)
+
+
+def moments(posterior):
+    with torch.no_grad():
+        q = posterior.family()
+        return q.mean.detach(), q.covariance()
+
+
+@pytest.mark.parametrize("size", [50, 7, 1])
+def test_gaussian_noise_gives_the_posterior_however_the_data_are_cut(size):
+    net, (x, t) = network(2), regression()
+    before = copy.deepcopy(net.state_dict())
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(2.0))
+    result = bayes.fit_head(DataLoader(TensorDataset(x, t), batch_size=size, shuffle=True), progress=False)
+    phi = augmented(net, x)
+    covariance = torch.linalg.inv(phi.mT @ phi / 0.25 + torch.eye(7, dtype=F64) / 4)
+    mean = covariance @ phi.mT @ t / 0.25  # [7, 2]
+    found, spread = moments(bayes)
+    order = torch.cat([torch.arange(6), torch.tensor([12])]), torch.cat([torch.arange(6, 12), torch.tensor([13])])
+    for c in (0, 1):
+        torch.testing.assert_close(found[order[c]], mean[:, c], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(spread[order[c]][:, order[c]], covariance, rtol=1e-10, atol=1e-10)
+    assert spread[order[0]][:, order[1]].abs().max() == 0
+    evidence = MultivariateNormal(torch.zeros(50, dtype=F64), 4 * phi @ phi.mT + 0.25 * torch.eye(50)).log_prob(t.mT)
+    assert result.converged
+    assert result.status is vi.Status.CONVERGED
+    assert result.elbo.value == pytest.approx(float(evidence.sum()), abs=1e-8)
+    assert bayes.model.num_data == 50
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+
+
+def test_scales_and_noise_maximise_the_evidence():
+    net, (x, t) = network(1), regression(1)
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian("point"))
+    result = bayes.fit_head([(x, t)], tolerance=1e-9, progress=False)
+    phi = augmented(net, x)
+
+    def evidence(log_scales):  # of weight, bias and noise
+        s = torch.cat([log_scales[:1].expand(6), log_scales[1:2]]).exp()
+        covariance = (phi * s) @ (phi * s).mT + (2 * log_scales[2]).exp() * torch.eye(50, dtype=F64)
+        return MultivariateNormal(torch.zeros(50, dtype=F64), covariance).log_prob(t[:, 0])
+
+    scales = bayes.model.prior.scales(bayes.model.net_space)
+    noise = bayes.model.likelihood.log_noise.detach()
+    at = torch.tensor([scales["2.weight"], scales["2.bias"], float(noise.exp())], dtype=F64).log().requires_grad_()
+    value = evidence(at)
+    assert result.elbo.value == pytest.approx(float(value.detach()), abs=1e-6)
+    assert torch.autograd.grad(value, at)[0].abs().max() < 1e-3
+    assert any("scales were chosen" in note for note in result.notes)
+    assert any("noise was chosen" in note for note in result.notes)
+
+
+def test_a_prior_that_learns_one_scale():
+    net, (x, t) = network(2), regression()
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(0.1, learn=True))
+    bayes.fit_head([(x, t)], tolerance=1e-9, progress=False)
+    mean, covariance = moments(bayes)
+    s2 = (mean.square().sum() + covariance.trace()) / mean.numel()  # the fixed point
+    assert float(2 * bayes.model.prior.log_scale.detach()) == pytest.approx(float(s2.log()), abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_class_labels_agree_with_a_search_for_the_best_full_normal(count):
+    net, (x, t) = network(count, width=4), classes(count)
+    likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
+    bayes = vi.variationalize_head(net, likelihood, vi.NormalPrior(1.5))
+    loader = DataLoader(TensorDataset(x, t), batch_size=30)
+    result = bayes.fit_head(loader, tolerance=1e-5, progress=False)
+    phi = augmented(net, x)[:, :-1]
+    prior = torch.distributions.Normal(0.0, 1.5)
+
+    def log_joint(p):
+        own = prior.log_prob(p["w"]).sum() + prior.log_prob(p["b"]).sum()
+        return likelihood(phi @ p["w"].mT + p["b"], t).sum() + own
+
+    space = vi.Parameters({"w": torch.zeros(count, 4, dtype=F64), "b": torch.zeros(count, dtype=F64)})
+    target = vi.LogDensity(log_joint, space)
+    searched = vi.fit_density(target, vi.FullNormal(), progress=False, tolerance=1e-4)
+
+    def elbo(family, target, batch=None):
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return vi.Estimate.of(elbo_groups(family, target, batch, groups=10_000, generator=generator))
+
+    theirs, ours = elbo(searched.family, target), elbo(bayes.family, bayes.model, (x, t))
+    assert ours.value > theirs.value - 0.005  # on common draws
+    assert abs(ours.value - theirs.value) < 0.01
+    assert abs(result.elbo.value - ours.value) < 0.01 + 3 * result.elbo.standard_error
+    q, (mean, covariance) = searched.family(), moments(bayes)
+    scale = covariance.diagonal().sqrt()
+    assert ((q.mean - mean) / scale).abs().max() < 0.02
+    assert (q.variance.sqrt() / scale - 1).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_bound_never_falls(count):
+    net, (x, t) = network(count), classes(count)
+    with torch.no_grad():
+        net[-1].weight.mul_(100.0)  # a start that is far from the data and sure of itself
+    likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
+    result = vi.variationalize_head(net, likelihood).fit_head([(x, t)], tolerance=1e-4, progress=False)
+    elbo = result.history["elbo"]
+    assert result.converged
+    assert len(elbo) == result.steps + 1
+    assert (elbo[1:] - elbo[:-1]).min() >= 0
+    other = vi.variationalize_head(network(count), likelihood).fit_head([(x, t)], tolerance=1e-4, progress=False)
+    assert other.elbo.value == pytest.approx(result.elbo.value, abs=0.05)
+
+
+def test_what_was_not_observed_does_not_count():
+    net, (x, t) = network(3), classes(3)
+    every = vi.variationalize_head(net, likelihoods.Categorical(), vi.NormalPrior(1.0), num_data=80)
+    some = t.clone()
+    some[60:] = 255
+    ignoring = vi.variationalize_head(net, likelihoods.Categorical(ignore_index=255), vi.NormalPrior(1.0))
+    ignoring.fit_head([(x, some)], progress=False)
+    masked = vi.variationalize_head(net, likelihoods.Categorical(), vi.NormalPrior(1.0))
+    masked.fit_head([(x, (t, torch.arange(80) < 60))], progress=False)
+    fewer = vi.variationalize_head(net, likelihoods.Categorical(), vi.NormalPrior(1.0))
+    fewer.fit_head([(x[:60], t[:60])], progress=False)
+    for one in (ignoring, masked):
+        torch.testing.assert_close(moments(one), moments(fewer), atol=1e-3, rtol=1e-3)
+    every.fit_head([(x, t)], progress=False)
+    assert (moments(every)[0] - moments(fewer)[0]).abs().max() > 1e-3
+
+
+def test_masked_numbers_and_the_network_as_float32():
+    net, (x, t) = network(2, dtype=torch.float32), regression()
+    x, t = x.float(), t.float()
+    mask = torch.rand(t.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(2.0))
+    bayes.fit_head([(x, (t.masked_fill(~mask, torch.nan), mask))], progress=False)
+    phi = augmented(net, x).double()[mask[:, 1]]
+    precision = phi.mT @ phi / 0.25 + torch.eye(7, dtype=F64) / 4
+    mean = torch.linalg.solve(precision, phi.mT @ t[mask[:, 1], 1].double() / 0.25)
+    torch.testing.assert_close(moments(bayes)[0][6:12].double(), mean[:6], rtol=1e-4, atol=1e-4)
+
+
+def test_temperature_and_n_scale_the_data_against_the_prior():
+    net, (x, t) = network(1), regression(1)
+    cold = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.NormalPrior(1.0))
+    cold.fit_head([(x, t)], temperature=0.25, progress=False)
+    four = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.NormalPrior(1.0), num_data=200)
+    result = four.fit_head([(x, t)], progress=False)
+    narrow = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(1.0))
+    narrow.fit_head([(x, t)], progress=False)
+    for one in (cold, four):
+        torch.testing.assert_close(moments(one), moments(narrow))
+    assert four.model.num_data == 200
+    assert four.elbo([(x, t)]).value == pytest.approx(result.elbo.value, abs=1e-6)
+
+
+class Pictures(nn.Module):
+    """A convolutional backbone with batch norm, and a head of one's choice."""
+
+    def __init__(self, head, flat):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head, self.flat = head, flat
+
+    def forward(self, x):
+        y = self.body(x)
+        return self.head(y.mean((-2, -1)) if self.flat else y)
+
+
+def test_a_convolutional_network_with_batch_norm(tmp_path):
+    torch.manual_seed(0)
+    net = Pictures(nn.Linear(4, 3), True).double()
+    x = torch.randn(40, 1, 6, 6, dtype=F64)
+    net(x)  # in training mode: running statistics
+    before = copy.deepcopy(net.state_dict())
+    t = torch.randint(0, 3, (40,))
+    bayes = vi.variationalize_head(net, likelihoods.Categorical())
+    result = bayes.fit_head(DataLoader(TensorDataset(x, t), batch_size=16), progress=False)
+    assert result.converged
+    assert net.training
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert bayes.elbo([(x, t)], groups=2000).value == pytest.approx(result.elbo.value, abs=0.05)
+    mean, covariance = bayes.output_moments(x[:5])
+    generator = torch.Generator().manual_seed(0)
+    draws = bayes.predict(x[:5], draws=4000, generator=generator).outputs
+    torch.testing.assert_close(draws.mean(0), mean, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(draws.var(0), covariance.diagonal(dim1=-2, dim2=-1), atol=0.02, rtol=0.15)
+    bayes.save(tmp_path / "head.safetensors")
+    again = vi.load(tmp_path / "head.safetensors", Pictures(nn.Linear(4, 3), True).double())
+    torch.testing.assert_close(again.output_moments(x[:5]), (mean, covariance))
+    assert again.model.prior.scales(again.space) == bayes.model.prior.scales(bayes.space)
+
+
+@pytest.mark.parametrize("head", [nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 3, padding=1, bias=False)])
+def test_a_convolution_as_the_head_is_a_regression_on_its_patches(head):
+    torch.manual_seed(0)
+    net = Pictures(head, False).double()
+    x, t = torch.randn(8, 1, 5, 5, dtype=F64), torch.randn(8, 2, 5, 5, dtype=F64)
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.NormalPrior(1.0))
+    result = bayes.fit_head([(x, t)], progress=False)
+    assert bayes.elbo([(x, t)], groups=2).per_group.std() < 1e-8  # q is the posterior: every draw gives the evidence
+    assert bayes.elbo([(x, t)], groups=2).value == pytest.approx(result.elbo.value, abs=1e-7)
+
+
+def test_a_term_beside_the_head_and_a_held_bias():
+    class Skip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 1)
+            self.head.bias.requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(x).squeeze(-1) + x.sum(-1)
+
+    torch.manual_seed(0)
+    net, (x, t) = Skip().double(), regression(1)
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.NormalPrior(1.0))
+    bayes.fit_head([(x, t[:, 0])], progress=False)
+    assert bayes.space.names == ("head.weight",)
+    assert bayes.elbo([(x, t[:, 0])], groups=2).per_group.std() < 1e-8
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.head(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "likelihood", "prior", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()), likelihoods.Categorical(), None, "nonlinearity"),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), likelihoods.Categorical(), None, "normalisation"),
+        (tied, likelihoods.Categorical(), None, "no other layer shares"),
+        (Twice, likelihoods.Categorical(), None, "called 2 times"),
+        (lambda: nn.Linear(3, 3), likelihoods.Poisson(), None, "fit_head is for likelihoods.Gaussian"),
+        (lambda: nn.Linear(3, 3), likelihoods.Gaussian("random"), None, "fit_head is for likelihoods.Gaussian"),
+        (lambda: nn.Linear(3, 3), likelihoods.Categorical(), vi.LaplacePrior(1.0), "independent normals"),
+        (lambda: nn.Linear(3, 3), likelihoods.Categorical(), vi.StudentTPrior(3.0, learn=True), "independent normals"),
+    ],
+)
+def test_what_has_no_linear_head_is_refused(make, likelihood, prior, message):
+    net, (x, t) = make().double(), classes(3)
+    bayes = vi.variationalize_head(net, likelihood, prior)
+    before = copy.deepcopy(bayes.family.state_dict())
+    with pytest.raises(ValueError, match=message):
+        bayes.fit_head([(x, t)], progress=False)
+    assert all(torch.equal(bayes.family.state_dict()[name], value) for name, value in before.items())
+
+
+def test_bad_arguments_are_named():
+    net, (x, t) = network(3), classes(3)
+    with pytest.raises(ValueError, match=r"layer= must be the name .* got 'end'"):
+        vi.variationalize_head(net, likelihoods.Categorical(), layer="end")
+    with pytest.raises(ValueError, match="no linear head"):
+        vi.variationalize_head(nn.ReLU(), likelihoods.Categorical())
+    with pytest.raises(ValueError, match=r"the head has 10100 numbers.*LowRankPrecision"):
+        vi.variationalize_head(nn.Linear(100, 100), likelihoods.Categorical())
+    bayes = vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*")
+    with pytest.raises(ValueError, match="the family is MeanField"):
+        bayes.fit_head([(x, t)])
+    bayes = vi.variationalize_head(net, likelihoods.Categorical())
+    with pytest.raises(ValueError, match="tolerance must be a positive number"):
+        bayes.fit_head([(x, t)], tolerance=0)
+
+
+def test_a_prior_of_distributions_with_a_centre():
+    net, (x, t) = network(1, bias=False), regression(1)
+    prior = vi.DistributionPrior({"*": torch.distributions.Normal(0.3, 0.8)})
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), prior)
+    result = bayes.fit_head([(x, t)], progress=False)
+    estimate = bayes.elbo([(x, t)], groups=2)
+    assert estimate.per_group.std() < 1e-5
+    assert estimate.value == pytest.approx(result.elbo.value, abs=1e-5)
+
+
+def test_quasi_random_normals_have_exact_second_moments():
+    z = quasi_normal(512, 5, 0)
+    torch.testing.assert_close(z.mean(0), torch.zeros(5, dtype=F64))
+    torch.testing.assert_close(z.mT @ z / 512, torch.eye(5, dtype=F64))
+
+
+def test_few_iterations_are_told(capsys):
+    net, (x, t) = network(3), classes(3)
+    result = vi.variationalize_head(net, likelihoods.Categorical()).fit_head([(x, t)], iterations=2)
+    assert result.status is vi.Status.IMPROVING
+    assert "give more iterations=" in result.details
+    assert "step 2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_target_that_the_features_tell_exactly_has_the_noise_of_rounding(dtype, shift, seed):
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    t = x[:, :1] + shift
+    bayes = vi.variationalize_head(nn.Linear(3, 1).to(dtype), likelihoods.Gaussian("point"))
+    bayes.fit_head([(x, t)], progress=False)
+    noise, size = bayes.model.likelihood.log_noise.exp().item(), t.square().mean().sqrt().item()
+    # from √(10 ε) of sums in float64, 5e-8, on, to a few roundings of a number in float32, 1.2e-7
+    assert 4e-8 * size < noise < 1e-6 * size
+    assert (bayes.predict(x).mean - t).abs().max() < 1e-4 * size

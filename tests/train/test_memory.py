@@ -1,0 +1,191 @@
+"""A step that does not fit into memory: what is said, and that nothing is lost."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.train import step
+from structvi.train.memory import SHARE, Need, activation_bytes, explain, need_of, there_is
+
+N, D = 24, 3
+CPU = torch.device("cpu")
+
+
+def loader():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=g)
+    return DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8, shuffle=True)
+
+
+def make(family=None):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.Linear(16, 1))
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.3), family or vi.LowRankNormal(4), num_data=N)
+
+
+def test_the_formula_is_that_of_the_documentation():
+    """4·P·(3(K + 2) + 5 + 4·S): for 110 million weights at rank 8 with one draw 17.2 GB, as docs/performance.md has."""
+    bayes = make()
+    P = bayes.space.size
+    need = need_of(bayes, next(iter(loader())), 1, vi.paired)
+    assert (need.P, need.K, need.S, need.B, need.V) == (P, 4, 2, 8, P * 6)
+    assert need.posterior() == 4 * P * (3 * (4 + 2) + 5 + 4 * 2)
+    assert need.with_rank(2).posterior() == 4 * P * (3 * (2 + 2) + 5 + 4 * 2)
+    large = Need(V=110_000_000 * 10, P=110_000_000, K=8, S=1, B=8, at_once=1, number=4, activation=None)
+    assert large.posterior() == pytest.approx(17.2e9, rel=0.01)
+
+
+def test_activations_are_those_kept_for_the_gradient():
+    """Input 3, tanh 16 and output 1 numbers of four bytes are needed by the backward pass of each observation."""
+    g = torch.Generator().manual_seed(0)
+    counted = activation_bytes(make(), (torch.randn(1000, D, generator=g), torch.randn(1000, 1, generator=g)))
+    assert counted is not None
+    assert 4 * (3 + 16 + 1) <= counted <= 2 * 4 * (3 + 16 + 1)
+    assert activation_bytes(make(), object()) is None  # a batch that nothing is known of
+
+
+def need(**changed):
+    return Need(V=6000, P=1000, K=4, S=8, B=64, at_once=8, number=4, activation=400)._replace(**changed)
+
+
+@pytest.mark.parametrize("there", [250_000, 400_000, 800_000])
+def test_what_would_fit_fits_and_one_more_does_not(there):
+    text = explain(need(), there, CPU)
+    assert need().total() > there
+    assert "needs about 834 kB, 220 kB of it for the posterior" in text
+    fitting = text.split("each by itself: ")[1].split(".")[0].split("; ")
+    ways = {"batches": lambda n: need()._replace(B=n), "draws": need().with_draws, "rank": need().with_rank}
+    assert fitting
+    for one in fitting:
+        name = next(way for way in ways if way in one)
+        n = int(one.split("batches of ")[1]) if name == "batches" else int(one.replace("rank ", "").split()[0])
+        assert ways[name](n).total() <= SHARE * there < ways[name](n + 1).total()
+
+
+def test_what_is_said_where_nothing_alone_fits_or_all_should():
+    assert "Mean field with one draw and one observation needs" in explain(need(), 1000, CPU)
+    assert "together have to be smaller" in explain(need(), 100_000, CPU)
+    assert "By this estimate it fits" in explain(need(), 10**9, CPU)
+    assert "there are" not in explain(need(), None, CPU)
+
+
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+def test_nothing_is_lost(tmp_path, monkeypatch):
+    """The posterior is that of the last step, and a fit resumed from the checkpoint ends as one never stopped."""
+    options = {"steps": 12, "progress": False, "stop": False}
+    whole = make()
+    whole.fit(loader(), **options)
+    bayes, seen = make(), {}
+
+    def fail_later(history):
+        if len(history) == 7:
+            seen.update({name: p.detach().clone() for name, p in bayes.named_parameters()})
+            monkeypatch.setattr(step.Step, "_gradient", no_memory)
+
+    monkeypatch.setattr(step, "there_is", lambda device, held: 12_000)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"a step does not fit into memory.*would fit.*torch said"
+    ) as caught:
+        bayes.fit(loader(), **options, checkpoint=tmp_path, every=5, callback=fail_later)
+    assert any("after step 7" in note and str(tmp_path) in note for note in caught.value.__notes__)
+    assert all(torch.equal(seen[name], p) for name, p in bayes.named_parameters())
+    assert all(p.grad is None for p in bayes.parameters())
+    monkeypatch.undo()
+    again = make()
+    result = again.fit(loader(), **options, resume=tmp_path)
+    assert any("resumed at step 7" in note for note in result.notes)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+def test_the_tensors_of_a_failed_step_are_free_when_what_would_fit_is_worked_out(monkeypatch):
+    """The frames of the error hold its draws, and so do the functions of cleared frames that close over them."""
+    drawn, alive = [], []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            if type(self.weight) is torch.Tensor and self.weight.grad_fn is not None:  # a draw of the step
+                drawn.append(weakref.ref(self.weight))
+                no_memory()
+            return out
+
+    def there_is(device, held):
+        alive.extend(one() is not None for one in drawn)
+        return 10**9
+
+    monkeypatch.setattr(step, "there_is", there_is)
+    bayes = vi.variationalize(Layer(3, 1), vi.likelihoods.Gaussian(noise=1.0), vi.MeanField(), evaluation="loop")
+    with pytest.raises(torch.OutOfMemoryError, match="a step does not fit"):
+        bayes.fit(loader(), steps=2, progress=False)
+    assert alive
+    assert not any(alive)
+
+
+def test_the_optimizer_moves_nothing_where_there_is_no_memory_for_its_moments(monkeypatch):
+    from structvi.train.adam import Adam
+
+    bayes = make()
+    adam = Adam(bayes.parameters(), lr=0.1, factors=bayes.family.factors())
+    before = [p.detach().clone() for p in bayes.parameters()]
+    bayes.loss(next(iter(loader()))).backward()
+    kept = Adam._moments
+
+    def last_fails(self, parameter):
+        return no_memory() if parameter is list(bayes.parameters())[-1] else kept(self, parameter)
+
+    monkeypatch.setattr(Adam, "_moments", last_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        adam.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
+
+
+def test_moments_are_made_whole_or_not_at_all(monkeypatch):
+    """Memory for the first moment and none for the second: the next step begins as the first does."""
+    from structvi.train.adam import Adam
+
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    adam = Adam([parameter], lr=0.1)
+    made, zeros_like = [], torch.zeros_like
+
+    def second_fails(x, **options):
+        made.append(x)
+        return no_memory() if len(made) == 2 else zeros_like(x, **options)
+
+    monkeypatch.setattr(torch, "zeros_like", second_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        adam.step()
+    assert not adam.state[parameter]
+    adam.step()
+    assert parameter.allclose(torch.full((3,), 0.9))
+
+
+def test_what_a_step_can_have_is_less_by_the_tensors_of_others(monkeypatch):
+    """Of 1000 bytes this process may have 800, and holds 500, of which 120 are the step's own."""
+
+    class Held:
+        is_cuda = True
+
+        def untyped_storage(self):
+            return self
+
+        def data_ptr(self):
+            return id(self)
+
+        def nbytes(self):
+            return 60
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 600)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.8, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    first, second = Held(), Held()
+    assert there_is(torch.device("cuda"), [first, second, first]) == 800 - 500 + 120
+    assert there_is(CPU, []) is None

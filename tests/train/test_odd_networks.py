@@ -1,0 +1,365 @@
+"""Networks and loaders that are legal but odd: what is found is right, or an error says what to do."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+import structvi as vi
+from structvi.train.batches import Batches
+from structvi.train.curvature import curvature_roots, diagonal_curvature
+from structvi.train.probing import RANDOM
+from structvi.train.validation import UNKNOWN
+from structvi.train.warm_start import curvature_of, trained_values
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(60, 3, generator=GENERATOR)
+T = (X[:, 0] + 0.5 * torch.randn(60, generator=GENERATOR) > 0).long()
+Y = X[:, :1] + 0.3 * torch.randn(60, 1, generator=GENERATOR)
+
+
+def loaders(x=X, t=T, size=20):
+    whole = TensorDataset(x, t)
+    return DataLoader(Subset(whole, range(40)), size), DataLoader(Subset(whole, range(40, 60)), size)
+
+
+def classifier():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
+    return net
+
+
+class Numbers(nn.Module):
+    """A regression whose output has the form that is asked for."""
+
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.mean, self.noise = form, nn.Linear(3, 1), nn.Linear(3, 1)
+        with torch.no_grad():
+            self.mean.weight.copy_(torch.tensor([[1.0, 0.0, 0.0]]))
+
+    def forward(self, x):
+        mean, noise = self.mean(x), 0.1 * self.noise(x) - 1.0
+        forms = {
+            "[B, 1]": lambda: mean, "[B]": lambda: mean.squeeze(-1), "squeeze()": lambda: mean.squeeze(),
+            "pair": lambda: (mean, noise), "dict": lambda: {"mean": mean, "log_scale": noise},
+            "[B, 2]": lambda: torch.cat([mean, noise], 1),
+        }  # fmt: skip
+        return forms[self.form]()
+
+
+def placed(net, likelihood, train, held_out, **options):
+    bayes = vi.variationalize(net, likelihood, **options)
+    return bayes, bayes.laplace(train, validation=held_out, progress=False)
+
+
+def test_one_number_for_each_row_with_and_without_an_axis():
+    found = []
+    for form, target in (("[B, 1]", Y), ("[B]", Y.squeeze(-1))):
+        train, held_out = loaders(t=target)
+        bayes, result = placed(Numbers(form), vi.likelihoods.Gaussian("point"), train, held_out)
+        found.append((result.kept, result.held_out[result.kept], result.network, result.elbo.value))
+        assert bayes.predict(X).mean.shape == bayes.output_moments(X).mean.shape == target.shape
+    assert found[0][0] == found[1][0]
+    assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("form", ["pair", "dict", "[B, 2]"])
+def test_two_heads_in_every_form(form):
+    train, held_out = loaders(t=Y)
+    net = Numbers(form)
+    _, result = placed(net, vi.likelihoods.Gaussian("head"), train, held_out)
+    mean, log_scale = Numbers("pair")(X[40:])
+    expected = torch.distributions.Normal(mean, log_scale.exp()).log_prob(Y[40:]).mean().item()
+    assert result.network == pytest.approx(expected, rel=1e-4)
+    assert result.held_out[result.kept] > expected - 0.05
+
+
+def test_a_second_fit_is_around_the_weights_of_now():
+    net, (train, held_out) = classifier(), loaders()
+    bayes, first = placed(net, vi.likelihoods.Categorical(), train, held_out)
+    with torch.no_grad():
+        net.weight.mul_(0.5)  # it was trained on
+    second = bayes.laplace(train, validation=held_out, progress=False)
+    expected = -nn.functional.cross_entropy(net(X[40:]), T[40:]).item()
+    assert second.network == pytest.approx(expected, rel=1e-5)
+    assert second.network != pytest.approx(first.network, rel=1e-3)
+    assert torch.equal(bayes.family().mean[:6], net.weight.detach().flatten())
+
+
+def test_a_network_that_has_left_its_linearisation_is_noted():
+    net, (train, _) = classifier(), loaders()
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
+    assert not any("linearised at other" in note for note in bayes.laplace(train, progress=False).notes)
+    with torch.no_grad():
+        net.weight.mul_(0.5)
+    assert any("linearised at other weights" in note for note in bayes.laplace(train, progress=False).notes)
+
+
+def test_batch_norm_without_running_statistics_sees_whole_batches():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Unflatten(1, (3, 1)), nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, track_running_stats=False), nn.Flatten(),
+        nn.Linear(4, 2),
+    )  # fmt: skip
+    train, held_out = loaders()
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), num_data=40)
+    theta = trained_values(bayes)
+    with bayes.network_mode():
+        found = curvature_of(bayes, theta, Batches(train, 0), 0, 0).diagonal
+        roots = curvature_roots(bayes.model, theta, Batches(train, 0).everything(), 0, size=40)
+        expected = diagonal_curvature(bayes.model, roots)
+    assert torch.equal(found, expected)  # rows cut apart are normalised by themselves: an error, or another network
+    result = bayes.laplace(train, validation=held_out, progress=False)
+    assert any("keeps no running statistics in 2" in note for note in result.notes)
+    with pytest.raises(ValueError, match="depend on all of it"):
+        bayes.output_moments(X)
+
+
+def test_a_network_that_is_kept_predicts_as_it_does_where_there_is_no_noise():
+    """Data made by the network itself: a thousandth of its weights is far more than the noise."""
+    net = Numbers("[B, 1]")
+    train, held_out = loaders(t=net(X).detach())
+    bayes, result = placed(net, vi.likelihoods.Gaussian("point"), train, held_out)
+    assert result.kept == "the network"
+    found = bayes.evaluate(held_out, draws=64, generator=torch.Generator().manual_seed(0)).nlpd
+    assert found == pytest.approx(-result.network, abs=0.02)
+
+
+class Frozen(nn.Module):
+    """A backbone that is kept from learning in forward, and weights that nothing uses."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.backbone, self.head, self.unused = way, nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 3)
+
+    def forward(self, x):
+        if self.way == "no_grad":
+            with torch.no_grad():
+                features = self.backbone(x).tanh()
+        else:
+            features = self.backbone(x).tanh()
+        return self.head(features.detach() if self.way == "detach" else features)
+
+
+@pytest.mark.parametrize("way", ["no_grad", "detach"])
+def test_weights_that_no_gradient_reaches_are_named(way):
+    train, _ = loaders()
+    bayes = vi.variationalize(Frozen(way), vi.likelihoods.Categorical(), vi.MeanField())
+    with pytest.warns(UserWarning, match=r"depends on backbone.weight, backbone.bias, but no gradient"):
+        bayes.fit(train, steps=2, progress=False)
+    for quiet in (Frozen("plain"), Frozen(way)):
+        quiet.backbone.requires_grad_(quiet.way == "plain")
+        bayes = vi.variationalize(quiet, vi.likelihoods.Categorical(), vi.MeanField())
+        bayes.fit(train, steps=2, progress=False)  # a warning would be an error
+
+
+class Listed(nn.Module):
+    """The layer that is called last was made first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def test_the_last_layer_is_the_one_that_is_called_last():
+    train, held_out = loaders()
+    wrong = vi.variationalize_head(Listed(), vi.likelihoods.Categorical())
+    with pytest.raises(ValueError, match=r"the last that it calls is 'last': .*layer='last'"):
+        wrong.laplace(train, validation=held_out, progress=False)
+    named = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="last")
+    named.laplace(train, validation=held_out, progress=False)
+    asked = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="first")
+    asked.laplace(train, validation=held_out, progress=False)  # as asked
+
+
+class AlwaysDropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = classifier()
+
+    def forward(self, x):
+        return self.net(nn.functional.dropout(x, 0.5))
+
+
+def test_random_numbers_in_forward_are_noted():
+    train, _ = loaders()
+    for net, noted in ((AlwaysDropping(), True), (nn.Sequential(nn.Dropout(0.5), classifier()), False)):
+        bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField())
+        assert (RANDOM in bayes.fit(train, steps=2, progress=False).notes) is noted
+
+
+class Twenty(nn.Module):
+    """A network for batches of one size: two items, on which it is looked at before a fit, do not suit it."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.net, self.error = classifier(), error
+
+    def forward(self, x):
+        if len(x) != 20:
+            raise self.error("batches of 20")
+        return self.net(x)
+
+
+@pytest.mark.parametrize("error", [AssertionError, AttributeError, ZeroDivisionError])
+def test_a_network_that_two_items_do_not_suit_is_fitted(error):
+    bayes = vi.variationalize(Twenty(error), vi.likelihoods.Categorical(), vi.MeanField())
+    assert bayes.fit(loaders()[0], steps=2, progress=False).steps == 2
+
+
+class ReadByWorkers(Dataset):
+    """Its data are opened in worker processes."""
+
+    data = None
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return tuple(column[index] for column in self.data)
+
+
+def opened(_):
+    get_worker_info().dataset.data = (X, T)
+
+
+def test_data_that_worker_processes_alone_can_read():
+    loader = DataLoader(ReadByWorkers(), batch_size=20, num_workers=1, worker_init_fn=opened)
+    bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    assert bayes.fit(loader, steps=2, progress=False).steps == 2
+    with pytest.raises(TypeError, match="not iterable"):  # without workers that is the loader's own error
+        bayes.fit(DataLoader(ReadByWorkers(), batch_size=20), steps=2, progress=False)
+
+
+def test_items_that_are_batches():
+    items = TensorDataset(X[:40].reshape(4, 10, 3), T[:40].reshape(4, 10))
+    as_they_are = DataLoader(items, batch_size=None)
+    _, result = placed(classifier(), vi.likelihoods.Categorical(), as_they_are, loaders()[1], num_data=40)
+    _, expected = placed(classifier(), vi.likelihoods.Categorical(), loaders(size=10)[0], loaders()[1])
+    assert result.network == expected.network
+    assert result.kept == expected.kept
+
+
+class Shuffled:
+    """Held-out rows in another order at each reading."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self):
+        for rows in (40 + torch.randperm(20, generator=self.generator)).split(5):
+            yield X[rows], T[rows]
+
+
+def test_candidates_are_compared_row_by_row_whatever_the_order():
+    train, held_out = loaders(size=5)
+    _, expected = placed(classifier(), vi.likelihoods.Categorical(), train, held_out)
+    _, found = placed(classifier(), vi.likelihoods.Categorical(), train, Shuffled())
+    assert found.kept == expected.kept
+    assert found.against_network == pytest.approx(expected.against_network, rel=0.1, abs=1e-4)  # of other draws
+    watched = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    result = watched.fit(train, epochs=2, start="trained", validation=Shuffled(), progress=False)
+    again = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    same = again.fit(train, epochs=2, start="trained", validation=held_out, progress=False)
+    assert result.against_network == pytest.approx(same.against_network, rel=1e-4, abs=1e-6)
+
+
+class Stream(IterableDataset):
+    def __init__(self, *rows, endless=False):
+        self.rows, self.endless = rows, endless
+
+    def __iter__(self):
+        yield from ((X[i], T[i]) for i in range(*self.rows))
+        while self.endless:
+            yield from ((X[i], T[i]) for i in range(*self.rows))
+
+
+def with_nan(tensor, row):
+    changed = tensor.clone()
+    changed[row] = math.nan
+    return changed
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = classifier()
+
+    def forward(self, x):
+        return self.net(x), self.net(x)
+
+
+CATEGORICAL, POINT = vi.likelihoods.Categorical, lambda: vi.likelihoods.Gaussian("point")
+REFUSED = {
+    "all axes squeezed": (lambda: (Numbers("squeeze()"), POINT(), *loaders(t=Y.squeeze(-1))), r"write squeeze\(-1\)"),
+    "an auxiliary output": (lambda: (WithAuxiliary(), CATEGORICAL(), *loaders()), "output must be a tensor, got tuple"),
+    "NaN in inputs": (lambda: (classifier(), CATEGORICAL(), *loaders(with_nan(X, 3))), "output is NaN on its training"),
+    "NaN in targets": (lambda: (Numbers("[B, 1]"), POINT(), *loaders(t=with_nan(Y, 3))), "residuals .* not finite"),
+    "NaN held out": (lambda: (classifier(), CATEGORICAL(), *loaders(with_nan(X, 50))), "NaN for 1 of the 20 rows"),
+    "no label held out": (
+        lambda: (classifier(), CATEGORICAL(-1), loaders()[0], [(X[40:], torch.full((20,), -1))]), "no observation",
+    ),
+    "an empty stream": (
+        lambda: (classifier(), CATEGORICAL(), loaders()[0], DataLoader(Stream(0, 0), 5)), "validation= gives no batch",
+    ),
+    "no end": (
+        lambda: (classifier(), CATEGORICAL(), DataLoader(Stream(0, 40, endless=True), 20), loaders()[1]), "not end",
+    ),
+    "half precision": (lambda: (classifier().half(), CATEGORICAL(), *loaders(X.half())), r"net.float\(\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_what_to_do(name):
+    make, words = REFUSED[name]
+    with pytest.raises((ValueError, TypeError), match=words):
+        placed(*make(), num_data=40)
+
+
+def test_held_out_data_that_say_nothing_are_noted():
+    train, held_out = loaders(with_nan(X, 50))
+    bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+    assert UNKNOWN in bayes.fit(train, epochs=2, validation=held_out, progress=False).notes
+
+
+def test_a_function_that_compares_every_output_with_every_target_is_refused():
+    bayes = vi.variationalize(nn.Linear(3, 1), lambda y, t: -(y - t).square(), vi.MeanField())
+    with pytest.raises(ValueError, match=r"\(20, 20\), more numbers than .* \(20, 1\) and \(20,\)"):
+        bayes.fit(loaders(t=Y.squeeze(-1))[0], steps=2, progress=False)
+    bayes.fit(loaders(t=Y)[0], steps=2, progress=False)
+    heads = vi.variationalize(nn.Linear(3, 4), lambda y, t: -(y - t).square(), vi.MeanField())
+    heads.fit(loaders(t=Y)[0], steps=2, progress=False)  # four predictions of one number
+
+
+def test_rows_that_are_fitted_are_found_in_subsets_and_copies():
+    data = TensorDataset(X, T)
+    train = DataLoader(Subset(data, range(40)), 20, shuffle=True)
+    for held_out, words in (
+        (DataLoader(Subset(data, range(30, 50)), 5), "50%"),
+        (DataLoader(Subset(Subset(data, range(20, 60)), range(20)), 5), "are the data that are fitted"),
+        ([(X[:20].clone(), T[:20].clone())], "are the data that are fitted"),
+    ):
+        bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
+        with pytest.warns(UserWarning, match=words):
+            bayes.fit(train, steps=2, validation=held_out, progress=False)
+    bayes.fit(train, steps=2, validation=[(X[40:], T[40:])], progress=False)  # a warning would be an error
+    few = TensorDataset(X[:4].repeat(10, 1), T[:4].repeat(10))  # a table of four different rows
+    bayes.fit(DataLoader(few, 20), steps=2, validation=[(X[:4], T[:4])], progress=False)
+
+
+def test_a_stream_is_evaluated():
+    bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=40)
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    found = bayes.evaluate(DataLoader(Stream(40, 60), 20), draws=4, generator=generators[0])
+    assert found.nlpd == bayes.evaluate(loaders()[1], draws=4, generator=generators[1]).nlpd

@@ -1,0 +1,160 @@
+"""One training step: the same as by hand with torch's Adam, and nothing changed where something is not finite."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import structvi as vi
+from structvi.train.adam import Adam
+from structvi.train.step import Step
+
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+T = torch.randn(12, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+FAMILIES = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.Mixture(vi.MeanField(), 2)]
+
+
+def posterior(family: vi.Family) -> vi.Posterior:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    generator = torch.Generator().manual_seed(2)
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.3), family, num_data=40, generator=generator)
+
+
+def flat(bayes: vi.Posterior) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in bayes.parameters()])
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("knows", [False, True], ids=["all by .grad", "factors by columns"])
+@pytest.mark.parametrize("family", [*FAMILIES, vi.Mixture(vi.LowRankNormal(1), 2)], ids=repr)
+def test_equals_a_loop_by_hand(family, knows, clip):
+    ours, plain = posterior(family), posterior(family)
+    factors = ours.family.factors() if knows else []
+    adam = Adam(list(ours.parameters()), lr=0.01, factors=factors)
+    assert len(adam.thin) == len(factors)
+    step = Step(ours, adam, torch.Generator().manual_seed(5), groups=3, clip=clip)
+    assert step.reason == "not on a CUDA device"
+    rates = {id(p): group["lr"] for group in adam.param_groups for p in group["params"]}
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    optimizer = torch.optim.Adam([{"params": [p], "lr": rates[id(other)]} for p, other in pairs])
+    generator = torch.Generator().manual_seed(5)
+    for start in (0, 4, 8):
+        batch = (X[start : start + 4], T[start : start + 4])
+        outcome = step([batch])
+        optimizer.zero_grad()
+        terms = plain.terms(batch, groups=3, generator=generator)
+        (-(terms.fit - terms.complexity).mean() / 40).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        if clip is not None and norm > clip:
+            for parameter in plain.parameters():
+                parameter.grad *= clip / norm
+        optimizer.step()
+        torch.testing.assert_close(outcome.elbo, (terms.fit - terms.complexity).detach(), rtol=1e-9, atol=0)
+        assert outcome.norm == pytest.approx(float(norm), rel=1e-9)
+    torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", [vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.LowRankNormal(1)], ids=repr)
+def test_a_factor_row_by_row_with_a_whole_gradient_too(family):
+    """As on a GPU in float64, where no kernel takes the thin sides: the gradient comes column by column."""
+    ours, plain = posterior(family), posterior(family)
+    ours.family.factor.data = ours.family.factor.data.contiguous()
+    adam = Adam(list(ours.parameters()), lr=0.01, factors=ours.family.factors())
+    adam.thin.clear()
+    step = Step(ours, adam, torch.Generator().manual_seed(5))
+    *rest, factor = plain.parameters()
+    rates = [{"params": rest}, {"params": [factor], "lr": adam.param_groups[1]["lr"]}]
+    optimizer, generator = torch.optim.Adam(rates, lr=0.01), torch.Generator().manual_seed(5)
+    for _ in range(3):
+        step([(X, T)])
+        optimizer.zero_grad()
+        plain.loss((X, T), generator=generator).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
+
+
+class DividesAsCUDA(TorchDispatchMode):
+    """A tensor over a number is x·(1/N) there: in float64 not always the bits of x/N."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and not (isinstance(args[1], torch.Tensor) and args[1].ndim):
+            return torch.ops.aten.mul.Tensor(args[0], 1.0 / float(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_weights_of_a_captured_step_give_the_bits_of_numbers():
+    """8 of 21 observations, 7 in a step on average: (8/7)/21 and (8/7)·(1/21) differ."""
+    gradients = []
+    for number in (float, lambda x: torch.tensor(x, dtype=torch.float64)):
+        bayes = posterior(vi.MeanField())
+        bayes.model.num_data = 21
+        step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(5))
+        with DividesAsCUDA():
+            step._gradient([(X[:8], T[:8])], (number(8 / 7),), number(0.3), torch.Generator().manual_seed(5))
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in bayes.parameters()]))
+    assert torch.equal(*gradients)
+
+
+def test_several_batches_share_a_step():
+    one, several = posterior(vi.LowRankNormal(2)), posterior(vi.LowRankNormal(2))
+    generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)]
+    adam = Adam(several.parameters(), lr=0.01, factors=several.family.factors())
+    step = Step(several, adam, generators[0])
+    outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], weights=(0.5, 0.5), temperature=0.5)
+    loss = sum(
+        one.loss(batch, temperature=0.5, generator=generators[1]) / 2 for batch in ((X[:6], T[:6]), (X[6:], T[6:]))
+    )
+    loss.backward()
+    *rest, factor = one.parameters()
+    torch.optim.Adam([{"params": rest}, {"params": [factor], "lr": adam.param_groups[1]["lr"]}], lr=0.01).step()
+    torch.testing.assert_close(flat(several), flat(one), rtol=1e-9, atol=1e-10)
+    assert outcome.elbo.shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [((X * torch.nan, T), "log likelihood is not finite at 2 of 2"), ((X, T * torch.inf), "log likelihood is not")],
+)
+def test_what_is_not_finite_changes_nothing(batch, message):
+    bayes = posterior(vi.LowRankNormal(2))
+    generator = torch.Generator().manual_seed(0)
+    step = Step(bayes, Adam(bayes.parameters(), lr=0.01), generator)
+    step([(X, T)])
+    before = flat(bayes)
+    with pytest.raises(vi.NonFiniteError, match=message):
+        step([batch])
+    assert torch.equal(flat(bayes), before)
+
+
+def test_labels_out_of_range_are_named_although_values_are_not_read():
+    bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField(), num_data=4)
+    step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes"):
+        step([(torch.zeros(2, 3), torch.tensor([0, 2]))])
+
+
+def test_a_gradient_without_closure_or_capture_cannot_be_replayed():
+    bayes = posterior(vi.MeanField())
+    with pytest.raises(ValueError, match="no step has been captured: not on a CUDA device"):
+        Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(0)).replay()
+
+
+def test_a_compiled_network_gives_the_same(monkeypatch):
+    """torch.compile without a compiler: the network's graph is traced and run as it is."""
+    compile, asked = torch.compile, []
+
+    def eagerly(function):
+        asked.append(function)
+        return compile(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", eagerly)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, T), batch_size=4)
+    runs = []
+    for option in (False, True):
+        bayes = posterior(vi.LowRankNormal(2))
+        bayes.fit(loader, steps=6, groups=2, compile=option, progress=False)
+        runs.append(flat(bayes))
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-10)
+    assert asked == [torch.func.functional_call]
+    assert bayes.model.compiled is None

@@ -1,0 +1,177 @@
+"""The step of a fit in a loop of the user's own: the same bits, and what its arguments mean."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.objective import NonFiniteError
+from structvi.train.batches import Batches
+
+#: 21 = 8 + 8 + 5: the last batch of an epoch is shorter
+N, D = 21, 3
+
+
+def loader():
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(N, D, generator=g)
+    return DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8, shuffle=True)
+
+
+def make(family, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    prior = vi.NormalPrior(1.0, learn=not isinstance(family, vi.PerLayer))  # point masses let no scale be learned
+    return vi.variationalize(net, vi.likelihoods.Gaussian("point"), family, prior, num_data=N, **options)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def batches(step, steps, accumulate=1):
+    """Those of a fit, as it takes them."""
+    read, epoch = Batches(loader(), seed=5), 0
+    while steps > 0:
+        every = list(read.epoch(epoch))
+        for start in range(0, len(every), accumulate):
+            if steps > 0:
+                yield every[start : start + accumulate]
+                steps -= 1
+        # a fit asks for one batch more at the end of an epoch, which takes a number off its stream
+        torch.randint(2**62, (), generator=step.generator)
+        epoch += 1
+
+
+PLAIN = {"warmup": 0.0, "kl_warmup": 0.0, "staged": False, "average": False, "stop": False, "progress": False}
+FAMILIES = {
+    "mean field": vi.MeanField(),
+    "covariance": vi.LowRankNormal(2),
+    "precision": vi.LowRankPrecision(2),
+    "mixture": vi.Mixture(vi.LowRankNormal(1), 2),
+    "head": vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}),
+    "rotated": vi.Rotated(vi.MeanField()),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_the_step_of_fit_bit_for_bit(name, accumulate):
+    """Adam with a rate that falls, clipped gradients, dropout on, batches of two sizes: 7 steps."""
+    fitted, stepped = (make(FAMILIES[name], dropout="on") for _ in range(2))
+    common = {"lr": 0.05, "scheduler": falling, "clip": 0.5, "groups": 2, "seed": 5}
+    result = fitted.fit(loader(), steps=7, accumulate=accumulate, restarts=0, **common, **PLAIN)
+    step = stepped.stepper(observations=N / math.ceil(3 / accumulate), **common)
+    losses, norms = [], []
+    for several in batches(step, 7, accumulate):
+        losses.append(step(*several))
+        norms.append(step.gradient_norm)
+    assert [-loss * N for loss in losses] == pytest.approx(result.history["elbo"].tolist(), rel=1e-12)
+    assert norms == result.history["gradient_norm"].tolist()
+    for (key, a), b in zip(fitted.named_parameters(), stepped.parameters(), strict=True):
+        assert torch.equal(a, b), key
+    assert step.steps == 7
+    assert step.elbo.value == result.history["elbo"][-1].item()
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_with_an_optimizer_of_the_users_own(precision):
+    fitted, stepped = (make(vi.LowRankNormal(2)) for _ in range(2))
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    fitted.fit(loader(), steps=5, optimizer=sgd, scheduler=falling, seed=5, restarts=0, precision=precision, **PLAIN)
+    step = stepped.stepper(optimizer=sgd, scheduler=falling, observations=7, seed=5, precision=precision)
+    for (batch,) in batches(step, 5):
+        step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(fitted.parameters(), stepped.parameters(), strict=True))
+    assert stepped.model.precision is None
+
+
+def test_the_rates_of_the_optimizer_are_read_at_every_step():
+    """A scheduler of the loop's own over step.optimizer is the same as scheduler=."""
+    given, own = (make(vi.LowRankNormal(2)) for _ in range(2))
+    one, two = given.stepper(scheduler=falling), own.stepper()
+    scheduler = falling(two.optimizer)
+    for (batch,) in batches(one, 3):
+        one(batch)
+        two(batch)
+        scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(given.parameters(), own.parameters(), strict=True))
+
+
+def test_without_observations_every_step_counts_the_same():
+    """A batch of five has the gradient norm of a plain loss; with observations=8 five eighths of it."""
+    x, t = loader().dataset[:5]
+    norms = {}
+    for observations in (None, 8):
+        step = make(vi.MeanField()).stepper(observations=observations, seed=3)
+        step((x, t))
+        norms[observations] = step.gradient_norm
+    assert norms[8] == pytest.approx(5 / 8 * norms[None], rel=1e-6)
+
+
+def test_the_loss_is_at_temperature_one_and_the_step_at_its_own():
+    batch = loader().dataset[:8]
+    cold, warm = (make(vi.MeanField()) for _ in range(2))
+    one, two = cold.stepper(seed=3), warm.stepper(seed=3)
+    assert one(batch, temperature=0.1) == two(batch)
+    assert one.gradient_norm != two.gradient_norm
+
+
+def test_what_is_not_finite_changes_nothing():
+    bayes = make(vi.LowRankNormal(2))
+    step = bayes.stepper()
+    x, t = loader().dataset[:8]
+    step((x, t))
+    before = [p.detach().clone() for p in bayes.parameters()]
+    with pytest.raises(NonFiniteError):
+        step((x * torch.nan, t))
+    assert step.steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
+    step((x, t))
+    assert step.steps == 2
+
+
+def test_a_float16_step_that_overflows_is_left_out():
+    """A scale that cannot hold: halved at every step, and the posterior stays until one fits."""
+    bayes = make(vi.MeanField())
+    bayes.model.scale.value = 2.0**40
+    step = bayes.stepper(precision=torch.float16)
+    before = [p.detach().clone() for p in bayes.parameters()]
+    assert math.isnan(step(loader().dataset[:8]))
+    assert step.steps == 0
+    assert bayes.model.scale.value == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
+
+
+def test_it_drops_a_calibration_and_leaves_the_global_stream():
+    bayes = make(vi.MeanField(), dropout="on")
+    bayes.fit(loader(), steps=2, progress=False)
+    bayes.calibrate(loader(), draws=2)
+    assert bayes.calibration is not None
+    step = bayes.stepper()
+    before = torch.get_rng_state()
+    step(loader().dataset[:8])
+    assert torch.equal(before, torch.get_rng_state())
+    assert bayes.calibration is None
+
+
+def test_what_it_refuses():
+    bayes = make(vi.MeanField())
+    with pytest.raises(ValueError, match="got none"):
+        bayes.stepper()()
+    with pytest.raises(ValueError, match="temperature must be a positive number"):
+        bayes.stepper()(loader().dataset[:8], temperature=0.0)
+    with pytest.raises(ValueError, match="observations must be a positive number"):
+        bayes.stepper(observations=-1)
+    with pytest.raises(ValueError, match="weight_decay"):
+        bayes.stepper(optimizer=lambda p: torch.optim.AdamW(p))
+    unknown = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.MeanField())
+    with pytest.raises(ValueError, match="num_data"):
+        unknown.stepper()
+    assert repr(bayes.stepper(capture=False)) == "Stepper(Adam, 0 steps, not captured: as asked)"
