@@ -16,8 +16,8 @@ from structvi import (
     PerLayer,
     ScaleMixture,
 )
-from structvi.families.low_rank import factors, hold_factors, start_factors
 from structvi.families.normal import Diagonal, LowRank, NormalForm, Triangle
+from structvi.families.stages import factors, hold_factors, is_untouched, release_factors
 
 P, K = 5, 2
 FAMILIES = {
@@ -26,6 +26,8 @@ FAMILIES = {
     "low-rank precision": LowRankPrecision(rank=K),
     "full": FullNormal(),
     "blocks": PerLayer({"a": LowRankPrecision(rank=K), "b": MeanField()}),
+    "low-rank blocks": PerLayer({"a": LowRankPrecision(rank=1), "b": LowRankPrecision(rank=2)}),
+    "full block": PerLayer({"a": FullNormal(), "b": MeanField()}),
 }
 
 
@@ -79,7 +81,7 @@ def test_a_family_set_to_a_normal_has_its_mean_and_the_diagonal_of_its_precision
     torch.testing.assert_close(q().mean, form.mean)
     own = torch.linalg.inv(q().covariance().detach())
     truth = torch.linalg.inv(covariance(form))
-    if family != "blocks" or name in ("diagonal", "precision"):
+    if "block" not in family or name in ("diagonal", "precision"):
         torch.testing.assert_close(own.diagonal(), truth.diagonal())
     if (family, name) in {("low rank", "covariance"), ("low-rank precision", "precision")} or family == "full":
         torch.testing.assert_close(own, truth)
@@ -114,7 +116,8 @@ def test_columns_beyond_the_rank_widen_the_diagonal():
 
 def test_what_is_no_normal_says_so():
     assert MAP().bind(space()).normal().root.scale.tolist() == [0.0] * P
-    for recipe in (Mixture(MeanField()), MCDropout(0.9), ScaleMixture(rank=1)):
+    mixed = PerLayer({"a": LowRankPrecision(rank=K), "b": LowRankNormal(rank=1)})
+    for recipe in (Mixture(MeanField()), MCDropout(0.9), ScaleMixture(rank=1), mixed):
         family = recipe.bind(space(), seeded())
         assert family.normal() is None
     with pytest.raises(TypeError, match="set_normal"):
@@ -126,5 +129,25 @@ def test_factors_are_held_and_started_in_all_parts():
     assert [tuple(factor.shape) for factor in factors(q)] == [(3, 1), (2, 2)] * 2
     hold_factors(q)
     assert not any(factor.requires_grad or factor.any() for factor in factors(q))
-    start_factors(q, seeded(), size=0.01)
+    release_factors(q, seeded(), size=0.01)
     assert all(factor.requires_grad and 0 < factor.abs().max() < 0.05 for factor in factors(q))
+
+
+def test_parts_of_a_scale_mixture_are_normals_of_one_mean_and_one_factor():
+    one, other = (ScaleMixture(rank=K, components=3).bind(space(), seeded(seed)) for seed in (0, 1))
+    with torch.no_grad():
+        one.log_ratio.add_(0.3 * noise(2, P))
+    for form, part in zip(one.normals(), one().parts, strict=True):
+        torch.testing.assert_close(covariance(form), part.covariance())
+    other.set_normals(one.normals())
+    torch.testing.assert_close(other().covariance(), one().covariance())
+    with pytest.raises(ValueError, match="needs as many"):
+        one.set_normals(one.normals()[:2])
+
+
+def test_scales_that_no_fit_has_moved_are_recognised():
+    q = LowRankNormal(rank=1).bind(space(), seeded())
+    assert is_untouched(q)
+    with torch.no_grad():
+        q.log_scale[0] += 0.1
+    assert not is_untouched(q)

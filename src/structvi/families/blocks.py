@@ -11,7 +11,7 @@ from torch.distributions import Distribution, MultivariateNormal
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.patterns import assign, check_patterns
-from .density import Density, Draws, check_draw
+from .density import MAX_DENSE, Density, Draws, check_draw
 from .family import Family
 from .gaussian import Gaussian, LowRank
 from .normal import Diagonal, NormalForm, Triangle
@@ -290,37 +290,46 @@ class PerLayer(Family):
 
     @torch.no_grad()
     def normal(self) -> NormalForm | None:
-        """The product of the blocks' normals, if at most one block has correlations."""
-        forms = [part.normal() for part in self.parts()]
-        roots = [form.root for form in forms if form is not None]
-        if len(roots) < len(forms) or any(isinstance(root, Triangle) for root in roots):
+        """Return the product of the blocks' normals; None if their roots are of several kinds beside diagonals."""
+        forms = [form for part in self.parts() if (form := part.normal()) is not None]
+        if len(forms) < len(self.inner):
             return None
-        correlated = [root for root in roots if isinstance(root, LowRankRoot) and root.factor.shape[-1]]
-        if len(correlated) > 1:
+        layout, roots = self._layout(), [form.root for form in forms]
+        mean = layout.join([form.mean for form in forms])
+        relative = [root for root in roots if not isinstance(root, Triangle)]
+        kinds = {root.of_precision for root in relative if isinstance(root, LowRankRoot)}
+        if len(relative) == len(roots) and len(kinds) < 2:
+            scale = layout.join([root.scale for root in relative])
+            if not kinds:
+                return NormalForm(mean, Diagonal(scale))
+            factors = [root.factor if isinstance(root, LowRankRoot) else mean.new_empty(len(root.scale), 0)
+                       for root in relative]  # fmt: skip
+            rows = torch.split(torch.block_diag(*factors), [len(factor) for factor in factors])
+            return NormalForm(mean, LowRankRoot(scale, layout.join(rows, dim=0), kinds.pop()))
+        if kinds or len(mean) > MAX_DENSE:
             return None
-        layout = self._layout()
-        mean = layout.join([form.mean for form in forms if form is not None])
-        scale = layout.join([root.scale for root in roots if not isinstance(root, Triangle)])
-        if not correlated:
-            return NormalForm(mean, Diagonal(scale))
-        (own,) = correlated
-        columns = [root.factor if root is own else mean.new_zeros(len(root.scale), own.factor.shape[-1])
-                   for root in roots if not isinstance(root, Triangle)]  # fmt: skip
-        return NormalForm(mean, LowRankRoot(scale, layout.join(columns, dim=0), own.of_precision))
+        where = torch.cat(layout.split(torch.arange(len(mean), device=mean.device)))
+        lower = mean.new_zeros(len(mean), len(mean))
+        # blocks keep the order of the weights: the root of their product is a triangle too
+        lower[where.unsqueeze(-1), where] = torch.block_diag(*(form.triangle() for form in forms))
+        return NormalForm(mean, Triangle(lower))
 
+    @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
-        """Each block takes its own rows of the root: correlations between blocks are left out."""
+        """Give each block its own rows of the root, the longest columns first; drop correlations between blocks."""
         layout, root = self._layout(), form.root
         if isinstance(root, Triangle):
+            precision = torch.cholesky_inverse(root.lower)
             positions = layout.split(torch.arange(len(form.mean), device=form.mean.device))
-            covariance = root.lower @ root.lower.mT
-            roots = [Triangle(torch.linalg.cholesky(covariance[own][:, own])) for own in positions]
+            own = [torch.linalg.cholesky(precision[at][:, at]) for at in positions]
+            roots = [Triangle(torch.linalg.cholesky(torch.cholesky_inverse(one))) for one in own]
         elif isinstance(root, Diagonal):
             roots = [Diagonal(scale) for scale in layout.split(root.scale)]
         else:
-            columns = [factor.mT for factor in layout.split(root.factor.mT)]
-            pairs = zip(layout.split(root.scale), columns, strict=True)
-            roots = [LowRankRoot(scale, factor, root.of_precision) for scale, factor in pairs]
+            roots = []
+            for scale, columns in zip(layout.split(root.scale), layout.split(root.factor.mT), strict=True):
+                order = columns.square().sum(-1).argsort(descending=True, stable=True)
+                roots.append(LowRankRoot(scale, columns[order].mT, root.of_precision))
         for part, mean, own in zip(self.parts(), layout.split(form.mean), roots, strict=True):
             part.set_normal(NormalForm(mean, own))
 

@@ -300,21 +300,6 @@ def factors(family: Family) -> list[nn.Parameter]:
     return [factor for factor in own if isinstance(factor, nn.Parameter)]
 
 
-@torch.no_grad()
-def hold_factors(family: Family) -> None:
-    """Hold all low-rank factors at zero: mean and scales learn alone, N(μ, diag(s)²)."""
-    for factor in factors(family):
-        factor.zero_().requires_grad_(False)
-
-
-@torch.no_grad()
-def start_factors(family: Family, generator: torch.Generator | None = None, size: float = STAGE_FACTOR) -> None:
-    """Let all low-rank factors learn, from N(0, size²) relative to the present scales."""
-    for module in family.modules():
-        if isinstance(module, LowRankFamily) and module.rank:
-            module.start_factor(generator, size)
-
-
 def laid_out(factor: Tensor) -> Tensor:
     """[P, K] as is fast in memory: on a CPU column by column, where products run along the P weights; on a GPU row by
     row, where a kernel holds whole rows."""

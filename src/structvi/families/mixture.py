@@ -307,6 +307,17 @@ class Mixture(Family):
         return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1), self.common_noise)
 
 
+def mixture_of(family: Family) -> Mixture | None:
+    """Return the mixture that a family is, bound or not, or None.
+
+    Example:
+        >>> from structvi import MeanField
+        >>> mixture_of(MeanField()) is None, mixture_of(Mixture(MeanField())).components
+        (True, 2)
+    """
+    return family if isinstance(family, Mixture) else None
+
+
 def _check_densities(parts: Sequence[Density]) -> None:
     sizes = {part.P for part in parts}
     if len(sizes) > 1:

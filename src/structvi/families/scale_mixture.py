@@ -10,7 +10,7 @@ from ..util.checks import check_integer
 from .density import LowRankPart
 from .family import Family
 from .mixture import LOGIT_UNIT, MixtureDensity
-from .normal import NormalForm
+from .normal import LowRank, NormalForm
 from .precision import LowRankPrecision, LowRankPrecisionDensity
 
 #: scales of a part start at this share of those of the part before
@@ -122,11 +122,27 @@ class ScaleMixture(Family):
     def normal(self) -> None:
         """None: a mixture is no single normal."""
 
-    @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
-        """Set all parts to one normal, equally likely; `place_scales` then sets them apart."""
-        self.part.set_normal(form)
-        self.log_ratio.zero_()
+        """Set all parts to one normal, equally likely."""
+        self.set_normals([form] * self.components)
+
+    @torch.no_grad()
+    def normals(self) -> list[NormalForm]:
+        """Return the normal of every part: one mean and one W, scales of their own."""
+        form = self.part.normal()
+        assert isinstance(form.root, LowRank)
+        ratios = [torch.ones_like(form.mean), *self.log_ratio.exp()]
+        roots = [LowRank(form.root.scale * r, form.root.factor * r.unsqueeze(-1), True) for r in ratios]
+        return [NormalForm(form.mean, root) for root in roots]
+
+    @torch.no_grad()
+    def set_normals(self, forms: Sequence[NormalForm]) -> None:
+        """Set the parts to these normals, equally likely; mean and W are those of the first."""
+        if len(forms) != self.components:
+            raise ValueError(f"a ScaleMixture of {self.components} parts needs as many normals, got {len(forms)}")
+        scales = torch.stack([form.low_rank(self.rank, of_precision=True).scale for form in forms])
+        self.part.set_normal(forms[0])
+        self.log_ratio.copy_((scales[1:] / scales[0]).log())
         self.raw_logits.zero_()
 
     def move_to(self, theta: Tensor) -> None:
