@@ -339,6 +339,7 @@ def load(
     )
     posterior = Posterior(plain.model, plain.family, dropout=plain.dropout, batch_norm=plain.batch_norm)
     posterior.calibration, posterior.chosen_on = plain.calibration, plain.chosen_on
+    posterior.fit_status = plain.fit_status
     return posterior
 
 

@@ -13,7 +13,7 @@ from .models.bayesian_model import BayesianModel
 from .models.calibration import Calibration
 from .objective import Estimator, Terms, elbo_terms
 from .parameters import Parameters
-from .result import Result
+from .result import Result, Status
 from .util.checks import check_one_of
 
 Dropout = Literal["off", "on"]
@@ -63,6 +63,8 @@ class Posterior(nn.Module):
         #: the fingerprint of the held-out data on which a fit has chosen, see `predict/cases.py`
         self.chosen_on: str | None = None
         self._last_fit: Result | None = None
+        #: how the last fit ended, also in another process: a file has it; None before any fit
+        self.fit_status: Status | None = None
 
     def extra_repr(self) -> str:
         weights = sum(parameter.numel() for parameter in self.net.parameters())
@@ -77,7 +79,8 @@ class Posterior(nn.Module):
 
     @last_fit.setter
     def last_fit(self, result: Result | None) -> None:
-        self._last_fit, self.calibration = result, None  # it was one of the posterior before
+        self._last_fit, self.calibration = result, None  # a calibration belongs to the fit before
+        self.fit_status = None if result is None else result.status
 
     @property
     def space(self) -> Parameters:

@@ -243,7 +243,9 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
         tensor = getattr(family, name).detach().clone()
         from_rank_0([tensor])
         _put(part, name, part.own_rows(tensor))
-    return posterior.with_family(part)
+    other = posterior.with_family(part)
+    other.fit_status = posterior.fit_status
+    return other
 
 
 def gather(posterior: AnyPosterior) -> AnyPosterior:
@@ -257,7 +259,9 @@ def gather(posterior: AnyPosterior) -> AnyPosterior:
         tensor = own.reshape(rows.stop - rows.start, -1)  # [p, K] or [p, 1]
         shape = (rows.P, *own.shape[1:])
         _put(plain, name, whole(tensor.mT.contiguous(), rows).mT.reshape(shape))
-    return posterior.with_family(plain)
+    other = posterior.with_family(plain)
+    other.fit_status = posterior.fit_status
+    return other
 
 
 def _rebuilt(family: Family) -> Family:

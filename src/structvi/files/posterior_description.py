@@ -9,6 +9,7 @@ from ..models.batch import Keys, check_keys
 from ..models.calibration import Calibration
 from ..networks.vmap_or_loop import Evaluation
 from ..posterior import BATCH_NORM, DROPOUT
+from ..result import Status
 from ..util.checks import is_integer
 from .describe import Kind, check, decode
 from .fit_checkpoint import KIND as FIT
@@ -21,9 +22,10 @@ PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 _FIELDS = {
     "kind", *PARTS, "forward", "random", "held", "hashes", "num_data", "dropout", "batch_norm",
     "checkpoint_activations", "evaluation", "linearised", "calibration", "chosen_on", "keys",
+    "fit_status",
 }  # fmt: skip
 #: what a file written before there was such a thing says of it
-_BEFORE = {"linearised": False, "calibration": None, "chosen_on": None, "keys": None}
+_BEFORE = {"linearised": False, "calibration": None, "chosen_on": None, "keys": None, "fit_status": None}
 #: of the cases of held-out data, see `predict/cases.py`
 _FINGERPRINT = re.compile(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?")
 
@@ -48,6 +50,7 @@ class Saved(NamedTuple):
     calibration: dict[str, Any] | None
     chosen_on: str | None
     keys: Keys | None
+    fit_status: Status | None
 
     @classmethod
     def of(cls, description: Mapping[str, Any], path: Any) -> Self:
@@ -109,6 +112,7 @@ class Saved(NamedTuple):
             _calibration(description["calibration"]),
             _chosen_on(description["chosen_on"]),
             _keys(description["keys"]),
+            None if description["fit_status"] is None else Status(description["fit_status"]),
         )
 
 

@@ -84,6 +84,8 @@ def save(posterior: Posterior, path: str | os.PathLike[str], network: Literal["s
         description["keys"] = model.keys
     if posterior.chosen_on is not None:
         description["chosen_on"] = posterior.chosen_on
+    if posterior.fit_status is not None:
+        description["fit_status"] = str(posterior.fit_status)
     for part in PARTS:
         if "value" in description[part]:
             try:
@@ -153,6 +155,7 @@ def load(
             held[name].copy_(tensor)
     posterior = Posterior(model, parts["family"], dropout=saved.dropout, batch_norm=saved.batch_norm)
     posterior.calibration, posterior.chosen_on = calibration, saved.chosen_on
+    posterior.fit_status = saved.fit_status
     return posterior if device is None else posterior.to(device)
 
 
