@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import structvi as vi
-from structvi.studies.is_it_bayesian.at_scale.ivon import fit_ivon
+from structvi_check.at_scale.ivon import fit_ivon
 
 from . import from_scratch_tables, networks_data
 from .networks_data import Data

@@ -5,7 +5,7 @@ evaluations of the density and seconds, and its excess over the best of the fami
 
 Adam at 0.1 with cosine decay, float64, the default starts of each. Ours take one unscented group a step; Pyro's
 AutoLowRankMultivariateNormal as many particles, drawn at once: the same number of evaluations. The best known optimum
-of a family is the least of 32 deterministic starts (structvi.studies.paper.optima) and of all runs. One thread; about
+of a family is the least of 32 deterministic starts (structvi_paper.optima) and of all runs. One thread; about
 four minutes on one core, two of them Pyro's.
 """
 
@@ -18,7 +18,7 @@ import torch
 import structvi as vi
 from structvi.families.full import FullNormalDensity
 from structvi.families.structured import LowRankNormalDensity
-from structvi.studies.paper.optima import best_kl, random_gaussians
+from structvi_paper.optima import best_kl, random_gaussians
 
 from . import peers, timing
 

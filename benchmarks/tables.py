@@ -34,12 +34,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from structvi.tables.assessing import OURS
-from structvi.tables.command import fit_file
-from structvi.tables.fitting import MOST_ROWS, TableFit
-from structvi.tables.reading import read_table
-from structvi.tables.stand_ins import StandIns
-from structvi.tables.target import split, target_of
+from structvi_tables.assessing import OURS
+from structvi_tables.command import fit_file
+from structvi_tables.fitting import MOST_ROWS, TableFit
+from structvi_tables.reading import read_table
+from structvi_tables.stand_ins import StandIns
+from structvi_tables.target import split, target_of
 
 SKLEARN = ("diabetes", "breast_cancer", "wine", "digits")
 UCI = ("boston", "concrete", "energy", "kin8nm")

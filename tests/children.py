@@ -14,7 +14,7 @@ def python(code: str, *arguments: object, timeout: float = 120) -> subprocess.Co
     The process is new, and its parent is not this one: limits, signals and what it breaks are its own.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["structvi", "structvi.files.file", "structvi.studies.files"])
+    context.set_forkserver_preload(["structvi", "structvi.files.file", "structvi.util.folder_files"])
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = context.Process(target=_run, args=(code, [str(one) for one in arguments], outputs))

@@ -18,8 +18,7 @@ SRC = Path(structvi.__file__).parent
 ROOMS = (
     "util", "constraints", "parameters", "couplings", "families", "networks", "models", "objective", "result",
     "posterior", "files", "distributed", "predict", "optim", "density", "train", "laplace", "head", "ensemble",
-    "imaging", "plots", "diagnostics", "front_door", "network_mixture", "testing", "tables", "integrations", "studies",
-    "cli", "",
+    "imaging", "plots", "diagnostics", "front_door", "network_mixture", "testing", "integrations", "cli", "",
 )  # fmt: skip
 #: What is no concrete family: protocols that any family, ours or a user's, has.
 PROTOCOLS = {"Density", "DistributionDensity", "Draws", "Family", "Gaussian", "Shard", "NormalForm"}
@@ -88,7 +87,6 @@ def test_a_room_imports_only_rooms_below_it():
         for module in MODULES
         for line, other in imports(module)
         if ROOMS.index(room(other)) > ROOMS.index(room(module))
-        and not (other == "" and room(module) in ("studies", "cli"))
     ]
     assert above == []
 
@@ -144,7 +142,7 @@ def test_no_type_test_on_a_concrete_family_outside_their_room():
     concrete -= PROTOCOLS | FORMS
     assert {"MeanField", "LowRankFamily", "MixtureDensity", "PointMass", "FullNormal"} <= concrete
     found = []
-    for module in (module for module in MODULES if room(module) not in ("families", "studies")):
+    for module in (module for module in MODULES if room(module) != "families"):
         tree = tree_of(module)
         # likelihoods have a Gaussian too: of names imported from elsewhere only those of families count
         elsewhere = {
@@ -169,11 +167,28 @@ def test_no_private_name_is_imported_from_another_module():
     assert private == []
 
 
-def test_import_loads_neither_studies_nor_triton_nor_extras():
-    extras = ("triton", "matplotlib", "arviz", "pandas", "sklearn", "lightning", "typer", "torchmetrics", "nibabel")
+def test_import_loads_neither_triton_nor_extras():
+    extras = (
+        "triton", "matplotlib", "arviz", "pandas", "sklearn", "lightning", "typer", "torchmetrics", "nibabel", "jinja2",
+        "structvi_paper", "structvi_check", "structvi_tables",
+    )  # fmt: skip
     code = f"import sys, structvi; print([m for m in sys.modules if m.split('.')[0] in {extras}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_core_does_not_import_the_packages_beside_it():
+    """Only the command line finds them, when a command asks for one."""
+    found = [
+        f"{module}, line {node.lineno}"
+        for module in MODULES
+        if room(module) not in ("cli", "integrations")
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        if name.startswith("structvi_")
+    ]
+    assert found == []
 
 
 def test_public_names():

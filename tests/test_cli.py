@@ -51,9 +51,9 @@ def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
 
 #: commands that write into a folder, and what each computes
 WRITERS = [
-    (("reproduce", "table1"), "structvi.studies.paper.run.compute"),
-    (("check", "--quick"), "structvi.studies.is_it_bayesian.suite.run_named"),
-    (("check", "--at-scale"), "structvi.studies.is_it_bayesian.at_scale.run"),
+    (("reproduce", "table1"), "structvi_paper.run.compute"),
+    (("check", "--quick"), "structvi_check.suite.run_named"),
+    (("check", "--at-scale"), "structvi_check.at_scale.run"),
 ]
 
 
@@ -114,6 +114,6 @@ def test_structvi_itself_needs_no_extra():
     code = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'pandas'): sys.modules[name] = None\n"
-        "import structvi, structvi.cli, structvi.studies.paper.run\n"
+        "import structvi, structvi.cli, structvi_paper.run\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

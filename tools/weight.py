@@ -23,8 +23,8 @@ import structvi as vi
 
 SOURCE = Path(vi.__file__).parents[1]
 PACKAGE = SOURCE / "structvi"
-#: folders that are not the core
-BESIDE = ("tables", "studies", "imaging")
+#: folders of the package that are not the core; the packages beside it are not, either
+BESIDE = ("imaging",)
 #: an option of `fit`, at the end of its way: the modules that name it are what one more option would touch
 OPTION = "clip"
 
@@ -160,11 +160,11 @@ def _is_method(value: Callable[..., Any] | property | object) -> bool:
 
 
 def rooms() -> list[tuple[str, int, int]]:
-    """Return rows of (folder or module, code lines, modules), the largest first."""
+    """Return rows of (folder or module, code lines, modules), the largest first; a package beside the core is one."""
     lines, count = Counter[str](), Counter[str]()
     for path in SOURCE.rglob("*.py"):
         parts = path.relative_to(SOURCE).parts
-        room = "/".join(parts[:2])
+        room = "/".join(parts[: 2 if parts[0] == "structvi" else 1])
         lines[room] += code_lines(path)
         count[room] += 1
     return [(room, size, count[room]) for room, size in lines.most_common()]

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from .density.summary import Summary
     from .models.priors.lipschitz import LipschitzPrior
     from .predict.tiles import predict_tiles
-    from .studies import is_it_bayesian as check
 
 __getattr__ = later(
     __name__,
@@ -67,7 +66,6 @@ __getattr__ = later(
         "DensityFit": "density.result",
         "LipschitzPrior": "models.priors.lipschitz",
         "Summary": "density.summary",
-        "check": "studies.is_it_bayesian.",
         "diagnostics": "diagnostics.",
         "fit_density": "density.fit",
         "load_fit": "density.loading",
@@ -124,7 +122,6 @@ __all__ = [
     "Tempered",
     "__version__",
     "annealed",
-    "check",
     "cholesky_correlation",
     "diagnostics",
     "elbo",

@@ -68,7 +68,7 @@ def _app() -> Any:
     @app.command()
     def families() -> None:
         """What each family costs, for P weights and rank K, and what it can say."""
-        from .studies.paper.costs import table
+        from structvi_paper.costs import table
 
         print(table())
 
@@ -99,11 +99,11 @@ def _add_fit(app: Any) -> None:
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
     ) -> None:
         """Predict a column of a table from the others, with uncertainty."""
-        from .studies.files import write_together
+        from .util.folder_files import write_together
         from .util.folder_lock import folder_lock
 
         with _answers():
-            from .tables.command import REPORT, fit_file
+            from structvi_tables.command import REPORT, fit_file
 
             with _into(out), folder_lock(out, "structvi fit"):
                 fitted = fit_file(
@@ -126,7 +126,7 @@ def _add_predict(app: Any) -> None:
     ) -> None:
         """Predictions for new rows: mean, sd, interval or class probabilities, with both parts of the uncertainty."""
         with _answers():
-            from .tables.command import predict_file
+            from structvi_tables.command import predict_file
 
             text, notes = predict_file(folder, data, out, encoding)
         for note in notes:
@@ -139,8 +139,9 @@ def _answers() -> Iterator[None]:
     """What a user can mend is said in a line, with the exit code 2."""
     import typer
 
+    from structvi_tables.reading import TableError
+
     from .files.header import CheckpointError
-    from .tables.reading import TableError
 
     try:
         yield
@@ -156,7 +157,7 @@ def _into(out: Path) -> Iterator[None]:
     """A folder that can be written to; that it is in use is said of --out, and Ctrl-C in a line, with the code 130."""
     import typer
 
-    from .studies.files import check_folder
+    from .util.folder_files import check_folder
     from .util.folder_lock import FolderInUse
 
     try:
@@ -191,10 +192,10 @@ def _add_reproduce(app: Any) -> None:
         quick: Annotated[bool, typer.Option("--quick", help="Three targets instead of ten.")] = False,
     ) -> None:
         """Redo the tables and figures of "Is MC Dropout Bayesian?"."""
-        from .studies.paper.run import PARTS
-        from .studies.paper.run import reproduce as run
-        from .studies.paper.settings import Settings
-        from .studies.paper.settings import quick as quick_settings
+        from structvi_paper.run import PARTS
+        from structvi_paper.run import reproduce as run
+        from structvi_paper.settings import Settings
+        from structvi_paper.settings import quick as quick_settings
 
         settings = quick_settings(seed) if quick else Settings(seed)
         parts = list(PARTS) if part is Part.all else [part.value]
@@ -223,7 +224,8 @@ def _add_check(app: Any) -> None:
         teachers: Annotated[int, typer.Option(min=1, help="Of --at-scale: networks.")] = 1,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
-        from .studies.is_it_bayesian import suite
+        from structvi_check import suite
+
         from .util.folder_lock import folder_lock
 
         if at_scale:
@@ -243,7 +245,8 @@ def _add_check(app: Any) -> None:
 
 
 def _check_at_scale(out: Path, width: int, teachers: int, seed: int) -> None:
-    from .studies.is_it_bayesian import at_scale
+    from structvi_check import at_scale
+
     from .util.folder_lock import folder_lock
 
     with _into(out), folder_lock(out, "structvi check"):

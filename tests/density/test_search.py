@@ -14,7 +14,7 @@ from structvi.density.newton import Normal
 from structvi.density.result import FRESH
 from structvi.density.search import Search
 from structvi.families.full import FullNormalDensity
-from structvi.studies.paper.optima import best_kl, random_gaussians
+from structvi_paper.optima import best_kl, random_gaussians
 
 
 def space(P=2, value=0.0, dtype=torch.float64):

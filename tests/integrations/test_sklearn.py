@@ -16,7 +16,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import structvi as vi
 from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
-from structvi.tables import arrays
+from structvi_tables import arrays
 from tests.children import python
 
 QUICK = {"hidden": (8,), "family": "MeanField", "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
@@ -182,7 +182,7 @@ def test_scikit_learn_missing_is_said():
 def test_auto_is_the_way_of_the_tables(monkeypatch):
     """hidden="auto" tries the models of `structvi fit`; a line is found in closed form, whatever the networks do."""
     for name, value in (("members.STEPS", 20), ("members.MOST_STEPS", 20), ("choosing.HIDDEN", (4,))):
-        monkeypatch.setattr(f"structvi.tables.{name}", value)
+        monkeypatch.setattr(f"structvi_tables.{name}", value)
     X, y = line()
     model = BayesianRegressor("auto", random_state=0).fit(X, y)
     mean, std = model.predict(X, return_std=True)

@@ -10,10 +10,10 @@ from sklearn.base import clone
 from sklearn.model_selection import cross_val_score
 
 from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
-from structvi.tables import TableError, TableModel, arrays, choosing, members
-from structvi.tables.columns import Columns
-from structvi.tables.recipes import DRAWS
-from structvi.tables.target import Target
+from structvi_tables import TableError, TableModel, arrays, choosing, members
+from structvi_tables.columns import Columns
+from structvi_tables.recipes import DRAWS
+from structvi_tables.target import Target
 
 
 def houses(n=120):

@@ -66,8 +66,8 @@ def test_tensorboard(tmp_path):
 def test_the_page_runs_as_written(tmp_path, monkeypatch):
     import matplotlib
 
-    monkeypatch.setattr("structvi.tables.members.STEPS", 20)
-    monkeypatch.setattr("structvi.tables.members.MOST_STEPS", 20)
+    monkeypatch.setattr("structvi_tables.members.STEPS", 20)
+    monkeypatch.setattr("structvi_tables.members.MOST_STEPS", 20)
 
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)

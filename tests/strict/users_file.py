@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import diagnostics, metrics, plots
 from structvi.integrations.sklearn import BayesianRegressor
-from structvi.tables import TableModel, fit_table, read_table
+from structvi_tables import TableModel, fit_table, read_table
 
 Loader = DataLoader[tuple[Tensor, ...]]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from structvi.tables import choosing, fitting, members
+from structvi_tables import choosing, fitting, members
 
 
 @pytest.fixture

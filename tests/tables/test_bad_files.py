@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from structvi import cli
-from structvi.tables import fitting
-from structvi.tables.command import fit_file
+from structvi_tables import fitting
+from structvi_tables.command import fit_file
 
 pandas = pytest.importorskip("pandas")
 

@@ -7,11 +7,11 @@ import pytest
 
 pd = pytest.importorskip("pandas")
 
-from structvi.tables import fit_table  # noqa: E402
-from structvi.tables.columns import Columns  # noqa: E402
-from structvi.tables.model import TableModel  # noqa: E402
-from structvi.tables.reading import TableError, read_table  # noqa: E402
-from structvi.tables.target import target_of, with_target  # noqa: E402
+from structvi_tables import fit_table  # noqa: E402
+from structvi_tables.columns import Columns  # noqa: E402
+from structvi_tables.model import TableModel  # noqa: E402
+from structvi_tables.reading import TableError, read_table  # noqa: E402
+from structvi_tables.target import target_of, with_target  # noqa: E402
 
 N = 60
 RNG = np.random.default_rng(0)

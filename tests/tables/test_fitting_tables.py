@@ -11,10 +11,10 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 from structvi import cli  # noqa: E402
-from structvi.tables.baselines import LEVELS, crps  # noqa: E402
-from structvi.tables.fitting import fit_table  # noqa: E402
-from structvi.tables.model import TableModel  # noqa: E402
-from structvi.tables.reading import TableError  # noqa: E402
+from structvi_tables.baselines import LEVELS, crps  # noqa: E402
+from structvi_tables.fitting import fit_table  # noqa: E402
+from structvi_tables.model import TableModel  # noqa: E402
+from structvi_tables.reading import TableError  # noqa: E402
 
 
 def regression(n=80):
@@ -199,7 +199,7 @@ def saved(tmp_path_factory):
             ("members.LOOK", 5),
             ("fitting.FOLDS", 2),
         ):
-            patch.setattr(f"structvi.tables.{name}", value)
+            patch.setattr(f"structvi_tables.{name}", value)
         fit_table(regression(40), "y", noise="Gaussian").model.save(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -217,7 +217,7 @@ def test_the_smallest_tables(few_steps, n, noise):
 
 
 def test_a_long_table_is_sampled(few_steps, monkeypatch):
-    monkeypatch.setattr("structvi.tables.fitting.MOST_ROWS", 50)
+    monkeypatch.setattr("structvi_tables.fitting.MOST_ROWS", 50)
     fit = fit_table(regression(400), "y", noise="Gaussian")
     assert (len(fit.split.fit), len(fit.split.test)) == (40, 10)
     assert any("random sample of 50" in note for note in fit.notes)

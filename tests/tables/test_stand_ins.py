@@ -8,11 +8,11 @@ import pytest
 pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
-from structvi.tables.columns import Columns  # noqa: E402
-from structvi.tables.fitting import fit_table  # noqa: E402
-from structvi.tables.model import TableModel  # noqa: E402
-from structvi.tables.reading import TableError  # noqa: E402
-from structvi.tables.stand_ins import FILLS, StandIns, gaps_of  # noqa: E402
+from structvi_tables.columns import Columns  # noqa: E402
+from structvi_tables.fitting import fit_table  # noqa: E402
+from structvi_tables.model import TableModel  # noqa: E402
+from structvi_tables.reading import TableError  # noqa: E402
+from structvi_tables.stand_ins import FILLS, StandIns, gaps_of  # noqa: E402
 
 #: sd of the 16 equally probable points that stand for N(0, 1)
 SPREAD = 0.962

@@ -9,7 +9,7 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from structvi.tables.command import fit_file  # noqa: E402
+from structvi_tables.command import fit_file  # noqa: E402
 from tests.browser import browse_text, needs_browser  # noqa: E402
 
 #: put into a copy of the page: what a reader sees, sent to the page around it
@@ -39,8 +39,8 @@ def page(request, tmp_path_factory):
             ("members.LOOK", 10),
             ("fitting.FOLDS", 2),
         ):
-            patch.setattr(f"structvi.tables.{name}", value)
-        patch.setattr("structvi.tables.choosing.HIDDEN", (8,))
+            patch.setattr(f"structvi_tables.{name}", value)
+        patch.setattr("structvi_tables.choosing.HIDDEN", (8,))
         fitted = fit_file(folder / "a.csv", "y", noise="Gaussian")
     fitted.write(folder)
     return request.param, (folder / "report.html").read_text()

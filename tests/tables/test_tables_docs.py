@@ -40,7 +40,7 @@ def test_the_ten_lines_and_the_two_commands(few_steps, monkeypatch, capsys, tmp_
 
 
 def test_every_column_of_the_predictions_is_in_the_page(few_steps, monkeypatch):
-    from structvi.tables import fit_table
+    from structvi_tables import fit_table
 
     rows = pd.DataFrame({"x": range(1, 79, 2), "y": [0.1 * i**2 for i in range(39)]})
     rows["x"] = rows["x"] * 1.5

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from structvi_tables.arrays import ArrayFit, fit_array
+from structvi_tables.model import ROWS_WITH_GAPS, taken
+from structvi_tables.pooled import Pooled
+from structvi_tables.reading import TableError, as_table, is_table
+from structvi_tables.recipes import NAMED, family_of
+from structvi_tables.stand_ins import Rows
+
 from ..families.family import Family
 from ..front_door import Posterior, variationalize
 from ..models.likelihoods import Categorical, Gaussian, Likelihood
 from ..models.priors.scale import NormalPrior
 from ..predict.predictive import Predictive
-from ..tables.arrays import ArrayFit, fit_array
-from ..tables.model import ROWS_WITH_GAPS, taken
-from ..tables.pooled import Pooled
-from ..tables.reading import TableError, as_table, is_table
-from ..tables.recipes import NAMED, family_of
-from ..tables.stand_ins import Rows
 from ..train.result import FitResult
 from ..util.random_streams import borrowed_stream
 
@@ -310,7 +311,7 @@ def _numbers(estimator: BaseEstimator, *data: Any, **options: Any) -> Any:
             raise
         raise ValueError(
             f"{error}: X must be numbers. Put an encoder before this estimator in the pipeline, such as scikit-learn's "
-            "OneHotEncoder in a ColumnTransformer, or use structvi.tables.fit_table, which reads words and dates; so "
+            "OneHotEncoder in a ColumnTransformer, or use structvi_tables.fit_table, which reads words and dates; so "
             'does this estimator with hidden="auto" and the default family, where X is a pandas table'
         ) from None
 

@@ -1,0 +1,238 @@
+"""Adapters for other methods: Pyro's guides, laplace-torch, deep ensembles, SWAG, networks with dropout layers.
+
+Pyro and laplace-torch are imported when they are used. Each method runs as its own documentation shows.
+"""
+
+# the peers are an extra:
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from structvi.families import MCDropout
+from structvi.families.structured import LowRankNormalDensity
+from structvi.parameters import Parameters
+from structvi.util.random_streams import borrowed_stream
+
+from .adapters import Adapter, NotApplicable
+from .problems import Data, Problem
+
+#: steps of Adam or SGD, and Adam's highest rate
+STEPS, RATE = 2000, 0.02
+#: networks of a deep ensemble; its draws are these
+MEMBERS = 5
+#: the probability to drop a unit in a dropout network, as in Gal and Ghahramani's regressions
+DROP = 0.05
+#: SWAG: deviations that are kept for the low-rank part, iterates collected, batch size
+DEVIATIONS, COLLECTED, BATCH = 20, 100, 10
+
+
+def _missing(package: str, install: str) -> ImportError:
+    return ImportError(f"{package} is not installed; this method needs it: {install}")
+
+
+def _data(problem: Problem, method: str) -> Data:
+    if problem.data is None:
+        raise NotApplicable(f"{method} needs a network with data")
+    return problem.data
+
+
+def train(net: nn.Module, data: Data, seed: int) -> nn.Module:
+    """A point estimate in the ordinary way: Adam on the penalised loss, the modules in train mode."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    with borrowed_stream(torch.Generator().manual_seed(seed)):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            penalised_loss(net, data, data.x, data.t).backward()
+            optimizer.step()
+            schedule.step()
+    return net
+
+
+def penalised_loss(net: nn.Module, data: Data, x: Tensor, t: Tensor) -> Tensor:
+    """−log p(t, θ)/N, of a batch that stands for all data."""
+    squares = parameters_to_vector(net.parameters()).square().sum() / data.scale**2
+    return 0.5 * squares / len(data.x) - data.likelihood(net(x), t).mean()
+
+
+class DeepEnsemble:
+    """Five networks trained from different starts; a draw is one of them."""
+
+    name = "deep ensemble"
+
+    def fit(self, problem: Problem, seed: int) -> None:
+        data = _data(problem, self.name)
+        members = []
+        for member in range(MEMBERS):
+            net = data.build()
+            start = Parameters.of(net).fresh(torch.Generator().manual_seed(MEMBERS * seed + member))
+            torch.nn.utils.vector_to_parameters(start, net.parameters())
+            members.append(parameters_to_vector(train(net, data, seed).parameters()).detach())
+        self.members = torch.stack(members)
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        return self.members[torch.randint(MEMBERS, (n,), generator=generator)]
+
+
+class DropoutNetwork:
+    """A network with `nn.Dropout` before its last layer, trained with it and left active to predict."""
+
+    name = "dropout network"
+
+    def fit(self, problem: Problem, seed: int) -> None:
+        data = _data(problem, self.name)
+        net = data.build()
+        layers = list(net) if isinstance(net, nn.Sequential) else [net]
+        dropped = nn.Sequential(*layers[:-1], nn.Dropout(DROP), layers[-1])
+        train(dropped, data, seed)
+        # the tensors are the same in the same order: a draw of the one's weights is a draw of the other's
+        self.density = MCDropout.from_network(dropped).bind(Parameters.of(dropped))()
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        return self.density.draw(n, generator=generator).theta.detach()
+
+
+def stationary_rate(net: nn.Module, data: Data) -> float:
+    """2BP/(N tr C), C the covariance of one observation's gradient: of constant rates that at which the iterates of
+    SGD are nearest to the posterior (Mandt, Hoffman and Blei 2017, theorem 1); at most half the inverse of C's largest
+    eigenvalue, for C is also the curvature, and beyond it SGD diverges."""
+    parameters, gradients = list(net.parameters()), []
+    for x, t in zip(data.x, data.t, strict=True):
+        loss = -data.likelihood(net(x.unsqueeze(0)), t.unsqueeze(0)).sum()
+        gradients.append(parameters_to_vector([g.contiguous() for g in torch.autograd.grad(loss, parameters)]))
+    curvature = torch.linalg.eigvalsh(torch.cov(torch.stack(gradients).mT))  # of C, ascending
+    nearest = 2 * BATCH * len(curvature) / (len(data.x) * curvature.sum())
+    return torch.minimum(nearest, 0.5 / curvature[-1]).item()
+
+
+class SWAG:
+    """Maddox and others 2019: SGD goes on from a trained network; N(mean, ½ diagonal + ½ low rank) of its iterates."""
+
+    name = "SWAG"
+
+    def fit(self, problem: Problem, seed: int) -> None:
+        data = _data(problem, self.name)
+        net = train(data.build(), data, seed)
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(TensorDataset(data.x, data.t), batch_size=BATCH, shuffle=True, generator=generator)
+        optimizer = torch.optim.SGD(net.parameters(), lr=stationary_rate(net, data))
+        iterates = []
+        for _ in range(COLLECTED):
+            for x, t in loader:
+                optimizer.zero_grad()
+                penalised_loss(net, data, x, t).backward()
+                optimizer.step()
+            iterates.append(parameters_to_vector(net.parameters()).detach())
+        collected = torch.stack(iterates)
+        mean = collected.mean(0)
+        deviations = (collected - mean)[-DEVIATIONS:].mT / (2 * (DEVIATIONS - 1)) ** 0.5  # [P, K]
+        scale = (0.5 * collected.var(0, correction=0)).sqrt().clamp(min=1e-10)
+        self.density = LowRankNormalDensity(mean, scale.log(), deviations, torch.ones_like(mean))
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        return self.density.draw(n, generator=generator).theta
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return self.density.log_prob(theta)
+
+
+class PyroGuide:
+    """An automatic guide of Pyro, fitted to the log density by SVI: Adam with cosine decay, 16 particles a step.
+
+    Args:
+        guide: the name of the class in `pyro.infer.autoguide`; its `get_posterior` must give a distribution.
+        options: for its constructor, from P.
+    """
+
+    def __init__(self, guide: str, name: str, options: Callable[[int], dict[str, Any]] = lambda P: {}):
+        self.guide, self.name, self.options = guide, name, options
+
+    def fit(self, problem: Problem, seed: int) -> None:
+        try:
+            import pyro
+        except ModuleNotFoundError:
+            raise _missing("pyro", 'pip install "structvi[bench]"') from None
+        from pyro.distributions import ImproperUniform
+        from pyro.distributions.constraints import real_vector
+        from pyro.infer import SVI, Trace_ELBO, autoguide
+
+        def model() -> None:
+            theta = pyro.sample("theta", ImproperUniform(real_vector, (), (problem.P,)))
+            value = problem.log_joint(theta.reshape(-1, problem.P)).reshape(theta.shape[:-1])
+            pyro.factor("log_joint", value)
+
+        with borrowed_stream(torch.Generator().manual_seed(seed)):
+            pyro.clear_param_store()
+            options = self.options(problem.P) | {
+                "init_loc_fn": autoguide.init_to_value(values={"theta": problem.space.initial})
+            }
+            guide = getattr(autoguide, self.guide)(model, **options)
+            settings = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 5 * RATE}, "T_max": STEPS}
+            schedule = pyro.optim.CosineAnnealingLR(settings)  # pyright: ignore[reportAttributeAccessIssue]
+            svi = SVI(model, guide, schedule, Trace_ELBO(16, max_plate_nesting=0, vectorize_particles=True))
+            for _ in range(STEPS):
+                svi.step()
+                schedule.step()
+            with torch.no_grad():
+                self.distribution = guide.get_posterior()
+            pyro.clear_param_store()
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        with borrowed_stream(generator), torch.no_grad():
+            return self.distribution.sample((n,))
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return self.distribution.log_prob(theta)
+
+
+class LaplaceTorch:
+    """laplace-torch over all weights with the full generalised Gauss-Newton matrix, around a trained network.
+
+    What is examined is its distribution of weights. For predictions its default linearises the network, which for
+    anything but a linear one is another model.
+    """
+
+    name = "laplace-torch"
+
+    def fit(self, problem: Problem, seed: int) -> None:
+        data = _data(problem, self.name)
+        if data.noise is None:
+            raise NotApplicable("laplace-torch has no likelihood for two classes with one logit")
+        try:
+            from laplace import Laplace
+        except ModuleNotFoundError as error:
+            install = "make .venv/.installed-bench, or pip install --no-deps laplace-torch and what it imports"
+            raise _missing(error.name or "laplace", install) from None
+
+        net = train(data.build(), data, seed)
+        loader = DataLoader(TensorDataset(data.x, data.t), batch_size=len(data.x))
+        options: Any = {"sigma_noise": data.noise, "prior_precision": data.scale**-2}
+        self.laplace: Any = Laplace(net, "regression", subset_of_weights="all", hessian_structure="full", **options)
+        self.laplace.fit(loader)
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        return self.laplace.sample(n, generator=generator)
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        mean, precision = self.laplace.mean, self.laplace.posterior_precision
+        return torch.distributions.MultivariateNormal(mean, precision_matrix=precision).log_prob(theta)
+
+
+#: by the names of the command line
+PEERS: dict[str, Callable[[], Adapter]] = {
+    "pyro-diagonal": lambda: PyroGuide("AutoDiagonalNormal", "Pyro diagonal normal"),
+    "pyro-low-rank": lambda: PyroGuide(
+        "AutoLowRankMultivariateNormal", "Pyro low-rank normal 4", lambda P: {"rank": min(4, P)}
+    ),
+    "pyro-full": lambda: PyroGuide("AutoMultivariateNormal", "Pyro full normal"),
+    "laplace-torch": LaplaceTorch,
+    "deep-ensemble": DeepEnsemble,
+    "swag": SWAG,
+    "dropout-network": DropoutNetwork,
+}

@@ -1,0 +1,101 @@
+"""The paper's RBF regression: data sets, and the exact posteriors with the noise known and unknown."""
+
+from math import lgamma, log, pi
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Gamma
+
+from structvi.families.full import FullNormalDensity
+from structvi.util.random_streams import borrowed_stream
+
+from .settings import Settings
+
+#: ten regularly spaced centres on [−1, 1]; the kernel is exp(−(x − c)²/2w²), w in units of their distance
+CENTRES, WIDTH, RANGE = 10, 0.55, (-1.0, 1.0)
+#: observations at uniform inputs: with these the exact posterior has log p*(θ*) near 15, as in the paper
+OBSERVATIONS, NOISE = 270, 0.25
+#: of the variant with unknown noise: σ² ~ InverseGamma(shape, rate), θ | σ² ~ N(0, ratio·σ² I)
+SHAPE, RATE, RATIO = 2.0, 2.0 * NOISE**2, 1 / NOISE**2
+
+DESCRIPTION: dict[str, Any] = {
+    "centres": CENTRES,
+    "range": list(RANGE),
+    "kernel_width": WIDTH * (RANGE[1] - RANGE[0]) / (CENTRES - 1),
+    "observations": OBSERVATIONS,
+    "noise": NOISE,
+}
+
+
+def features(x: Tensor) -> Tensor:
+    """Π_c(x): [N] → [N, 10]."""
+    centres = torch.linspace(*RANGE, CENTRES, dtype=x.dtype)
+    return torch.exp(-0.5 * ((x.unsqueeze(-1) - centres) / DESCRIPTION["kernel_width"]).square())
+
+
+class Data:
+    """One data set and the weights it comes from: θ* [10], x [N], t [N]."""
+
+    def __init__(self, theta: Tensor, x: Tensor, t: Tensor):
+        self.theta, self.x, self.t = theta, x, t
+        self.design = features(x)  # [N, 10]
+        #: all that the likelihood needs: G = ΠᵀΠ/σ², b = Πᵀt/σ²
+        self.G, self.b = self.design.mT @ self.design / NOISE**2, self.design.mT @ t / NOISE**2
+
+    def posterior(self) -> FullNormalDensity:
+        """N(μ, Σ), Σ⁻¹ = ΠᵀΠ/σ² + I and μ = ΣΠᵀt/σ², for known noise and θ ~ N(0, I)."""
+        precision = self.G + torch.eye(CENTRES, dtype=torch.float64)
+        covariance = torch.linalg.inv(precision)
+        return FullNormalDensity(covariance @ self.b, torch.linalg.cholesky((covariance + covariance.mT) / 2))
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        """log p(t, θ) with known noise: [S, 10] → [S]."""
+        N = len(self.t)
+        squares = ((theta @ self.G) * theta).sum(-1) - 2 * theta @ self.b + self.t @ self.t / NOISE**2
+        constant = N * log(2 * pi * NOISE**2) + CENTRES * log(2 * pi)
+        return -0.5 * (squares + theta.square().sum(-1) + constant)
+
+    def dropout_optimum(self, keep: float) -> Tensor:
+        """MC dropout's θ̂ in closed form, (pG + (1 − p) diag G + I)⁻¹ b."""
+        dropped = (1 - keep) * torch.diag(self.G.diagonal())
+        return torch.linalg.solve(keep * self.G + dropped + torch.eye(CENTRES, dtype=torch.float64), self.b)
+
+
+class NormalInverseGamma:
+    """The exact posterior of (θ, log σ): σ² | t ~ InverseGamma(a, b), θ | σ², t ~ N(m, σ²Λ⁻¹)."""
+
+    def __init__(self, data: Data):
+        design, t = data.design, data.t
+        self.precision = design.mT @ design + torch.eye(CENTRES, dtype=torch.float64) / RATIO  # Λ, without 1/σ²
+        self.mean: Tensor = torch.linalg.solve(self.precision, design.mT @ t)
+        self.a = SHAPE + 0.5 * len(t)
+        self.b: float = RATE + 0.5 * (t @ t - self.mean @ self.precision @ self.mean).item()
+
+    def log_prob(self, point: Tensor) -> Tensor:
+        """[S, 11] → [S]; the last number is log σ, whose density has the factor dσ²/d log σ = 2σ²."""
+        theta, log_noise = point[:, :CENTRES], point[:, CENTRES]
+        x = theta - self.mean
+        quadratic = ((x @ self.precision) * x).sum(-1)
+        normal = 0.5 * torch.linalg.slogdet(self.precision).logabsdet - CENTRES * (log_noise + 0.5 * log(2 * pi))
+        normal = normal - 0.5 * quadratic * (-2 * log_noise).exp()
+        noise = self.a * log(self.b) - lgamma(self.a) - 2 * (self.a + 1) * log_noise - self.b * (-2 * log_noise).exp()
+        return normal + noise + log(2) + 2 * log_noise
+
+    def draw(self, S: int, generator: torch.Generator) -> Tensor:
+        """[S, 11]: exact draws."""
+        with borrowed_stream(generator):
+            gamma = Gamma(torch.tensor(self.a, dtype=torch.float64), torch.ones((), dtype=torch.float64)).sample((S,))
+        log_noise = 0.5 * (self.b / gamma).log()
+        white = torch.randn(S, CENTRES, generator=generator, dtype=torch.float64)
+        factor = torch.linalg.cholesky(torch.linalg.inv(self.precision))
+        theta = self.mean + log_noise.exp().unsqueeze(-1) * (white @ factor.mT)
+        return torch.cat([theta, log_noise.unsqueeze(-1)], dim=-1)
+
+
+def data_set(settings: Settings, index: int) -> Data:
+    options = {"generator": settings.generator("regression", index), "dtype": torch.float64}
+    theta = torch.randn(CENTRES, **options)
+    x = RANGE[0] + (RANGE[1] - RANGE[0]) * torch.rand(OBSERVATIONS, **options)
+    t = features(x) @ theta + NOISE * torch.randn(OBSERVATIONS, **options)
+    return Data(theta, x, t)
