@@ -60,7 +60,7 @@ def hierarchy() -> Case:
         prior = HalfNormal(1.0).log_prob(p["tau"]) + Normal(0.0, 5.0).log_prob(p["mu"])
         return prior + Normal(p["mu"], p["tau"]).log_prob(p["theta"]).sum() + Normal(p["theta"], 1.0).log_prob(y).sum()
 
-    parameters = {"mu": 0.0, "tau": vi.positive(1.0), "theta": torch.zeros(12)}
+    parameters = {"mu": 0.0, "tau": vi.constraints.positive(1.0), "theta": torch.zeros(12)}
     return Case("centred hierarchy of 12", log_density, parameters, ("tau", mean, (w @ (tau - mean).square()).sqrt()))
 
 
@@ -89,7 +89,11 @@ def bounded() -> Case:
         parts = Dirichlet(tensor([0.2, 0.5, 4.0])).log_prob(p["p"])
         return exact.log_prob(p["u"]) + parts + LKJCholesky(3, tensor(1.0), validate_args=False).log_prob(p["L"])
 
-    parameters = {"u": vi.interval(0, 1), "p": vi.simplex(3), "L": vi.cholesky_correlation(3)}
+    parameters = {
+        "u": vi.constraints.interval(0, 1),
+        "p": vi.constraints.simplex(3),
+        "L": vi.constraints.cholesky_correlation(3),
+    }
     return Case("interval, simplex, correlation", log_density, parameters, ("u", exact.mean, exact.stddev))
 
 
@@ -118,7 +122,7 @@ def improper() -> list[Case]:
         effects = Normal(p["mu"], p["tau"]).log_prob(p["theta"]).sum() - p["tau"].log()
         return effects + Normal(p["theta"], 1.0).log_prob(y).sum()
 
-    scale = {"mu": 0.0, "tau": vi.positive(1.0), "theta": torch.zeros(3)}
+    scale = {"mu": 0.0, "tau": vi.constraints.positive(1.0), "theta": torch.zeros(3)}
     unused = {"z": zeros(3), "w": zeros(2)}
     return [
         Case("improper: density 1/τ of a hierarchy's scale", flat_scale, scale, None),
@@ -157,7 +161,7 @@ def precision_of_numbers() -> list[Case]:
     far = torch.randn(200, generator=torch.Generator().manual_seed(4)) + 1e4
     offset = ("z", torch.full((3,), 2.0).double(), torch.ones(3).double())
     return [
-        Case("float32, 20,000 rows", sums, {"m": torch.zeros(()), "s": vi.positive(1.0)}, ("m", mean, sd), SINGLE),
+        Case("float32, 20,000 rows", sums, {"m": torch.zeros(()), "s": vi.constraints.positive(1.0)}, ("m", mean, sd), SINGLE),
         Case("float32, 10⁷ added", lambda p: -0.5 * (p["z"] - 2).square().sum() - 1e7, {"z": torch.zeros(3)}, offset),
         Case("float32 data at 10⁴", lambda p: -0.5 * (far - p["m"]).square().sum(), {"m": tensor(0.0)},
              ("m", far.double().mean(), tensor(1 / sqrt(200)))),
@@ -206,7 +210,11 @@ def bent() -> list[Case]:
         fit = Normal(X @ (p["z"] * p["local"] * p["tau"]), 0.5).log_prob(y).sum()
         return prior + fit + Normal(0.0, 1.0).log_prob(p["z"]).sum()
 
-    parameters = {"local": vi.positive(1.0, shape=10), "tau": vi.positive(0.1), "z": torch.zeros(10)}
+    parameters = {
+        "local": vi.constraints.positive(1.0, shape=10),
+        "tau": vi.constraints.positive(0.1),
+        "z": torch.zeros(10),
+    }
     return [
         Case("z₁z₂ = 1, a ridge in two", ridge, {"z": zeros(2)}, ("z", zeros(2), sd.expand(2))),
         Case(

@@ -158,9 +158,9 @@ def log_scales(bayes: vi.Posterior) -> Tensor:
 
 
 def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> vi.Posterior:
-    prior = vi.NormalPrior.fan_in(setting.prior)
+    prior = vi.priors.NormalPrior.fan_in(setting.prior)
     if setting.learn:
-        prior = vi.NormalPrior.fan_in({name: setting.prior for name, _ in net.named_parameters()}, learn=True)
+        prior = vi.priors.NormalPrior.fan_in({name: setting.prior for name, _ in net.named_parameters()}, learn=True)
     return vi.variationalize(
         net, vi.likelihoods.Categorical(), own, prior, num_data=len(shop.x),
         generator=torch.Generator().manual_seed(setting.seed),
@@ -241,7 +241,7 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
     loader = shop.loader(setting.batch)
     clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit or setting.power != 1 else None
     result = bayes.fit(
-        loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.naive,
+        loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.couplings.naive,
         warmup=setting.warmup, hold=setting.hold, kl_warmup="paced" if setting.paced else setting.rise,
         average=setting.average, stop=False, restarts=0, compare=2.0, callback=clock,
         scheduler=None if clock is None else clock.scheduler, progress=False, seed=setting.seed,
@@ -284,7 +284,7 @@ def ivon(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     # its prior: N(0, 1/(N decay))
     model = replace(setting, prior=1.0)
     bayes = posterior(net, model, shop, vi.MeanField())
-    bayes.model.prior = vi.NormalPrior((setting.ess * len(shop.x) * setting.decay) ** -0.5)
+    bayes.model.prior = vi.priors.NormalPrior((setting.ess * len(shop.x) * setting.decay) ** -0.5)
     space = bayes.space
     bayes.family.place(space.unravel(mean), space.unravel(scale))
     details |= bound(bayes, shop) | {"scale": float(scale.mean())}

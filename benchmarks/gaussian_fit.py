@@ -64,7 +64,7 @@ def ours(recipe, groups=1):
 
         def step():
             optimizer.zero_grad()
-            (-vi.elbo(q, target, groups=groups, coupling=vi.unscented, generator=generator)).backward()
+            (-vi.elbo(q, target, groups=groups, coupling=vi.couplings.unscented, generator=generator)).backward()
             optimizer.step()
             schedule.step()
 
@@ -85,7 +85,7 @@ def pyro_low_rank(rank):
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
         pyro.enable_validation(False)
-        particles = vi.unscented.group_size(rank)
+        particles = vi.couplings.unscented.group_size(rank)
         prior = MultivariateNormal(target.density.mean, scale_tril=target.density.cholesky)
 
         def model():

@@ -280,7 +280,7 @@ def network_fit(target: Network, recipe: vi.Family, options: dict, seed: int, tr
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         density = result.family.requires_grad_(False)()
-        drawn = density.draw(PREDICTING, vi.naive, generator)
+        drawn = density.draw(PREDICTING, vi.couplings.naive, generator)
         over = target.log_joint(drawn.theta) - density.log_prob(drawn.theta)
         elbo = (drawn.weight * over).sum() / drawn.weight.sum()
         theta = drawn.theta[torch.multinomial(drawn.weight, PREDICTING, replacement=True, generator=generator)]

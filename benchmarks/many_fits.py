@@ -28,7 +28,9 @@ def posteriors(count: int, rank: int, device: str, kind: torch.dtype) -> list[vi
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)).to(kind)
         family = vi.LowRankPrecision(rank) if rank else vi.MeanField()
-        one = vi.variationalize(net, vi.likelihoods.Gaussian("point").to(kind), family, vi.NormalPrior.fan_in(1.0))
+        one = vi.variationalize(
+            net, vi.likelihoods.Gaussian("point").to(kind), family, vi.priors.NormalPrior.fan_in(1.0)
+        )
         made.append(one.to(device))
     return made
 

@@ -208,7 +208,7 @@ def precise(family: vi.Family, target: Multimodal, groups: int = 4096) -> tuple[
     with torch.no_grad():
         generator = torch.Generator().manual_seed(12345)
         values = vi.elbo_groups(
-            family, target, groups=groups, coupling=vi.naive, estimator="log_q", generator=generator
+            family, target, groups=groups, coupling=vi.couplings.naive, estimator="log_q", generator=generator
         )
     return values.mean().item(), values.std().item() / groups**0.5
 

@@ -29,7 +29,7 @@ def simulate(generator: torch.Generator, schools: int = 8) -> tuple[dict[str, Te
 
 def model(y: Tensor) -> vi.LogDensity:
     """The posterior of μ, τ and z = (θ − μ)/τ."""
-    space = vi.Parameters({"mu": torch.zeros(()), "tau": vi.positive(5.0), "z": torch.zeros(len(y))})
+    space = vi.Parameters({"mu": torch.zeros(()), "tau": vi.constraints.positive(5.0), "z": torch.zeros(len(y))})
 
     def log_density(p):
         prior = Normal(0.0, 5.0).log_prob(p["mu"]) + HalfNormal(5.0).log_prob(p["tau"])

@@ -123,7 +123,7 @@ def template(inputs: int, method: Method, one: Candidate) -> vi.Posterior:
     make, outputs = NOISE[method.noise]
     net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
     is_point = method.has_point(one)
-    prior = vi.NormalPrior.fan_in(1.0 if is_point else dict.fromkeys(TENSORS, 1.0), learn=not is_point)
+    prior = vi.priors.NormalPrior.fan_in(1.0 if is_point else dict.fromkeys(TENSORS, 1.0), learn=not is_point)
     if one.scale is not None and not is_point:
         prior.log_scale.requires_grad_(False).fill_(log(one.scale))
     family = method.family(one) if one.temperature else vi.MAP()

@@ -12,7 +12,7 @@ import structvi as vi
 EFFECT = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12], dtype=torch.float64)
 ERROR = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18], dtype=torch.float64)
 
-parameters = vi.Parameters({"mu": torch.zeros(()), "tau": vi.positive(1.0), "z": torch.zeros(8)})
+parameters = vi.Parameters({"mu": torch.zeros(()), "tau": vi.constraints.positive(1.0), "z": torch.zeros(8)})
 
 
 def log_density(p):

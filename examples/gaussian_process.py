@@ -23,7 +23,13 @@ def data():
 
 
 x, y = data()
-parameters = vi.Parameters({"length": vi.positive(1.0), "amplitude": vi.positive(1.0), "noise": vi.positive(0.5)})
+parameters = vi.Parameters(
+    {
+        "length": vi.constraints.positive(1.0),
+        "amplitude": vi.constraints.positive(1.0),
+        "noise": vi.constraints.positive(0.5),
+    }
+)
 
 
 def log_density(p):

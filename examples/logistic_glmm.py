@@ -27,8 +27,8 @@ group, x, y = data()
 parameters = vi.Parameters(
     {
         "beta": torch.zeros(2),  # of an average group: intercept, slope
-        "sd": vi.positive(0.5, shape=2),  # of the groups around it
-        "L": vi.cholesky_correlation(2),  # LLᵀ is the correlation of intercept and slope
+        "sd": vi.constraints.positive(0.5, shape=2),  # of the groups around it
+        "L": vi.constraints.cholesky_correlation(2),  # LLᵀ is the correlation of intercept and slope
         "z": torch.zeros(GROUPS, 2),
     }
 )

@@ -46,7 +46,7 @@ def fit(steps=2500):
         net,
         likelihood=vi.likelihoods.Gaussian(noise=NOISE),
         family=vi.LowRankPrecision(rank=10),
-        prior=vi.NormalPrior(2.0),
+        prior=vi.priors.NormalPrior(2.0),
     )
     result = bayes.fit(DataLoader(TensorDataset(x, t), batch_size=len(x)), steps=steps, groups=4, start="trained")
     print(result)

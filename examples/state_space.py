@@ -22,7 +22,13 @@ def data():
 
 
 y = data()
-parameters = vi.Parameters({"phi": vi.interval(-1, 1, 0.5), "step": vi.positive(0.3), "noise": vi.positive(0.5)})
+parameters = vi.Parameters(
+    {
+        "phi": vi.constraints.interval(-1, 1, 0.5),
+        "step": vi.constraints.positive(0.3),
+        "noise": vi.constraints.positive(0.5),
+    }
+)
 
 
 def log_density(p):

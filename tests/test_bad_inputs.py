@@ -50,7 +50,7 @@ def density(recipe: vi.Family | None = None, space: vi.Parameters = SPACE) -> vi
 
 def model(likelihood=None, prior=None, num_data=60, network=None, **options) -> vi.BayesianModel:
     likelihood = likelihoods.Gaussian(0.5) if likelihood is None else likelihood
-    prior = vi.NormalPrior() if prior is None else prior
+    prior = vi.priors.NormalPrior() if prior is None else prior
     return vi.BayesianModel(network or net(), likelihood, prior, num_data, **options)
 
 
@@ -95,7 +95,7 @@ class Own(vi.Density):
 
     mean = torch.zeros(3)
 
-    def draw(self, groups=1, coupling=vi.naive, generator=None):
+    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
         return vi.Draws(torch.zeros(groups, 3), torch.full((groups,), 1 / groups))
 
 
@@ -125,12 +125,12 @@ class WideScore(OnlyLogProb):
 
 
 class TensorDraws(OnlyLogProb):
-    def draw(self, groups=1, coupling=vi.naive, generator=None):
+    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
         return torch.zeros(groups, 3)
 
 
 class WrongWeights(OnlyLogProb):
-    def draw(self, groups=1, coupling=vi.naive, generator=None):
+    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
         return vi.Draws(torch.zeros(groups, 3), torch.ones(groups, 1))
 
 
@@ -147,7 +147,7 @@ class WrongTarget:
 
 
 def coupling(diagonal, low_rank, **options):
-    return lambda groups, P, K, generator, dtype, device: vi.Noise(
+    return lambda groups, P, K, generator, dtype, device: vi.couplings.Noise(
         torch.zeros(*diagonal, **options), torch.zeros(*low_rank, **options)
     )
 
@@ -372,11 +372,11 @@ TABLE = {
         ValueError,
         r"noise of torch\.float32 on meta.*the weights are torch\.float32 on cpu",
     ),
-    "unscented: no directions": (lambda: vi.unscented(directions=0), ValueError, r"an integer ≥ 1, got 0"),
-    "unscented: float": (lambda: vi.unscented(directions=1.5), ValueError, r"an integer ≥ 1, got 1\.5"),
-    "unscented: bool": (lambda: vi.unscented(directions=True), ValueError, r"an integer ≥ 1, got True"),
+    "unscented: no directions": (lambda: vi.couplings.unscented(directions=0), ValueError, r"an integer ≥ 1, got 0"),
+    "unscented: float": (lambda: vi.couplings.unscented(directions=1.5), ValueError, r"an integer ≥ 1, got 1\.5"),
+    "unscented: bool": (lambda: vi.couplings.unscented(directions=True), ValueError, r"an integer ≥ 1, got True"),
     "unscented: more than the rank": (
-        lambda: density().draw(1, vi.unscented(directions=3)),
+        lambda: density().draw(1, vi.couplings.unscented(directions=3)),
         ValueError,
         r"directions=3 but the family has rank 2; take at most 2, or None for all",
     ),
@@ -643,7 +643,7 @@ TABLE = {
     "target: a number": (lambda: vi.elbo(family(), WrongTarget(0.0)), ValueError, r"\[S\] = \[2\].*got float"),
     # --- models
     "model: no module": (
-        lambda: vi.BayesianModel(torch.tanh, likelihoods.Categorical(), vi.NormalPrior(), 10),
+        lambda: vi.BayesianModel(torch.tanh, likelihoods.Categorical(), vi.priors.NormalPrior(), 10),
         TypeError,
         r"expects an nn\.Module, got",
     ),
@@ -680,7 +680,7 @@ TABLE = {
         TypeError,
         r"prior must be callable, got Normal.*write NormalPrior\(1\.0\) or DistributionPrior",
     ),
-    "model: prior class": (lambda: model(prior=vi.NormalPrior), TypeError, r"must be objects, not classes"),
+    "model: prior class": (lambda: model(prior=vi.priors.NormalPrior), TypeError, r"must be objects, not classes"),
     "model: prior a number": (lambda: model(prior=1.0), TypeError, r"prior must be callable, got 1\.0"),
     "model: num_data zero": (lambda: model(num_data=0), ValueError, r"number of observations.*got 0"),
     "model: num_data negative": (lambda: model(num_data=-5), ValueError, r"number of observations.*got -5"),
@@ -747,9 +747,9 @@ TABLE = {
         ValueError,
         r"the prior must return \[S\] = \[2\], got \(2, 26\)",
     ),
-    "prior: scale zero": (lambda: vi.NormalPrior(0), ValueError, r"scale.*positive.*got 0"),
-    "prior: scale negative": (lambda: vi.NormalPrior(-1.0), ValueError, r"scale.*positive.*got -1\.0"),
-    "prior: scale infinite": (lambda: vi.NormalPrior(torch.inf), ValueError, r"scale.*positive.*got inf"),
+    "prior: scale zero": (lambda: vi.priors.NormalPrior(0), ValueError, r"scale.*positive.*got 0"),
+    "prior: scale negative": (lambda: vi.priors.NormalPrior(-1.0), ValueError, r"scale.*positive.*got -1\.0"),
+    "prior: scale infinite": (lambda: vi.priors.NormalPrior(torch.inf), ValueError, r"scale.*positive.*got inf"),
     # --- batches
     "batch: None": (lambda: log_joint(None), ValueError, r"needs a batch: \(input, target\), or a dict"),
     "batch: three": (lambda: log_joint((X, T, T)), TypeError, r"\(input, target\) or a dict, got tuple of 3.*forward="),
@@ -920,43 +920,53 @@ MENU = {
         r"needs a BayesianModel",
     ),
     "prior: pattern without tensor": (
-        lambda: model(prior=vi.NormalPrior({"head.*": 1.0, "*": 1.0})),
+        lambda: model(prior=vi.priors.NormalPrior({"head.*": 1.0, "*": 1.0})),
         ValueError,
         r"left without a tensor",
     ),
-    "prior: negative scale by pattern": (lambda: vi.NormalPrior({"*": -1.0}), ValueError, r"positive number"),
-    "prior: Student-t without freedom": (lambda: vi.StudentTPrior(df=0.0, scale=1.0), ValueError, r"positive number"),
+    "prior: negative scale by pattern": (lambda: vi.priors.NormalPrior({"*": -1.0}), ValueError, r"positive number"),
+    "prior: Student-t without freedom": (
+        lambda: vi.priors.StudentTPrior(df=0.0, scale=1.0),
+        ValueError,
+        r"positive number",
+    ),
     "prior: Student-t per layer": (
-        lambda: vi.StudentTPrior(df=3.0, scale=1.0, per="layer"),
+        lambda: vi.priors.StudentTPrior(df=3.0, scale=1.0, per="layer"),
         ValueError,
         r'"weight" or "tensor"',
     ),
-    "prior: Laplace of zero": (lambda: vi.LaplacePrior(0.0), ValueError, r"positive number"),
-    "prior: sum of nothing": (lambda: vi.SumPrior([]), ValueError, r"list of priors"),
+    "prior: Laplace of zero": (lambda: vi.priors.LaplacePrior(0.0), ValueError, r"positive number"),
+    "prior: sum of nothing": (lambda: vi.priors.SumPrior([]), ValueError, r"list of priors"),
     "prior: sum with a learned one": (
-        lambda: vi.SumPrior([vi.NormalPrior(1.0, learn=True), vi.LaplacePrior(1.0)]),
+        lambda: vi.priors.SumPrior([vi.priors.NormalPrior(1.0, learn=True), vi.priors.LaplacePrior(1.0)]),
         ValueError,
         r"fit it alone",
     ),
     "prior: distribution of another shape": (
-        lambda: model(prior=vi.DistributionPrior({"*": Normal(torch.zeros(7), 1.0)})),
+        lambda: model(prior=vi.priors.DistributionPrior({"*": Normal(torch.zeros(7), 1.0)})),
         ValueError,
         r"scalar distribution or one of the tensor's shape",
     ),
     "prior: learned under MAP": (
-        lambda: vi.elbo((m := model(prior=vi.NormalPrior(1.0, learn=True))) and vi.MAP().bind(m.space), m, (X, T)),
+        lambda: vi.elbo(
+            (m := model(prior=vi.priors.NormalPrior(1.0, learn=True))) and vi.MAP().bind(m.space), m, (X, T)
+        ),
         ValueError,
         r"learn",
     ),
     "Lipschitz: a recurrent layer": (
-        lambda: vi.LipschitzPrior(nn.Sequential(nn.LSTM(3, 4)), X, 1.0),
+        lambda: vi.priors.LipschitzPrior(nn.Sequential(nn.LSTM(3, 4)), X, 1.0),
         ValueError,
         r"cannot bound the layer '0' \(LSTM\)",
     ),
-    "Lipschitz: no batch": (lambda: vi.LipschitzPrior(net(), torch.zeros(()), 1.0), ValueError, r"batch of inputs"),
-    "Lipschitz: negative strength": (lambda: vi.LipschitzPrior(net(), X, -1.0), ValueError, r"positive number"),
+    "Lipschitz: no batch": (
+        lambda: vi.priors.LipschitzPrior(net(), torch.zeros(()), 1.0),
+        ValueError,
+        r"batch of inputs",
+    ),
+    "Lipschitz: negative strength": (lambda: vi.priors.LipschitzPrior(net(), X, -1.0), ValueError, r"positive number"),
     "Lipschitz: BatchNorm in train mode": (
-        lambda: vi.LipschitzPrior(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), X, 1.0),
+        lambda: vi.priors.LipschitzPrior(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), X, 1.0),
         ValueError,
         r"BatchNorm in train mode.*eval mode",
     ),

@@ -15,14 +15,14 @@ import structvi as vi
 
 #: what is constrained, which elements of it can be chosen, torch's own constraint
 CASES = {
-    "positive": (vi.positive(2.0), slice(None), constraints.positive),
-    "positive vector": (vi.positive(1.5, shape=3), slice(None), constraints.positive),
-    "interval": (vi.interval(-1, 3), slice(None), constraints.interval(-1.0, 3.0)),
-    "intervals": (vi.interval(0, torch.tensor([1.0, 10.0])), slice(None), None),
-    "simplex": (vi.simplex(4), slice(3), constraints.simplex),
-    "ordered": (vi.ordered(4), slice(None), None),
+    "positive": (vi.constraints.positive(2.0), slice(None), constraints.positive),
+    "positive vector": (vi.constraints.positive(1.5, shape=3), slice(None), constraints.positive),
+    "interval": (vi.constraints.interval(-1, 3), slice(None), constraints.interval(-1.0, 3.0)),
+    "intervals": (vi.constraints.interval(0, torch.tensor([1.0, 10.0])), slice(None), None),
+    "simplex": (vi.constraints.simplex(4), slice(3), constraints.simplex),
+    "ordered": (vi.constraints.ordered(4), slice(None), None),
     "cholesky_correlation": (
-        vi.cholesky_correlation(4),
+        vi.constraints.cholesky_correlation(4),
         torch.tensor([4, 8, 9, 12, 13, 14]),
         constraints.corr_cholesky,
     ),
@@ -87,7 +87,7 @@ def test_values_obey_the_constraint_also_far_from_zero_and_nothing_is_lost(name)
 
 
 def test_beyond_what_numbers_hold_the_density_of_a_positive_value_is_zero():
-    constraint = vi.positive().constraint
+    constraint = vi.constraints.positive().constraint
     for dtype, low, high in ((torch.float64, -708.3, 354.7), (torch.float32, -87.3, 44.2)):
         inside = torch.tensor([low, high], dtype=dtype)
         outside = (inside * 1.01).requires_grad_()
@@ -116,7 +116,7 @@ SCALES = {
 @pytest.mark.parametrize("case", SCALES)
 def test_a_fit_tells_whether_a_scale_has_a_proper_prior(case):
     log_density, proper = SCALES[case]
-    target = vi.LogDensity(lambda p: log_density(p["s"]), vi.Parameters({"s": vi.positive(1.0)}))
+    target = vi.LogDensity(lambda p: log_density(p["s"]), vi.Parameters({"s": vi.constraints.positive(1.0)}))
     result = vi.fit_density(target, vi.MeanField(), progress=False, starts=1)
     assert (result.status is not vi.Status.DIVERGED) == proper
     assert ("prior" in result.verdict) != proper
@@ -162,7 +162,7 @@ def test_draws_are_mapped_as_they_are_batched(name):
 @given(st.lists(st.floats(-12, 12), min_size=2, max_size=6))
 def test_a_simplex_of_any_size_there_and_back(values):
     x = torch.tensor(values, dtype=torch.float64)
-    constraint = vi.simplex(len(values) + 1).constraint
+    constraint = vi.constraints.simplex(len(values) + 1).constraint
     y = constraint.natural(x)
     assert y.sum().item() == pytest.approx(1, abs=1e-12)
     torch.testing.assert_close(constraint.free(y), x, rtol=1e-9, atol=1e-9)
@@ -171,10 +171,10 @@ def test_a_simplex_of_any_size_there_and_back(values):
 @pytest.mark.parametrize(
     ("constrained", "density"),
     [
-        (vi.positive(), Gamma(torch.tensor(2.5).double(), torch.tensor(1.5).double()).log_prob),
-        (vi.interval(0, 1), Beta(torch.tensor(0.6).double(), torch.tensor(3.0).double()).log_prob),
-        (vi.simplex(2), Dirichlet(torch.tensor([0.7, 2.0]).double()).log_prob),
-        (vi.cholesky_correlation(2), LKJCholesky(2, torch.tensor(1.7).double()).log_prob),
+        (vi.constraints.positive(), Gamma(torch.tensor(2.5).double(), torch.tensor(1.5).double()).log_prob),
+        (vi.constraints.interval(0, 1), Beta(torch.tensor(0.6).double(), torch.tensor(3.0).double()).log_prob),
+        (vi.constraints.simplex(2), Dirichlet(torch.tensor([0.7, 2.0]).double()).log_prob),
+        (vi.constraints.cholesky_correlation(2), LKJCholesky(2, torch.tensor(1.7).double()).log_prob),
     ],
     ids=["positive", "interval", "simplex", "cholesky_correlation"],
 )
@@ -189,11 +189,11 @@ def test_parameters_of_constrained_values():
     space = vi.Parameters(
         {
             "mu": torch.zeros(()),
-            "sigma": vi.positive(2.0),
-            "p": vi.simplex(3),
-            "L": vi.cholesky_correlation(4),
-            "u": vi.interval(0, 1, 0.25, shape=2),
-            "c": vi.ordered(5),
+            "sigma": vi.constraints.positive(2.0),
+            "p": vi.constraints.simplex(3),
+            "L": vi.constraints.cholesky_correlation(4),
+            "u": vi.constraints.interval(0, 1, 0.25, shape=2),
+            "c": vi.constraints.ordered(5),
         }
     )
     assert space.dtype == torch.float64
@@ -216,14 +216,16 @@ def test_parameters_of_constrained_values():
 
 
 def test_spaces_made_of_a_space_keep_their_constraints():
-    space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(3.0), "u": vi.interval(0, 1)})
+    space = vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive(3.0), "u": vi.constraints.interval(0, 1)})
     assert set(space.subset(["s"]).constraints) == {"s"}
     assert set(space.without(["s"]).constraints) == {"u"}
     moved = space.at(space.initial + 1)
     assert moved.constrain(moved.initial)["s"].item() == pytest.approx(3 * torch.e)
-    assert set(space.append({"t": vi.positive()}).constraints) == {"s", "u", "t"}
+    assert set(space.append({"t": vi.constraints.positive()}).constraints) == {"s", "u", "t"}
     assert space.scales.tolist() == [3.0, 3.0, 3.0]
-    assert vi.Parameters({"s": vi.positive(1e-9)}).scales.tolist() == [3.0]  # log σ = −21 is no scale of log σ
+    assert vi.Parameters({"s": vi.constraints.positive(1e-9)}).scales.tolist() == [
+        3.0
+    ]  # log σ = −21 is no scale of log σ
 
 
 def test_parameters_are_pickled_with_their_constraints():
@@ -235,14 +237,16 @@ def test_parameters_are_pickled_with_their_constraints():
 
 
 def test_dtype():
-    assert vi.Parameters({"a": torch.zeros(2), "s": vi.positive(torch.ones(3))}).dtype == torch.float64
-    assert vi.Parameters({"a": torch.zeros(2), "s": vi.positive()}, dtype=torch.float32).dtype == torch.float32
+    assert vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive(torch.ones(3))}).dtype == torch.float64
+    assert (
+        vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive()}, dtype=torch.float32).dtype == torch.float32
+    )
     assert vi.Parameters({"a": torch.zeros(2)}).dtype == torch.float32
     assert vi.Parameters({"a": torch.zeros(2)}, dtype=torch.float64).dtype == torch.float64
 
 
 def test_a_log_density_of_values_has_the_jacobian_added():
-    space = vi.Parameters({"mu": torch.zeros(2), "s": vi.positive(), "p": vi.simplex(3)})
+    space = vi.Parameters({"mu": torch.zeros(2), "s": vi.constraints.positive(), "p": vi.constraints.simplex(3)})
     target = vi.LogDensity(lambda p: -p["mu"].square().sum() - p["s"] + p["p"][0].log(), space)
     theta = torch.randn(4, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = space.constrain(theta)
@@ -258,32 +262,41 @@ def test_a_log_density_of_values_has_the_jacobian_added():
 
 def test_a_networks_tensors_are_free():
     net = torch.nn.Linear(2, 1)
-    tensors = {"weight": vi.positive(torch.ones(1, 2)), "bias": torch.zeros(1)}
+    tensors = {"weight": vi.constraints.positive(torch.ones(1, 2)), "bias": torch.zeros(1)}
     space = vi.Parameters(tensors, dtype=torch.float32)
     with pytest.raises(ValueError, match="constraints are for log densities"):
-        vi.BayesianModel(net, vi.likelihoods.Gaussian(1.0), vi.NormalPrior(), 5, parameters=space)
+        vi.BayesianModel(net, vi.likelihoods.Gaussian(1.0), vi.priors.NormalPrior(), 5, parameters=space)
 
 
 BAD = {
-    "negative": (lambda: vi.positive(-1.0), "positive: values must begin above zero, got -1"),
-    "zero": (lambda: vi.positive([1.0, 0.0]), r"above zero, got \[1, 0\]"),
-    "no number": (lambda: vi.positive("one"), "positive: expected a number or a tensor of numbers, got 'one'"),
-    "not finite": (lambda: vi.positive(nan), "expected finite numbers, got nan"),
-    "shape of values": (lambda: vi.positive(torch.ones(2), shape=3), r"values of shape \(2,\) do not fill shape=3"),
-    "no shape": (lambda: vi.positive(1.0, shape=0), "a shape of integers ≥ 1"),
-    "half a shape": (lambda: vi.positive(1.0, shape=2.5), r"a shape of integers ≥ 1, .* shape=2.5"),
-    "ends": (lambda: vi.interval(1, 0), "low must be below high, got 1 and 0"),
-    "one end": (lambda: vi.interval(0, inf), "for one end only, write positive and add the end"),
-    "outside": (lambda: vi.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),
-    "sum": (lambda: vi.simplex([0.5, 0.4]), r"sum to one, got \[0.5, 0.4\]"),
-    "one part": (lambda: vi.simplex(1), "how many parts, an integer ≥ 2, or a tensor of values to begin at, got 1"),
-    "half a part": (lambda: vi.simplex(2.5), "how many parts, an integer ≥ 2"),
-    "a simplex of one": (lambda: vi.simplex([1.0]), "at least two parts along the last axis"),
-    "equal": (lambda: vi.ordered([1.0, 1.0]), r"no two equal, got \[1, 1\]"),
-    "falling": (lambda: vi.ordered([2.0, 1.0]), "must increase along the last axis"),
-    "no triangle": (lambda: vi.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
-    "not square": (lambda: vi.cholesky_correlation(torch.ones(2, 3)), "expected square matrices"),
-    "a vector": (lambda: vi.cholesky_correlation([1.0]), "expected values with 2 axes or more"),
+    "negative": (lambda: vi.constraints.positive(-1.0), "positive: values must begin above zero, got -1"),
+    "zero": (lambda: vi.constraints.positive([1.0, 0.0]), r"above zero, got \[1, 0\]"),
+    "no number": (
+        lambda: vi.constraints.positive("one"),
+        "positive: expected a number or a tensor of numbers, got 'one'",
+    ),
+    "not finite": (lambda: vi.constraints.positive(nan), "expected finite numbers, got nan"),
+    "shape of values": (
+        lambda: vi.constraints.positive(torch.ones(2), shape=3),
+        r"values of shape \(2,\) do not fill shape=3",
+    ),
+    "no shape": (lambda: vi.constraints.positive(1.0, shape=0), "a shape of integers ≥ 1"),
+    "half a shape": (lambda: vi.constraints.positive(1.0, shape=2.5), r"a shape of integers ≥ 1, .* shape=2.5"),
+    "ends": (lambda: vi.constraints.interval(1, 0), "low must be below high, got 1 and 0"),
+    "one end": (lambda: vi.constraints.interval(0, inf), "for one end only, write positive and add the end"),
+    "outside": (lambda: vi.constraints.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),
+    "sum": (lambda: vi.constraints.simplex([0.5, 0.4]), r"sum to one, got \[0.5, 0.4\]"),
+    "one part": (
+        lambda: vi.constraints.simplex(1),
+        "how many parts, an integer ≥ 2, or a tensor of values to begin at, got 1",
+    ),
+    "half a part": (lambda: vi.constraints.simplex(2.5), "how many parts, an integer ≥ 2"),
+    "a simplex of one": (lambda: vi.constraints.simplex([1.0]), "at least two parts along the last axis"),
+    "equal": (lambda: vi.constraints.ordered([1.0, 1.0]), r"no two equal, got \[1, 1\]"),
+    "falling": (lambda: vi.constraints.ordered([2.0, 1.0]), "must increase along the last axis"),
+    "no triangle": (lambda: vi.constraints.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
+    "not square": (lambda: vi.constraints.cholesky_correlation(torch.ones(2, 3)), "expected square matrices"),
+    "a vector": (lambda: vi.constraints.cholesky_correlation([1.0]), "expected values with 2 axes or more"),
     "no tensor": (lambda: vi.Parameters({"a": "1"}), "a: expected a tensor, a number, or positive"),
 }
 
@@ -302,7 +315,7 @@ def test_a_number_is_a_scalar_that_begins_there():
     assert space.initial.tolist() == [2.0, 0.5]
     assert space.shapes == ((), ())
     assert vi.Parameters({"a": 1.0, "w": torch.zeros(2)}).dtype == torch.float32  # as the others
-    assert vi.Parameters({"a": 1.0, "s": vi.positive(1.0)}).dtype == torch.float64
+    assert vi.Parameters({"a": 1.0, "s": vi.constraints.positive(1.0)}).dtype == torch.float64
 
 
 @pytest.mark.parametrize("wrong", ["value", "argument"])

@@ -16,16 +16,23 @@ def noise(coupling, groups=G, seed=0, **options):
 
 
 def test_group_sizes():
-    sizes = {vi.naive: 1, vi.paired: 2, vi.unscented: 4 * K, vi.unscented(crossed=False): 2 * K}
-    sizes |= {vi.unscented(directions=2): 8, every_sign: 2 ** (K + 1)}
+    sizes = {
+        vi.couplings.naive: 1,
+        vi.couplings.paired: 2,
+        vi.couplings.unscented: 4 * K,
+        vi.couplings.unscented(crossed=False): 2 * K,
+    }
+    sizes |= {vi.couplings.unscented(directions=2): 8, every_sign: 2 ** (K + 1)}
     for coupling, size in sizes.items():
         assert noise(coupling).diagonal.shape == (G * size, P)
         assert noise(coupling).low_rank.shape == (G * size, K)
-    assert vi.unscented.group_size(K) == 4 * K
-    assert vi.unscented(2, crossed=False).group_size(K) == 4
+    assert vi.couplings.unscented.group_size(K) == 4 * K
+    assert vi.couplings.unscented(2, crossed=False).group_size(K) == 4
 
 
-@pytest.mark.parametrize("coupling", [vi.paired, vi.unscented, vi.unscented(crossed=False), every_sign])
+@pytest.mark.parametrize(
+    "coupling", [vi.couplings.paired, vi.couplings.unscented, vi.couplings.unscented(crossed=False), every_sign]
+)
 def test_a_group_holds_its_own_mirror_image(coupling):
     joint = torch.cat(noise(coupling), dim=-1).reshape(G, -1, P + K)
     for group in joint:
@@ -34,7 +41,7 @@ def test_a_group_holds_its_own_mirror_image(coupling):
 
 
 def test_directions_are_orthogonal_and_signs_are_crossed():
-    epsilon, z = (x.reshape(G, 4, K, -1) for x in noise(vi.unscented))
+    epsilon, z = (x.reshape(G, 4, K, -1) for x in noise(vi.couplings.unscented))
     gram = z[:, 0] @ z[:, 0].mT
     assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-12
     for block, (sign_epsilon, sign_z) in enumerate([(1, 1), (-1, 1), (-1, -1), (1, -1)]):
@@ -45,9 +52,9 @@ def test_directions_are_orthogonal_and_signs_are_crossed():
 
 
 def test_shared_diagonal():
-    epsilon = noise(vi.unscented(shared_diagonal=True, crossed=False)).diagonal.reshape(G, 2, K, P)
+    epsilon = noise(vi.couplings.unscented(shared_diagonal=True, crossed=False)).diagonal.reshape(G, 2, K, P)
     assert (epsilon[:, 0] - epsilon[:, 0, :1]).abs().max() == 0
-    independent = noise(vi.unscented(crossed=False)).diagonal.reshape(G, 2, K, P)
+    independent = noise(vi.couplings.unscented(crossed=False)).diagonal.reshape(G, 2, K, P)
     assert (independent[:, 0, 0] - independent[:, 0, 1]).abs().min() > 0
 
 
@@ -62,15 +69,15 @@ def test_rotations_are_uniform_and_not_only_orthogonal():
 
 def test_without_low_rank_directions_unscented_is_paired():
     generator = [torch.Generator().manual_seed(0) for _ in range(2)]
-    first = vi.unscented(4, 5, 0, generator[0], torch.float64, None)
-    second = vi.paired(4, 5, 0, generator[1], torch.float64, None)
+    first = vi.couplings.unscented(4, 5, 0, generator[0], torch.float64, None)
+    second = vi.couplings.paired(4, 5, 0, generator[1], torch.float64, None)
     assert torch.equal(first.diagonal, second.diagonal)
 
 
 def test_unscented_itself_is_the_default_configuration():
-    assert vi.unscented == vi.unscented()
-    assert vi.unscented != vi.unscented(crossed=False)
-    assert repr(vi.unscented(2)) == "unscented(directions=2, crossed=True, shared_diagonal=False)"
+    assert vi.couplings.unscented == vi.couplings.unscented()
+    assert vi.couplings.unscented != vi.couplings.unscented(crossed=False)
+    assert repr(vi.couplings.unscented(2)) == "unscented(directions=2, crossed=True, shared_diagonal=False)"
 
 
 def test_couplings_lower_the_variance_they_are_meant_to_lower():
@@ -89,10 +96,10 @@ def test_couplings_lower_the_variance_they_are_meant_to_lower():
             samples.append(torch.autograd.grad(value, list(parameters.values())))
         return {name: torch.stack([s[i] for s in samples]).var(0).sum().item() for i, name in enumerate(parameters)}
 
-    independent = variances(vi.naive, 32)
-    mirrored = variances(vi.paired, 16)
-    crossed = variances(vi.unscented, 1)
-    orthogonal = variances(vi.unscented(crossed=False), 2)
+    independent = variances(vi.couplings.naive, 32)
+    mirrored = variances(vi.couplings.paired, 16)
+    crossed = variances(vi.couplings.unscented, 1)
+    orthogonal = variances(vi.couplings.unscented(crossed=False), 2)
     assert mirrored["mean"] < 1e-20 * independent["mean"]  # the mean's gradient is odd in the noise: pairs cancel it
     assert crossed["mean"] < 1e-20 * independent["mean"]
     assert crossed["scale"] < 0.6 * independent["scale"]  # the cross terms ε z cancel

@@ -187,7 +187,7 @@ def test_weights_of_a_fit_before_do_not_stay():
 
 def test_the_bound_is_that_of_part_and_weights():
     """With equal weights, the mean of the members' bounds: the part costs nothing."""
-    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = mixture.fit(loader(), steps=3, progress=False)
     assert result.elbo.value == pytest.approx(sum(one.elbo.value for one in result.members) / 3)
     mixture.weights.copy_(torch.tensor([1.0, 0.0, 0.0]))
@@ -246,7 +246,7 @@ def test_a_fraction_is_held_out_of_all_members_alike():
 
 
 def test_priors_that_are_given_stay():
-    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
+    mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), prior=vi.priors.NormalPrior(0.3))
     result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)
     assert "placed for the mixture" not in result.details
     assert all(one.model.prior.scale == 0.3 for one in mixture.posteriors)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from structvi import BayesianModel, NormalPrior, Parameters, likelihoods
+from structvi import BayesianModel, Parameters, likelihoods
+from structvi.models.priors import NormalPrior
 from structvi.parameters import FREE_SCALE_FLOOR, SCALE_FLOOR
 
 

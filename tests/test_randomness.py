@@ -159,8 +159,8 @@ DRAWS = {
     "bind": lambda g: vi.Mixture(vi.MeanField(), 2).bind(vi.Parameters.of(net()), generator=g)().mean,
     "draw": lambda g: wide()().draw(generator=g).theta,
     "fresh": lambda g: vi.Parameters.of(net()).fresh(g),
-    "naive": lambda g: vi.naive(1, 2, 0, generator=g).diagonal,
-    "paired": lambda g: vi.paired(1, 2, 0, generator=g).diagonal,
+    "naive": lambda g: vi.couplings.naive(1, 2, 0, generator=g).diagonal,
+    "paired": lambda g: vi.couplings.paired(1, 2, 0, generator=g).diagonal,
     "predict_tiles": lambda g: (
         next(iter(vi.predict_tiles(pixels(), X.reshape(1, 4, 6), (2, 3), draws=2, generator=g)))[1].outputs
     ),

@@ -95,7 +95,7 @@ families = {
 posteriors = {}
 print(f"{'family':>15} {'learned':>8} {'ms a step':>10} {'ELBO':>7} {'near':>6} {'gap':>6}   90 % intervals hold")
 for name, family in families.items():
-    bayes = posteriors[name] = vi.variationalize(net, vi.likelihoods.Gaussian(0.1), family, vi.NormalPrior(1.5))
+    bayes = posteriors[name] = vi.variationalize(net, vi.likelihoods.Gaussian(0.1), family, vi.priors.NormalPrior(1.5))
     began = time.process_time()
     start = None if name == "MC dropout" else "trained"
     result = bayes.fit(batches(x, t), steps=STEPS, groups=4, start=start, progress=False)

@@ -38,7 +38,7 @@ bayes = vi.variationalize(
     net,
     likelihood=vi.likelihoods.Gaussian(noise=0.1),  # not known? "point" fits it, "random" puts a posterior on it
     family=vi.LowRankPrecision(rank=10),
-    prior=vi.NormalPrior(2.0),
+    prior=vi.priors.NormalPrior(2.0),
 )
 result = bayes.fit(loader, steps=STEPS, groups=4, start="trained", progress=False)
 print(result)

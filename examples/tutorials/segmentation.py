@@ -50,7 +50,9 @@ torch.manual_seed(0)
 net = nn.Sequential(
     nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.Conv2d(8, 8, 5, padding=2), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1)
 )
-bayes = vi.variationalize(net, vi.likelihoods.Bernoulli(), vi.LowRankPrecision(rank=4), vi.NormalPrior.fan_in(2.0))
+bayes = vi.variationalize(
+    net, vi.likelihoods.Bernoulli(), vi.LowRankPrecision(rank=4), vi.priors.NormalPrior.fan_in(2.0)
+)
 result = bayes.fit(train, steps=STEPS, progress=False)
 print(bayes.extra_repr())
 print(result.verdict)

@@ -60,7 +60,7 @@ class BentDensity(vi.Density):
     def variance(self):  # Var z₁² = 2 s₁⁴, and z₁², z_i are uncorrelated
         return self.scale.square() + 2 * self.bend.square() * self.scale[0] ** 4
 
-    def draw(self, groups=1, coupling=vi.naive, generator=None):
+    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
         check_draw(groups, coupling, generator, self.location.device)
         noise = coupling(groups, self.P, 0, generator, self.location.dtype, self.location.device).diagonal  # [S, P]
         z = self.scale * noise

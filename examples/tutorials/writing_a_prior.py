@@ -38,11 +38,11 @@ plt.show()
 
 theta = torch.zeros(1, space.size)
 for prior in (
-    vi.NormalPrior(1.0),
-    vi.NormalPrior({"*.bias": 2.0, "*.weight": 1.0}),
-    vi.NormalPrior.fan_in(1.5),
-    vi.StudentTPrior(df=3.0),
-    vi.DistributionPrior({"*": torch.distributions.Cauchy(0.0, 1.0)}),
+    vi.priors.NormalPrior(1.0),
+    vi.priors.NormalPrior({"*.bias": 2.0, "*.weight": 1.0}),
+    vi.priors.NormalPrior.fan_in(1.5),
+    vi.priors.StudentTPrior(df=3.0),
+    vi.priors.DistributionPrior({"*": torch.distributions.Cauchy(0.0, 1.0)}),
 ):
     print(f"{prior(space, theta).item():9.2f}  {type(prior).__name__}")
 
@@ -92,7 +92,7 @@ class Target:
 # The model is linear and all is Gaussian, so a full normal is the exact posterior and the ELBO is log p(data | prior)
 # itself. It is how a prior's scale is chosen: the evidence of both priors over their scale.
 
-priors = {"independent": vi.NormalPrior, "random walk": RandomWalk}
+priors = {"independent": vi.priors.NormalPrior, "random walk": RandomWalk}
 evidence = {name: {} for name in priors}
 best = {}
 for name, prior in priors.items():
@@ -132,7 +132,7 @@ plt.show()
 x = torch.linspace(-2, 2, 100).unsqueeze(-1)
 t = torch.sin(3 * x) + 0.1 * torch.randn_like(x)
 loader = DataLoader(TensorDataset(x, t), batch_size=100)
-for prior in (vi.NormalPrior(1.0), vi.NormalPrior({"0.*": 1.0, "2.*": 1.0}, learn=True)):
+for prior in (vi.priors.NormalPrior(1.0), vi.priors.NormalPrior({"0.*": 1.0, "2.*": 1.0}, learn=True)):
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian(0.1), vi.MeanField(), prior)
     result = bayes.fit(loader, steps=STEPS, progress=False)
     scales = {name: round(value, 2) for name, value in prior.scales(bayes.space).items()}

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .constraints import cholesky_correlation, interval, ordered, positive, simplex
-from .couplings import Noise, naive, paired, unscented
+from . import constraints, couplings
 from .families import (
     MAP,
     Density,
@@ -23,18 +22,9 @@ from .families import (
 )
 from .files.file import CheckpointError
 from .front_door import Posterior, load, variationalize, variationalize_head
-from .models import likelihoods
+from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
-from .models.priors import (
-    DistributionPrior,
-    HierarchicalNormalPrior,
-    LaplacePrior,
-    MixturePrior,
-    NormalPrior,
-    StudentTPrior,
-    SumPrior,
-)
 from .models.tempered import Tempered, annealed
 from .network_mixture import Ensemble, MixtureResult, load_mixture
 from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
@@ -57,14 +47,12 @@ if TYPE_CHECKING:
     from .density.loading import load_fit
     from .density.result import DensityFit
     from .density.summary import Summary
-    from .models.priors.lipschitz import LipschitzPrior
     from .predict.tiles import predict_tiles
 
 __getattr__ = later(
     __name__,
     {
         "DensityFit": "density.result",
-        "LipschitzPrior": "models.priors.lipschitz",
         "Summary": "density.summary",
         "diagnostics": "diagnostics.",
         "fit_density": "density.fit",
@@ -81,7 +69,6 @@ __all__ = [
     "CheckpointError",
     "Density",
     "DensityFit",
-    "DistributionPrior",
     "Draws",
     "Ensemble",
     "Estimate",
@@ -89,10 +76,7 @@ __all__ = [
     "FitResult",
     "FittedDropout",
     "FullNormal",
-    "HierarchicalNormalPrior",
     "History",
-    "LaplacePrior",
-    "LipschitzPrior",
     "LocalMixture",
     "LogDensity",
     "LowRankNormal",
@@ -101,12 +85,9 @@ __all__ = [
     "MeanField",
     "Metrics",
     "Mixture",
-    "MixturePrior",
     "MixtureResult",
     "NaturalGradient",
-    "Noise",
     "NonFiniteError",
-    "NormalPrior",
     "Parameters",
     "PerLayer",
     "Posterior",
@@ -116,13 +97,12 @@ __all__ = [
     "ScaleMixture",
     "Soap",
     "Status",
-    "StudentTPrior",
-    "SumPrior",
     "Summary",
     "Tempered",
     "__version__",
     "annealed",
-    "cholesky_correlation",
+    "constraints",
+    "couplings",
     "diagnostics",
     "elbo",
     "elbo_groups",
@@ -130,21 +110,15 @@ __all__ = [
     "fit_many",
     "full_elbo",
     "imaging",
-    "interval",
     "kl",
     "likelihoods",
     "load",
     "load_fit",
     "load_mixture",
     "metrics",
-    "naive",
-    "ordered",
-    "paired",
     "plots",
-    "positive",
     "predict_tiles",
-    "simplex",
-    "unscented",
+    "priors",
     "variationalize",
     "variationalize_head",
 ]

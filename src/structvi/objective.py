@@ -322,7 +322,8 @@ def full_elbo(
         generator: the source of all randomness; the global stream if None.
 
     Example:
-        >>> from structvi import MeanField, NormalPrior, likelihoods
+        >>> from structvi import MeanField, likelihoods
+        >>> from structvi.models.priors import NormalPrior
         >>> model = BayesianModel(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), 20)
         >>> batches = [(torch.zeros(10, 3), torch.zeros(10, 1)), (torch.zeros(10, 3), torch.zeros(10, 1))]
         >>> full_elbo(MeanField().bind(model.space), model, batches, groups=8).per_group.shape
@@ -349,7 +350,8 @@ def full_objectives(
         family, model, loader, groups, coupling, generator: as of `full_elbo`.
 
     Example:
-        >>> from structvi import MeanField, NormalPrior, likelihoods
+        >>> from structvi import MeanField, likelihoods
+        >>> from structvi.models.priors import NormalPrior
         >>> model = BayesianModel(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), 20)
         >>> batches = [(torch.zeros(20, 3), torch.zeros(20, 1))]
         >>> elbo, tempered = full_objectives(MeanField().bind(model.space), model, batches, (1.0, 0.1))

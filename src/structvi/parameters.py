@@ -42,7 +42,7 @@ class Parameters:
         (9, ('w', 'b'))
         >>> space.unravel(torch.arange(9.0))["b"]
         tensor([6., 7., 8.])
-        >>> from structvi import positive, simplex
+        >>> from structvi.constraints import positive, simplex
         >>> Parameters({"mu": torch.zeros(()), "sigma": positive(2.0), "p": simplex(3)})
         Parameters(P=4, torch.float64, cpu,
           mu: ()

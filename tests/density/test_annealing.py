@@ -83,7 +83,9 @@ def test_populations_that_do_not_agree_are_told(monkeypatch):
 
 
 def test_the_same_generator_gives_the_same_draws_of_values():
-    target = vi.LogDensity(lambda p: 2 * p["s"].log() - p["s"], vi.Parameters({"s": vi.positive(1.0)}))  # Γ(3, 1)
+    target = vi.LogDensity(
+        lambda p: 2 * p["s"].log() - p["s"], vi.Parameters({"s": vi.constraints.positive(1.0)})
+    )  # Γ(3, 1)
     result = vi.fit_density(target, vi.FullNormal(), progress=False)
     one, two = (result.sample(700, corrected="annealed", generator=seeded(1))["s"] for _ in range(2))
     assert bool((one > 0).all())

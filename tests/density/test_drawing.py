@@ -29,7 +29,7 @@ COUNTS = tensor([3.0, 0.0, 2.0, 4.0])
 
 def gamma():
     """λ ~ Γ(0.5, 1), four Poisson counts: Γ(9.5, 5)."""
-    space = vi.Parameters({"rate": vi.positive(1.0)})
+    space = vi.Parameters({"rate": vi.constraints.positive(1.0)})
     prior = Gamma(tensor(0.5), tensor(1.0))
     return vi.LogDensity(lambda p: prior.log_prob(p["rate"]) + Poisson(p["rate"]).log_prob(COUNTS).sum(), space), {
         "rate": (Gamma(tensor(9.5), tensor(5.0)), ())
@@ -38,7 +38,7 @@ def gamma():
 
 def beta():
     """Uniform p, 2 of 12: Beta(3, 11); and one that no data are about, 10 + 5·Beta(2, 2)."""
-    space = vi.Parameters({"p": vi.interval(0, 1), "q": vi.interval(10, 15)})
+    space = vi.Parameters({"p": vi.constraints.interval(0, 1), "q": vi.constraints.interval(10, 15)})
     other = Beta(tensor(2.0), tensor(2.0))
 
     def log_density(v):
@@ -49,7 +49,7 @@ def beta():
 
 def dirichlet():
     """Uniform proportions, counts 5, 1, 0, 9."""
-    space = vi.Parameters({"p": vi.simplex(4)})
+    space = vi.Parameters({"p": vi.constraints.simplex(4)})
     counts = tensor([5.0, 1.0, 0.0, 9.0])
     exact = Dirichlet(counts + 1)
     return vi.LogDensity(lambda v: (counts * v["p"].log()).sum(), space), {"p": (exact, ())}
@@ -83,7 +83,7 @@ def test_corrected_draws_of_a_hierarchy():
         prior = Normal(0.0, 5.0).log_prob(p["mu"]) + HalfCauchy(5.0).log_prob(p["tau"])
         return prior + Normal(0.0, 1.0).log_prob(p["z"]).sum() + Normal(theta, s).log_prob(y).sum()
 
-    space = vi.Parameters({"mu": torch.zeros(()), "tau": vi.positive(1.0), "z": torch.zeros(8)})
+    space = vi.Parameters({"mu": torch.zeros(()), "tau": vi.constraints.positive(1.0), "z": torch.zeros(8)})
     result = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
     draws = result.sample(6000, corrected=True, generator=seeded())
     theta = draws["mu"].unsqueeze(-1) + draws["tau"].unsqueeze(-1) * draws["z"]
@@ -127,11 +127,11 @@ def fitted():
     space = vi.Parameters(
         {
             "mu": torch.zeros(2),
-            "sigma": vi.positive(1.0),
-            "p": vi.simplex(3),
-            "u": vi.interval(0, 1),
-            "c": vi.ordered(3),
-            "L": vi.cholesky_correlation(2),
+            "sigma": vi.constraints.positive(1.0),
+            "p": vi.constraints.simplex(3),
+            "u": vi.constraints.interval(0, 1),
+            "c": vi.constraints.ordered(3),
+            "L": vi.constraints.cholesky_correlation(2),
         }
     )
 
@@ -187,7 +187,7 @@ def test_moments_of_a_function_are_those_of_values(fitted):
 
 def test_draws_are_refused_where_weights_cannot_be_trusted(monkeypatch):
     """Cauchy tails in every one of 40 numbers: no weights of normals reach them."""
-    space = vi.Parameters({"s": vi.positive(1.0, shape=40)})
+    space = vi.Parameters({"s": vi.constraints.positive(1.0, shape=40)})
     target = vi.LogDensity(lambda p: (-torch.log1p(p["s"].log().square()) - p["s"].log()).sum(), space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
     monkeypatch.setattr("structvi.density.drawing.DRAWS", 500)
@@ -200,7 +200,7 @@ def test_draws_are_refused_where_weights_cannot_be_trusted(monkeypatch):
 
 
 def test_what_has_no_weights_has_draws_and_a_table_all_the_same(monkeypatch):
-    space = vi.Parameters({"a": torch.zeros(1), "s": vi.positive(1.0)})
+    space = vi.Parameters({"a": torch.zeros(1), "s": vi.constraints.positive(1.0)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
     monkeypatch.setitem(sys.modules, "arviz", None)
@@ -212,7 +212,7 @@ def test_what_has_no_weights_has_draws_and_a_table_all_the_same(monkeypatch):
 
 
 def test_a_point_mass_is_drawn_as_a_value_and_has_no_k():
-    space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)})
+    space = vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive(2.0)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
     result.family = vi.PerLayer({"s": vi.MAP(), "*": vi.MeanField()}).bind(space)
@@ -223,7 +223,7 @@ def test_a_point_mass_is_drawn_as_a_value_and_has_no_k():
 
 
 def test_float32_where_it_is_asked_for():
-    space = vi.Parameters({"a": torch.zeros(2), "s": vi.positive(2.0)}, dtype=torch.float32)
+    space = vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive(2.0)}, dtype=torch.float32)
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
     assert result.sample(5, corrected=True)["s"].dtype == torch.float32
@@ -300,7 +300,7 @@ def test_weights_that_end_at_a_bound_have_no_tail():
     y = tensor([2.3, 0.9, 3.1, 4.0, 1.2, 2.6, 0.1, 2.2, 3.6, 1.9, 2.8, 2.0])
     target = vi.LogDensity(
         lambda p: -8.0 * p["v"].log() - (2 + 0.5 * (y - p["mu"]).square().sum()) / p["v"] - p["v"].log(),
-        vi.Parameters({"mu": tensor(0.0), "v": vi.positive(1.0)}),
+        vi.Parameters({"mu": tensor(0.0), "v": vi.constraints.positive(1.0)}),
     )
     a, b = 7.5, 2 + 0.5 * (y - y.mean()).square().sum().item()  # v is inverse gamma, of 8 + 1 − 1/2 − 1
     table = vi.fit_density(target, vi.FullNormal(), progress=False).summary()

@@ -24,7 +24,7 @@ def log_joint(p):
 
 
 def target(shift=0.0, **parameters):
-    space = vi.Parameters({"mu": torch.zeros(()), "sigma": vi.positive(1.0)} | parameters)
+    space = vi.Parameters({"mu": torch.zeros(()), "sigma": vi.constraints.positive(1.0)} | parameters)
     return vi.LogDensity(lambda p: log_joint(p) + shift, space)
 
 
@@ -136,10 +136,13 @@ def test_batches_that_differ_from_pass_to_pass_are_not_compared(tmp_path):
         (lambda: target(shift=1.0), "another log density"),
         (lambda: target(tau=torch.zeros(2)), r"(?s)other parameters.*extra: tau \[2\]"),
         (lambda: target(sigma=torch.ones(())), "(?s)other parameters.*sigma: .*positive in the file"),
-        (lambda: vi.LogDensity(log_joint, vi.Parameters({"sigma": vi.positive(1.0), "mu": 0.0})), "another order"),
+        (
+            lambda: vi.LogDensity(log_joint, vi.Parameters({"sigma": vi.constraints.positive(1.0), "mu": 0.0})),
+            "another order",
+        ),
         (
             lambda: vi.LogDensity(
-                log_joint, vi.Parameters({"mu": 0.0, "sigma": vi.positive(1.0)}, dtype=torch.float32)
+                log_joint, vi.Parameters({"mu": 0.0, "sigma": vi.constraints.positive(1.0)}, dtype=torch.float32)
             ),
             "a fit in 'torch.float64'",
         ),

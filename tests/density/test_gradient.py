@@ -76,7 +76,7 @@ def test_errors_of_the_function_itself_come_through():
 
 def test_data_of_another_precision_are_told():
     design = torch.ones(3, 2)
-    space = vi.Parameters({"b": torch.zeros(2), "s": vi.positive(1.0)})
+    space = vi.Parameters({"b": torch.zeros(2), "s": vi.constraints.positive(1.0)})
     target = vi.LogDensity(lambda p: -(design @ p["b"]).square().sum() - p["s"], space)
     with pytest.raises(TypeError, match=r"mixes precisions: .* the parameters are torch.float64, give the data"):
         vi.fit_density(target, vi.MeanField(), progress=False)

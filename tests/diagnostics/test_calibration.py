@@ -110,7 +110,7 @@ def test_draws_that_do_not_fit_are_said():
 
 def test_a_family_is_ranked_by_values():
     """σ is above zero where its logarithm is 0 or less: the ranks of values are not those of free numbers."""
-    space = vi.Parameters({"sigma": vi.positive(1.0)})
+    space = vi.Parameters({"sigma": vi.constraints.positive(1.0)})
     q = vi.MeanField(initial_scale=1 / 3).bind(space)  # log σ ~ N(0, 1)
 
     def simulate(generator):
@@ -132,7 +132,9 @@ def test_all_fits_together():
         for _ in every:
             net = torch.nn.Linear(1, 1, bias=False)
             likelihood = vi.likelihoods.Gaussian(0.5)
-            posteriors.append(vi.variationalize(net, likelihood, vi.MeanField(), vi.NormalPrior(1.0), num_data=8))
+            posteriors.append(
+                vi.variationalize(net, likelihood, vi.MeanField(), vi.priors.NormalPrior(1.0), num_data=8)
+            )
         data = [[(x, t)] for t in every]
         vi.fit_many(posteriors, data, steps=150, lr=0.1, progress=False, at_once=True, restarts=0)
         return posteriors

@@ -46,7 +46,11 @@ def exact(estimator):
 def test_signal_and_noise_are_those_of_a_quadratic(estimator):
     repeats, evaluations = 1500, 4
     found = gradient_noise(
-        *quadratic(), couplings={"naive": vi.naive}, evaluations=evaluations, repeats=repeats, estimator=estimator
+        *quadratic(),
+        couplings={"naive": vi.couplings.naive},
+        evaluations=evaluations,
+        repeats=repeats,
+        estimator=estimator,
     )
     assert found.draws == {"naive": 4}
     truth = exact(estimator)
@@ -88,7 +92,7 @@ def test_full_data_is_the_same_in_batches_and_whole(linear):
 
 def test_minibatches_add_noise(linear):
     bayes = linear.another(vi.MeanField())
-    options = {"couplings": {"paired": vi.paired}, "repeats": 64}
+    options = {"couplings": {"paired": vi.couplings.paired}, "repeats": 64}
     alone = gradient_noise(bayes, linear.loader, full=True, **options).groups["paired"]["mean"]
     both = gradient_noise(bayes, linear.loader, **options).groups["paired"]["mean"]
     assert both.noise > 3 * alone.noise
@@ -96,7 +100,11 @@ def test_minibatches_add_noise(linear):
 
 def test_what_likelihood_and_prior_learn_is_measured_too():
     bayes = vi.variationalize(
-        nn.Linear(2, 1), vi.likelihoods.Gaussian("point"), vi.MeanField(), vi.NormalPrior(1.0, learn=True), num_data=6
+        nn.Linear(2, 1),
+        vi.likelihoods.Gaussian("point"),
+        vi.MeanField(),
+        vi.priors.NormalPrior(1.0, learn=True),
+        num_data=6,
     )
     found = gradient_noise(bayes, [(torch.randn(6, 2), torch.randn(6, 1))], repeats=3, evaluations=2)
     assert set(found.groups["paired"]) == {"mean", "log_scale", "likelihood.log_noise", "prior.log_scale"}

@@ -173,7 +173,7 @@ class OnlyEntropy(vi.Density):
     def mean(self):
         return torch.zeros(3)
 
-    def draw(self, groups=1, coupling=vi.naive, generator=None):
+    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
         theta = self.log_scale.exp() * torch.randn(groups, 3, generator=generator)
         return vi.Draws(theta, torch.full((groups,), 1 / groups))
 

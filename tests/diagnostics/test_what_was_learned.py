@@ -21,7 +21,7 @@ def network(likelihood=None, family=None, prior=None):
 
 
 def test_nats_are_the_divergence_of_normals():
-    bayes = network(prior=vi.NormalPrior({"0.*": 2.0, "*": 0.5}))
+    bayes = network(prior=vi.priors.NormalPrior({"0.*": 2.0, "*": 0.5}))
     found = learned(bayes, [BATCH])
     q = bayes.space.unravel(bayes.family().mean), bayes.space.unravel(bayes.family().variance.sqrt())
     for name, scale in (("0.weight", 2.0), ("2.bias", 0.5)):
@@ -30,7 +30,7 @@ def test_nats_are_the_divergence_of_normals():
 
 
 def test_tensors_at_the_prior_are_named():
-    bayes = network(prior=vi.NormalPrior(1.0))
+    bayes = network(prior=vi.priors.NormalPrior(1.0))
     with torch.no_grad():
         rows = bayes.space.slice("0.weight")
         bayes.family.mean[rows] = 0.0
@@ -102,10 +102,10 @@ def test_stuck_is_nothing_explained_or_all_noise():
 @pytest.mark.parametrize(
     ("prior", "sd"),
     [
-        (vi.NormalPrior(0.3), 0.3),
-        (vi.LaplacePrior(0.3), 0.3 * sqrt(2)),
-        (vi.StudentTPrior(df=4.0, scale=0.3), 0.3 * sqrt(2)),
-        (vi.DistributionPrior({"*": Uniform(-1.0, 1.0)}), 2 / sqrt(12)),
+        (vi.priors.NormalPrior(0.3), 0.3),
+        (vi.priors.LaplacePrior(0.3), 0.3 * sqrt(2)),
+        (vi.priors.StudentTPrior(df=4.0, scale=0.3), 0.3 * sqrt(2)),
+        (vi.priors.DistributionPrior({"*": Uniform(-1.0, 1.0)}), 2 / sqrt(12)),
     ],
 )
 def test_priors_whose_moments_are_known(prior, sd):
@@ -116,7 +116,11 @@ def test_priors_whose_moments_are_known(prior, sd):
 
 @pytest.mark.parametrize(
     "prior",
-    [vi.StudentTPrior(df=1.0), vi.DistributionPrior({"*": Cauchy(0.0, 1.0)}), vi.NormalPrior() + vi.NormalPrior()],
+    [
+        vi.priors.StudentTPrior(df=1.0),
+        vi.priors.DistributionPrior({"*": Cauchy(0.0, 1.0)}),
+        vi.priors.NormalPrior() + vi.priors.NormalPrior(),
+    ],
 )
 def test_priors_whose_moments_are_not_known_leave_the_tensors_out(prior):
     found = learned(network(prior=prior), [BATCH])

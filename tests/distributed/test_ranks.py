@@ -39,7 +39,7 @@ def make(family=None, seed=0, **options):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     recipe = vi.LowRankPrecision(rank=2) if family is None else family
-    prior = vi.NormalPrior(1.0, learn=True)
+    prior = vi.priors.NormalPrior(1.0, learn=True)
     return vi.variationalize(net, vi.likelihoods.Gaussian("point"), recipe, prior, **options).double()
 
 
@@ -68,7 +68,7 @@ class Recorder:
         return "recorder"
 
     def __call__(self, *arguments):
-        self.noise.append(vi.paired(*arguments))
+        self.noise.append(vi.couplings.paired(*arguments))
         return self.noise[-1]
 
 

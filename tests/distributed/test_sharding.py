@@ -38,7 +38,7 @@ def make(family, seed=0):
     """P = 21: no multiple of 2 or 4."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    prior = vi.NormalPrior(1.0, learn=True)
+    prior = vi.priors.NormalPrior(1.0, learn=True)
     likelihood = vi.likelihoods.Gaussian("point")
     posterior = vi.variationalize(net, likelihood, FAMILIES[family], prior, num_data=N).double()
     if family != "mean field":
@@ -78,7 +78,7 @@ def measured(posterior):
             "entropy": density.entropy(),
             "log_prob": density.log_prob(theta),
             "score": density.score(theta),
-            "draws": density.draw(2, vi.unscented, generator()).theta,
+            "draws": density.draw(2, vi.couplings.unscented, generator()).theta,
             "elbo": posterior.elbo(loader(), groups=4, generator=generator()).per_group,
             "prediction": posterior.predict(data().tensors[0], generator=generator()).mean,
         }

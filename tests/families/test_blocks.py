@@ -96,7 +96,7 @@ def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
     q = bound()
     mean, covariance = dense_truth(bound)
     truth = MultivariateNormal(mean, covariance)
-    theta = q.draw(16, vi.naive, generator()).theta.detach()
+    theta = q.draw(16, vi.couplings.naive, generator()).theta.detach()
     torch.testing.assert_close(q.mean, mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(q.covariance(), covariance, rtol=0, atol=1e-12)
     torch.testing.assert_close(q.variance, covariance.diagonal(), rtol=0, atol=1e-12)
@@ -116,7 +116,7 @@ def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
 def test_gradients_of_interleaved_blocks_equal_those_of_the_dense_gaussian():
     space = interleaved()
     bound = shaken(vi.PerLayer({"*.weight": vi.LowRankNormal(3), "*.bias": vi.FullNormal()}), space)
-    theta = bound().draw(4, vi.naive, generator()).theta.detach()
+    theta = bound().draw(4, vi.couplings.naive, generator()).theta.detach()
     q = bound()
     parameters = list(bound.parameters())
     got = torch.autograd.grad(q.log_prob(theta).sum(), parameters)
@@ -127,7 +127,9 @@ def test_gradients_of_interleaved_blocks_equal_those_of_the_dense_gaussian():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("coupling", [vi.naive, vi.paired, vi.unscented], ids=["naive", "paired", "unscented"])
+@pytest.mark.parametrize(
+    "coupling", [vi.couplings.naive, vi.couplings.paired, vi.couplings.unscented], ids=["naive", "paired", "unscented"]
+)
 def test_one_block_is_the_family_itself(coupling):
     space = interleaved()
     alone = vi.LowRankNormal(2).bind(space, generator())
@@ -144,8 +146,8 @@ def test_unscented_draws_of_different_ranks_are_joint_and_independent_across_blo
     bound = shaken(vi.PerLayer({"a.*": vi.LowRankNormal(4), "b.*": vi.LowRankNormal(1)}), space)
     q = bound()
     groups = 4000
-    theta = q.draw(groups, vi.unscented, generator()).theta.detach()
-    assert theta.shape == (groups * vi.unscented.group_size(5), space.size)
+    theta = q.draw(groups, vi.couplings.unscented, generator()).theta.detach()
+    assert theta.shape == (groups * vi.couplings.unscented.group_size(5), space.size)
     centred = (theta - q.mean.detach()).reshape(groups, -1, space.size)
     products = torch.einsum("gsp,gsq->gpq", centred, centred) / centred.shape[1]
     error = products.std(0) / groups**0.5
@@ -172,7 +174,7 @@ def regression(prior=None, **settings):
     torch.manual_seed(0)
     net = Net().double()
     data = (torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64))
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.5), prior or vi.NormalPrior(1.0), 40, **settings)
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.5), prior or vi.priors.NormalPrior(1.0), 40, **settings)
     return net, model, data
 
 
@@ -182,7 +184,7 @@ BLOCKS = {"backbone.*": vi.MAP(), "head.*": vi.LowRankNormal(2)}
 def test_point_blocks_stay_out_of_theta_and_are_marked():
     _, model, _ = regression()
     q = vi.PerLayer(BLOCKS).bind(model.space, generator())()
-    theta, weight, fixed, latent = q.draw(3, vi.unscented, generator())
+    theta, weight, fixed, latent = q.draw(3, vi.couplings.unscented, generator())
     assert theta.shape == (3 * 8, 10)
     assert latent is None
     torch.testing.assert_close(weight, torch.full((24,), 1 / 24, dtype=torch.float64))
@@ -203,16 +205,16 @@ def test_point_blocks_stay_out_of_theta_and_are_marked():
 @pytest.mark.parametrize("prior", ["separable", "sum", "callable"])
 @pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
 def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimator):
-    by_pattern = vi.NormalPrior({"head.*": 0.5, "*": 2.0})
-    priors = {"separable": by_pattern, "sum": by_pattern + vi.LaplacePrior(3.0), "callable": by_pattern.forward}
+    by_pattern = vi.priors.NormalPrior({"head.*": 0.5, "*": 2.0})
+    priors = {"separable": by_pattern, "sum": by_pattern + vi.priors.LaplacePrior(3.0), "callable": by_pattern.forward}
     _, model, data = regression(priors[prior], evaluation=evaluation)
     family = shaken(vi.PerLayer(BLOCKS), model.space)
-    settings = {"groups": 2, "coupling": vi.paired, "estimator": estimator}
+    settings = {"groups": 2, "coupling": vi.couplings.paired, "estimator": estimator}
     value = vi.elbo(family, model, data, **settings, generator=generator(4))
     gradients = torch.autograd.grad(value, list(family.parameters()))
     # by hand, from [S, P] of all weights
     q = family()
-    theta, _, fixed, _ = q.draw(2, vi.paired, generator(4))
+    theta, _, fixed, _ = q.draw(2, vi.couplings.paired, generator(4))
     joint = model.log_joint(model.space.join(theta, fixed), data)
     if estimator == "entropy":
         expected = joint.mean() + q.entropy()
@@ -279,7 +281,7 @@ def test_points_alone_are_a_point_mass():
 def test_blocks_of_dropout_and_gaussians():
     space = interleaved()
     q = vi.PerLayer({"a.*": vi.MCDropout(0.5), "b.*": vi.MeanField()}).bind(space)()
-    draws = q.draw(500, vi.paired, generator())
+    draws = q.draw(500, vi.couplings.paired, generator())
     assert draws.theta.shape == (1000, space.size)
     assert q.has_density
     assert not q.bound
@@ -295,11 +297,11 @@ def test_random_noise_of_the_likelihood_can_be_a_block():
     torch.manual_seed(0)
     net = Net().double()
     data = (torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64))
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian("random"), vi.NormalPrior(1.0), 10)
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian("random"), vi.priors.NormalPrior(1.0), 10)
     all_of = {"backbone.*": vi.MAP(), "head.*": vi.MAP(), "likelihood.*": vi.MeanField()}
     for blocks in (all_of, {"likelihood.*": vi.MAP(), "*": vi.MeanField()}):
         family = vi.PerLayer(blocks).bind(model.space)
-        theta, _, fixed, _ = family().draw(2, vi.naive, generator())
+        theta, _, fixed, _ = family().draw(2, vi.couplings.naive, generator())
         joined = model.space.join(theta, fixed)
         torch.testing.assert_close(model.log_joint(theta, data, fixed), model.log_joint(joined, data))
 
@@ -361,7 +363,7 @@ BAD = {
 class WeightedDensity(vi.Density):
     mean = torch.zeros(6, dtype=torch.float64)
 
-    def draw(self, groups=1, coupling=vi.naive, generator=None):
+    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
         weight = torch.arange(1.0, groups + 1, dtype=torch.float64)
         return vi.Draws(torch.zeros(groups, 6, dtype=torch.float64), weight / weight.sum())
 
@@ -382,7 +384,7 @@ def test_bad_inputs(case):
 
 
 def test_a_learned_prior_is_refused_with_point_blocks():
-    _, model, data = regression(vi.NormalPrior(1.0, learn=True))
+    _, model, data = regression(vi.priors.NormalPrior(1.0, learn=True))
     with pytest.raises(ValueError, match="learns its scale, and PerLayerDensity has point masses"):
         vi.elbo(vi.PerLayer(BLOCKS).bind(model.space), model, data)
     with pytest.raises(ValueError, match="PointMass has point masses"):

@@ -14,7 +14,12 @@ from structvi.families.fitted_dropout import leave_one_out
 from structvi.testing import check_family, every_sign
 
 SIGMA = 0.5
-COUPLINGS = {"naive": vi.naive, "paired": vi.paired, "unscented": vi.unscented, "every sign": every_sign}
+COUPLINGS = {
+    "naive": vi.couplings.naive,
+    "paired": vi.couplings.paired,
+    "unscented": vi.couplings.unscented,
+    "every sign": every_sign,
+}
 
 
 def generator(seed=0):
@@ -45,7 +50,7 @@ def linear_model(M):
     net = nn.Linear(M, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
         net.weight.copy_(0.5 + torch.arange(M, dtype=torch.float64) / M)
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=SIGMA), vi.NormalPrior(1.0), num_data=20)
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=SIGMA), vi.priors.NormalPrior(1.0), num_data=20)
     return model, (features, t.unsqueeze(-1))
 
 
@@ -163,7 +168,7 @@ def test_masks_are_shared_by_units_of_a_network_and_biases_are_exempt(per, M):
     space = vi.Parameters.of(net)
     density = vi.MCDropout(keep=0.5, per=per).bind(space)()
     assert density.layout.M == M
-    draws = density.draw(200, vi.paired, generator())
+    draws = density.draw(200, vi.couplings.paired, generator())
     named = space.unravel(draws.theta.detach())
     for name in ("0.bias", "1.bias", "2.weight", "2.bias"):
         assert (named[name] == 1.5).all()
@@ -227,7 +232,7 @@ def test_keep_one_is_map_and_keep_zero_the_origin(coupling):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_keep_one_holds_where_the_normal_distribution_function_rounds_to_one(dtype):
     def far(groups, P, K, generator, dtype, device):
-        return vi.Noise(torch.full((groups, P), 9.0, dtype=dtype), torch.zeros(groups, K, dtype=dtype))
+        return vi.couplings.Noise(torch.full((groups, P), 9.0, dtype=dtype), torch.zeros(groups, K, dtype=dtype))
 
     assert torch.special.ndtr(torch.tensor(9.0, dtype=dtype)) == 1
     density = vi.MCDropout(keep=1.0).bind(vi.Parameters({"z": torch.ones(3, dtype=dtype)}))()
@@ -264,7 +269,7 @@ def test_stochastic_objective_and_gradient_are_unbiased(coupling):
 
 def test_antithetic_masks_are_negatively_correlated():
     density = vi.MCDropout(keep=0.5).bind(vi.Parameters({"z": torch.ones(100)}))()
-    first, second = density.draw(1, vi.paired, generator()).theta
+    first, second = density.draw(1, vi.couplings.paired, generator()).theta
     assert torch.equal(first, 1 - second)
 
 
@@ -395,7 +400,7 @@ def test_gates_and_weights_of_any_ranks_share_one_coupling(weights, gates, coupl
     assert ((z > 0) & (z < 1)).all()
     vi.elbo(family, model, batch, coupling=coupling, generator=generator()).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in family.parameters())
-    if coupling is vi.paired:
+    if coupling is vi.couplings.paired:
         gate = torch.logit(z.detach()).reshape(3, 2, 4)
         torch.testing.assert_close(gate.mean(1), family().gates.mean.detach().expand(3, 4))
 
@@ -414,7 +419,7 @@ def test_weights_under_a_users_own_family(q, M):
     model, batch = linear_model(M)
     family = vi.FittedDropout(q=q, weights=StudentT()).bind(model.space)
     assert family().has_density
-    draws = family().draw(4, vi.paired, generator())
+    draws = family().draw(4, vi.couplings.paired, generator())
     torch.testing.assert_close(draws.weight.sum().item(), 1.0)
     torch.testing.assert_close(family().log_prob(draws.latent), family.weights().log_prob(draws.latent))
     vi.elbo(family, model, batch, groups=4, generator=generator()).backward()
@@ -430,7 +435,7 @@ def test_moments_of_draws_are_the_densitys(weights, per):
     groups = 1 if density.enumerates else 16  # each draw of θ goes with all masks
     rows = []
     for seed in range(1 if density.enumerates else 400):
-        draws = density.draw(groups, vi.naive, generator(seed))
+        draws = density.draw(groups, vi.couplings.naive, generator(seed))
         centred = (draws.theta - density.mean).detach()
         second = centred.mT @ (draws.weight.detach().unsqueeze(-1) * centred)
         rows.append(torch.cat([draws.weight.detach() @ centred, second.flatten()]))
@@ -446,7 +451,7 @@ def test_weights_of_draws_sum_to_one_with_their_gradient():
     for M in (4, 11, 40):
         target = linear_target(M)
         family = scatter(vi.FittedDropout(0.8).bind(target.space))
-        total = family().draw(2, vi.paired, generator()).weight.sum()
+        total = family().draw(2, vi.couplings.paired, generator()).weight.sum()
         torch.testing.assert_close(total.item(), 1.0)
         (gradient,) = torch.autograd.grad(total, family.logits)
         assert gradient.abs().max() < 1e-12
@@ -517,11 +522,11 @@ def test_state_and_precision(recipe, dtype):
     space = vi.Parameters.of(net)
     first, second = (scatter(recipe.bind(space, generator(s)), seed=s) for s in (0, 1))
     second.load_state_dict(first.state_dict())
-    one, two = (f().draw(2, vi.unscented, generator(4)) for f in (first, second))
+    one, two = (f().draw(2, vi.couplings.unscented, generator(4)) for f in (first, second))
     assert torch.equal(one.theta, two.theta)
     assert torch.equal(one.weight, two.weight)
     assert one.theta.dtype == one.weight.dtype == first().mean.dtype == dtype
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=0.5), vi.NormalPrior(1.0), num_data=5)
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(1.0), num_data=5)
     batch = (torch.randn(5, 4, generator=generator(), dtype=dtype), torch.zeros(5, 3, dtype=dtype))
     value = vi.elbo(first, model, batch, generator=generator())
     assert value.dtype == dtype

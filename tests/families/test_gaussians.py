@@ -136,7 +136,7 @@ def test_float32_sums_over_many_weights_keep_their_digits(recipe):
     space = vi.Parameters({"z": torch.zeros(50_001)})
     single = recipe.bind(space, torch.Generator().manual_seed(0))
     double = copy.deepcopy(single).double()
-    theta = single().draw(3, vi.naive, torch.Generator().manual_seed(1)).theta.detach()
+    theta = single().draw(3, vi.couplings.naive, torch.Generator().manual_seed(1)).theta.detach()
     for value, truth in (
         (single().log_prob(theta), double().log_prob(theta.double())),
         (single().entropy(), double().entropy()),
@@ -152,7 +152,7 @@ def test_memory_is_linear_in_draws_and_rank(recipe, graph, peak_bytes):
     family = recipe.bind(vi.Parameters({"z": torch.zeros(count)}), torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(graph), peak_bytes() as tracker:
         density = family()
-        theta = density.draw(S, vi.naive, torch.Generator().manual_seed(0)).theta
+        theta = density.draw(S, vi.couplings.naive, torch.Generator().manual_seed(0)).theta
         density.log_prob(theta)
         density.score(theta.detach())
         density.entropy()

@@ -128,7 +128,7 @@ def grid(half_width, points=1201):
 class TestDraws:
     def test_stratified_and_group_major(self):
         q = mixed()
-        draws = q().draw(5, vi.paired, generator())
+        draws = q().draw(5, vi.couplings.paired, generator())
         assert draws.theta.shape == (5 * 4 * 2, 3)
         weight = draws.weight.reshape(5, 4, 2)
         expected = (q.logits.softmax(-1) / 10).reshape(1, 4, 1).expand(5, 4, 2)
@@ -142,7 +142,7 @@ class TestDraws:
         recipes = [vi.LowRankNormal(1), vi.LowRankNormal(3), vi.MeanField()]
         for common_noise in (True, False):
             q = vi.Mixture(recipes, common_noise=common_noise).bind(space(), generator())
-            draws = q().draw(2, vi.unscented, generator())
+            draws = q().draw(2, vi.couplings.unscented, generator())
             sizes = [4, 12, 2]
             assert draws.theta.shape[0] == 2 * sum(sizes)
             groups = draws.weight.reshape(2, -1)
@@ -152,7 +152,7 @@ class TestDraws:
 
     def test_weights_carry_the_gradient_of_the_proportions(self):
         q = mixed()
-        weight = q().draw(3, vi.naive, generator()).weight.reshape(3, 4)
+        weight = q().draw(3, vi.couplings.naive, generator()).weight.reshape(3, 4)
         (got,) = torch.autograd.grad(weight[:, 0].sum(), q.raw_logits)
         proportions = q.logits.softmax(-1).detach()
         truth = LOGIT_UNIT * proportions[0] * (torch.eye(4, dtype=torch.float64)[0] - proportions)
@@ -161,7 +161,7 @@ class TestDraws:
     def test_common_noise_is_the_same_for_parts_of_one_rank(self):
         for common_noise in (True, False):
             q = moved(vi.Mixture(vi.MeanField(), 2, common_noise=common_noise).bind(space(), generator()))
-            theta = q().draw(4, vi.naive, generator()).theta.reshape(4, 2, 3)
+            theta = q().draw(4, vi.couplings.naive, generator()).theta.reshape(4, 2, 3)
             noise = [(theta[:, c] - part().mean) / part().variance.sqrt() for c, part in enumerate(q.part)]
             assert torch.allclose(noise[0], noise[1]) is common_noise
 
@@ -171,19 +171,19 @@ class TestDraws:
         class Halves(vi.Density):
             mean = torch.zeros(4)
 
-            def draw(self, groups=1, coupling=vi.naive, generator=None):
+            def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
                 halves = [coupling(groups, 2, 0, generator, torch.float32, None).diagonal for _ in range(2)]
                 return vi.Draws(torch.cat(halves, dim=-1), torch.full((groups,), 1 / groups))
 
         density = MixtureDensity([Halves(), Halves()], torch.full((2,), 0.5).log(), common_noise=True)
-        theta = density.draw(3, vi.naive, generator()).theta.reshape(3, 2, 4)
+        theta = density.draw(3, vi.couplings.naive, generator()).theta.reshape(3, 2, 4)
         assert not torch.equal(theta[..., :2], theta[..., 2:])
         assert torch.equal(theta[:, 0], theta[:, 1])
 
     def test_groups_of_the_elbo_are_groups_of_draws(self):
         q, target = mixed(), vi.LogDensity(lambda p: -0.5 * p["b"].square().sum(), space())
-        together = vi.elbo_groups(q, target, groups=3, coupling=vi.paired, generator=generator())
-        draws = q().draw(3, vi.paired, generator())
+        together = vi.elbo_groups(q, target, groups=3, coupling=vi.couplings.paired, generator=generator())
+        draws = q().draw(3, vi.couplings.paired, generator())
         values = target.log_joint(draws.theta) - q().log_prob(draws.theta)
         by_hand = (q.logits.softmax(-1).reshape(1, 4, 1) * values.reshape(3, 4, 2)).mean(2).sum(1)
         torch.testing.assert_close(together, by_hand, rtol=1e-10, atol=1e-10)
@@ -195,7 +195,10 @@ class TestOne:
     def test_a_mixture_of_one_is_its_part(self, recipe, common_noise):
         part = recipe.bind(space(), generator(3))
         q = vi.Mixture(recipe, components=1, common_noise=common_noise).bind(space(), generator(3))
-        one, other = part().draw(4, vi.unscented, generator()), q().draw(4, vi.unscented, generator())
+        one, other = (
+            part().draw(4, vi.couplings.unscented, generator()),
+            q().draw(4, vi.couplings.unscented, generator()),
+        )
         assert torch.equal(one.theta, other.theta)
         assert torch.equal(one.weight, other.weight)
         assert torch.equal(part().log_prob(one.theta), q().log_prob(one.theta))
@@ -248,7 +251,7 @@ class TestGradients:
         target = vi.LogDensity(lambda p: self.log_p(p["z"]).sum(), q.space, evaluation="vmap")
         g, samples, values = generator(2), [], []
         for _ in range(400):
-            value = vi.elbo(q, target, groups=64, coupling=vi.naive, estimator=estimator, generator=g)
+            value = vi.elbo(q, target, groups=64, coupling=vi.couplings.naive, estimator=estimator, generator=g)
             samples.append(torch.cat([x.reshape(-1) for x in torch.autograd.grad(value, parameters)]))
             values.append(value.detach())
         samples, values = torch.stack(samples), torch.stack(values)
@@ -260,7 +263,7 @@ class TestGradients:
         """For locations and scales draw by draw; for proportions summed over a group, as the target is log q + 7."""
         q = mixed()
         frozen = copy.deepcopy(q).requires_grad_(False)
-        draws = q().draw(1, vi.naive, generator())
+        draws = q().draw(1, vi.couplings.naive, generator())
         value = frozen().log_prob(draws.theta) + 7 - log_q_at(q(), draws.theta, path=True)
         parts = [p for p in q.inner.parameters() if p.numel()]
         for weight, one in zip(draws.weight, value, strict=True):
@@ -340,7 +343,7 @@ class TestPoints:
         density = q()
         assert not density.has_density
         assert not density.bound
-        draws = density.draw(2, vi.paired, generator())
+        draws = density.draw(2, vi.couplings.paired, generator())
         assert draws.theta.shape == (6, 3)
         torch.testing.assert_close(
             density.log_prob(density.parts[1].mean.detach().unsqueeze(0)), density.log_proportions[1:2]
@@ -462,7 +465,7 @@ class TestBinding:
         second = type(recipe)(**recipe.config()).bind(space(), generator(2))
         second.load_state_dict(first.state_dict())
         assert not second.common_noise
-        one, two = (q().draw(3, vi.unscented, generator()) for q in (first, second))
+        one, two = (q().draw(3, vi.couplings.unscented, generator()) for q in (first, second))
         assert torch.equal(one.theta, two.theta)
         assert torch.equal(one.weight, two.weight)
 
@@ -472,7 +475,7 @@ class TestBinding:
         theta = torch.randn(5, 3, generator=generator(), dtype=torch.float64)
         assert single().log_prob(theta.float()).dtype == torch.float32
         torch.testing.assert_close(single().log_prob(theta.float()).double(), q().log_prob(theta), rtol=1e-4, atol=1e-4)
-        assert single().draw(2, vi.paired).theta.dtype == torch.float32
+        assert single().draw(2, vi.couplings.paired).theta.dtype == torch.float32
         fresh = vi.Mixture(vi.FullNormal()).bind(vi.Parameters({"z": torch.zeros(2)}), generator())
         assert {p.dtype for p in fresh.parameters()} == {torch.float32}
 

@@ -118,7 +118,9 @@ def network():
 @pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankPrecision(3)])
 def test_around_a_network_the_curvature_is_that_along_the_axes(part):
     net, loader = network()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(part), vi.NormalPrior(1.0), linearise=True)
+    bayes = vi.variationalize(
+        net, vi.likelihoods.Categorical(), vi.Rotated(part), vi.priors.NormalPrior(1.0), linearise=True
+    )
     bayes.fit(loader, steps=0, start="trained", progress=False)
     family, model = bayes.family, bayes.model
     theta, batches = trained_values(bayes), list(Batches(loader).in_order(1))

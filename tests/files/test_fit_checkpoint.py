@@ -27,7 +27,7 @@ def posterior():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
     likelihood, family = vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2)
-    return vi.variationalize(net, likelihood, family, vi.NormalPrior(1.0, learn=True), dropout="on")
+    return vi.variationalize(net, likelihood, family, vi.priors.NormalPrior(1.0, learn=True), dropout="on")
 
 
 class Noisy(TensorDataset):

@@ -85,17 +85,17 @@ def posteriors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("posteriors")
     likelihoods, td = vi.likelihoods, torch.distributions
     every = {
-        "structured": (likelihoods.Gaussian("point"), vi.LowRankNormal(rank=2), vi.NormalPrior(1.0, learn=True)),
+        "structured": (likelihoods.Gaussian("point"), vi.LowRankNormal(rank=2), vi.priors.NormalPrior(1.0, learn=True)),
         "mixture": (likelihoods.Categorical(class_weights=[1.0, 2.0]), vi.Mixture(vi.MeanField(), components=3), None),
         "blocks": (
             likelihoods.Gaussian("random", noise_prior=td.InverseGamma(2.0, 1.0)),
             vi.PerLayer({"0.*": vi.FullNormal(), "*": vi.LowRankPrecision(rank=1)}),
-            vi.NormalPrior(1.0) + vi.LaplacePrior({"0.*": 0.5, "*": 1.0}),
+            vi.priors.NormalPrior(1.0) + vi.priors.LaplacePrior({"0.*": 0.5, "*": 1.0}),
         ),
         "dropout": (
             likelihoods.Bernoulli(),
             vi.FittedDropout(q="logistic_normal", weights=vi.MeanField(), per="input", exempt=["*bias"]),
-            vi.DistributionPrior({"*": td.Cauchy(0.0, 1.0), "0.bias": td.Normal(torch.zeros(4), 1.0)}),
+            vi.priors.DistributionPrior({"*": td.Cauchy(0.0, 1.0), "0.bias": td.Normal(torch.zeros(4), 1.0)}),
         ),
     }
     found = {}

@@ -47,12 +47,12 @@ NOISE_PRIORS = {
     "gamma": td.Gamma(torch.tensor(2.0, dtype=torch.float64), 1 / 3),
 }
 PRIORS = {
-    "normal": vi.NormalPrior(0.7),
-    "learned by pattern": vi.NormalPrior({"2.*": 0.1, "0.*": 1.0}, learn=True),
-    "laplace": vi.LaplacePrior.fan_in(0.5),
-    "student": vi.StudentTPrior(df=3.0, per="tensor"),
-    "sum": vi.NormalPrior(1.0) + vi.LaplacePrior(0.5),
-    "distributions": vi.DistributionPrior(
+    "normal": vi.priors.NormalPrior(0.7),
+    "learned by pattern": vi.priors.NormalPrior({"2.*": 0.1, "0.*": 1.0}, learn=True),
+    "laplace": vi.priors.LaplacePrior.fan_in(0.5),
+    "student": vi.priors.StudentTPrior(df=3.0, per="tensor"),
+    "sum": vi.priors.NormalPrior(1.0) + vi.priors.LaplacePrior(0.5),
+    "distributions": vi.priors.DistributionPrior(
         {"*weight": td.Cauchy(0.0, 1 / 3), "0.bias": td.Normal(torch.zeros(5), 0.1), "*": td.StudentT(4.0)}
     ),
 }
@@ -390,7 +390,7 @@ def test_what_your_own_prior_learned_is_set(tmp_path):
     assert torch.equal(prior.log_scale, posterior.model.prior.log_scale)
     assert prior.log_scale != 0
     with pytest.raises(ValueError, match=r"the prior \(NormalPrior\) is not the one that was saved(.|\n)*log_scale"):
-        vi.load(tmp_path / "q", network(), prior=vi.NormalPrior(1.0))
+        vi.load(tmp_path / "q", network(), prior=vi.priors.NormalPrior(1.0))
 
 
 @pytest.mark.parametrize(
@@ -399,8 +399,8 @@ def test_what_your_own_prior_learned_is_set(tmp_path):
         ("family", Renamed(), "Renamed"),
         ("family", vi.MCDropout(exempt=lambda name, tensor: "bias" in name), "<lambda>"),
         ("family", vi.PerLayer({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
-        ("prior", vi.SumPrior([vi.NormalPrior(1.0), own_prior]), "own_prior"),
-        ("prior", vi.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),
+        ("prior", vi.priors.SumPrior([vi.priors.NormalPrior(1.0), own_prior]), "own_prior"),
+        ("prior", vi.priors.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),
         ("likelihood", vi.likelihoods.Gaussian("random", noise_prior=td.Chi2(3.0)), "Chi2"),
     ],
 )
@@ -507,7 +507,10 @@ def test_a_family_that_could_not_be_loaded_is_not_saved(tmp_path):
         ({"structvi": ["Linear", {}]}, "no family, likelihood or prior that structvi knows: 'Linear'"),
         ({"structvi": ["MeanField", {"x": 1}]}, "TypeError.*unexpected keyword argument 'x'"),
         ({"structvi": ["SumPrior", {"priors": {"list": [encode(vi.likelihoods.Poisson())]}}]}, "expected a prior, got"),
-        ({"structvi": ["Mixture", {"part": encode(vi.NormalPrior())}]}, "expected a family, got the prior NormalPrior"),
+        (
+            {"structvi": ["Mixture", {"part": encode(vi.priors.NormalPrior())}]},
+            "expected a family, got the prior NormalPrior",
+        ),
         ({"structvi": ["NormalPrior", {"scale": float("inf")}]}, "a number that is not finite"),
         ({"structvi": ["LowRankNormal", {"rank": 10**400}]}, "a whole number beyond 64 bits"),
         (
@@ -663,12 +666,21 @@ def choices(value, last=None):
 BAD = {
     "a likelihood as the prior": (with_part("prior", vi.likelihoods.Poisson()), "expected a prior, got the likelihood"),
     "a family as the prior": (with_part("prior", vi.MeanField()), "expected a prior, got the family MeanField"),
-    "a prior as the likelihood": (with_part("likelihood", vi.NormalPrior()), "expected a likelihood, got the prior"),
-    "a prior as the family": (with_part("family", vi.NormalPrior()), "expected a family, got the prior NormalPrior"),
+    "a prior as the likelihood": (
+        with_part("likelihood", vi.priors.NormalPrior()),
+        "expected a likelihood, got the prior",
+    ),
+    "a prior as the family": (
+        with_part("family", vi.priors.NormalPrior()),
+        "expected a family, got the prior NormalPrior",
+    ),
     "a distribution as the prior": (with_part("prior", td.Normal(0.0, 1.0)), "expected a family, likelihood or prior"),
     "a number as the family": (with_part("family", 3), "expected a family, likelihood or prior, got 3"),
-    "another prior": (with_part("prior", vi.NormalPrior({"zzz": 1.0})), "no pattern of"),
-    "another prior in a sum": (with_part("prior", vi.NormalPrior() + vi.LaplacePrior({"zzz": 1.0})), "no pattern of"),
+    "another prior": (with_part("prior", vi.priors.NormalPrior({"zzz": 1.0})), "no pattern of"),
+    "another prior in a sum": (
+        with_part("prior", vi.priors.NormalPrior() + vi.priors.LaplacePrior({"zzz": 1.0})),
+        "no pattern of",
+    ),
     "another rank": (
         with_part("family", vi.LowRankNormal(rank=3)),
         r"factor: .*, 2\] in the file, .*, 3\] here",

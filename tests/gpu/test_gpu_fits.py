@@ -162,7 +162,7 @@ def test_hundreds_of_draws_at_once(name, device):
     """Loss and gradients at 600 draws in one call: those in float64, where there are no kernels, to 1e-3."""
 
     def same(groups, P, K, generator, dtype, device):
-        noise = vi.paired(groups, P, K, torch.Generator().manual_seed(5), torch.float64)
+        noise = vi.couplings.paired(groups, P, K, torch.Generator().manual_seed(5), torch.float64)
         return Noise(*(x.to(device, dtype) for x in noise))
 
     results = []

@@ -24,7 +24,7 @@ def made(count, family, kind, device):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
         likelihood = vi.likelihoods.Gaussian("point").to(kind)
-        prior = vi.NormalPrior.fan_in({"*": 1.0}, learn=True).to(kind)
+        prior = vi.priors.NormalPrior.fan_in({"*": 1.0}, learn=True).to(kind)
         found.append(vi.variationalize(net, likelihood, copy.deepcopy(family), prior).to(device))
     return found
 
@@ -45,7 +45,7 @@ def test_at_once_is_one_by_one(family, kind, tolerance, device):
         assert not [note for result in results for note in result.notes if "not captured" in note]
 
 
-@pytest.mark.parametrize("coupling", [vi.naive, vi.paired], ids=["naive", "paired"])
+@pytest.mark.parametrize("coupling", [vi.couplings.naive, vi.couplings.paired], ids=["naive", "paired"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_noise_of_all_generators_is_that_of_each(kind, coupling, gpu):
     """In one launch, for a mixture's two calls; else a hundred fits wait for a hundred calls a step."""

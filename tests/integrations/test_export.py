@@ -110,10 +110,10 @@ def test_the_program_says_what_the_posterior_says(name):
 
 def test_draws_of_several_chunks_are_those_of_predict():
     bayes = posterior()
-    program = export_predictive(bayes, rows(1), 10, chunk=4, coupling=vi.paired, generator=generator())
-    pred = bayes.predict(rows(5), 10, chunk=4, coupling=vi.paired, generator=generator())
+    program = export_predictive(bayes, rows(1), 10, chunk=4, coupling=vi.couplings.paired, generator=generator())
+    pred = bayes.predict(rows(5), 10, chunk=4, coupling=vi.couplings.paired, generator=generator())
     torch.testing.assert_close(program.module()(rows(5)), pred.mean)
-    other = bayes.predict(rows(5), 10, chunk=4, coupling=vi.paired, generator=generator(4))
+    other = bayes.predict(rows(5), 10, chunk=4, coupling=vi.couplings.paired, generator=generator(4))
     assert not torch.allclose(program.module()(rows(5)), other.mean, atol=1e-3)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, NormalPrior, Parameters, elbo, likelihoods, variationalize
+from structvi import BayesianModel, LogDensity, Parameters, elbo, likelihoods, variationalize
 from structvi.families import MeanField
+from structvi.models.priors import NormalPrior
 
 NOISE, PRIOR, N, B = 0.3, 0.7, 12, 6
 

@@ -196,7 +196,7 @@ def line(N=40, d=2, noise=0.5):
 
 def random_noise_model(d=2, N=40, **keywords):
     likelihood = Gaussian("random", noise_prior=InverseGamma(3.0, 2.0))
-    return vi.BayesianModel(nn.Linear(d, 1, bias=False), likelihood, vi.NormalPrior(2.0), N, **keywords)
+    return vi.BayesianModel(nn.Linear(d, 1, bias=False), likelihood, vi.priors.NormalPrior(2.0), N, **keywords)
 
 
 @pytest.mark.parametrize("evaluation", ["vmap", "loop", "auto"])
@@ -242,7 +242,7 @@ def test_either_part_may_be_the_same_in_all_draws():
 def test_random_noise_with_chosen_parameters_and_where_its_scale_starts():
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).float()
     chosen = vi.Parameters.of(net, "2.*")
-    model = vi.BayesianModel(net, Gaussian("random", 0.2), vi.NormalPrior(), 40, parameters=chosen)
+    model = vi.BayesianModel(net, Gaussian("random", 0.2), vi.priors.NormalPrior(), 40, parameters=chosen)
     assert model.space.names == ("2.weight", "2.bias", "likelihood.log_noise")
     assert model.space.dtype == torch.float32
     assert model.space.initial[-1].item() == pytest.approx(log(0.2))
@@ -269,14 +269,14 @@ class Pictures(Dataset):
 def test_masked_segmentation_from_a_data_loader(evaluation):
     """A loader turns (x, (t, mask)) into [x, [t, mask]]; N/B counts pictures, not pixels."""
     net = nn.Conv2d(1, 3, 3, padding=1)
-    model = vi.BayesianModel(net, Categorical(), vi.NormalPrior(), 8, evaluation=evaluation)
+    model = vi.BayesianModel(net, Categorical(), vi.priors.NormalPrior(), 8, evaluation=evaluation)
     theta = 0.3 * torch.randn(S, model.space.size)
     batch = next(iter(DataLoader(Pictures(), batch_size=4)))
     x, (t, mask) = batch
     outputs = model.outputs(theta, x)  # [S, B, C, H, W]
     expected = 2 * Categorical().distribution(outputs).log_prob(t)[:, mask].sum(-1)
     torch.testing.assert_close(model.log_likelihood(theta, batch), expected)
-    ignoring = vi.BayesianModel(net, Categorical(ignore_index=9), vi.NormalPrior(), 8, evaluation=evaluation)
+    ignoring = vi.BayesianModel(net, Categorical(ignore_index=9), vi.priors.NormalPrior(), 8, evaluation=evaluation)
     torch.testing.assert_close(ignoring.log_likelihood(theta, (x, t.masked_fill(~mask, 9))), expected)
 
 
@@ -284,8 +284,8 @@ def test_any_callable_is_a_likelihood():
     X, t = line()
     theta = torch.randn(S, 2)
     for own in (lambda y, t: Normal(y, 0.3).log_prob(t), nn.Module.__call__.__get__(Gaussian(0.3))):
-        model = vi.BayesianModel(nn.Linear(2, 1, bias=False), own, vi.NormalPrior(), 40)
-        known = vi.BayesianModel(nn.Linear(2, 1, bias=False), Gaussian(0.3), vi.NormalPrior(), 40)
+        model = vi.BayesianModel(nn.Linear(2, 1, bias=False), own, vi.priors.NormalPrior(), 40)
+        known = vi.BayesianModel(nn.Linear(2, 1, bias=False), Gaussian(0.3), vi.priors.NormalPrior(), 40)
         torch.testing.assert_close(model.log_joint(theta, (X, t)), known.log_joint(theta, (X, t)))
 
 
@@ -304,7 +304,7 @@ def test_a_users_likelihood_with_random_tensors_needs_a_prior():
         def random_tensors(self):
             return {"log_noise": self.log_noise}
 
-    model = vi.BayesianModel(nn.Linear(2, 1, bias=False), Nameless(), vi.NormalPrior(), 40)
+    model = vi.BayesianModel(nn.Linear(2, 1, bias=False), Nameless(), vi.priors.NormalPrior(), 40)
     with pytest.raises(NotImplementedError, match="Nameless has random tensors but no prior"):
         model.log_joint(torch.zeros(2, 3), line())
     model.likelihood.log_prior = lambda values: values["log_noise"].sum()  # pyright: ignore
@@ -333,7 +333,7 @@ def test_point_noise_recovers_the_residual_standard_deviation():
     X, t = line(N=100)
     net = nn.Linear(2, 1, bias=False)
     likelihood = Gaussian("point", initial=2.0)
-    model = vi.BayesianModel(net, likelihood, vi.NormalPrior(1e4), 100)
+    model = vi.BayesianModel(net, likelihood, vi.priors.NormalPrior(1e4), 100)
     assert dict(model.named_parameters()).keys() >= {"likelihood.log_noise"}
     assert model.space.names == ("weight",)
     fit(model, (X, t), 400, vi.MAP(), likelihood.parameters())
@@ -350,7 +350,7 @@ def test_random_noise_target_is_the_conjugate_posterior():
     N, a, b = 30, 3.0, 0.5
     X, t = line(N, d=1)
     likelihood = Gaussian("random", noise_prior=InverseGamma(torch.tensor(a), torch.tensor(b)))
-    model = vi.BayesianModel(nn.Linear(1, 1, bias=False), likelihood, vi.NormalPrior(100.0), N)
+    model = vi.BayesianModel(nn.Linear(1, 1, bias=False), likelihood, vi.priors.NormalPrior(100.0), N)
     gram, cross = X.square().sum(), (X * t).sum()
     w_hat = cross / gram
     a_n = torch.tensor(a + (N - 1) / 2)
@@ -386,7 +386,7 @@ def test_variational_posterior_with_random_noise():
     N, d, a, b, tau = 200, 3, 3.0, 0.5, 100.0
     X, t = line(N, d)
     likelihood = Gaussian("random", noise_prior=InverseGamma(torch.tensor(a), torch.tensor(b)))
-    model = vi.BayesianModel(nn.Linear(d, 1, bias=False), likelihood, vi.NormalPrior(tau), N)
+    model = vi.BayesianModel(nn.Linear(d, 1, bias=False), likelihood, vi.priors.NormalPrior(tau), N)
     q = fit(model, (X, t), 1000)
 
     # quadrature over log σ: w | σ is normal, and p(t | σ) comes with it

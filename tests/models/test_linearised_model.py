@@ -45,7 +45,9 @@ def network(outputs=2, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=names)
-@pytest.mark.parametrize("coupling", [vi.naive, vi.paired, vi.unscented], ids=["naive", "paired", "unscented"])
+@pytest.mark.parametrize(
+    "coupling", [vi.couplings.naive, vi.couplings.paired, vi.couplings.unscented], ids=["naive", "paired", "unscented"]
+)
 def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
     """Fits, ELBOs and predictions to 1e-6 in float64: the same numbers by another way."""
     if isinstance(family, vi.PerLayer):
@@ -55,7 +57,12 @@ def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
         torch.manual_seed(3)
         net = nn.Linear(3, 2).double()
         bayes = vi.variationalize(
-            net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=linearise, generator=seeded()
+            net,
+            vi.likelihoods.Categorical(),
+            family,
+            vi.priors.NormalPrior(1.0),
+            linearise=linearise,
+            generator=seeded(),
         )
         result = bayes.fit(loader(data()), steps=10, coupling=coupling, progress=False)
         prediction = bayes.predict(data()[0], 64, generator=seeded())
@@ -71,7 +78,7 @@ def test_logistic_regression_is_that_of_vi_fit():
     x, t = data(60)
     net = nn.Linear(3, 1).double()
     bayes = vi.variationalize(
-        net, vi.likelihoods.Bernoulli(), vi.FullNormal(), vi.NormalPrior(1.0), linearise=True, num_data=60
+        net, vi.likelihoods.Bernoulli(), vi.FullNormal(), vi.priors.NormalPrior(1.0), linearise=True, num_data=60
     )
     batches = [(x, t.double().unsqueeze(1))]
     result = bayes.fit(batches, steps=800, groups=8, lr=0.05, progress=False)
@@ -94,7 +101,7 @@ def test_fitted_saved_loaded_and_resumed(family, tmp_path):
 
     def begun():
         return vi.variationalize(
-            net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=True, generator=seeded()
+            net, vi.likelihoods.Categorical(), family, vi.priors.NormalPrior(1.0), linearise=True, generator=seeded()
         )
 
     bayes = begun()
@@ -159,11 +166,21 @@ def test_a_prediction_may_be_linearised_or_not():
 def test_half_precision_and_grow_and_diagnose():
     pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
     bayes = vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0), linearise=True, generator=seeded()
+        net,
+        vi.likelihoods.Categorical(),
+        vi.MeanField(),
+        vi.priors.NormalPrior(1.0),
+        linearise=True,
+        generator=seeded(),
     )
     full = bayes.fit(loader(pair), steps=40, progress=False).elbo.value
     other = vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0), linearise=True, generator=seeded()
+        net,
+        vi.likelihoods.Categorical(),
+        vi.MeanField(),
+        vi.priors.NormalPrior(1.0),
+        linearise=True,
+        generator=seeded(),
     )
     half = other.fit(loader(pair), steps=40, precision=torch.bfloat16, progress=False).elbo.value
     assert half == pytest.approx(full, abs=0.02 * abs(full))  # bfloat16 has three digits

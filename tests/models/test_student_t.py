@@ -60,7 +60,7 @@ def line(n=200, outliers=0.1):
 def fitted(likelihood):
     x, t = line()
     torch.manual_seed(0)
-    bayes = vi.variationalize(nn.Linear(1, 1), likelihood, vi.MeanField(), vi.NormalPrior(3.0))
+    bayes = vi.variationalize(nn.Linear(1, 1), likelihood, vi.MeanField(), vi.priors.NormalPrior(3.0))
     bayes.fit(DataLoader(TensorDataset(x, t), batch_size=len(x)), steps=400, lr=0.05, progress=False)
     return bayes
 

@@ -26,7 +26,7 @@ def test_a_hot_standard_normal_has_variance_T():
 
 def test_batches_and_point_blocks_are_passed_on():
     net = torch.nn.Linear(3, 1)
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=0.1), vi.NormalPrior(1.0), num_data=8)
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=0.1), vi.priors.NormalPrior(1.0), num_data=8)
     batch = (torch.randn(4, 3), torch.randn(4, 1))
     q = vi.PerLayer({"weight": vi.MAP(), "bias": vi.MeanField()}).bind(model.space)
     draws = q().draw(2)

@@ -49,7 +49,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def regression(**options) -> vi.BayesianModel:
     likelihood = options.pop("likelihood", vi.likelihoods.Gaussian(0.5))
-    return vi.BayesianModel(nn.Linear(3, 1), likelihood, vi.NormalPrior(), 8, **options)
+    return vi.BayesianModel(nn.Linear(3, 1), likelihood, vi.priors.NormalPrior(), 8, **options)
 
 
 @pytest.mark.parametrize("precision", HALF)
@@ -59,7 +59,7 @@ def test_elbo_and_gradient_on_common_draws(network, evaluation, precision):
     make, inputs = NETWORKS[network]
     net, x = make(), inputs()
     batch = x, torch.randint(4, (64,))
-    model = vi.BayesianModel(net, vi.likelihoods.Categorical(), vi.NormalPrior(0.3), 640, evaluation=evaluation)
+    model = vi.BayesianModel(net, vi.likelihoods.Categorical(), vi.priors.NormalPrior(0.3), 640, evaluation=evaluation)
     q = vi.LowRankNormal(rank=2).bind(model.space)
     estimates, gradients = [], []
     for model.precision in (None, precision):
@@ -115,7 +115,7 @@ def test_vmap_is_proven_in_full_precision():
     """In half precision its rounding differs from the loop's by more than the proof allows."""
     net, x, seen = nn.Linear(3, 1, bias=False), torch.randn(8, 3), []
     net.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.5), vi.NormalPrior(), 8)
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.5), vi.priors.NormalPrior(), 8)
     model.precision = torch.bfloat16
     model.log_joint(torch.randn(4, 3), (x, torch.zeros(8, 1)))
     assert model.evaluation.choice == "vmap"
@@ -217,7 +217,7 @@ class TestRefused:
             regression().precision = torch.int8
 
     def test_float64(self):
-        model = vi.BayesianModel(nn.Linear(3, 1).double(), vi.likelihoods.Gaussian(1.0), vi.NormalPrior(), 8)
+        model = vi.BayesianModel(nn.Linear(3, 1).double(), vi.likelihoods.Gaussian(1.0), vi.priors.NormalPrior(), 8)
         with pytest.raises(ValueError, match=r"mixed with float32, and the weights are torch\.float64: use net"):
             model.precision = torch.bfloat16
         assert model.precision is None
@@ -225,7 +225,7 @@ class TestRefused:
     @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
     def test_lstm_on_a_cpu_runs_or_is_refused(self, precision):
         """Which of them runs depends on the processor; none may fail inside the network."""
-        model = vi.BayesianModel(nn.LSTM(3, 1), lambda y, t: -(y[0] - t).square(), vi.NormalPrior(), 8)
+        model = vi.BayesianModel(nn.LSTM(3, 1), lambda y, t: -(y[0] - t).square(), vi.priors.NormalPrior(), 8)
         stream = torch.get_rng_state()
         try:
             model.precision = precision

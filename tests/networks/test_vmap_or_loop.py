@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, MeanField, NormalPrior, Parameters, likelihoods, variationalize
+from structvi import BayesianModel, LogDensity, MeanField, Parameters, likelihoods, variationalize
+from structvi.models.priors import NormalPrior
 from structvi.networks import vmap_or_loop as module
 from structvi.networks.vmap_or_loop import Evaluation
 

@@ -366,7 +366,7 @@ WITHOUT = {
     "forward=": lambda: (fitted(network(), forward=by_hand), {"x": X}, {}),
     "reestimated": lambda: (fitted(network(), batch_norm="reestimated"), X, {"reference": X}),
     "dropout": lambda: (fitted(dropping(), dropout="on"), X, {}),
-    "coupling": lambda: (fitted(network()), X, {"coupling": vi.paired}),
+    "coupling": lambda: (fitted(network()), X, {"coupling": vi.couplings.paired}),
     "random noise": lambda: (fitted(network(outputs=1), lk.Gaussian("random")), X, {}),
     "no normal": lambda: (fitted(network(), family=vi.MCDropout(0.5)), X, {}),
 }

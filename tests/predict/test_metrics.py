@@ -50,7 +50,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("coupling", [vi.naive, vi.paired])
+@pytest.mark.parametrize("coupling", [vi.couplings.naive, vi.couplings.paired])
 def test_streaming_equals_all_at_once(kind, family, coupling):
     """Draws in chunks of 5 and batches of 4 against one predictive of everything, in float64."""
     likelihood, outputs, make = CASES[kind]

@@ -42,7 +42,7 @@ def exact_linear(N=12):
     covariance = torch.linalg.inv(features.T @ features / NOISE**2 + torch.eye(3, dtype=x.dtype))
     mean = covariance @ features.T @ t / NOISE**2
     bayes = vi.variationalize(
-        nn.Linear(2, 1).double(), lk.Gaussian(NOISE), vi.FullNormal(), vi.NormalPrior(1.0), num_data=N
+        nn.Linear(2, 1).double(), lk.Gaussian(NOISE), vi.FullNormal(), vi.priors.NormalPrior(1.0), num_data=N
     )
     set_full(bayes.family, mean.squeeze(-1), covariance)
     return bayes, x_new, new @ mean, ((new @ covariance) * new).sum(1, keepdim=True)
@@ -247,13 +247,13 @@ def test_weights_of_a_mixture_are_respected():
 def test_draws_are_rounded_to_whole_groups():
     bayes = classifier()
     x = randn(3, 2)
-    pred = bayes.predict(x, draws=5, coupling=vi.paired, generator=seeded())
+    pred = bayes.predict(x, draws=5, coupling=vi.couplings.paired, generator=seeded())
     assert (pred.draws, pred.note) == (6, "5 asked for, whole groups of 2 taken")
-    assert bayes.predict(x, draws=6, coupling=vi.paired).note == ""
+    assert bayes.predict(x, draws=6, coupling=vi.couplings.paired).note == ""
     assert bayes.predict(x, draws=5).draws == 5
     structured = vi.variationalize(
         nn.Linear(2, 3).double(), lk.Categorical(), vi.LowRankNormal(rank=2), num_data=9
-    ).predict(x, draws=9, coupling=vi.unscented, chunk=3)
+    ).predict(x, draws=9, coupling=vi.couplings.unscented, chunk=3)
     assert structured.draws == 16
     torch.testing.assert_close(structured.weights.sum().item(), 1.0)
     point = vi.variationalize(nn.Linear(2, 3).double(), lk.Categorical(), vi.MAP(), num_data=9).predict(x)
@@ -284,7 +284,7 @@ def test_families_with_a_random_noise(family):
     """log σ is part of θ: the noise variance is that of each draw, wherever the family keeps log σ."""
     bayes = vi.variationalize(nn.Linear(2, 1).double(), lk.Gaussian("random", initial=0.3), family, num_data=9)
     pred = bayes.predict(randn(3, 2), draws=8, generator=seeded())
-    chunks = DrawChunks(bayes, 8, vi.naive, 16, generator=seeded())
+    chunks = DrawChunks(bayes, 8, vi.couplings.naive, 16, generator=seeded())
     draws, _ = chunks.draw(0)
     theta = bayes.space.join(draws.theta, draws.fixed)
     noise = (2 * bayes.space.unravel(theta)["likelihood.log_noise"]).exp()

@@ -83,7 +83,7 @@ def own_loop() -> None:
 
 
 def log_densities(folder: Path) -> None:
-    space = vi.Parameters({"mu": torch.zeros(2), "sigma": vi.positive(1.0)})
+    space = vi.Parameters({"mu": torch.zeros(2), "sigma": vi.constraints.positive(1.0)})
 
     def log_density(p: dict[str, Tensor]) -> Tensor:
         return -0.5 * (p["mu"] / p["sigma"]).square().sum() - p["sigma"]
@@ -128,9 +128,13 @@ def choices() -> list[vi.Family]:
         vi.FittedDropout(),
         Own(),
     ]
-    couplings: list[Callable[..., vi.Noise]] = [vi.naive, vi.paired, vi.unscented]
-    assert_type(couplings[0](1, P=3, K=0), vi.Noise)
-    priors: list[Any] = [vi.NormalPrior(1.0), vi.StudentTPrior(4.0), vi.LaplacePrior(1.0)]
+    couplings: list[Callable[..., vi.couplings.Noise]] = [
+        vi.couplings.naive,
+        vi.couplings.paired,
+        vi.couplings.unscented,
+    ]
+    assert_type(couplings[0](1, P=3, K=0), vi.couplings.Noise)
+    priors: list[Any] = [vi.priors.NormalPrior(1.0), vi.priors.StudentTPrior(4.0), vi.priors.LaplacePrior(1.0)]
     assert len(priors) == 3
     return recipes
 

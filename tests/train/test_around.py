@@ -169,7 +169,7 @@ def test_without_held_out_data(dense):
 
 
 def test_what_the_user_asked_for_stays(dense):
-    prior = vi.NormalPrior(0.3)
+    prior = vi.priors.NormalPrior(0.3)
     bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), prior, linearise=False)
     result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
     assert bayes.model.prior is prior
@@ -179,7 +179,9 @@ def test_what_the_user_asked_for_stays(dense):
 
 
 def test_steps_of_zero_are_a_laplace_approximation(dense):
-    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.3), linearise=True)
+    bayes = vi.variationalize(
+        dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(0.3), linearise=True
+    )
     result = bayes.fit(loader(TRAIN), steps=0, start="trained", progress=False)
     assert result.status is vi.Status.PLACED
     with pytest.raises(ValueError, match="steps must be an integer ≥ 1"):
@@ -191,7 +193,7 @@ def test_the_held_out_data_take_no_part(dense):
     x, t = HELD_OUT
     found = {}
     for name, labels in (("own", t), ("other", (t + 1) % 3)):
-        bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.1), linearise=True)
+        bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.priors.NormalPrior(0.1), linearise=True)
         bayes.laplace(loader(TRAIN), validation=loader((x, labels)), progress=False)
         found[name] = bayes.family().mean.detach(), bayes.family().variance.detach()
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
@@ -268,7 +270,9 @@ def test_outputs_that_are_many_are_compared_on_draws():
 def test_exact_and_drawn_held_out_densities_agree():
     """4000 draws of the weights, 512 of the outputs: over seeds either density has a standard deviation below 0.001."""
     net = trained(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), steps=30)
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.5), linearise=True)
+    bayes = vi.variationalize(
+        net, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(0.5), linearise=True
+    )
     bayes.fit(loader(TRAIN), steps=0, start="trained", progress=False)
     theta, batches = bayes.space.initial, list(loader(HELD_OUT))
     (exact,) = of_normals(bayes, theta, [bayes.family], batches, seed=0)
@@ -463,7 +467,7 @@ def test_a_network_that_is_not_sure_enough_gets_no_temperature(too_sure):
 
 def test_a_prior_of_the_users_gets_no_temperature(too_sure):
     net, train, held_out, _ = too_sure
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), prior=vi.NormalPrior(0.3))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), prior=vi.priors.NormalPrior(0.3))
     bayes.laplace(loader(train), validation=loader(held_out), progress=False)
     assert bayes.calibration is None
 
@@ -471,7 +475,7 @@ def test_a_prior_of_the_users_gets_no_temperature(too_sure):
 def test_the_network_is_kept_where_a_prior_of_the_users_is_worse(dense):
     x = HELD_OUT[0]
     certain = dense(x).argmax(1)  # labels that the network is right and sure about: any spread is worse
-    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.NormalPrior(3.0), linearise=True)
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.priors.NormalPrior(3.0), linearise=True)
     result = bayes.laplace(loader(TRAIN), validation=loader((x, certain)), progress=False)
     assert result.kept == "the network"
     assert "prefer the network" in result.details
@@ -488,16 +492,16 @@ def test_a_network_that_is_kept_has_the_noise_that_suits_it():
         net.weight.copy_(torch.tensor([[1.0, 0.0, 0.0]]))
         net.bias.zero_()
     small = (x[:200], x[:200, :1] + 0.1 * (t[:200] - x[:200, :1]))
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), prior=vi.NormalPrior(100.0), linearise=True)
+    bayes = vi.variationalize(net, vi.likelihoods.Gaussian("point"), prior=vi.priors.NormalPrior(100.0), linearise=True)
     result = bayes.laplace(loader(small), validation=loader((x[200:], t[200:])), progress=False)
     assert bayes.model.likelihood.log_noise.exp().item() == pytest.approx(0.5, rel=0.25)
     assert result.against_network[0] > -MARGIN
 
 
 def test_a_factor_that_the_curvature_does_not_give_is_none(dense):
-    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.LowRankNormal(4), vi.NormalPrior(0.1))
+    bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.LowRankNormal(4), vi.priors.NormalPrior(0.1))
     bayes.laplace(loader(TRAIN), progress=False)
-    plain = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(0.1))
+    plain = vi.variationalize(dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(0.1))
     plain.laplace(loader(TRAIN), progress=False)
     assert torch.allclose(bayes.family().variance, plain.family().variance, rtol=1e-5)
     assert all(parameter.requires_grad for parameter in bayes.family.parameters())

@@ -12,7 +12,7 @@ from structvi.train.step import Step
 N, WEIGHT, TEMPERATURE, GROUPS = 20, 0.4, 0.3, 2
 
 
-class Wide(vi.NormalPrior):
+class Wide(vi.priors.NormalPrior):
     """A prior of the user's own, with another density than the one it derives from."""
 
     def log_density(self, x, scale, log_scale):
@@ -21,10 +21,10 @@ class Wide(vi.NormalPrior):
 
 FAMILIES = [vi.MeanField(), vi.LowRankNormal(3), vi.LowRankPrecision(3), vi.LowRankNormal(0)]
 PRIORS = {
-    "normal": lambda: vi.NormalPrior(0.7),
-    "by fan-in": lambda: vi.NormalPrior.fan_in(0.7),
-    "learned": lambda: vi.NormalPrior(0.7, learn=True),
-    "Laplace": lambda: vi.LaplacePrior(0.5),
+    "normal": lambda: vi.priors.NormalPrior(0.7),
+    "by fan-in": lambda: vi.priors.NormalPrior.fan_in(0.7),
+    "learned": lambda: vi.priors.NormalPrior(0.7, learn=True),
+    "Laplace": lambda: vi.priors.LaplacePrior(0.5),
     "of the user's own": lambda: Wide(0.7),
     "a function": lambda: lambda parameters, theta: -theta.square().square().sum(-1),
 }
@@ -86,11 +86,11 @@ def test_the_gradient_is_that_of_the_objective(family, prior):
 
 
 def test_of_several_batches_it_is_the_sum():
-    check(made(vi.LowRankNormal(3), vi.NormalPrior(0.7)), [batch(), batch(3)])
+    check(made(vi.LowRankNormal(3), vi.priors.NormalPrior(0.7)), [batch(), batch(3)])
 
 
 def test_with_random_noise_in_the_likelihood():
-    check(made(vi.LowRankNormal(3), vi.NormalPrior(0.7), vi.likelihoods.Gaussian("random")), [batch()])
+    check(made(vi.LowRankNormal(3), vi.priors.NormalPrior(0.7), vi.likelihoods.Gaussian("random")), [batch()])
 
 
 @pytest.mark.parametrize(("groups", "S"), [(1, 1), (1, 2), (3, 6)])

@@ -31,7 +31,7 @@ def narrow(family=None):
     net = nn.Linear(P, 1, bias=False).double()
     net.weight.data.copy_(torch.linalg.lstsq(x, t).solution.T)
     family = vi.MeanField(initial_scale=1e-8) if family is None else family
-    return vi.variationalize(net, vi.likelihoods.Gaussian(1.0), family, vi.NormalPrior(1.0), num_data=N)
+    return vi.variationalize(net, vi.likelihoods.Gaussian(1.0), family, vi.priors.NormalPrior(1.0), num_data=N)
 
 
 #: the rate rises to the end: the last iterates jitter, and scales grow by 0.05 a step there

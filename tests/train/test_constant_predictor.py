@@ -33,7 +33,7 @@ def searched(likelihood, target, shape, extra=()):
 
 def constant(likelihood, target):
     n = len(target[0] if isinstance(target, tuple) else target)
-    model = vi.BayesianModel(nn.Linear(1, 1), likelihood, vi.NormalPrior(1.0), num_data=n)
+    model = vi.BayesianModel(nn.Linear(1, 1), likelihood, vi.priors.NormalPrior(1.0), num_data=n)
     cut = [(torch.zeros(part, 1), _rows(target, start, part)) for start, part in ((0, n // 3), (n // 3, n - n // 3))]
     watched = Watched(cut, model)
     assert len(list(watched)) == 2
@@ -80,7 +80,7 @@ def test_it_is_the_best_of_all_constants(make, target, shape):
 
 def test_what_is_not_known():
     x = (torch.zeros(4, 1), torch.zeros(4, 1))
-    model = vi.BayesianModel(nn.Linear(1, 1), lambda y, t: -(y - t).square(), vi.NormalPrior(1.0), 4)
+    model = vi.BayesianModel(nn.Linear(1, 1), lambda y, t: -(y - t).square(), vi.priors.NormalPrior(1.0), 4)
     watched = Watched([x], model)
     list(watched)
     assert watched.log_likelihood is None
@@ -91,7 +91,7 @@ def wide(n=40):
     """Far more weights than data: at λ = 1 the KL costs more than anything that can be learned."""
     x, t = torch.randn(n, 5, generator=generator(5)), torch.randn(n, 1, generator=generator(6))
     net = nn.Sequential(nn.Linear(5, 400), nn.ReLU(), nn.Linear(400, 1))
-    bayes = vi.variationalize(net, lk.Gaussian(1.0), vi.MeanField(), vi.NormalPrior(1.0))
+    bayes = vi.variationalize(net, lk.Gaussian(1.0), vi.MeanField(), vi.priors.NormalPrior(1.0))
     return bayes, DataLoader(TensorDataset(x, t), batch_size=n)
 
 
@@ -109,7 +109,7 @@ def test_a_fit_that_learns_does_not():
     torch.manual_seed(0)
     x = torch.randn(200, 2, generator=generator(7))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=50, shuffle=True)
-    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian(0.5), vi.MeanField(), vi.NormalPrior(1.0))
+    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian(0.5), vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = bayes.fit(loader, steps=300, progress=False, restarts=0)
     assert result.elbo.value > result.constant
     assert not any("knowing nothing" in note for note in result.notes)

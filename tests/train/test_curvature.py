@@ -86,14 +86,14 @@ def check_unbiased(model, batch, expected, size, passes):
 def test_the_diagonal_is_unbiased(case):
     _, outputs, likelihood, batch, truth = case
     net = network(outputs)
-    model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
+    model = BayesianModel(net, likelihood, vi.priors.NormalPrior(1.0), N)
     check_unbiased(model, batch, truth(net).diagonal(), 1, 60)
 
 
 def test_parts_of_several_rows_are_unbiased_too():
     _, outputs, likelihood, batch, truth = next(cases())
     net = network(outputs)
-    model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
+    model = BayesianModel(net, likelihood, vi.priors.NormalPrior(1.0), N)
     assert [rows for _, rows in curvature_roots(model, model.space.initial, [batch], size=4)] == [4] * 5
     check_unbiased(model, batch, truth(net).diagonal(), 4, 200)
 
@@ -102,7 +102,7 @@ def test_a_random_noise_has_its_information():
     """Of log σ, N(y, σ²) has the information 2 a number, whatever the network."""
     net = network(1)
     likelihood = vi.likelihoods.Gaussian("random", initial=0.3)
-    model = BayesianModel(net, likelihood, vi.NormalPrior(1.0), N)
+    model = BayesianModel(net, likelihood, vi.priors.NormalPrior(1.0), N)
     batch = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 1, dtype=torch.float64)
     found = diagonal_curvature(model, curvature_roots(model, model.space.initial, [batch] * 100, size=1))
     assert found[-1].item() == pytest.approx(2 * N, rel=0.19)
@@ -110,7 +110,7 @@ def test_a_random_noise_has_its_information():
 
 def test_a_part_of_the_data_stands_for_all():
     _, outputs, likelihood, (x, t), _ = next(cases())
-    model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
+    model = BayesianModel(network(outputs), likelihood, vi.priors.NormalPrior(1.0), N)
     half = [(x[:10], t[:10])]
     roots = list(curvature_roots(model, model.space.initial, half, size=1))
     of_half = sum(g.square() for g, _ in roots)
@@ -121,7 +121,7 @@ def test_a_part_of_the_data_stands_for_all():
 def test_leading_columns_are_those_of_the_same_gradients(way, monkeypatch):
     monkeypatch.setattr("structvi.train.curvature.BLOCK", 5)
     _, outputs, likelihood, batch, _ = next(cases())
-    model = BayesianModel(network(outputs), likelihood, vi.NormalPrior(1.0), N)
+    model = BayesianModel(network(outputs), likelihood, vi.priors.NormalPrior(1.0), N)
     theta = model.space.initial
     found = list(curvature_roots(model, theta, [batch] * 5, size=1))
     roots = torch.stack([g for g, _ in found])
@@ -160,7 +160,7 @@ def test_gradients_are_made_once_where_there_is_room(monkeypatch):
 
 
 def test_a_function_without_a_distribution_is_refused_by_name():
-    model = BayesianModel(network(1), lambda y, t: -(y - t).square(), vi.NormalPrior(1.0), N)
+    model = BayesianModel(network(1), lambda y, t: -(y - t).square(), vi.priors.NormalPrior(1.0), N)
     with pytest.raises(TypeError, match="a plain function draws none: write a Likelihood"):
         next(curvature_roots(model, model.space.initial, [(torch.zeros(2, 3), torch.zeros(2, 1))]))
 
@@ -190,7 +190,9 @@ def test_a_start_at_lambda_is_the_curvature_over_lambda():
     net = network(outputs)
     found = {}
     for lam in (1.0, 0.01):
-        bayes = vi.variationalize(net, likelihood, vi.MeanField(), vi.NormalPrior(1.0), num_data=N, linearise=True)
+        bayes = vi.variationalize(
+            net, likelihood, vi.MeanField(), vi.priors.NormalPrior(1.0), num_data=N, linearise=True
+        )
         start_trained(bayes, Batches([(x, t)]), lam)
         found[lam] = bayes.family().variance.detach()
     assert torch.allclose(1 / found[0.01] - 1, 100 * (1 / found[1.0] - 1), rtol=1e-6, atol=1e-6)
@@ -201,7 +203,7 @@ def test_the_estimate_does_not_depend_on_the_batch_size():
     _, outputs, likelihood, (x, t), _ = next(cases())
     net, found = network(outputs), []
     for size in (1, 3, 7, 20):
-        bayes = vi.variationalize(net, likelihood, vi.LowRankPrecision(2), vi.NormalPrior(1.0))
+        bayes = vi.variationalize(net, likelihood, vi.LowRankPrecision(2), vi.priors.NormalPrior(1.0))
         loader = DataLoader(TensorDataset(x, t), batch_size=size, shuffle=True)
         bayes.fit(loader, steps=0, start="trained", progress=False)
         found.append(bayes.family().variance.detach())
@@ -222,7 +224,7 @@ def test_of_large_data_half_the_rows_are_read_evenly_spread():
 def test_the_curvature_of_half_the_rows_is_that_of_all_in_the_mean():
     """Rows that are all alike: nothing is lost but what is random in the labels, √(2/512) of a diagonal entry."""
     net, x = nn.Linear(2, 3).double(), torch.ones(6000, 2, dtype=torch.float64)
-    model = BayesianModel(net, vi.likelihoods.Categorical(), vi.NormalPrior(1.0), 6000)
+    model = BayesianModel(net, vi.likelihoods.Categorical(), vi.priors.NormalPrior(1.0), 6000)
     batches = Batches(DataLoader(TensorDataset(x, torch.zeros(6000, dtype=torch.long)), 100))
     used = rows_used(6000)
     size = rows_of_part(used)

@@ -48,7 +48,7 @@ def truth(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def posterior() -> vi.Posterior:
     torch.manual_seed(0)
     net = nn.Linear(2, 1).double()
-    return vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.FullNormal(), vi.NormalPrior(PRIOR))
+    return vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.FullNormal(), vi.priors.NormalPrior(PRIOR))
 
 
 def fitted(loader, steps: int = 600, **options) -> vi.Posterior:
@@ -326,4 +326,4 @@ def test_the_gradient_of_an_epoch_does_not_depend_on_the_cut(sizes, accumulate):
 def exact(groups, P, K, generator=None, dtype=None, device=None):
     """The same few rows at every call: the noise is not what is tested."""
     rows = torch.linspace(-1, 1, 4 * P, dtype=dtype).reshape(4, P)
-    return vi.Noise(rows, rows.new_zeros(4, K))
+    return vi.couplings.Noise(rows, rows.new_zeros(4, K))

@@ -64,7 +64,7 @@ def problem(
     loader = DataLoader(TensorDataset(x.to(dtype), t.to(dtype)), batch_size=batch_size, shuffle=shuffle)
     bayes = vi.variationalize(
         net, vi.likelihoods.Gaussian(0.3) if likelihood is None else likelihood,
-        vi.MeanField() if family is None else family, vi.NormalPrior(1.0) if prior is None else prior,
+        vi.MeanField() if family is None else family, vi.priors.NormalPrior(1.0) if prior is None else prior,
         select=select, **modes,
     )  # fmt: skip
     return bayes, loader
@@ -111,8 +111,8 @@ OTHERS = {
     "not shuffled": (lambda: problem(shuffle=False), "batches"),
     "noise": (lambda: problem(likelihood=vi.likelihoods.Gaussian(0.2)), "the likelihood"),
     "a likelihood of one's own": (lambda: problem(likelihood=lambda y, t: -(y - t).square()), "the likelihood"),
-    "prior's scale": (lambda: problem(prior=vi.NormalPrior(2.0)), "the prior"),
-    "prior's kind": (lambda: problem(prior=vi.LaplacePrior(1.0)), "the prior"),
+    "prior's scale": (lambda: problem(prior=vi.priors.NormalPrior(2.0)), "the prior"),
+    "prior's kind": (lambda: problem(prior=vi.priors.LaplacePrior(1.0)), "the prior"),
     "a prior of one's own": (lambda: problem(prior=own_prior), "the prior"),
     "ReLU": (lambda: problem(net=network(nn.ReLU)), "the network's structure"),
     "other statistics": (lambda: problem(net=held_changed()), "the network's held tensors and buffers"),
@@ -332,7 +332,7 @@ def test_resume_is_refused_or_exact(family, steps, stop, every, accumulate, batc
         bayes.fit(loader, **options, checkpoint=folder, every=every, callback=stop_at(min(stop, steps)))
         changes = {
             "data": {"data": rows(seed=9)},
-            "prior": {"prior": vi.NormalPrior(0.5)},
+            "prior": {"prior": vi.priors.NormalPrior(0.5)},
             "noise": {"likelihood": vi.likelihoods.Gaussian(0.4)},
             "batch size": {"batch_size": batch_size + 1},
         }

@@ -37,7 +37,7 @@ def loader(batch_size=20, shuffle=True, **options):
 def linear(family=None, **options):
     net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
     recipe = vi.MeanField() if family is None else family
-    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), recipe, vi.NormalPrior(1.0), **options)
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), recipe, vi.priors.NormalPrior(1.0), **options)
 
 
 def exact():
@@ -113,7 +113,7 @@ def test_learned_noise_and_prior_are_fitted_and_the_network_is_not():
     net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
     before = net.weight.detach().clone()
     posterior = vi.variationalize(
-        net, vi.likelihoods.Gaussian("point"), vi.MeanField(), vi.NormalPrior(1.0, learn=True)
+        net, vi.likelihoods.Gaussian("point"), vi.MeanField(), vi.priors.NormalPrior(1.0, learn=True)
     )
     posterior.fit(loader(), steps=400, lr=0.05, progress=False)
     learned = parameters(posterior)
@@ -667,7 +667,7 @@ def test_what_must_be_known_is_in_the_notes():
     assert any("no lower bound" in note for note in point.notes)
     assert "no bound" in str(point)
     net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
-    prior = vi.NormalPrior(1.0) + vi.LaplacePrior(1.0)
+    prior = vi.priors.NormalPrior(1.0) + vi.priors.LaplacePrior(1.0)
     summed = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField(), prior)
     assert any("up to a constant" in note for note in summed.fit(loader(), epochs=1, progress=False).notes)
     x = data().tensors[0]

@@ -28,7 +28,7 @@ def made(count, family=None, likelihood=None, outputs=1, prior=None):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
         own = copy.deepcopy(likelihood or vi.likelihoods.Gaussian("point")).double()
-        prior = prior or vi.NormalPrior.fan_in({"*": 1.0}, learn=True).double()
+        prior = prior or vi.priors.NormalPrior.fan_in({"*": 1.0}, learn=True).double()
         found.append(vi.variationalize(net, own, copy.deepcopy(family or vi.MeanField()), copy.deepcopy(prior)))
     return found
 
@@ -61,8 +61,8 @@ def assert_same(at_once, alone, results, singles):
     [
         (vi.MeanField(), {}),
         (vi.LowRankNormal(2), {"groups": 2}),
-        (vi.LowRankPrecision(2), {"coupling": vi.naive}),
-        (vi.LowRankPrecision(2), {"coupling": vi.unscented}),
+        (vi.LowRankPrecision(2), {"coupling": vi.couplings.naive}),
+        (vi.LowRankPrecision(2), {"coupling": vi.couplings.unscented}),
         (vi.Mixture(vi.MeanField(), components=2), {}),
         (vi.PerLayer({"2.*": vi.MeanField(), "*": vi.MAP()}), {}),
         (vi.MeanField(), {"estimator": "entropy", "temperature": 0.3}),
@@ -70,7 +70,7 @@ def assert_same(at_once, alone, results, singles):
 )
 def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
     """Data sets of three sizes, whose last batches are padded; staged, averaged, clipped."""
-    prior = vi.NormalPrior(1.0) if isinstance(family, vi.PerLayer) else None  # point masses learn no scale
+    prior = vi.priors.NormalPrior(1.0) if isinstance(family, vi.PerLayer) else None  # point masses learn no scale
     loaders = [data(n, seed=n) for n in (40, 33, 20)]
     a, b = (made(3, family, prior=prior) for _ in range(2))
     given = {"steps": 50, "clip": 1.0, **options}
@@ -82,7 +82,7 @@ def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
 def test_dropout_and_points_at_once():
     """Families without a density, one with masks from the coupling's noise; classes for a target."""
     for family in (vi.MAP(), vi.MCDropout(keep=0.9)):
-        a, b = (made(2, family, vi.likelihoods.Categorical(), 2, vi.NormalPrior(1.0)) for _ in range(2))
+        a, b = (made(2, family, vi.likelihoods.Categorical(), 2, vi.priors.NormalPrior(1.0)) for _ in range(2))
         loaders = [data(n, seed=n, classes=True) for n in (20, 30)]
         results = vi.fit_many(a, loaders, steps=12, progress=False, at_once=True)
         singles = [
@@ -305,7 +305,7 @@ def test_members_at_several_temperatures():
     "family", [vi.MAP(), vi.MCDropout(), vi.FullNormal(), vi.FittedDropout(), vi.Mixture(vi.MeanField(), components=2)]
 )
 def test_members_of_every_family_begin_elsewhere(family):
-    bayes = made(1, family, prior=vi.NormalPrior(1.0))[0]
+    bayes = made(1, family, prior=vi.priors.NormalPrior(1.0))[0]
     first, second, third = members_of(bayes, 3)
     means = [one.family().mean for one in (first, second, third)]
     assert not torch.equal(means[0], means[1])
@@ -318,7 +318,7 @@ def test_members_of_a_family_that_knows_no_other_start():
             pass
 
     with pytest.raises(ValueError, match=r"Still knows of none: .* `begin_again"):
-        members_of(made(1, Still(), prior=vi.NormalPrior(1.0))[0], 2)
+        members_of(made(1, Still(), prior=vi.priors.NormalPrior(1.0))[0], 2)
 
 
 def test_members_begin_at_different_starts_of_what_has_not_learned():

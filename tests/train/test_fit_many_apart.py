@@ -109,7 +109,9 @@ def test_a_mixture_is_as_good_as_its_worst_member():
     assert result.status is Status.IMPROVING
     with torch.no_grad():
         nets[1].weight.fill_(1e25)
-    wide = [vi.variationalize(n, vi.likelihoods.Gaussian(1.0), vi.MeanField(), vi.NormalPrior(1e26)) for n in nets]
+    wide = [
+        vi.variationalize(n, vi.likelihoods.Gaussian(1.0), vi.MeanField(), vi.priors.NormalPrior(1e26)) for n in nets
+    ]
     with pytest.raises(ValueError, match="these diverged: 1"):
         vi.Ensemble(wide).fit(loader(60, 60), steps=20, progress=False)
 

@@ -81,14 +81,14 @@ def test_diagonal_fisher_falls_back_to_batches():
 def test_prior_precision():
     net = network()
     theta = values(net)
-    normal = bayes(vi.MeanField(), net, vi.NormalPrior({"0.*": 0.5, "*": 2.0})).model
+    normal = bayes(vi.MeanField(), net, vi.priors.NormalPrior({"0.*": 0.5, "*": 2.0})).model
     expected = torch.cat([torch.full((16,), 4.0), torch.full((5,), 0.25)]).double()
     torch.testing.assert_close(prior_precision(normal, theta), expected)
-    student = bayes(vi.MeanField(), net, vi.StudentTPrior(df=3.0)).model
+    student = bayes(vi.MeanField(), net, vi.priors.StudentTPrior(df=3.0)).model
     # −d²/dx² of (ν+1)/2 log(1 + x²/ν) is (ν+1)(ν − x²)/(ν + x²)²
     expected = (4 * (3 - theta.square()) / (3 + theta.square()).square()).clamp(min=0)
     torch.testing.assert_close(prior_precision(student, theta), expected, atol=1e-10, rtol=0)
-    laplace = bayes(vi.MeanField(), net, vi.LaplacePrior(1.0)).model
+    laplace = bayes(vi.MeanField(), net, vi.priors.LaplacePrior(1.0)).model
     assert bool((prior_precision(laplace, theta) == 0).all())
 
 
@@ -131,7 +131,7 @@ def test_start_with_blocks_and_without_a_curved_prior():
     check_scales(
         posterior.family().variance.detach()[16:], curvature[16:], posterior.space.subset(["2.weight", "2.bias"])
     )
-    posterior = bayes(vi.MeanField(), net, vi.LaplacePrior(1.0))
+    posterior = bayes(vi.MeanField(), net, vi.priors.LaplacePrior(1.0))
     with torch.no_grad():
         net[2].weight.zero_()  # no information about the first layer
     start_trained(posterior, Batches(loader()))

@@ -50,7 +50,7 @@ def moments(posterior):
 def test_gaussian_noise_gives_the_posterior_however_the_data_are_cut(size):
     net, (x, t) = network(2), regression()
     before = copy.deepcopy(net.state_dict())
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(2.0))
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(2.0))
     result = bayes.fit_head(DataLoader(TensorDataset(x, t), batch_size=size, shuffle=True), progress=False)
     phi = augmented(net, x)
     covariance = torch.linalg.inv(phi.mT @ phi / 0.25 + torch.eye(7, dtype=F64) / 4)
@@ -92,7 +92,7 @@ def test_scales_and_noise_maximise_the_evidence():
 
 def test_a_prior_that_learns_one_scale():
     net, (x, t) = network(2), regression()
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(0.1, learn=True))
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(0.1, learn=True))
     bayes.fit_head([(x, t)], tolerance=1e-9, progress=False)
     mean, covariance = moments(bayes)
     s2 = (mean.square().sum() + covariance.trace()) / mean.numel()  # the fixed point
@@ -103,7 +103,7 @@ def test_a_prior_that_learns_one_scale():
 def test_class_labels_agree_with_a_search_for_the_best_full_normal(count):
     net, (x, t) = network(count, width=4), classes(count)
     likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
-    bayes = vi.variationalize_head(net, likelihood, vi.NormalPrior(1.5))
+    bayes = vi.variationalize_head(net, likelihood, vi.priors.NormalPrior(1.5))
     loader = DataLoader(TensorDataset(x, t), batch_size=30)
     result = bayes.fit_head(loader, tolerance=1e-5, progress=False)
     phi = augmented(net, x)[:, :-1]
@@ -149,14 +149,14 @@ def test_the_bound_never_falls(count):
 
 def test_what_was_not_observed_does_not_count():
     net, (x, t) = network(3), classes(3)
-    every = vi.variationalize_head(net, likelihoods.Categorical(), vi.NormalPrior(1.0), num_data=80)
+    every = vi.variationalize_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0), num_data=80)
     some = t.clone()
     some[60:] = 255
-    ignoring = vi.variationalize_head(net, likelihoods.Categorical(ignore_index=255), vi.NormalPrior(1.0))
+    ignoring = vi.variationalize_head(net, likelihoods.Categorical(ignore_index=255), vi.priors.NormalPrior(1.0))
     ignoring.fit_head([(x, some)], progress=False)
-    masked = vi.variationalize_head(net, likelihoods.Categorical(), vi.NormalPrior(1.0))
+    masked = vi.variationalize_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0))
     masked.fit_head([(x, (t, torch.arange(80) < 60))], progress=False)
-    fewer = vi.variationalize_head(net, likelihoods.Categorical(), vi.NormalPrior(1.0))
+    fewer = vi.variationalize_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0))
     fewer.fit_head([(x[:60], t[:60])], progress=False)
     for one in (ignoring, masked):
         torch.testing.assert_close(moments(one), moments(fewer), atol=1e-3, rtol=1e-3)
@@ -168,7 +168,7 @@ def test_masked_numbers_and_the_network_as_float32():
     net, (x, t) = network(2, dtype=torch.float32), regression()
     x, t = x.float(), t.float()
     mask = torch.rand(t.shape, generator=torch.Generator().manual_seed(0)) < 0.7
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(2.0))
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(2.0))
     bayes.fit_head([(x, (t.masked_fill(~mask, torch.nan), mask))], progress=False)
     phi = augmented(net, x).double()[mask[:, 1]]
     precision = phi.mT @ phi / 0.25 + torch.eye(7, dtype=F64) / 4
@@ -178,11 +178,11 @@ def test_masked_numbers_and_the_network_as_float32():
 
 def test_temperature_and_n_scale_the_data_against_the_prior():
     net, (x, t) = network(1), regression(1)
-    cold = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.NormalPrior(1.0))
+    cold = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.priors.NormalPrior(1.0))
     cold.fit_head([(x, t)], temperature=0.25, progress=False)
-    four = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.NormalPrior(1.0), num_data=200)
+    four = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.priors.NormalPrior(1.0), num_data=200)
     result = four.fit_head([(x, t)], progress=False)
-    narrow = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.NormalPrior(1.0))
+    narrow = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(1.0))
     narrow.fit_head([(x, t)], progress=False)
     for one in (cold, four):
         torch.testing.assert_close(moments(one), moments(narrow))
@@ -232,7 +232,7 @@ def test_a_convolution_as_the_head_is_a_regression_on_its_patches(head):
     torch.manual_seed(0)
     net = Pictures(head, False).double()
     x, t = torch.randn(8, 1, 5, 5, dtype=F64), torch.randn(8, 2, 5, 5, dtype=F64)
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.NormalPrior(1.0))
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.priors.NormalPrior(1.0))
     result = bayes.fit_head([(x, t)], progress=False)
     assert bayes.elbo([(x, t)], groups=2).per_group.std() < 1e-8  # q is the posterior: every draw gives the evidence
     assert bayes.elbo([(x, t)], groups=2).value == pytest.approx(result.elbo.value, abs=1e-7)
@@ -250,7 +250,7 @@ def test_a_term_beside_the_head_and_a_held_bias():
 
     torch.manual_seed(0)
     net, (x, t) = Skip().double(), regression(1)
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.NormalPrior(1.0))
+    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.priors.NormalPrior(1.0))
     bayes.fit_head([(x, t[:, 0])], progress=False)
     assert bayes.space.names == ("head.weight",)
     assert bayes.elbo([(x, t[:, 0])], groups=2).per_group.std() < 1e-8
@@ -280,8 +280,13 @@ class Twice(nn.Module):
         (Twice, likelihoods.Categorical(), None, "called 2 times"),
         (lambda: nn.Linear(3, 3), likelihoods.Poisson(), None, "fit_head is for likelihoods.Gaussian"),
         (lambda: nn.Linear(3, 3), likelihoods.Gaussian("random"), None, "fit_head is for likelihoods.Gaussian"),
-        (lambda: nn.Linear(3, 3), likelihoods.Categorical(), vi.LaplacePrior(1.0), "independent normals"),
-        (lambda: nn.Linear(3, 3), likelihoods.Categorical(), vi.StudentTPrior(3.0, learn=True), "independent normals"),
+        (lambda: nn.Linear(3, 3), likelihoods.Categorical(), vi.priors.LaplacePrior(1.0), "independent normals"),
+        (
+            lambda: nn.Linear(3, 3),
+            likelihoods.Categorical(),
+            vi.priors.StudentTPrior(3.0, learn=True),
+            "independent normals",
+        ),
     ],
 )
 def test_what_has_no_linear_head_is_refused(make, likelihood, prior, message):
@@ -311,7 +316,7 @@ def test_bad_arguments_are_named():
 
 def test_a_prior_of_distributions_with_a_centre():
     net, (x, t) = network(1, bias=False), regression(1)
-    prior = vi.DistributionPrior({"*": torch.distributions.Normal(0.3, 0.8)})
+    prior = vi.priors.DistributionPrior({"*": torch.distributions.Normal(0.3, 0.8)})
     bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), prior)
     result = bayes.fit_head([(x, t)], progress=False)
     estimate = bayes.elbo([(x, t)], groups=2)

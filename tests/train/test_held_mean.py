@@ -18,7 +18,7 @@ FAMILIES = [
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: type(family).__name__)
 def test_the_mean_stays_and_the_rest_learns(family):
     net = trained()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), family, vi.NormalPrior(1.0), linearise=True)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), family, vi.priors.NormalPrior(1.0), linearise=True)
     before = bayes.family().variance.detach().clone()
     result = bayes.fit(loader(), epochs=8, mean="held", progress=False)
     assert torch.equal(bayes.family().mean.detach(), bayes.space.initial)
@@ -37,7 +37,7 @@ def test_the_optimum_is_the_fixed_point_of_the_curvature():
     x, t = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 1, dtype=torch.float64)
     net = torch.nn.Linear(3, 1).double()
     bayes = vi.variationalize(
-        net, vi.likelihoods.Gaussian(0.5), vi.MeanField(), vi.NormalPrior(1.0), num_data=50, linearise=True
+        net, vi.likelihoods.Gaussian(0.5), vi.MeanField(), vi.priors.NormalPrior(1.0), num_data=50, linearise=True
     )
     bayes.fit([(x, t)], steps=800, groups=4, mean="held", progress=False)
     expected = 1 / (torch.cat([x.square().sum(0), torch.tensor([50.0]).double()]) * 4 + 1)
@@ -49,7 +49,7 @@ def test_scales_of_the_prior_are_those_of_a_free_mean():
     net = trained()
     scales = []
     for options in ({"epochs": 30, "mean": "held"}, {"epochs": 15}):
-        prior = vi.NormalPrior({"0.*": 1.0, "*": 1.0}, learn=True)
+        prior = vi.priors.NormalPrior({"0.*": 1.0, "*": 1.0}, learn=True)
         bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), prior, linearise=True)
         result = bayes.fit(loader(), progress=False, **options)
         scales.append(prior.log_scale.detach().clone())
@@ -65,7 +65,9 @@ def test_resume_asks_for_the_same(tmp_path):
     net = trained()
 
     def begun():
-        return vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0), linearise=True)
+        return vi.variationalize(
+            net, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(1.0), linearise=True
+        )
 
     begun().fit(loader(), steps=5, mean="held", checkpoint=tmp_path, progress=False)
     again = begun()
@@ -76,6 +78,6 @@ def test_resume_asks_for_the_same(tmp_path):
 
 
 def test_families_without_a_normal_are_refused():
-    bayes = vi.variationalize(trained(), vi.likelihoods.Categorical(), vi.MAP(), vi.NormalPrior(1.0))
+    bayes = vi.variationalize(trained(), vi.likelihoods.Categorical(), vi.MAP(), vi.priors.NormalPrior(1.0))
     with pytest.raises(TypeError, match='mean="held" is for normal families'):
         bayes.fit(loader(), steps=2, mean="held", progress=False)

@@ -31,7 +31,7 @@ def test_the_formula_is_that_of_the_documentation():
     """4·P·(3(K + 2) + 5 + 4·S): for 110 million weights at rank 8 with one draw 17.2 GB, as docs/performance.md has."""
     bayes = make()
     P = bayes.space.size
-    need = need_of(bayes, next(iter(loader())), 1, vi.paired)
+    need = need_of(bayes, next(iter(loader())), 1, vi.couplings.paired)
     assert (need.P, need.K, need.S, need.B, need.V) == (P, 4, 2, 8, P * 6)
     assert need.posterior() == 4 * P * (3 * (4 + 2) + 5 + 4 * 2)
     assert need.with_rank(2).posterior() == 4 * P * (3 * (2 + 2) + 5 + 4 * 2)

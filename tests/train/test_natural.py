@@ -79,7 +79,7 @@ def test_a_step_that_is_left_out_changes_nothing():
 def made(family=None):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    prior = vi.NormalPrior(1.0, learn=True)
+    prior = vi.priors.NormalPrior(1.0, learn=True)
     return vi.variationalize(net, vi.likelihoods.Gaussian("point"), family or vi.MeanField(), prior)
 
 
@@ -141,7 +141,7 @@ def test_it_finds_the_posterior_of_a_linear_network():
     t = x @ torch.tensor([[1.0], [-1.0], [0.5]])
     net = nn.Linear(3, 1, bias=False)
     likelihood = vi.likelihoods.Gaussian(noise=1.0)
-    bayes = vi.variationalize(net, likelihood, vi.MeanField(), vi.NormalPrior(1.0), num_data=64)
+    bayes = vi.variationalize(net, likelihood, vi.MeanField(), vi.priors.NormalPrior(1.0), num_data=64)
     # errors shrink by e^(−Σ rate), and that sum is 30
     optimizer = vi.NaturalGradient(lr=0.3, scale_lr=0.3)
     options = {"kl_warmup": 0.0, "stop": False, "restarts": 0, "progress": False}

@@ -82,7 +82,7 @@ def made():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     # a prior that is much narrower than what the data say: the likelihood falls as λ rises
-    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.1), vi.MeanField(), vi.NormalPrior(0.02))
+    return vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.1), vi.MeanField(), vi.priors.NormalPrior(0.02))
 
 
 def loader():

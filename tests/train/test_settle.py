@@ -26,7 +26,9 @@ def problem(sure, times=10):
 
 def posterior(net, family, num_data=400):
     likelihood = vi.likelihoods.Bernoulli()
-    return vi.variationalize(net, likelihood, family, prior=vi.NormalPrior(2.0), num_data=num_data, linearise=True)
+    return vi.variationalize(
+        net, likelihood, family, prior=vi.priors.NormalPrior(2.0), num_data=num_data, linearise=True
+    )
 
 
 def fixed_point(x, mean, temperature):

@@ -252,7 +252,7 @@ def test_reaches_the_closed_form(recipe):
     x[:, 1] += 2 * x[:, 0]
     t = x @ torch.tensor([[1.0], [-1.0], [0.5]]) + 0.5 * torch.randn(60, 1, generator=generator_)
     bayes = vi.variationalize(
-        nn.Linear(3, 1, bias=False), vi.likelihoods.Gaussian(noise=0.5), vi.MeanField(), vi.NormalPrior(1.0)
+        nn.Linear(3, 1, bias=False), vi.likelihoods.Gaussian(noise=0.5), vi.MeanField(), vi.priors.NormalPrior(1.0)
     )
     loader = DataLoader(TensorDataset(x, t), batch_size=60)
     bayes.fit(loader, steps=600, optimizer=recipe, progress=False, stop=False, groups=4)

@@ -24,7 +24,9 @@ def loader():
 def make(family, **options):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-    prior = vi.NormalPrior(1.0, learn=not isinstance(family, vi.PerLayer))  # point masses let no scale be learned
+    prior = vi.priors.NormalPrior(
+        1.0, learn=not isinstance(family, vi.PerLayer)
+    )  # point masses let no scale be learned
     return vi.variationalize(net, vi.likelihoods.Gaussian("point"), family, prior, num_data=N, **options)
 
 

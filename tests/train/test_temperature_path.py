@@ -10,7 +10,7 @@ from structvi.train.validation import MARGIN
 
 
 def test_in_fits_of_many_steps_each_from_the_one_before():
-    bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
+    bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = bayes.fit(loader(), epochs=4, validation=loader(80, 160), temperature="validated", progress=False)
     assert [point.temperature for point in result.path] == list(PATH)
     assert result.kept == f"λ = {result.temperature:g}"

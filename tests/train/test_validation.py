@@ -53,7 +53,7 @@ def test_the_fit_is_the_same_with_and_without_held_out_data():
 
 def test_what_is_kept_is_not_worse_than_the_network():
     net = trained()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = bayes.fit(loader(), epochs=10, start="trained", validation=loader(80, 160), progress=False)
     assert {"last step", "the start"} <= result.held_out.keys()
     assert result.against_network[0] >= -MARGIN - 0.001
@@ -67,7 +67,9 @@ def test_the_network_is_kept_where_the_fit_is_worse():
     net = trained()
     x = X[80:]
     sure = DataLoader(TensorDataset(x, net(x).argmax(1)), batch_size=40)  # labels that the network is sure about
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(30.0), linearise=True)
+    bayes = vi.variationalize(
+        net, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(30.0), linearise=True
+    )
     result = bayes.fit(loader(), epochs=2, start="trained", validation=sure, progress=False)
     assert max(result.held_out[name] for name in ("last step", "the start")) < result.network - MARGIN
     assert result.kept == NETWORK
@@ -76,7 +78,7 @@ def test_the_network_is_kept_where_the_fit_is_worse():
 
 
 def test_keep_the_best():
-    bayes = vi.variationalize(trained(), vi.likelihoods.Categorical(), vi.MeanField(), vi.NormalPrior(1.0))
+    bayes = vi.variationalize(trained(), vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = bayes.fit(loader(), epochs=5, start="trained", validation=loader(80, 160), keep="best", progress=False)
     assert result.held_out[result.kept] == max(result.held_out.values())
 

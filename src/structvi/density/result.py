@@ -142,7 +142,8 @@ class DensityFit(Result):
             generator: the source of all randomness; the global stream if None.
 
         Example:
-            >>> from structvi import FullNormal, LogDensity, Parameters, fit_density, positive
+            >>> from structvi import FullNormal, LogDensity, Parameters, fit_density
+            >>> from structvi.constraints import positive
             >>> target = LogDensity(lambda p: 2 * p["s"].log() - p["s"], Parameters({"s": positive(1.0)}))  # Γ(3, 1)
             >>> result = fit_density(target, FullNormal(), progress=False)
             >>> draws = result.sample(20000, corrected=True, generator=torch.Generator().manual_seed(0))

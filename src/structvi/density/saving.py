@@ -83,7 +83,7 @@ def space_of(space: Parameters) -> list[list[Any]]:
     """Names in their order, free shapes, and constraints.
 
     Example:
-        >>> from structvi import positive
+        >>> from structvi.constraints import positive
         >>> space_of(Parameters({"mu": 0.0, "sigma": positive(1.0)}))
         [['mu', [], ''], ['sigma', [], 'positive']]
     """

@@ -55,7 +55,8 @@ def learned(posterior: Posterior, loader: Iterable[Any], *, seed: int = 0) -> Le
     to be the next one of two or more axes, where its second axis fits.
 
     Example:
-        >>> from structvi import MeanField, NormalPrior, likelihoods, variationalize
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> from structvi.models.priors import NormalPrior
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
         >>> bayes = variationalize(net, likelihoods.Gaussian("point"), MeanField(), NormalPrior(1.0), num_data=4)
         >>> own = learned(bayes, [(torch.zeros(4, 2), torch.arange(4.0).unsqueeze(-1))])

@@ -61,7 +61,8 @@ class BayesianModel(nn.Module):
     may be a pair (t, mask), see `likelihoods`; B is the number of rows of t.
 
     Example:
-        >>> from structvi import NormalPrior, likelihoods
+        >>> from structvi import likelihoods
+        >>> from structvi.models.priors import NormalPrior
         >>> net = nn.Linear(3, 1)
         >>> model = BayesianModel(net, likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), num_data=100)
         >>> model.log_joint(torch.zeros(2, 4), (torch.zeros(10, 3), torch.zeros(10, 1))).shape

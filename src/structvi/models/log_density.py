@@ -37,7 +37,7 @@ class LogDensity:
         >>> space = Parameters({"z": torch.zeros(2)})
         >>> LogDensity(lambda p: -0.5 * p["z"].square().sum(), space).log_joint(torch.ones(3, 2))
         tensor([-1., -1., -1.])
-        >>> from structvi import positive
+        >>> from structvi.constraints import positive
         >>> target = LogDensity(lambda p: -p["sigma"], Parameters({"sigma": positive(1.0)}))  # σ ~ Exponential(1)
         >>> target.log_joint(torch.zeros(1, 1, dtype=torch.float64))  # of log σ: −σ + log σ
         tensor([-1.], dtype=torch.float64)

@@ -106,7 +106,8 @@ def diagonal_curvature(model: BayesianModel, roots: Iterable[Root], along: Turn 
         along: rows [.., P] along other axes: the diagonal is that of the matrix in them.
 
     Example:
-        >>> from structvi import NormalPrior, likelihoods
+        >>> from structvi import likelihoods
+        >>> from structvi.models.priors import NormalPrior
         >>> model = BayesianModel(nn.Linear(1, 1), likelihoods.Gaussian(noise=1.0), NormalPrior(1.0), 2)
         >>> batch = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
         >>> roots = curvature_roots(model, torch.zeros(2), [batch] * 2000)

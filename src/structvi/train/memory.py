@@ -137,7 +137,7 @@ def _what_fits(need: Need, there: int) -> str:
     """The largest batch, number of draws and rank, each with the rest as it is."""
     ways = {
         "batches of {}": (need.B, lambda n: need._replace(B=n)),
-        "{} draws (coupling=vi.naive, groups={})": (need.S, need.with_draws),
+        "{} draws (coupling=vi.couplings.naive, groups={})": (need.S, need.with_draws),
         "rank {}": (need.K, need.with_rank),
     }
     fits = [

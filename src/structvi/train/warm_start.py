@@ -250,7 +250,8 @@ def diagonal_fisher(model: BayesianModel, theta: Tensor, batches: Iterable[Any])
     different observations are then independent with mean zero.
 
     Example:
-        >>> from structvi import NormalPrior, likelihoods
+        >>> from structvi import likelihoods
+        >>> from structvi.models.priors import NormalPrior
         >>> model = BayesianModel(torch.nn.Linear(1, 1), likelihoods.Gaussian(noise=1.0), NormalPrior(1.0), 2)
         >>> batch = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
         >>> diagonal_fisher(model, torch.zeros(2), [batch])

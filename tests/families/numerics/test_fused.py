@@ -62,7 +62,9 @@ RECIPES = [vi.MeanField(), vi.LowRankNormal(0), *(form(rank) for form in FORMS f
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-@pytest.mark.parametrize(("coupling", "groups"), [(vi.naive, 1), (vi.paired, 2), (vi.unscented, 1)])
+@pytest.mark.parametrize(
+    ("coupling", "groups"), [(vi.couplings.naive, 1), (vi.couplings.paired, 2), (vi.couplings.unscented, 1)]
+)
 def test_values_and_gradients_equal_the_plain_path(recipe, coupling, groups):
     q = family(recipe)
     for got, expected in zip(gradients(q, True, coupling, groups), gradients(q, False, coupling, groups), strict=True):
@@ -72,17 +74,17 @@ def test_values_and_gradients_equal_the_plain_path(recipe, coupling, groups):
 @pytest.mark.parametrize("form", FORMS)
 def test_slabs_of_any_size_give_the_same(form, monkeypatch):
     q = family(form(3))
-    whole = gradients(q, True, vi.paired, 2)
+    whole = gradients(q, True, vi.couplings.paired, 2)
     monkeypatch.setattr(fused, "_SLAB", 8)
-    for got, expected in zip(gradients(q, True, vi.paired, 2), whole, strict=True):
+    for got, expected in zip(gradients(q, True, vi.couplings.paired, 2), whole, strict=True):
         close(got, expected, 1e-12)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_detached_draws_pull_the_same_gradients(recipe):
     q = family(recipe)
-    theta, log_q, *expected = gradients(q, True, vi.paired, 2)
-    detached = q().draw_detached(2, vi.paired, torch.Generator().manual_seed(5))
+    theta, log_q, *expected = gradients(q, True, vi.couplings.paired, 2)
+    detached = q().draw_detached(2, vi.couplings.paired, torch.Generator().manual_seed(5))
     assert detached is not None
     assert detached.draws.theta.is_leaf
     close(detached.draws.theta.detach(), theta, 1e-13)
@@ -97,8 +99,8 @@ def test_detached_draws_pull_the_same_gradients(recipe):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_thin_gradient_is_the_factors(form):
     q = family(form(3))
-    expected = gradients(q, True, vi.paired, 2)[-1]
-    gradient = thin_gradient(q, vi.paired, 2)
+    expected = gradients(q, True, vi.couplings.paired, 2)[-1]
+    gradient = thin_gradient(q, vi.couplings.paired, 2)
     torch.testing.assert_close(gradient.dense(), expected)
     torch.testing.assert_close(gradient.squared_norm(), expected.square().sum())
 
@@ -106,9 +108,9 @@ def test_a_thin_gradient_is_the_factors(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_factor_that_does_not_learn_gets_no_gradient(form):
     q = family(form(3))
-    expected = gradients(q, False, vi.paired, 2)[:-1]
+    expected = gradients(q, False, vi.couplings.paired, 2)[:-1]
     q.factor.requires_grad_(False)
-    *got, none = gradients(q, True, vi.paired, 2)
+    *got, none = gradients(q, True, vi.couplings.paired, 2)
     assert none is None
     for one, other in zip(got, expected, strict=True):
         close(one, other, 1e-9)
@@ -119,7 +121,7 @@ def test_slices_of_the_weights_with_summed_sums_are_the_whole(recipe):
     """Two halves of the weights, each with its own noise, and one sum over both: as on two ranks."""
     q = family(recipe)
     density = q()
-    noise = vi.paired(2, P, density.rank, torch.Generator().manual_seed(1), torch.float64)
+    noise = vi.couplings.paired(2, P, density.rank, torch.Generator().manual_seed(1), torch.float64)
     state = density.state()
     assert state is not None
     whole_theta, whole = fused.draw(state, *noise)

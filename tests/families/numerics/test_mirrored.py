@@ -10,8 +10,8 @@ from tests.families.numerics.test_fused import P, close, family
 
 def inputs(rank, groups):
     generator = torch.Generator().manual_seed(1)
-    half = vi.naive(groups, P, rank, torch.Generator().manual_seed(0), torch.float64)
-    both = vi.paired(groups, P, rank, torch.Generator().manual_seed(0), torch.float64)
+    half = vi.couplings.naive(groups, P, rank, torch.Generator().manual_seed(0), torch.float64)
+    both = vi.couplings.paired(groups, P, rank, torch.Generator().manual_seed(0), torch.float64)
     S = 2 * groups
     return half, both, *(torch.randn(*n, generator=generator).double() for n in ((S, P), (S,), (S,)))
 
@@ -58,7 +58,7 @@ def test_a_step_draws_them(monkeypatch):
     own = mirrored.forward
     monkeypatch.setattr(mirrored, "forward", lambda *given: asked.append(1) or own(*given))
     density = family(vi.LowRankNormal(3))()
-    for coupling in (vi.naive, vi.paired):
+    for coupling in (vi.couplings.naive, vi.couplings.paired):
         detached = density.draw_detached(2, coupling, torch.Generator().manual_seed(0))
         expected = density.draw(2, coupling, torch.Generator().manual_seed(0)).theta
         close(detached.draws.theta.detach(), expected.detach(), 1e-13)

@@ -18,7 +18,7 @@ for form in (vi.LowRankNormal, vi.LowRankPrecision):
         q = family(form(rank), torch.float32)
         assert kernels_serve(q.factor)
         # the test's function has derivatives of about a hundred: that many roundings of float32
-        both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+        both = (gradients(q, fused, vi.couplings.paired, groups) for fused in (True, False))
         for got, expected in zip(*both, strict=True):
             close(got, expected, 1e-4)
     # a row of the factor in each thread, where it lies row by row as on a GPU
@@ -26,16 +26,16 @@ for form in (vi.LowRankNormal, vi.LowRankPrecision):
         q = family(form(rank), torch.float32)
         q.factor.data = q.factor.data.contiguous()
         assert lanes.serve(2 * groups, q.factor) == TUPLES  # where not, other kernels take these too
-        both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+        both = (gradients(q, fused, vi.couplings.paired, groups) for fused in (True, False))
         for got, expected in zip(*both, strict=True):
             close(got, expected, 1e-4)
-        one = thin_gradient(q, vi.paired, groups)
+        one = thin_gradient(q, vi.couplings.paired, groups)
         torch.testing.assert_close(one.square.float(), one.dense().square().sum(), rtol=1e-5, atol=0.0)
     q = family(form(3), torch.float32)
-    gradient = thin_gradient(q, vi.paired, 2)
+    gradient = thin_gradient(q, vi.couplings.paired, 2)
     dense = gradient.dense()
     torch.testing.assert_close(gradient.square.float(), dense.square().sum())
-    many = thin_gradient(q, vi.paired, 20)
+    many = thin_gradient(q, vi.couplings.paired, 20)
     assert many.square is None  # in parts nobody has summed it up
     torch.testing.assert_close(many.squared_norm().float(), many.dense().square().sum(), rtol=1e-4, atol=0.0)
     plain = torch.nn.Parameter(q.factor.detach().clone())
@@ -101,7 +101,7 @@ for elbo, norm, clip, make, expected in (
 from structvi.train.adam import Adam
 for form in (vi.LowRankNormal, vi.LowRankPrecision):
     q = family(form(3), torch.float32)
-    gradient = thin_gradient(q, vi.paired, 2)
+    gradient = thin_gradient(q, vi.couplings.paired, 2)
     ours = Adam(q.parameters(), lr=0.01, factors=q.factors())
     rates = {id(p): group["lr"] for group in ours.param_groups for p in group["params"]}
     plain = {name: torch.nn.Parameter(p.detach().clone()) for name, p in q.named_parameters()}
@@ -128,7 +128,7 @@ for form in (vi.LowRankNormal, vi.LowRankPrecision):
         q = family(form(rank), torch.float32)
         if rank == 4:
             q.factor.data = q.factor.data.contiguous()
-        detached = q().draw_detached(groups, vi.paired, torch.Generator().manual_seed(5))
+        detached = q().draw_detached(groups, vi.couplings.paired, torch.Generator().manual_seed(5))
         theta, S = detached.draws.theta.detach(), 2 * groups
         close(detached.squares, theta.double().square().sum(-1), 1e-6)
         g, g_q, slope = torch.randn(theta.shape), torch.randn(S), torch.randn(S)
@@ -162,7 +162,7 @@ for a, b in zip(q.parameters(), plain):
     torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
 q = family(vi.MeanField(), torch.float32)
 for groups in (2, 20):
-    both = (gradients(q, fused, vi.paired, groups) for fused in (True, False))
+    both = (gradients(q, fused, vi.couplings.paired, groups) for fused in (True, False))
     for got, expected in zip(*both, strict=True):
         close(got, expected, 1e-4)
 # normal numbers of many generators: Philox as it is defined, whose words for zeros are known, and Box-Muller

@@ -7,7 +7,8 @@ from torch.distributions import Gamma, Independent, InverseGamma, Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi import HierarchicalNormalPrior, Parameters, StudentTPrior, likelihoods
+from structvi import Parameters, likelihoods
+from structvi.models.priors import HierarchicalNormalPrior, StudentTPrior
 
 F64 = torch.float64
 SPACE = Parameters({"w": torch.zeros(3, 4, dtype=F64), "b": torch.zeros(3, dtype=F64)})

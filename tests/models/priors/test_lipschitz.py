@@ -53,7 +53,7 @@ def test_norms_equal_those_of_dense_matrices(name):
     net[2] = nn.Linear(width, 1).double()
     space = vi.Parameters.of(net)
     theta = torch.randn(3, space.size, generator=generator(), dtype=torch.float64)
-    norms = vi.LipschitzPrior(net, torch.zeros(1, *shape, dtype=torch.float64), 1.0).norms(space, theta)
+    norms = vi.priors.LipschitzPrior(net, torch.zeros(1, *shape, dtype=torch.float64), 1.0).norms(space, theta)
     for s in range(3):
         drawn = copy.deepcopy(net)
         drawn.load_state_dict({**net.state_dict(), **space.unravel(theta[s])})
@@ -95,7 +95,7 @@ def small_convnet():
 def test_the_gradient_of_the_prior_against_finite_differences():
     net = small_convnet()
     net[2].running_var.copy_(torch.tensor([0.5, 2.0]))
-    prior = vi.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=0.3)
+    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=0.3)
     space = vi.Parameters.of(net)
     theta = torch.randn(2, space.size, generator=generator(), dtype=torch.float64, requires_grad=True)
     # the singular vectors are found to 1e-6 at least: so are the finite differences of the norms
@@ -108,7 +108,7 @@ def test_the_formula():
     ).double()
     space = vi.Parameters.of(net)
     theta = torch.randn(4, space.size, generator=generator(), dtype=torch.float64)
-    prior = vi.LipschitzPrior(net, torch.zeros(1, 3, dtype=torch.float64), strength=0.7)
+    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 3, dtype=torch.float64), strength=0.7)
     named = space.unravel(theta)
     a, b, c = (torch.linalg.matrix_norm(named[f"{n}.weight"], ord=2) for n in ("0", "2.0", "3"))
     torch.testing.assert_close(prior(space, theta), -0.7 * (a + a / 4 * b + a / 4 * b * c))
@@ -119,7 +119,7 @@ def test_the_formula():
 
 def test_the_product_bounds_the_jacobian():
     net = small_convnet()
-    prior = vi.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=1.0)
+    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=1.0)
     space = vi.Parameters.of(net)
     product = torch.stack(list(prior.norms(space, space.initial[None]).values())).prod(0).item()
     steepest = 0.0
@@ -154,7 +154,7 @@ def test_max_pooling_without_overlap_does_not_stretch(pool):
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(6 ** (len(shape) - 1), 6 ** (len(shape) - 1)), nn.Unflatten(1, shape), pool
     )
-    told = vi.LipschitzPrior(net, torch.zeros(1, *shape), 1.0, bounds={nn.Unflatten: 1.0})
+    told = vi.priors.LipschitzPrior(net, torch.zeros(1, *shape), 1.0, bounds={nn.Unflatten: 1.0})
     space = vi.Parameters.of(net)
     assert told.norms(space, space.initial[None])["3"].item() == 1.0
     x, y = torch.randn(2, 200, *shape, generator=generator())
@@ -211,7 +211,7 @@ class Strange(nn.Linear):
 def test_a_forward_with_functions_is_followed():
     net = Functional()
     space = vi.Parameters.of(net)
-    prior = vi.LipschitzPrior(net, torch.zeros(5, 1, 4, 4), 1.0)
+    prior = vi.priors.LipschitzPrior(net, torch.zeros(5, 1, 4, 4), 1.0)
     norms = prior.norms(space, space.initial[None])
     assert list(norms) == ["conv", "relu", "pool", "view", "out", "tanh", "sigmoid"]
     truth = torch.linalg.matrix_norm(dense(copy.deepcopy(net.conv).double(), (1, 4, 4)), ord=2)
@@ -222,18 +222,18 @@ def test_tied_held_and_bare_layers():
     tied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     tied[2].weight = tied[0].weight
     space = vi.Parameters.of(tied)
-    norms = vi.LipschitzPrior(tied, torch.zeros(1, 3), 1.0).norms(space, 2 * space.initial[None])
+    norms = vi.priors.LipschitzPrior(tied, torch.zeros(1, 3), 1.0).norms(space, 2 * space.initial[None])
     torch.testing.assert_close(norms["2"], norms["0"])
     torch.testing.assert_close(norms["0"][0], 2 * torch.linalg.matrix_norm(tied[0].weight, ord=2))
 
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     head = vi.Parameters.of(net, "2.*")
-    norms = vi.LipschitzPrior(net, torch.zeros(1, 3), 1.0).norms(head, 3 * head.initial.expand(2, -1))
+    norms = vi.priors.LipschitzPrior(net, torch.zeros(1, 3), 1.0).norms(head, 3 * head.initial.expand(2, -1))
     torch.testing.assert_close(norms["0"], torch.linalg.matrix_norm(net[0].weight.detach(), ord=2).expand(2))
     torch.testing.assert_close(norms["2"][1], 3 * torch.linalg.matrix_norm(net[2].weight, ord=2))
 
     bare = nn.Linear(3, 2)
-    value = vi.LipschitzPrior(bare, torch.zeros(1, 3), 1.0)(vi.Parameters.of(bare), torch.ones(1, 8))
+    value = vi.priors.LipschitzPrior(bare, torch.zeros(1, 3), 1.0)(vi.Parameters.of(bare), torch.ones(1, 8))
     torch.testing.assert_close(value, -torch.tensor([6.0]).sqrt())
 
 
@@ -244,7 +244,7 @@ def test_bounds_tell_how():
     def residual(module, tensors):
         return 1 + torch.linalg.matrix_norm(tensors["inner.weight"], ord=2)
 
-    prior = vi.LipschitzPrior(net, torch.zeros(1, 3), 1.0, bounds={Residual: residual, "1": 2.5})
+    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 3), 1.0, bounds={Residual: residual, "1": 2.5})
     theta = torch.randn(4, space.size, generator=generator())
     norms = prior.norms(space, theta)
     expected = 1 + torch.linalg.matrix_norm(space.unravel(theta)["0.inner.weight"], ord=2)
@@ -255,7 +255,7 @@ def test_bounds_tell_how():
 def test_the_network_is_left_alone():
     net = small_convnet()
     before = copy.deepcopy(net.state_dict())
-    prior = vi.LipschitzPrior(net, torch.randn(3, 1, 4, 4, dtype=torch.float64), 1.0)
+    prior = vi.priors.LipschitzPrior(net, torch.randn(3, 1, 4, 4, dtype=torch.float64), 1.0)
     space = vi.Parameters.of(net)
     prior(space, space.initial[None] + 1)
     assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
@@ -271,71 +271,97 @@ def chain(*layers):
 
 LINE, IMAGE = torch.zeros(1, 4), torch.zeros(1, 1, 4, 4)
 BAD = {
-    "not a module": (lambda: vi.LipschitzPrior(torch.relu, LINE, 1.0), TypeError, "expects an nn.Module"),
-    "example": (lambda: vi.LipschitzPrior(chain(), 4, 1.0), ValueError, "must be a batch of inputs .* got int"),
-    "example without batch": (lambda: vi.LipschitzPrior(chain(), LINE[0], 1.0), ValueError, r"got \(4,\)"),
-    "strength": (lambda: vi.LipschitzPrior(chain(), LINE, 0), ValueError, "strength of a LipschitzPrior must be a pos"),
-    "no weights": (lambda: vi.LipschitzPrior(nn.Sequential(nn.ReLU()), LINE, 1.0), ValueError, "no layer with weights"),
-    "layer norm": (lambda: vi.LipschitzPrior(chain(nn.LayerNorm(4)), LINE, 1.0), ValueError, r"'1' \(LayerNorm\)"),
+    "not a module": (lambda: vi.priors.LipschitzPrior(torch.relu, LINE, 1.0), TypeError, "expects an nn.Module"),
+    "example": (lambda: vi.priors.LipschitzPrior(chain(), 4, 1.0), ValueError, "must be a batch of inputs .* got int"),
+    "example without batch": (lambda: vi.priors.LipschitzPrior(chain(), LINE[0], 1.0), ValueError, r"got \(4,\)"),
+    "strength": (
+        lambda: vi.priors.LipschitzPrior(chain(), LINE, 0),
+        ValueError,
+        "strength of a LipschitzPrior must be a pos",
+    ),
+    "no weights": (
+        lambda: vi.priors.LipschitzPrior(nn.Sequential(nn.ReLU()), LINE, 1.0),
+        ValueError,
+        "no layer with weights",
+    ),
+    "layer norm": (
+        lambda: vi.priors.LipschitzPrior(chain(nn.LayerNorm(4)), LINE, 1.0),
+        ValueError,
+        r"'1' \(LayerNorm\)",
+    ),
     "attention": (
-        lambda: vi.LipschitzPrior(nn.TransformerEncoderLayer(4, 2), torch.zeros(2, 3, 4), 1.0),
+        lambda: vi.priors.LipschitzPrior(nn.TransformerEncoderLayer(4, 2), torch.zeros(2, 3, 4), 1.0),
         ValueError,
         r"cannot bound the network \(TransformerEncoderLayer\): the norm",
     ),
-    "lstm": (lambda: vi.LipschitzPrior(nn.Sequential(nn.LSTM(4, 2)), LINE, 1.0), ValueError, r"'0' \(LSTM\)"),
+    "lstm": (lambda: vi.priors.LipschitzPrior(nn.Sequential(nn.LSTM(4, 2)), LINE, 1.0), ValueError, r"'0' \(LSTM\)"),
     "subclass": (
-        lambda: vi.LipschitzPrior(nn.Sequential(Strange(4, 4)), LINE, 1.0),
+        lambda: vi.priors.LipschitzPrior(nn.Sequential(Strange(4, 4)), LINE, 1.0),
         ValueError,
         "tensor '0.weight' outside",
     ),
     "overlap": (
-        lambda: vi.LipschitzPrior(nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d(3, stride=2)), IMAGE, 1.0),
+        lambda: vi.priors.LipschitzPrior(nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d(3, stride=2)), IMAGE, 1.0),
         ValueError,
         r"'1' \(MaxPool2d\): its windows overlap",
     ),
     "batch norm": (
-        lambda: vi.LipschitzPrior(chain(nn.BatchNorm1d(4)), LINE, 1.0),
+        lambda: vi.priors.LipschitzPrior(chain(nn.BatchNorm1d(4)), LINE, 1.0),
         ValueError,
         r"'1' is a BatchNorm in train mode.*put it in eval mode .net.eval\(\)",
     ),
     "batch statistics": (
-        lambda: vi.LipschitzPrior(chain(nn.BatchNorm1d(4, track_running_stats=False)).eval(), LINE, 1.0),
+        lambda: vi.priors.LipschitzPrior(chain(nn.BatchNorm1d(4, track_running_stats=False)).eval(), LINE, 1.0),
         ValueError,
         "normalises by the batch",
     ),
-    "dropout": (lambda: vi.LipschitzPrior(chain(nn.Dropout(0.5)), LINE, 1.0), ValueError, "Dropout in train mode"),
-    "approximate": (lambda: vi.LipschitzPrior(chain(nn.GELU("tanh")), LINE, 1.0), ValueError, "only the exact GELU"),
+    "dropout": (
+        lambda: vi.priors.LipschitzPrior(chain(nn.Dropout(0.5)), LINE, 1.0),
+        ValueError,
+        "Dropout in train mode",
+    ),
+    "approximate": (
+        lambda: vi.priors.LipschitzPrior(chain(nn.GELU("tanh")), LINE, 1.0),
+        ValueError,
+        "only the exact GELU",
+    ),
     "parametrised": (
-        lambda: vi.LipschitzPrior(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), LINE, 1.0),
+        lambda: vi.priors.LipschitzPrior(
+            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), LINE, 1.0
+        ),
         ValueError,
         "LipschitzPrior cannot bound the layer '0'",
     ),
     "residual": (
-        lambda: vi.LipschitzPrior(chain(Residual(nn.Linear(4, 4))), LINE, 1.0),
+        lambda: vi.priors.LipschitzPrior(chain(Residual(nn.Linear(4, 4))), LINE, 1.0),
         ValueError,
         "not a chain: 'add' does not take just the output of '_1_inner'",
     ),
-    "control flow": (lambda: vi.LipschitzPrior(Branching(), LINE, 1.0), ValueError, "cannot follow the network's forw"),
-    "two inputs": (lambda: vi.LipschitzPrior(TwoInputs(), LINE, 1.0), ValueError, "takes 2 inputs"),
+    "control flow": (
+        lambda: vi.priors.LipschitzPrior(Branching(), LINE, 1.0),
+        ValueError,
+        "cannot follow the network's forw",
+    ),
+    "two inputs": (lambda: vi.priors.LipschitzPrior(TwoInputs(), LINE, 1.0), ValueError, "takes 2 inputs"),
     "bound of nothing": (
-        lambda: vi.LipschitzPrior(chain(), LINE, 1.0, bounds={"7": 1.0}),
+        lambda: vi.priors.LipschitzPrior(chain(), LINE, 1.0, bounds={"7": 1.0}),
         ValueError,
         "bounds names '7', but the network has no such module",
     ),
     "bound": (
-        lambda: vi.LipschitzPrior(chain(), LINE, 1.0, bounds={nn.Linear: -1.0}),
+        lambda: vi.priors.LipschitzPrior(chain(), LINE, 1.0, bounds={nn.Linear: -1.0}),
         ValueError,
         "must be a number ≥ 0 or a function",
     ),
     "bound's value": (
-        lambda: vi.LipschitzPrior(chain(), LINE, 1.0, bounds={"0": lambda module, tensors: 3.0})(
+        lambda: vi.priors.LipschitzPrior(chain(), LINE, 1.0, bounds={"0": lambda module, tensors: 3.0})(
             vi.Parameters.of(chain()), torch.ones(1, 20)
         ),
         ValueError,
         "the bound of '0' must return a scalar tensor, got 3.0",
     ),
     "another network": (
-        lambda: vi.LipschitzPrior(chain(), LINE, 1.0)(vi.Parameters({"z": torch.zeros(3)}), torch.zeros(1, 3)),
+        lambda: vi.priors.LipschitzPrior(chain(), LINE, 1.0)(vi.Parameters({"z": torch.zeros(3)}), torch.zeros(1, 3)),
         ValueError,
         "none of the tensors .'z',. belongs to its network",
     ),
@@ -371,7 +397,11 @@ def test_a_network_trained_with_it_is_flatter(family):
     for strength in (None, 3.0, 10.0):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
-        prior = vi.NormalPrior(1.0) if strength is None else vi.NormalPrior(1.0) + vi.LipschitzPrior(net, x, strength)
+        prior = (
+            vi.priors.NormalPrior(1.0)
+            if strength is None
+            else vi.priors.NormalPrior(1.0) + vi.priors.LipschitzPrior(net, x, strength)
+        )
         model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.3), prior, 40)
         q = family.bind(model.space, generator(2))
         optimizer = torch.optim.Adam(q.parameters(), lr=0.01)

@@ -99,7 +99,7 @@ class SumPrior(PriorModule):
         priors: a list of them; `prior1 + prior2` makes a sum too.
 
     Example:
-        >>> from structvi import LaplacePrior, NormalPrior
+        >>> from structvi.models.priors import LaplacePrior, NormalPrior
         >>> prior = NormalPrior(1.0) + LaplacePrior(0.5)
         >>> prior(Parameters({"z": torch.zeros(2)}), torch.zeros(1, 2)), prior.normalised
         (tensor([-1.8379]), False)
@@ -133,7 +133,7 @@ class MixturePrior(PriorModule):
         priors: a list of them, all of them normalised.
 
     Example:
-        >>> from structvi import NormalPrior
+        >>> from structvi.models.priors import NormalPrior
         >>> prior = MixturePrior([NormalPrior(1.0), NormalPrior(0.1)])
         >>> prior(Parameters({"z": torch.zeros(1)}), torch.zeros(1, 1))  # log of the mean of 0.399 and 3.99
         tensor([0.7858])
