@@ -8,8 +8,8 @@
 13,000 images to train, 2,000 for validation, 5,000 to test; 25 epochs of batches of 100, images mirrored and shifted,
 one draw a step. Methods: `sgd` (SGD with momentum as in `benchmarks.networks`), `map` (the preconditioned training
 without noise), `mean_field`, `rotated` (mean field in Kronecker coordinates), `low_rank` (precision form, rank 4),
-`ivon` (written after its paper); optimizers `soap` (`vi.Soap`), `adam` and `newton`
-(`vi.NaturalGradient`); with `soap` scales by Adam.
+`ivon` (written after its paper); optimizers `soap` (`vi.optim.Soap`), `adam` and `newton`
+(`vi.optim.NaturalGradient`); with `soap` scales by Adam.
 Each run is one line of JSON, and a file of `--out`. Every choice (λ, temperature of the networks) is made on the
 validation images: tables say which.
 
@@ -59,8 +59,7 @@ class Setting:
     beta1: float = 0.95
     beta2: float = 0.95
     gram: float = 0.95
-    radius: float = 1.0  # of newton and of natural
-    natural: bool = False  # Soap's coordinates with natural-gradient steps of the mean
+    radius: float = 1.0  # of newton
     initial_scale: float = 0.1
     warmup: float = 0.05
     hold: float = 0.0  # part of the steps after which rates fall
@@ -230,14 +229,14 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
     begun = None if setting.method == "map" else log_scales(bayes)
     optimizer, lr = None, setting.lr
     if setting.optimizer in ("soap", "newton"):
-        betas = setting.beta1, setting.beta2
-        turn = setting.turn or None
-        rates = setting.lr, setting.scale_lr, setting.refresh, turn, betas, setting.gram
-        optimizer = vi.Soap(*rates, natural=setting.natural, radius=setting.radius)
+        more = {"refresh": setting.refresh, "turn": setting.turn or None, "gram_beta": setting.gram}
         lr = None
         if setting.optimizer == "newton":
-            rates = setting.lr, setting.scale_lr, setting.beta1, setting.radius
-            optimizer = vi.NaturalGradient(*rates, refresh=setting.refresh, turn=turn, gram_beta=setting.gram)
+            own = {"beta": setting.beta1, "radius": setting.radius, **more}
+            optimizer = vi.optim.NaturalGradient(bayes, setting.lr / setting.lam, setting.scale_lr / setting.lam, **own)
+        else:
+            own = {"betas": (setting.beta1, setting.beta2), **more}
+            optimizer = vi.optim.Soap(bayes, setting.lr, setting.scale_lr, **own)
     loader = shop.loader(setting.batch)
     clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit or setting.power != 1 else None
     result = bayes.fit(

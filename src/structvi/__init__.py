@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import constraints, couplings
+from . import constraints, couplings, optim
 from .families import (
     MAP,
     Density,
@@ -35,9 +35,7 @@ from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
 from .train.fit_many import fit_many
-from .train.natural import NaturalGradient
 from .train.result import FitResult, History
-from .train.soap import Soap
 from .util.later import later
 from .util.version import __version__
 
@@ -86,7 +84,6 @@ __all__ = [
     "Metrics",
     "Mixture",
     "MixtureResult",
-    "NaturalGradient",
     "NonFiniteError",
     "Parameters",
     "PerLayer",
@@ -95,7 +92,6 @@ __all__ = [
     "Result",
     "Rotated",
     "ScaleMixture",
-    "Soap",
     "Status",
     "Summary",
     "Tempered",
@@ -116,6 +112,7 @@ __all__ = [
     "load_fit",
     "load_mixture",
     "metrics",
+    "optim",
     "plots",
     "predict_tiles",
     "priors",

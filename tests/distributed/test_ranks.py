@@ -95,7 +95,9 @@ def plain_fit(posterior, loader, steps=3, **options):
 ADAM = {"epochs": 10, "accumulate": 2, "groups": 2, "lr": 0.05, "staged": True, "progress": False}
 
 
-NATURAL = {"epochs": 6, "optimizer": vi.NaturalGradient(lr=0.1, refresh=3), "progress": False}
+def fit_naturally(posterior, data):
+    optimizer = vi.optim.NaturalGradient(posterior, lr=0.1, refresh=3)
+    return posterior.fit(data, epochs=6, optimizer=optimizer, progress=False)
 
 
 def broken(n=N):
@@ -155,7 +157,7 @@ def ranks_of_a_fit(rank, size):
     posterior = make(seed=rank)
     out["empty result"], out["empty"] = plain_fit(posterior, loader(size, n=17)).history, learned(posterior)
     posterior = make(vi.Rotated(vi.MeanField()), seed=rank)
-    posterior.fit(loader(size), **NATURAL)
+    fit_naturally(posterior, loader(size))
     out["natural"] = learned(posterior)
     paced = {**ADAM, "epochs": 20, "kl_warmup": "paced"}
     out["paced"] = make(seed=rank).fit(loader(size), **paced).history
@@ -238,7 +240,7 @@ def test_a_fit_agrees_with_that_of_one_process(ranks):
 
 def test_natural_gradients_and_their_coordinates_agree_with_those_of_one_process(ranks):
     posterior = make(vi.Rotated(vi.MeanField()))
-    posterior.fit(loader(), **NATURAL)
+    fit_naturally(posterior, loader())
     for out in ranks:
         close(out["natural"], ranks[0]["natural"], 0.0)
         close(out["natural"], learned(posterior), 1e-6)  # rounding, over 18 steps and 4 turns

@@ -46,31 +46,12 @@ def test_clipped_tempered_and_in_stages_too(name, device):
     check_same_bits(own, others)
 
 
-@pytest.mark.parametrize("name", ["mean field", "rotated"])
-def test_natural_gradient_steps_too(name, device):
-    (captured, own), (_, others) = both(name, device, optimizer=vi.NaturalGradient(), steps=15)
-    assert device.type != "cuda" or was_captured(captured), captured.notes
-    check_same_bits(own, others)
-
-
 @pytest.mark.parametrize("name", ["mean field", "precision", "mixture"])
 def test_with_a_rise_that_waits_for_the_likelihood_too(name, device):
     """What the graph tells of the likelihood decides λ of the next steps."""
     (captured, own), (eager, others) = both(name, device, steps=40, kl_warmup="paced")
     assert device.type != "cuda" or was_captured(captured), captured.notes
     assert torch.equal(captured.history["temperature"], eager.history["temperature"])
-    check_same_bits(own, others)
-
-
-@pytest.mark.parametrize(
-    "name", ["mean field", "covariance", "mixture", "rotated", "rotated precision", "convolutional"]
-)
-@pytest.mark.parametrize("natural", [False, True])
-def test_preconditioned_too(name, natural, device):
-    """Coordinates are refreshed outside of the captured step, in place."""
-    options = {"optimizer": vi.Soap(refresh=2, turn=2, natural=natural), "steps": 15}
-    (captured, own), (_, others) = both(name, device, **options)
-    assert device.type != "cuda" or was_captured(captured), captured.notes
     check_same_bits(own, others)
 
 

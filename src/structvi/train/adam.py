@@ -13,16 +13,11 @@ from torch.optim import Optimizer
 from ..families.forms import Factor
 from ..families.numerics.algebra import square_on_host
 from ..families.numerics.fused import LowRankGradient, kernels_serve
+from ..optim.adam import FACTOR_RATE
 
 #: The gradients of factors [P, K] as their two sides, of those whose `.grad` is not written.
 Thin = Mapping[Tensor, LowRankGradient]
 
-#: Log scales start about five below where many end, and move by at most the rate a step: smaller ones take long.
-DEFAULT_LR = 0.02
-#: A factor [P, K] learns at most at this rate over √P, relative to the others. Adam moves each entry by about the rate
-#: at every step, signal or not, and a column, whose length matters when it is one, by √P times that: at the full rate
-#: the noise of twenty columns costs more than they bring (docs/optimisation.md).
-FACTOR_RATE = 2.5
 #: Numbers of a factor's gradient that are made at once on a CPU.
 _COLUMNS = 2**18
 #: Rows of such a gradient's sides that are added one by one.
@@ -65,12 +60,6 @@ class Adam(torch.optim.Adam):
             for group, rate in zip(self.param_groups, before, strict=True):
                 group["lr"] = rate
 
-    #: whether the coordinates of families stay from now on: their iterates are averaged
-    settled = False
-
-    def after_step(self) -> None:
-        """After every step that was made, captured or not: what must not be part of a captured one."""
-
     @torch.no_grad()
     def step(
         self,
@@ -105,7 +94,7 @@ class Adam(torch.optim.Adam):
             self._step(thin, coefficient, None)
 
     def _step(self, thin: Thin, coefficient: Tensor | float, make: Tensor | None) -> None:
-        """What `step` does; a kind of Adam that moves some parameters otherwise has one of its own."""
+        """What `step` does."""
         if self.gpu is not None and make is None:  # the kernels of a captured step, and so its bits
             make = torch.ones((), device=self.gpu)
             coefficient = torch.full((), float(coefficient), device=self.gpu)

@@ -74,12 +74,12 @@ def fit(
         epochs, steps: how long: one of them. A step takes `accumulate` batches. Around a network
             that is trained already use `laplace(loader, validation=held_out)`.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
-        optimizer: a torch optimizer, or a function from parameters to one; without weight decay. Or `Soap()`, which
-            preconditions the means: for deep networks that are trained from scratch; at λ = 1 `NaturalGradient()`.
+        optimizer: a torch optimizer, or a function from parameters to one; without weight decay. `vi.optim.Soap(bayes)`
+            preconditions the means of deep networks from scratch; at λ = 1 `vi.optim.NaturalGradient(bayes)`.
         scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step;
             by default a linear warm-up and a cosine decay to zero.
         warmup: the fraction of the steps in which the learning rate rises.
-        hold: the fraction of the steps after which it falls, 0.5 for deep networks from scratch with `Soap()`; by
+        hold: the fraction of the steps after which it falls, 0.5 for deep networks from scratch with `Soap`; by
             default from the end of the warm-up on.
         clip: the largest norm of the gradient of −elbo/N; None for no limit.
         accumulate: how many batches share one step.

@@ -13,6 +13,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
 from ..objective import Estimate, Estimator, NonFiniteError, not_finite
+from ..optim.coordinates import CoordinateOptimizer
 from ..posterior import Posterior
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
@@ -20,7 +21,6 @@ from ..util.interrupts import uninterrupted
 from ..util.random_streams import borrowed_stream
 from ..util.shown import shown
 from . import verdict as words
-from .adam import Adam
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
 from .checkpoints import save
@@ -96,8 +96,7 @@ class Run:
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        nats = settings.num_data / settings.temperature
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family, nats)
+        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
         self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total, settings.hold)
         self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
@@ -196,7 +195,11 @@ class Run:
         state = replace(state, rows=state.rows + taken.whole)
         # observations a step, or as far as is known yet
         mean = self.mean_rows or state.rows / (state.step + 1)
-        if isinstance(self.optimizer, Adam) and settings.average and state.step >= state.end - self.last_part:
+        if (
+            isinstance(self.optimizer, CoordinateOptimizer)
+            and settings.average
+            and state.step >= state.end - self.last_part
+        ):
             self.optimizer.settled = True
         try:
             values, norm = self.make_step(taken.batches, [rows / mean for rows in taken.rows], lam, taken.whole / mean)

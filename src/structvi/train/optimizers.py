@@ -1,4 +1,4 @@
-"""Which optimizer moves the parameters of a fit: the default one, Soap, NaturalGradient, or the user's."""
+"""The optimizer that moves the parameters of a fit: the default one, or the user's."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..families.family import Family
-from .adam import DEFAULT_LR, Adam
-from .natural import NaturalAdam, NaturalGradient
-from .soap import Soap, SoapAdam
+from ..optim.adam import DEFAULT_LR
+from .adam import Adam
 
-OptimizerLike = Optimizer | Soap | NaturalGradient | Callable[[list[Tensor]], Optimizer]
+OptimizerLike = Optimizer | Callable[[list[Tensor]], Optimizer]
 
 
 def make_optimizer(
@@ -19,30 +18,22 @@ def make_optimizer(
     optimizer: OptimizerLike | None,
     lr: float | None,
     family: Family,
-    nats: float = 1.0,
 ) -> Optimizer:
-    """Adam, Soap, NaturalGradient, or the user's own, which must hold these parameters and keep the optimum.
+    """Adam, or the user's own, which must hold these parameters and keep the optimum.
 
     Args:
         parameters: all that is learned.
         optimizer: what was asked for; None for Adam.
         lr: of Adam.
-        family: which of the parameters are its factors and means.
-        nats: N/λ.
+        family: which of the parameters are its factors.
     """
     if optimizer is None:
         return Adam(parameters, lr=DEFAULT_LR if lr is None else lr, factors=family.factors())
     if lr is not None:
         raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
-    if isinstance(optimizer, Soap):
-        return optimizer.make(parameters, family, nats)
-    if isinstance(optimizer, NaturalGradient):
-        return optimizer.make(parameters, family.factors(), family, nats)
     made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(made, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch optimizer or a function of parameters to one, or Soap(), got {made!r}"
-        )
+        raise TypeError(f"optimizer must be a torch optimizer or a function of parameters to one, got {made!r}")
     if isinstance(made, torch.optim.LBFGS):
         raise TypeError("LBFGS searches along a line of a fixed function, and the ELBO is estimated anew at each call")
     for group in made.param_groups:
@@ -60,4 +51,5 @@ def make_optimizer(
 
 def described(optimizer: Optimizer) -> str:
     """What a resumed fit must share, beside learning rates."""
-    return str(optimizer.recipe) if isinstance(optimizer, SoapAdam | NaturalAdam) else type(optimizer).__name__
+    options = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
+    return f"{type(optimizer).__name__} with {options}"

@@ -155,8 +155,6 @@ class Step:
         elbo, self.fit = torch.tensor(values[:groups], dtype=torch.float64), sum(values[groups:]) / groups
         if graph is None and not moved:
             self._move(size, thin)
-        if isinstance(self.optimizer, Adam):
-            self.optimizer.after_step()
         if self.posterior.model.precision == torch.float16:
             self.posterior.model.scale.count()
         return Outcome(elbo, size)

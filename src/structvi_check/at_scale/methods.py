@@ -12,7 +12,7 @@ from structvi.couplings import naive
 from structvi.families import MAP, Density, Family, LowRankPrecision, MeanField, Rotated
 from structvi.families.mean_field import DiagonalNormal
 from structvi.front_door import variationalize
-from structvi.train.soap import Soap
+from structvi.optim import Soap
 
 from ..adapters import Adapter
 from ..peers import SWAG, DeepEnsemble, DropoutNetwork
@@ -78,7 +78,7 @@ class FromScratch(WithDensity):
         )
         start = _log_scales(bayes)
         bayes.fit(
-            loader(data), epochs=EPOCHS, optimizer=Soap(0.01, 0.05), temperature=self.temperature, restarts=0,
+            loader(data), epochs=EPOCHS, optimizer=Soap(bayes, 0.01, 0.05), temperature=self.temperature, restarts=0,
             stop=False, progress=False, seed=seed,
         )  # fmt: skip
         self.moved = float((_log_scales(bayes) - start).abs().mean())
@@ -130,7 +130,9 @@ class Laplace(WithDensity):
 def optimum(data: Data, seed: int) -> nn.Module:
     """The mode of the posterior, by the same steps as ours."""
     bayes = variationalize(data.build(), data.likelihood, MAP(), data.prior)
-    bayes.fit(loader(data), epochs=EPOCHS, optimizer=Soap(0.01), restarts=0, stop=False, progress=False, seed=seed)
+    bayes.fit(
+        loader(data), epochs=EPOCHS, optimizer=Soap(bayes, 0.01), restarts=0, stop=False, progress=False, seed=seed
+    )
     return bayes.mean_network()
 
 
