@@ -27,7 +27,7 @@ from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.tempered import Tempered, annealed
 from .network_mixture import Ensemble, MixtureResult, load_mixture
-from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
+from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .predict import metrics
 from .predict.local_mixture import LocalMixture
@@ -72,6 +72,7 @@ __all__ = [
     "Draws",
     "Ensemble",
     "Estimate",
+    "Estimator",
     "Family",
     "FitResult",
     "FittedDropout",
@@ -105,10 +106,8 @@ __all__ = [
     "couplings",
     "diagnostics",
     "elbo",
-    "elbo_groups",
     "fit_density",
     "fit_many",
-    "full_elbo",
     "imaging",
     "kl",
     "likelihoods",

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .couplings import Coupling, paired
 from .families.family import Family
 from .models.bayesian_model import BayesianModel
 from .models.calibration import Calibration
@@ -157,36 +156,20 @@ class Posterior(nn.Module):
         self,
         batch: Any,
         *,
-        groups: int = 1,
-        coupling: Coupling = paired,
-        estimator: Estimator = "path",
-        temperature: float = 1.0,
+        estimator: Estimator = Estimator(),
+        kl_weight: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """−(E log lik − λ KL[q‖prior]) / N in nats per observation, for a loop of your own."""
-        terms = self.terms(batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator)
-        return -(terms.fit - temperature * terms.complexity).mean() / self.model.num_data
+        """Return −(E log lik − λ KL[q‖prior])/N in nats per observation, for a loop of your own; λ is `kl_weight`."""
+        terms = self.terms(batch, estimator=estimator, generator=generator)
+        return -terms.objective(kl_weight).mean() / self.model.num_data
 
     def terms(
-        self,
-        batch: Any,
-        *,
-        groups: int = 1,
-        coupling: Coupling = paired,
-        estimator: Estimator = "path",
-        generator: torch.Generator | None = None,
+        self, batch: Any, *, estimator: Estimator = Estimator(), generator: torch.Generator | None = None
     ) -> Terms:
-        """E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
+        """Return E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
         with self.network_mode():
-            return elbo_terms(
-                self.family,
-                self.model,
-                batch,
-                groups=groups,
-                coupling=coupling,
-                estimator=estimator,
-                generator=generator,
-            )
+            return elbo_terms(self.family, self.model, batch, estimator, generator)
 
 
 class EnsembleBase(nn.Module):

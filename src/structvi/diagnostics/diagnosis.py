@@ -5,7 +5,7 @@ from typing import Any
 
 from ..families.family import Family
 from ..models.target import Target
-from ..objective import NonFiniteError
+from ..objective import Kind, NonFiniteError
 from ..parameters import Parameters
 from ..posterior import Posterior
 from ..result import Result, Status
@@ -265,7 +265,7 @@ def _gradients(
         findings.append(Finding("gradient signal/noise", "not measured", "not available", text))
         return
     density = Problem.of(q, data).family()
-    estimator = "path" if density.offers("log_prob") or not density.has_density else "entropy"
+    estimator: Kind = "path" if density.offers("log_prob") or not density.has_density else "entropy"
     noise = parts["gradients"] = gradient_noise(q, data, repeats=allowed.repeats, estimator=estimator, seed=seed + 2)
     own = noise.groups["paired"]
     value = ", ".join(f"{group} {ratio.snr:.2g}" for group, ratio in own.items())

@@ -12,7 +12,7 @@ from ..density.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
-from ..objective import Estimate, elbo_groups
+from ..objective import Estimate, Estimator, Kind, elbo_terms
 from ..parameters import Parameters
 from ..posterior import Posterior
 from ..train.batches import Batches
@@ -70,11 +70,11 @@ class Problem:
             read = self.batches.everything(most)
             return elbo_over(self.posterior, read, groups=groups, generator=self.generator(seed))
         density = self.family()
-        estimator = "log_q" if density.offers("log_prob") else "entropy"
+        kind: Kind = "log_q" if density.offers("log_prob") else "entropy"
         with torch.no_grad():
-            values = elbo_groups(
-                self.family, self.target, groups=groups, estimator=estimator, generator=self.generator(seed)
-            )
+            values = elbo_terms(
+                self.family, self.target, None, Estimator(kind, groups), self.generator(seed)
+            ).objective()
         return Estimate.of(values, density.bound)
 
     def log_joint(self, theta: Tensor) -> Tensor:

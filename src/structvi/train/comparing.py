@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..couplings import Coupling, paired
-from ..objective import Estimate, full_elbo, full_objectives
+from ..objective import Estimate, Estimator, full_terms
 from ..posterior import Posterior
 from ..util.random_streams import borrowed_stream
 
@@ -42,9 +42,8 @@ def elbo_over(
         groups, coupling, generator: as in `elbo`.
     """
     with posterior.network_mode():
-        return full_elbo(
-            posterior.family, posterior.model, batches, groups=groups, coupling=coupling, generator=generator
-        )
+        estimator = Estimator(groups=groups, coupling=coupling)
+        return full_terms(posterior.family, posterior.model, batches, estimator, generator).estimate()
 
 
 def worth_on_seed(
@@ -68,8 +67,6 @@ def worth_on_seed(
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     stream = torch.Generator().manual_seed(seed + 2)
     with posterior.network_mode(), borrowed_stream(stream):
-        both = full_objectives(
-            posterior.family, posterior.model, batches, (1.0, temperature), groups=groups, coupling=coupling,
-            generator=generator,
-        )  # fmt: skip
-    return Worth(*both)
+        estimator = Estimator(groups=groups, coupling=coupling)
+        terms = full_terms(posterior.family, posterior.model, batches, estimator, generator)
+    return Worth(terms.estimate(), terms.estimate(temperature))

@@ -8,7 +8,7 @@ import torch
 
 from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
-from ..objective import Estimator
+from ..objective import Kind
 from ..posterior import Posterior
 from .members import fit_members, temperatures_of
 from .optimizers import OptimizerLike
@@ -35,7 +35,7 @@ def fit(
     temperature: float | Sequence[float] | Literal["validated"] = 1.0,
     groups: int = 1,
     coupling: Coupling = paired,
-    estimator: Estimator = "path",
+    estimator: Kind = "path",
     staged: bool | Literal["auto"] = "auto",
     average: bool = True,
     precision: torch.dtype | None = None,

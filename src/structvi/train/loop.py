@@ -12,7 +12,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
-from ..objective import Estimate, Estimator, NonFiniteError, not_finite
+from ..objective import Estimate, Kind, NonFiniteError, not_finite
 from ..posterior import Posterior
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
@@ -69,7 +69,7 @@ class Run:
         batches: Batches,
         settings: Settings,
         coupling: Coupling,
-        estimator: Estimator,
+        estimator: Kind,
         ranks: Ranks,
         optimizer: OptimizerLike | None,
         scheduler: SchedulerLike | None,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..couplings import Coupling, paired
 from ..models.batch import rows
 from ..networks.mixed_precision import check_precision
-from ..objective import Estimate, Estimator
+from ..objective import Estimate, Kind
 from ..posterior import Posterior
 from ..util.checks import check_integer, check_positive, check_seed
 from ..util.interrupts import uninterrupted
@@ -129,7 +129,7 @@ def stepper(
     clip: float | None = 10.0,
     groups: int = 1,
     coupling: Coupling = paired,
-    estimator: Estimator = "path",
+    estimator: Kind = "path",
     precision: torch.dtype | None = None,
     capture: bool = True,
     compile: bool = False,

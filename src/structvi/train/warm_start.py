@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, Likelihood, StudentT, split_mask
-from ..objective import NonFiniteError
+from ..objective import Estimator, NonFiniteError
 from ..parameters import Parameters
 from ..posterior import Posterior
 from ..util.batch_rows import rows_of
@@ -98,7 +98,7 @@ def _objective(posterior: Posterior, batches: Batches, temperature: float, seed:
     try:
         with torch.no_grad():
             for batch in batches.everything(FEW_BATCHES):
-                terms = posterior.terms(batch, groups=2, generator=generator)
+                terms = posterior.terms(batch, estimator=Estimator(groups=2), generator=generator)
                 total, count = total + float((terms.fit - temperature * terms.complexity).mean()), count + 1
     except NonFiniteError:
         return -inf
