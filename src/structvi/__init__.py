@@ -21,7 +21,6 @@ from .families import (
     kl,
 )
 from .files.file import CheckpointError
-from .front_door import Posterior, load, variationalize, variationalize_head
 from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
@@ -29,6 +28,7 @@ from .models.tempered import Tempered, annealed
 from .network_mixture import Ensemble, MixtureResult, load_mixture
 from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
+from .posterior import Posterior, load, variationalize, variationalize_head
 from .predict import metrics
 from .predict.local_mixture import LocalMixture
 from .predict.metrics import Metrics

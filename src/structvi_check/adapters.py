@@ -22,8 +22,8 @@ from structvi.families import (
     Mixture,
     PerLayer,
 )
-from structvi.front_door import variationalize
 from structvi.objective import Estimator, elbo
+from structvi.posterior import variationalize
 from structvi_paper.methods import KEEP
 
 from .problems import Data, Problem

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import inf, sqrt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from ..families.family import Family
 from ..models.batch import batch_size
 from ..models.target import Target
 from ..objective import Estimator, Kind, elbo
-from ..posterior import Posterior
 from ..predict.draws import target_of
 from ..util.checks import check_integer, check_seed
 from ..util.random_streams import borrowed_stream
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Below this ratio a step is mostly noise: a hundred of them are needed to see where the gradient points.
 MOSTLY_NOISE = 0.1
@@ -113,7 +115,7 @@ class GradientNoise:
 
 
 def gradient_noise(
-    q: Posterior | Family,
+    q: "Posterior | Family",
     data: Target | Iterable[Any],
     *,
     couplings: Mapping[str, Coupling] | None = None,

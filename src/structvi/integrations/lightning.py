@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..front_door import Posterior
 from ..models.batch import rows
 from ..objective import Estimate, Estimator
+from ..posterior import Posterior
 from ..result import Status
 from ..train.adam import DEFAULT_LR
 from ..train.batches import Batches

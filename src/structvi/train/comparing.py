@@ -1,14 +1,16 @@
 """Posteriors compared: what they are worth over all data, on draws that a seed alone decides."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..couplings import Coupling, paired
 from ..objective import Estimate, Estimator, full_terms
-from ..posterior import Posterior
 from ..util.random_streams import borrowed_stream
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: names of candidates
 LAST_STEP, WITHOUT_FACTOR = "last step", "rank 0 (mean field)"
@@ -27,7 +29,7 @@ def average_of(count: int) -> str:
 
 
 def elbo_over(
-    posterior: Posterior,
+    posterior: "Posterior",
     batches: Iterable[Any],
     *,
     groups: int = 64,
@@ -47,7 +49,7 @@ def elbo_over(
 
 
 def worth_on_seed(
-    posterior: Posterior,
+    posterior: "Posterior",
     batches: Iterable[Any],
     groups: int,
     seed: int,

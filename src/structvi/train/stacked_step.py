@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,13 @@ from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, Noise
 from ..objective import Estimator, Kind, log_q_at, terms_at
-from ..posterior import Posterior
 from ..util.host_reads import unread
 from .stacked import Stack, StackedAdam
 from .stacked_graph import StackedGraph, key_of
 from .stacked_noise import maker, noise_calls
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: gradients both ways may differ by this many roots of the rounding, relative to the largest
 CLOSE = 3.0
@@ -55,7 +57,7 @@ class Objective(nn.Module):
         groups, estimator: as in `elbo`.
     """
 
-    def __init__(self, posterior: Posterior, groups: int, estimator: Kind):
+    def __init__(self, posterior: "Posterior", groups: int, estimator: Kind):
         super().__init__()
         self.posterior, self.groups = posterior, groups
         self.estimator = Estimator(estimator, groups)
@@ -88,7 +90,7 @@ class StackedStep:
 
     def __init__(
         self,
-        posteriors: Sequence[Posterior],
+        posteriors: "Sequence[Posterior]",
         rates: dict[str, float],
         generators: Sequence[torch.Generator],
         *,

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from math import inf, isfinite, nan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,14 @@ from ..families.numerics.fused import LowRankGradient
 from ..models.batch import rows
 from ..networks.vmap_or_loop import training_key
 from ..objective import Estimator, Kind, NonFiniteError, check_estimator, check_spaces, scored_draws, terms_at
-from ..posterior import Posterior
 from ..util.host_reads import unread
 from .adam import Adam, Thin, gradient_norm
 from .by_hand import AtDraws, gradient_at, rounded
 from .cuda_graph import CapturedStep
 from .memory import explain, need_of, there_is
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
 _GRAPHS = 4
@@ -68,7 +70,7 @@ class Step:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         optimizer: torch.optim.Optimizer,
         generator: torch.Generator,
         *,

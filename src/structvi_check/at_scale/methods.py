@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from structvi.couplings import naive
 from structvi.families import MAP, Density, Family, LowRankPrecision, MeanField, Rotated
 from structvi.families.mean_field import DiagonalNormal
-from structvi.front_door import variationalize
+from structvi.posterior import variationalize
 from structvi.train.soap import Soap
 
 from ..adapters import Adapter
