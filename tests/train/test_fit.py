@@ -721,7 +721,7 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
         ({"epochs": 1, "precision": torch.float16}, "the weights are torch.float64"),
         ({"epochs": 1, "start": "cold"}, 'start must be None or "trained"'),
         ({"epochs": 1, "groups": 0}, "groups must be"),
-        ({"epochs": 1, "estimator": "best"}, "estimator must be"),
+        ({"epochs": 1, "estimator": "best"}, "kind of an Estimator"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p, weight_decay=0.1)}, "weight_decay=0.1.*prior"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "not posterior.parameters"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p), "lr": 0.1}, "lr=0.1 belongs"),
