@@ -169,7 +169,7 @@ def posterior(net: nn.Module, setting: Setting, shop: Shop, own: vi.Family) -> v
 def bound(bayes: vi.Posterior, shop: Shop) -> dict[str, float]:
     generator = torch.Generator(shop.device).manual_seed(0)
     with torch.no_grad():
-        found = vi.full_elbo(bayes.family, bayes.model, shop.plain(), groups=GROUPS, generator=generator)
+        found = bayes.elbo(shop.plain(), groups=GROUPS, generator=generator)
     return {"elbo": found.value, "elbo_error": found.standard_error, "gain": found.value - shop.constant()}
 
 

@@ -64,7 +64,14 @@ def ours(recipe, groups=1):
 
         def step():
             optimizer.zero_grad()
-            (-vi.elbo(q, target, groups=groups, coupling=vi.couplings.unscented, generator=generator)).backward()
+            (
+                -vi.elbo(
+                    q,
+                    target,
+                    estimator=vi.Estimator(groups=groups, coupling=vi.couplings.unscented),
+                    generator=generator,
+                )
+            ).backward()
             optimizer.step()
             schedule.step()
 

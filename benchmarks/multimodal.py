@@ -207,9 +207,12 @@ def precise(family: vi.Family, target: Multimodal, groups: int = 4096) -> tuple[
     """The ELBO and its standard error, on many fresh draws."""
     with torch.no_grad():
         generator = torch.Generator().manual_seed(12345)
-        values = vi.elbo_groups(
-            family, target, groups=groups, coupling=vi.couplings.naive, estimator="log_q", generator=generator
-        )
+        values = vi.objective.elbo_terms(
+            family,
+            target,
+            estimator=vi.Estimator("log_q", groups=groups, coupling=vi.couplings.naive),
+            generator=generator,
+        ).objective()
     return values.mean().item(), values.std().item() / groups**0.5
 
 

@@ -89,7 +89,7 @@ def parameters_step(point: Point, device: torch.device) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        (-vi.elbo(family, target, groups=point.S, coupling=vi.couplings.naive)).backward()
+        (-vi.elbo(family, target, estimator=vi.Estimator(groups=point.S, coupling=vi.couplings.naive))).backward()
         optimizer.step()
 
     return step

@@ -46,10 +46,18 @@ def fit(recipe, target, steps, seed=0):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         optimizer.zero_grad()
-        (-vi.elbo(q, target, groups=32, coupling=vi.couplings.naive, generator=generator)).backward()
+        (
+            -vi.elbo(q, target, estimator=vi.Estimator(groups=32, coupling=vi.couplings.naive), generator=generator)
+        ).backward()
         optimizer.step()
         schedule.step()
-    values = vi.elbo_groups(q, target, groups=4000, coupling=vi.couplings.naive, generator=generator).detach()
+    values = (
+        vi.objective.elbo_terms(
+            q, target, estimator=vi.Estimator(groups=4000, coupling=vi.couplings.naive), generator=generator
+        )
+        .objective()
+        .detach()
+    )
     return q, values.mean().item(), values.std().item() / 4000**0.5
 
 

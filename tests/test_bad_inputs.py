@@ -74,9 +74,9 @@ def classes(target, network=None):
     return log_joint((X, target), model(likelihoods.Categorical(), network=network))
 
 
-def fitted(fn, **options):
+def fitted(fn, groups=1):
     """The elbo of a log density whose function is `fn`."""
-    return vi.elbo(family(), vi.LogDensity(fn, SPACE), **options)
+    return vi.elbo(family(), vi.LogDensity(fn, SPACE), estimator=vi.Estimator(groups=groups))
 
 
 class Returns(vi.Family):
@@ -463,12 +463,12 @@ TABLE = {
         r"different parameters: P = 3 \(c, \.\.\) and P = 3 \(a, b, \.\.\); bind the family",
     ),
     "elbo: unknown estimator": (
-        lambda: vi.elbo(family(), TARGET, estimator="reinforce"),
+        lambda: vi.elbo(family(), TARGET, estimator=vi.Estimator("reinforce")),
         ValueError,
         r'"path", "log_q" or "entropy", got \'reinforce\'',
     ),
     "elbo: unknown estimator, point mass": (
-        lambda: vi.elbo(family(vi.MAP()), TARGET, estimator="pathwise"),
+        lambda: vi.elbo(family(vi.MAP()), TARGET, estimator=vi.Estimator("pathwise")),
         ValueError,
         r'"path", "log_q" or "entropy", got \'pathwise\'',
     ),
@@ -478,32 +478,32 @@ TABLE = {
         r"Own can only draw.*Write its `log_prob` or its `entropy`",
     ),
     "elbo: path without log_prob": (
-        lambda: vi.elbo(Returns(OnlyEntropy()), TARGET, estimator="path"),
+        lambda: vi.elbo(Returns(OnlyEntropy()), TARGET, estimator=vi.Estimator("path")),
         ValueError,
-        r"estimator='path' needs `log_prob`, which OnlyEntropy does not offer; use estimator='entropy'",
+        r'Estimator\("path"\) needs `log_prob`, which OnlyEntropy does not offer; use "entropy"',
     ),
     "elbo: log_q without log_prob": (
-        lambda: vi.elbo(Returns(OnlyEntropy()), TARGET, estimator="log_q"),
+        lambda: vi.elbo(Returns(OnlyEntropy()), TARGET, estimator=vi.Estimator("log_q")),
         ValueError,
-        r"estimator='log_q' needs `log_prob`.*use estimator='entropy'",
+        r'Estimator\("log_q"\) needs `log_prob`.*use "entropy"',
     ),
     "elbo: entropy without entropy": (
-        lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, estimator="entropy"),
+        lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, estimator=vi.Estimator("entropy")),
         ValueError,
-        r"estimator='entropy' needs `entropy`.*use estimator='path' or 'log_q'",
+        r'Estimator\("entropy"\) needs `entropy`.*use "path" or "log_q"',
     ),
     "elbo: log_prob of the wrong shape": (
-        lambda: vi.elbo(Returns(WideLogProb()), TARGET, groups=2, estimator="log_q"),
+        lambda: vi.elbo(Returns(WideLogProb()), TARGET, estimator=vi.Estimator("log_q", groups=2)),
         ValueError,
         r"WideLogProb\.log_prob must return \[S\] = \[2\].*got shape \(2, 1\)",
     ),
     "elbo: score of the wrong shape": (
-        lambda: vi.elbo(Returns(WideScore()), TARGET, groups=2),
+        lambda: vi.elbo(Returns(WideScore()), TARGET, estimator=vi.Estimator(groups=2)),
         ValueError,
         r"WideScore\.score must return \[S, P\], got shape \(2,\)",
     ),
     "elbo: entropy of the wrong shape": (
-        lambda: vi.elbo(Returns(WideEntropy()), TARGET, groups=3, estimator="entropy"),
+        lambda: vi.elbo(Returns(WideEntropy()), TARGET, estimator=vi.Estimator("entropy", groups=3)),
         ValueError,
         r"WideEntropy\.entropy\(\) must return a scalar, got shape \(3,\)",
     ),
@@ -513,7 +513,7 @@ TABLE = {
         r"TensorDraws\.draw must return Draws\(theta \[S, P\], weight \[S\]\), got Tensor",
     ),
     "elbo: weights of the wrong shape": (
-        lambda: vi.elbo(Returns(WrongWeights()), TARGET, groups=2),
+        lambda: vi.elbo(Returns(WrongWeights()), TARGET, estimator=vi.Estimator(groups=2)),
         ValueError,
         r"draw gave theta \(2, 3\) and weight \(2, 1\); expected \[S, P\] and \[S\]",
     ),
@@ -586,8 +586,16 @@ TABLE = {
         ValueError,
         r"forward\(input\) does not take \['image', 'age'\]: tell which.*keys=.*or give it a function forward=",
     ),
-    "elbo: groups": (lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, groups=0), ValueError, r"integer ≥ 1, got 0"),
-    "elbo: coupling": (lambda: vi.elbo(family(), TARGET, coupling="naive"), TypeError, r"callable.*got 'naive'"),
+    "elbo: groups": (
+        lambda: vi.elbo(Returns(OnlyLogProb()), TARGET, estimator=vi.Estimator(groups=0)),
+        ValueError,
+        r"integer ≥ 1, got 0",
+    ),
+    "elbo: coupling": (
+        lambda: vi.elbo(family(), TARGET, estimator=vi.Estimator(coupling="naive")),
+        TypeError,
+        r"callable.*got 'naive'",
+    ),
     "elbo: a seed": (lambda: vi.elbo(family(), TARGET, generator=0), TypeError, r"torch\.Generator, got int"),
     "elbo: without a batch": (
         lambda: vi.elbo(family(space=(m := model()).space), m),
@@ -871,9 +879,9 @@ MENU = {
         r"all parts of a mixture must have a density, or none",
     ),
     "mixture: closed-form entropy": (
-        lambda: vi.elbo(family(vi.Mixture(vi.MeanField(), 2)), TARGET, estimator="entropy"),
+        lambda: vi.elbo(family(vi.Mixture(vi.MeanField(), 2)), TARGET, estimator=vi.Estimator("entropy")),
         ValueError,
-        r"use estimator='path' or 'log_q'",
+        r'use "path" or "log_q"',
     ),
     "blocks: no dict": (lambda: vi.PerLayer([vi.MAP()]), TypeError, r"a dict of patterns and families, got list"),
     "blocks: empty": (lambda: vi.PerLayer({}), ValueError, r"at least one pattern"),
@@ -915,7 +923,7 @@ MENU = {
         r'gates are for q="logistic_normal"',
     ),
     "fitted dropout: density over weights, no model": (
-        lambda: vi.elbo(family(vi.FittedDropout(weights=vi.MeanField())), TARGET, groups=2),
+        lambda: vi.elbo(family(vi.FittedDropout(weights=vi.MeanField())), TARGET, estimator=vi.Estimator(groups=2)),
         TypeError,
         r"needs a BayesianModel",
     ),

@@ -92,7 +92,7 @@ def test_couplings_lower_the_variance_they_are_meant_to_lower():
         parameters = {"mean": q.mean, "scale": q.log_scale, "factor": q.factor}
         samples = []
         for _ in range(300):
-            value = vi.elbo(q, target, groups=groups, coupling=coupling, generator=generator)
+            value = vi.elbo(q, target, estimator=vi.Estimator(groups=groups, coupling=coupling), generator=generator)
             samples.append(torch.autograd.grad(value, list(parameters.values())))
         return {name: torch.stack([s[i] for s in samples]).var(0).sum().item() for i, name in enumerate(parameters)}
 

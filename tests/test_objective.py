@@ -27,23 +27,32 @@ def exact_elbo(q):
 def test_the_value_is_the_elbo_in_nats(recipe, estimator):
     """4000 groups, five standard errors over groups."""
     q = recipe.bind(SPACE, seeded())
-    values = vi.elbo_groups(q, TARGET, groups=4000, estimator=estimator, generator=seeded()).detach()
+    values = (
+        vi.objective.elbo_terms(q, TARGET, estimator=vi.Estimator(estimator, groups=4000), generator=seeded())
+        .objective()
+        .detach()
+    )
     error = values.std() / 4000**0.5
     assert abs(values.mean() - exact_elbo(q)) < 5 * error + 1e-9
 
 
 def test_path_and_log_q_have_the_same_value_on_the_same_draws():
     q = vi.LowRankNormal(2).bind(SPACE, seeded())
-    path, log_q = (vi.elbo(q, TARGET, groups=5, estimator=e, generator=seeded()) for e in ("path", "log_q"))
+    path, log_q = (
+        vi.elbo(q, TARGET, estimator=vi.Estimator(e, groups=5), generator=seeded()) for e in ("path", "log_q")
+    )
     torch.testing.assert_close(path, log_q, rtol=1e-12, atol=0)
 
 
 def test_elbo_is_the_mean_over_groups():
     q = vi.LowRankNormal(2).bind(SPACE, seeded())
-    groups = vi.elbo_groups(q, TARGET, groups=5, coupling=vi.couplings.unscented, generator=seeded())
+    groups = vi.objective.elbo_terms(
+        q, TARGET, estimator=vi.Estimator(groups=5, coupling=vi.couplings.unscented), generator=seeded()
+    ).objective()
     assert groups.shape == (5,)
     torch.testing.assert_close(
-        groups.mean(), vi.elbo(q, TARGET, groups=5, coupling=vi.couplings.unscented, generator=seeded())
+        groups.mean(),
+        vi.elbo(q, TARGET, estimator=vi.Estimator(groups=5, coupling=vi.couplings.unscented), generator=seeded()),
     )
 
 
@@ -52,7 +61,9 @@ def test_same_seed_same_bits():
 
     def gradients():
         q.zero_grad()
-        vi.elbo(q, TARGET, groups=3, coupling=vi.couplings.unscented, generator=seeded(7)).backward()
+        vi.elbo(
+            q, TARGET, estimator=vi.Estimator(groups=3, coupling=vi.couplings.unscented), generator=seeded(7)
+        ).backward()
         return [p.grad.clone() for p in q.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
@@ -61,7 +72,7 @@ def test_same_seed_same_bits():
 @pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
 def test_a_point_mass_maximises_the_log_joint(estimator):
     q = vi.MAP().bind(vi.Parameters({"z": torch.ones(3, dtype=torch.float64)}))
-    value = vi.elbo(q, TARGET, estimator=estimator)
+    value = vi.elbo(q, TARGET, estimator=vi.Estimator(estimator))
     point = torch.ones(3, dtype=torch.float64)
     assert value.item() == pytest.approx((-0.5 * point @ PRECISION @ point).item())
     (gradient,) = torch.autograd.grad(value, q.point)
@@ -82,5 +93,6 @@ def test_a_network_and_a_log_density_of_the_same_model_agree():
     density = vi.LogDensity(log_joint, model.space)
     q = vi.LowRankNormal(1).bind(model.space, seeded())
     torch.testing.assert_close(
-        vi.elbo(q, model, (x, t), groups=4, generator=seeded()), vi.elbo(q, density, groups=4, generator=seeded())
+        vi.elbo(q, model, (x, t), estimator=vi.Estimator(groups=4), generator=seeded()),
+        vi.elbo(q, density, estimator=vi.Estimator(groups=4), generator=seeded()),
     )

@@ -152,8 +152,6 @@ DRAWS = {
     ),
     "elbo": lambda g: vi.elbo(wide(), TARGET, generator=g),
     "elbo posterior": lambda g: torch.tensor(posterior().elbo(DATA, groups=2, generator=g).value),
-    "elbo_groups": lambda g: vi.elbo_groups(wide(), TARGET, generator=g),
-    "full_elbo": lambda g: torch.tensor(vi.full_elbo(posterior().family, posterior().model, DATA, generator=g).value),
     "loss": lambda g: posterior().loss(DATA[0], generator=g),
     "terms": lambda g: posterior().terms(DATA[0], generator=g).fit,
     "bind": lambda g: vi.Mixture(vi.MeanField(), 2).bind(vi.Parameters.of(net()), generator=g)().mean,

@@ -139,10 +139,10 @@ def fit(recipe):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        (-vi.elbo(q, target, groups=8, generator=generator)).backward()
+        (-vi.elbo(q, target, estimator=vi.Estimator(groups=8), generator=generator)).backward()
         optimizer.step()
         schedule.step()
-    return q, vi.elbo(q, target, groups=4000, generator=generator).item()
+    return q, vi.elbo(q, target, estimator=vi.Estimator(groups=4000), generator=generator).item()
 
 
 # A full normal, the Student-t and the bent family on the banana: shades are the target, points are draws.

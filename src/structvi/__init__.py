@@ -21,14 +21,14 @@ from .families import (
     kl,
 )
 from .files.file import CheckpointError
-from .front_door import Posterior, load, variationalize, variationalize_head
 from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.tempered import Tempered, annealed
 from .network_mixture import Ensemble, MixtureResult, load_mixture
-from .objective import Estimate, NonFiniteError, elbo, elbo_groups, full_elbo
+from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
+from .posterior import Posterior, load, variationalize, variationalize_head
 from .predict import metrics
 from .predict.local_mixture import LocalMixture
 from .predict.metrics import Metrics
@@ -70,6 +70,7 @@ __all__ = [
     "Draws",
     "Ensemble",
     "Estimate",
+    "Estimator",
     "Family",
     "FitResult",
     "FittedDropout",
@@ -101,10 +102,8 @@ __all__ = [
     "couplings",
     "diagnostics",
     "elbo",
-    "elbo_groups",
     "fit_density",
     "fit_many",
-    "full_elbo",
     "imaging",
     "kl",
     "likelihoods",

@@ -16,12 +16,10 @@ from .families.family import Family
 from .files.file import CheckpointError, opened, write
 from .files.posterior_description import refusing
 from .files.posterior_file import check_calibration
-from .front_door import Posterior, load, variationalize
 from .models.calibration import Calibration
 from .models.priors.base import Prior
 from .objective import Estimate, NonFiniteError
-from .posterior import EnsembleBase
-from .posterior import Posterior as PlainPosterior
+from .posterior import EnsembleBase, Posterior, load, variationalize
 from .predict.calibration import calibrate
 from .predict.metrics import evaluate
 from .predict.predict import predict
@@ -268,7 +266,6 @@ class Ensemble(EnsembleBase):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for c, member in enumerate(self.posteriors):
-            assert isinstance(member, Posterior)
             member.save(folder / f"network-{c}.safetensors")
         tensors, found = {"weights": self.weights}, self.calibration
         if found is not None and found.conformal is not None:
@@ -382,4 +379,4 @@ def copy_of(part: Any) -> Any:
     return copy.deepcopy(part) if isinstance(part, nn.Module) else part
 
 
-PlainPosterior.mixed_by = Ensemble
+Posterior.mixed_by = Ensemble

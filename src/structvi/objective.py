@@ -1,57 +1,124 @@
-"""The one objective: the evidence lower bound, in nats for the whole data set; at minibatches, and over all data."""
+"""The objective: the evidence lower bound (ELBO), in nats for the whole data set, at a minibatch or over all data."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import inf, isnan, nan, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from .couplings import Coupling, paired
-from .families.density import Density, Draws, check_draw
+from .families.density import Density, Draws
 from .families.family import Family
 from .families.numerics.algebra import sum_weights
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.priors.base import learns
 from .models.target import Target
+from .util.checks import check_generator, check_integer
 from .util.host_reads import reads
 
-Estimator = Literal["path", "log_q", "entropy"]
+Kind = Literal["path", "log_q", "entropy"]
 
 
 class NonFiniteError(ValueError):
     """A log density was infinite or not a number at some draw."""
 
 
-def elbo(
-    family: Family,
-    target: Target,
-    batch: Any = None,
-    *,
-    groups: int = 1,
-    coupling: Coupling = paired,
-    estimator: Estimator = "path",
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """An unbiased estimate of ELBO = E_q[log p(data, θ) − log q(θ)], in nats, to be maximised.
-
-    Draws θ_s with weights w_s, Σ w_s = 1, give
+@dataclass(frozen=True)
+class Estimator:
+    """An unbiased estimator of the ELBO from draws θ_s with weights w_s, Σ w_s = 1.
 
         path     Σ w_s (log p(θ_s) − log q(θ_s)), without the gradient of log q at fixed θ, whose expectation is zero:
                  the gradient's variance vanishes where q equals the posterior. Needs `log_prob`.
         log_q    the same with the whole gradient. Needs `log_prob`.
         entropy  Σ w_s log p(θ_s) + H(q). Needs `entropy`.
 
-    For point masses (MAP) there is no bound: the value is Σ w_s log p(θ_s), whatever the estimator.
+    Point masses (MAP) have no bound: the value is Σ w_s log p(θ_s) for every kind.
+
+    Args:
+        kind: "path", "log_q" or "entropy".
+        groups: number of independent groups of coupled draws.
+        coupling: `couplings.naive`, `paired`, `unscented`, or a callable of your own.
+
+    Example:
+        >>> from structvi import couplings
+        >>> Estimator(groups=4, coupling=couplings.unscented).kind
+        'path'
+    """
+
+    kind: Kind = "path"
+    groups: int = 1
+    coupling: Coupling = paired
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f'the kind of an Estimator must be "path", "log_q" or "entropy", got {self.kind!r}')
+        check_integer("groups", self.groups)
+        if not callable(self.coupling):
+            raise TypeError(
+                f"coupling must be a callable such as vi.couplings.paired, got {self.coupling!r}; "
+                "see structvi.couplings.Coupling for its arguments"
+            )
+
+
+class Estimate(NamedTuple):
+    """An estimate with its standard error over groups of draws; nan for a single group."""
+
+    value: float
+    standard_error: float
+    per_group: Tensor  # [groups], float64
+    #: False where part of q is a point mass: the value is then E log p(data, θ) without that part's entropy
+    bound: bool = True
+
+    def __str__(self) -> str:
+        error = "" if isnan(self.standard_error) else f" ± {self.standard_error:.2f}"
+        return f"{self.value:.2f}{error} nats"
+
+    @classmethod
+    def of(cls, per_group: Tensor, bound: bool = True) -> "Estimate":
+        per_group = per_group.detach().double().cpu()
+        groups = per_group.shape[0]
+        error = float(per_group.std()) / sqrt(groups) if groups > 1 else nan
+        return cls(float(per_group.mean()), error, per_group, bound)
+
+
+class Terms(NamedTuple):
+    """The two sides of the bound for each group of draws: elbo = fit − complexity."""
+
+    fit: Tensor  # [groups]: E log p(data | θ); E log p(data, θ) of a target without a likelihood of its own
+    complexity: Tensor  # [groups]: KL[q‖prior]; E log q of such a target
+    bound: bool = True  # as in `Estimate`
+
+    def objective(self, kl_weight: float | Tensor = 1.0) -> Tensor:
+        """Return fit − kl_weight·complexity, [groups]; the ELBO for a weight of one."""
+        return self.fit - kl_weight * self.complexity
+
+    def estimate(self, kl_weight: float = 1.0) -> Estimate:
+        """Return the mean of the objective over groups, with its standard error."""
+        return Estimate.of(self.objective(kl_weight), self.bound)
+
+
+def not_finite(groups: int) -> Estimate:
+    """Return the estimate −∞, for a posterior with draws of no density."""
+    return Estimate(-inf, nan, torch.full((groups,), -inf, dtype=torch.float64))
+
+
+def elbo(
+    family: Family,
+    target: Target,
+    batch: Any = None,
+    estimator: Estimator = Estimator(),
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return an unbiased estimate of ELBO = E_q[log p(data, θ) − log q(θ)], in nats, to be maximised.
 
     Args:
         family: bound, over the target's space.
         target: `BayesianModel`, `LogDensity`, or anything with `space` and `log_joint`.
         batch: passed to the target.
-        groups: how many independent groups of coupled draws.
-        coupling: `naive`, `paired`, `unscented`, or a callable of your own.
-        estimator: "path", "log_q" or "entropy".
+        estimator: the kind of estimate, the number of groups of draws, and their coupling.
         generator: the source of all randomness; the global stream if None.
 
     Example:
@@ -59,115 +126,138 @@ def elbo(
         >>> space = Parameters({"z": torch.zeros(2)})
         >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), space)
         >>> q = LowRankNormal(rank=1).bind(space)
-        >>> elbo(q, target, groups=4).requires_grad
+        >>> elbo(q, target, estimator=Estimator(groups=4)).requires_grad
         True
     """
-    values = elbo_groups(
-        family, target, batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator
-    )
-    return values.mean()
-
-
-def elbo_groups(
-    family: Family,
-    target: Target,
-    batch: Any = None,
-    *,
-    groups: int = 1,
-    coupling: Coupling = paired,
-    estimator: Estimator = "path",
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """`elbo` of each group of draws, [groups]: their mean is the estimate, their spread its standard error."""
-    terms = elbo_terms(
-        family, target, batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator
-    )
-    return terms.fit - terms.complexity
-
-
-class Terms(NamedTuple):
-    """The two sides of the bound, for each group of draws; elbo = fit − complexity, tempered fit − λ·complexity."""
-
-    fit: Tensor  # [groups]: E log p(data | θ); of a target that is not split, E log p(data, θ)
-    complexity: Tensor  # [groups]: KL[q‖prior]; of a target that is not split, E log q
+    return elbo_terms(family, target, batch, estimator, generator).objective().mean()
 
 
 def elbo_terms(
     family: Family,
     target: Target,
     batch: Any = None,
-    *,
-    groups: int = 1,
-    coupling: Coupling = paired,
-    estimator: Estimator = "path",
+    estimator: Estimator = Estimator(),
     generator: torch.Generator | None = None,
 ) -> Terms:
-    """How well the draws fit the data and what they cost, apart: what `elbo` subtracts."""
+    """Return fit and complexity of each group of draws; arguments as in `elbo`."""
     if not isinstance(family, Family):
         raise TypeError(
             f"elbo expects a family, got {type(family).__name__}; pass the family, not the density it builds"
         )
-    check_draw(groups, coupling, generator)
+    check_generator(generator)
     check_spaces(family, target)
     density = family()
-    check_estimator(density, estimator)
-    draws, log_q = draw_for(density, groups, coupling, estimator, generator)
-    return terms_at(density, draws, log_q, target, batch, groups, estimator)
+    draws, log_q = scored_draws(density, estimator, generator)
+    return terms_at(density, draws, log_q, target, batch, estimator)
 
 
-def draw_for(
-    density: Density, groups: int, coupling: Coupling, estimator: Estimator, generator: torch.Generator | None
+def full_terms(
+    family: Family,
+    model: BayesianModel,
+    loader: Iterable[Any],
+    estimator: Estimator = Estimator(groups=64),
+    generator: torch.Generator | None = None,
+) -> Terms:
+    """Return fit and complexity over all data, without gradients, in float64: all batches see the same draws.
+
+    Two posteriors over the same tensors with generators of the same seed are compared on common draws.
+
+    Args:
+        family: bound, over the model's space.
+        model: the network with likelihood and prior.
+        loader: batches; if they hold fewer than N observations in all, their log likelihood is scaled up to N.
+        estimator: groups and coupling of the draws; log q is evaluated at the draws where the family allows.
+        generator: the source of all randomness; the global stream if None.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods
+        >>> from structvi.models.priors import NormalPrior
+        >>> model = BayesianModel(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), 20)
+        >>> batches = [(torch.zeros(10, 3), torch.zeros(10, 1)), (torch.zeros(10, 3), torch.zeros(10, 1))]
+        >>> full_terms(MeanField().bind(model.space), model, batches, Estimator(groups=8)).fit.shape
+        torch.Size([8])
+    """
+    with torch.no_grad():
+        density = family()
+        # log q at the draws rather than the entropy: if q is the posterior, then every draw gives the same value
+        kind: Kind = "log_q" if not density.has_density or density.offers("log_prob") else "entropy"
+        estimator = Estimator(kind, estimator.groups, estimator.coupling)
+        # before the data, which may raise on one rank of several: ranks of a sharded posterior meet in log q
+        draws, log_q = scored_draws(density, estimator, generator)
+        log_likelihood, rows = torch.zeros_like(draws.weight, dtype=torch.float64), 0
+        for batch in loader:
+            values, B = model.batch_log_likelihood(draws.theta, batch, draws.fixed)
+            log_likelihood += values
+            rows += B
+        if not rows:
+            raise ValueError("the loader gave no batch: there is no ELBO without data")
+        log_likelihood *= model.num_data / rows
+        log_prior = model.log_prior(_point(draws), draws.fixed).double()
+        _check_finite(log_likelihood, "log likelihood of the full data")
+        _check_finite(log_prior, "log prior")
+        return _terms(density, draws, log_q, log_likelihood, log_prior, estimator)
+
+
+def scored_draws(
+    density: Density, estimator: Estimator, generator: torch.Generator | None
 ) -> tuple[Draws, Tensor | None]:
-    """Draws, and log q at them where the density has it for less."""
-    if density.has_density and estimator == "path":
-        return density.draw_scored(groups, coupling, generator)
-    return density.draw(groups, coupling, generator), None
+    """Return draws and log q at them, [S]; None in its place where the estimator or the density has none."""
+    check_estimator(density, estimator.kind)
+    groups, coupling = estimator.groups, estimator.coupling
+    if not density.has_density or estimator.kind == "entropy":
+        return density.draw(groups, coupling, generator), None
+    if estimator.kind == "log_q":
+        draws, log_q = density.draw(groups, coupling, generator), None
+    else:
+        draws, log_q = density.draw_scored(groups, coupling, generator)
+    check_draws(density, draws, groups)
+    return draws, log_q_at(density, _point(draws), path=estimator.kind == "path") if log_q is None else log_q
 
 
 def terms_at(
+    density: Density, draws: Draws, log_q: Tensor | None, target: Target, batch: Any, estimator: Estimator
+) -> Terms:
+    """Return the terms at the draws that `scored_draws` made."""
+    if not density.bound:
+        check_prior(density, target)
+    check_draws(density, draws, estimator.groups)
+    return _terms(density, draws, log_q, *log_joint(target, draws, batch), estimator)
+
+
+def _terms(
     density: Density,
     draws: Draws,
     log_q: Tensor | None,
-    target: Target,
-    batch: Any,
-    groups: int,
+    log_likelihood: Tensor,
+    log_prior: Tensor,
     estimator: Estimator,
 ) -> Terms:
-    """The terms at draws that were made before.
-
-    Args:
-        density: q.
-        draws: of it, in so many groups.
-        log_q: [S], with the gradient through the draws alone, where it is known; else the density is asked.
-        target, batch, groups, estimator: as in `elbo`.
-    """
-    check_prior(density, target)
-    check_draws(density, draws, groups)
-    log_likelihood, log_prior = log_joint(target, draws, batch)
-    cost = -log_prior
-    if density.has_density and estimator != "entropy":
-        point = draws.theta if draws.latent is None else draws.latent
-        cost = cost + (log_q_at(density, point, path=estimator == "path") if log_q is None else log_q)
-    complexity = per_group(cost, density, draws, groups) + density.latent_kl()
-    if density.has_density and estimator == "entropy":
+    cost = -log_prior if log_q is None else log_q - log_prior
+    complexity = _group_means(cost, density, draws, estimator.groups) + density.latent_kl()
+    if density.has_density and log_q is None:
         expected = f"{type(density).__name__}.entropy() must return a scalar"
         complexity = complexity - _shaped(density.entropy(), (), expected)
-    return Terms(per_group(log_likelihood, density, draws, groups), complexity)
+    return Terms(_group_means(log_likelihood, density, draws, estimator.groups), complexity, density.bound)
 
 
-def per_group(values: Tensor, density: Density, draws: Draws, groups: int) -> Tensor:
-    """The weighted mean of values at the draws [S], for each group of draws: [groups]."""
+def _group_means(values: Tensor, density: Density, draws: Draws, groups: int) -> Tensor:
+    """Return the weighted mean of values at the draws [S] for each group, [groups]."""
     weighted = draws.weight * values
-    if density.enumerates:
+    if density.enumerates:  # every group has all draws
         return weighted.sum().expand(groups)
     return groups * weighted.reshape(groups, -1).sum(-1)
 
 
-def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
-    """log q(θ) [S]; with `path` its gradient is only the one through θ, from the score: no graph through log q.
+def _point(draws: Draws) -> Tensor:
+    """Return the points at which q and the prior are evaluated, [S, P]."""
+    return draws.theta if draws.latent is None else draws.latent
 
-    The second term is zero in value and carries the gradient. (The shorter Σ score·θ has another value, and with it
-    another gradient for whatever multiplies it, such as the proportions of a mixture.)
+
+def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
+    """Return log q(θ), [S]; with `path` its gradient goes through θ alone.
+
+    The second term is zero in value and carries the gradient. The shorter Σ score·θ has the wrong value, and so the
+    wrong gradient for whatever multiplies it, such as the proportions of a mixture.
     """
     expected = f"{type(density).__name__}.log_prob must return [S] = [{theta.shape[0]}] for theta [S, P]"
     if not path:
@@ -180,7 +270,7 @@ def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
 
 
 def log_joint(target: Target, draws: Draws, batch: Any) -> tuple[Tensor, Tensor]:
-    """Log likelihood and log prior at the draws, checked: [S], [S]. A target that is not split has all in the first."""
+    """Return log likelihood and log prior at the draws, [S] each; without a likelihood the first is log p(data, θ)."""
     theta, _, fixed, latent = draws
     if isinstance(target, BayesianModel):
         values = target.log_likelihood(theta, batch, fixed)
@@ -212,7 +302,7 @@ def _check_finite(values: Tensor, what: str) -> None:
 
 
 def _shaped(value: Tensor, shape: tuple[int, ...], expected: str) -> Tensor:
-    """`value`, whose shape is `shape`: another one might broadcast to a wrong bound."""
+    """Return `value` if it has this shape: another shape might broadcast to a wrong bound."""
     if not isinstance(value, Tensor) or value.shape != shape:
         came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{expected}, got {came}")
@@ -220,6 +310,7 @@ def _shaped(value: Tensor, shape: tuple[int, ...], expected: str) -> Tensor:
 
 
 def check_draws(density: Density, draws: Draws, groups: int) -> None:
+    """Raise unless a family of the user's draws what it should."""
     name = type(density).__name__
     if not isinstance(draws, Draws):
         raise TypeError(f"{name}.draw must return Draws(theta [S, P], weight [S]), got {type(draws).__name__}")
@@ -233,7 +324,8 @@ def check_draws(density: Density, draws: Draws, groups: int) -> None:
 
 
 def check_spaces(family: Family, target: Target) -> None:
-    if not isinstance(target, BayesianModel) and not isinstance(target, Target):  # a protocol takes long to ask
+    """Raise unless family and target are over the same parameters."""
+    if not isinstance(target, BayesianModel) and not isinstance(target, Target):  # a protocol is slow to ask
         raise TypeError(
             f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
             "write BayesianModel(net, likelihood, prior, num_data), or LogDensity(fn, parameters) for a function"
@@ -247,6 +339,7 @@ def check_spaces(family: Family, target: Target) -> None:
 
 
 def check_prior(density: Density, target: Target) -> None:
+    """Raise if a prior learns its scale together with point masses."""
     if not density.bound and isinstance(target, BayesianModel) and learns(target.prior):
         raise ValueError(
             f"the {type(target.prior).__name__} learns its scale, and {type(density).__name__} has point masses: the "
@@ -255,9 +348,8 @@ def check_prior(density: Density, target: Target) -> None:
         )
 
 
-def check_estimator(density: Density, estimator: str) -> None:
-    if estimator not in ("path", "log_q", "entropy"):
-        raise ValueError(f'estimator must be "path", "log_q" or "entropy", got {estimator!r}')
+def check_estimator(density: Density, kind: Kind) -> None:
+    """Raise unless the density offers what this kind of estimator needs."""
     if not density.has_density:
         return
     offered = [name for name in ("log_prob", "entropy") if density.offers(name)]
@@ -266,129 +358,9 @@ def check_estimator(density: Density, estimator: str) -> None:
             f"{type(density).__name__} can only draw: no ELBO can be estimated from that. Write its `log_prob` or its "
             "`entropy`, or return a torch.distributions.Distribution that has one"
         )
-    needed = "entropy" if estimator == "entropy" else "log_prob"
+    needed = "entropy" if kind == "entropy" else "log_prob"
     if needed not in offered:
-        others = "'entropy'" if needed == "log_prob" else "'path' or 'log_q'"
+        others = '"entropy"' if needed == "log_prob" else '"path" or "log_q"'
         raise ValueError(
-            f"estimator={estimator!r} needs `{needed}`, which {type(density).__name__} does not offer; "
-            f"use estimator={others}"
+            f'Estimator("{kind}") needs `{needed}`, which {type(density).__name__} does not offer; use {others}'
         )
-
-
-# --------------------------------------------------------------------------------------------- over all data
-
-
-class Estimate(NamedTuple):
-    """An estimate with its standard error over groups of draws; nan for a single group."""
-
-    value: float
-    standard_error: float
-    per_group: Tensor  # [groups], float64
-    #: False where part of q is a point mass: the value is then E log p(data, θ) without that part's entropy
-    bound: bool = True
-
-    def __str__(self) -> str:
-        error = "" if isnan(self.standard_error) else f" ± {self.standard_error:.2f}"
-        return f"{self.value:.2f}{error} nats"
-
-    @classmethod
-    def of(cls, per_group: Tensor, bound: bool = True) -> "Estimate":
-        per_group = per_group.detach().double().cpu()
-        groups = per_group.shape[0]
-        error = float(per_group.std()) / sqrt(groups) if groups > 1 else nan
-        return cls(float(per_group.mean()), error, per_group, bound)
-
-
-def full_elbo(
-    family: Family,
-    model: BayesianModel,
-    loader: Iterable[Any],
-    *,
-    groups: int = 64,
-    coupling: Coupling = paired,
-    generator: torch.Generator | None = None,
-) -> Estimate:
-    """ELBO = Σ_n E_q log p(t_n | y_θ(x_n)) − KL[q‖prior], streamed over batches that all see the same draws.
-
-    Two posteriors over the same tensors, each with a generator of the same seed, are compared on common draws: their
-    noise is shared, and what differs is the posteriors.
-
-    Args:
-        family: bound, over the model's space.
-        model: the network with likelihood and prior.
-        loader: batches; where they hold fewer than N observations in all, their log likelihood is scaled up to N.
-        groups: how many independent groups of coupled draws.
-        coupling: `naive`, `paired`, `unscented`, or a callable of your own.
-        generator: the source of all randomness; the global stream if None.
-
-    Example:
-        >>> from structvi import MeanField, likelihoods
-        >>> from structvi.models.priors import NormalPrior
-        >>> model = BayesianModel(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), 20)
-        >>> batches = [(torch.zeros(10, 3), torch.zeros(10, 1)), (torch.zeros(10, 3), torch.zeros(10, 1))]
-        >>> full_elbo(MeanField().bind(model.space), model, batches, groups=8).per_group.shape
-        torch.Size([8])
-    """
-    return full_objectives(family, model, loader, (1.0,), groups=groups, coupling=coupling, generator=generator)[0]
-
-
-@torch.no_grad()
-def full_objectives(
-    family: Family,
-    model: BayesianModel,
-    loader: Iterable[Any],
-    temperatures: Sequence[float],
-    *,
-    groups: int = 64,
-    coupling: Coupling = paired,
-    generator: torch.Generator | None = None,
-) -> list[Estimate]:
-    """Σ_n E_q log p(t_n | y_θ(x_n)) − λ KL[q‖prior] for each λ, of one reading of the data; else as `full_elbo`.
-
-    Args:
-        temperatures: λ; one for the ELBO.
-        family, model, loader, groups, coupling, generator: as of `full_elbo`.
-
-    Example:
-        >>> from structvi import MeanField, likelihoods
-        >>> from structvi.models.priors import NormalPrior
-        >>> model = BayesianModel(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=0.1), NormalPrior(1.0), 20)
-        >>> batches = [(torch.zeros(20, 3), torch.zeros(20, 1))]
-        >>> elbo, tempered = full_objectives(MeanField().bind(model.space), model, batches, (1.0, 0.1))
-        >>> elbo.value < tempered.value
-        True
-    """
-    density = family()
-    draws = density.draw(groups, coupling, generator)
-    point = draws.theta if draws.latent is None else draws.latent
-    # log q at the draws rather than the entropy: where q is the posterior, every draw gives the same value. Before the
-    # data, which may end this on one rank of several: those of a sharded posterior need each other for it
-    at_draws = log_q_at(density, point, path=False) if density.has_density and density.offers("log_prob") else None
-    log_likelihood = torch.zeros_like(draws.weight, dtype=torch.float64)
-    seen = 0
-    for batch in loader:
-        values, B = model.batch_log_likelihood(draws.theta, batch, draws.fixed)
-        log_likelihood += values
-        seen += B
-    if not seen:
-        raise ValueError("the loader gave no batch: there is no ELBO without data")
-    log_likelihood *= model.num_data / seen
-    log_prior = model.log_prior(point, draws.fixed)
-    for values, what in ((log_likelihood, "log likelihood"), (log_prior, "log prior")):
-        if not bool(torch.isfinite(values).all()):
-            raise NonFiniteError(f"the {what} of the full data is not finite at some of {len(values)} draws")
-    cost = -log_prior.double()
-    if at_draws is not None:
-        cost = cost + at_draws
-    found = []
-    for lam in temperatures:
-        values = per_group(log_likelihood - lam * cost, density, draws, groups) - lam * density.latent_kl()
-        if density.has_density and not density.offers("log_prob"):
-            values = values + lam * density.entropy()
-        found.append(Estimate.of(values, density.bound))
-    return found
-
-
-def not_finite(groups: int) -> Estimate:
-    """What stands for the ELBO of a posterior some of whose draws have none."""
-    return Estimate(-inf, nan, torch.full((groups,), -inf, dtype=torch.float64))

@@ -1,34 +1,56 @@
-"""A posterior as plain data: a model, a family, and the modes the network is called in; operations are above it."""
+"""The posterior over a network's weights: `variationalize` makes it, its methods fit it, predict and save."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from .couplings import Coupling, paired
 from .families.family import Family
+from .families.full import FullNormal
+from .families.structured import LowRankNormal
+from .files import posterior_file
+from .models.batch import Keys
 from .models.bayesian_model import BayesianModel
 from .models.calibration import Calibration
-from .objective import Estimator, Terms, elbo_terms
-from .parameters import Parameters
+from .models.likelihoods import Bernoulli, Categorical
+from .models.priors.base import Prior
+from .models.priors.scale import NormalPrior
+from .networks.modes import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, is_in_training
+from .networks.vmap_or_loop import Mode
+from .objective import Estimate, Estimator, Terms, elbo_terms
+from .parameters import Parameters, Select
+from .predict.calibration import calibrate
+from .predict.function_space import output_moments
+from .predict.metrics import evaluate
+from .predict.overview import summary
+from .predict.predict import mean_network, predict, sample, sample_network
+from .predict.predictor import predictor
 from .result import Result, Status
+from .train.batches import Batches
+from .train.comparing import elbo_over
+from .train.fit import fit
+from .train.grow import grow
+from .train.head import fit_head
+from .train.head_rows import head_tensors
+from .train.laplace import laplace
+from .train.stepper import stepper
 from .util.checks import check_one_of
 
-Dropout = Literal["off", "on"]
-BatchNorm = Literal["frozen", "deterministic", "reestimated"]
-DROPOUT: tuple[Dropout, ...] = ("off", "on")
-BATCH_NORM: tuple[BatchNorm, ...] = ("frozen", "deterministic", "reestimated")
+if TYPE_CHECKING:
+    from arviz import InferenceData
 
-BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-# the last three drop inside themselves, or skip their own dropout layers on a fast path that only training closes
-_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    from .diagnostics import Report
 
 
 class Posterior(nn.Module):
-    """A network with likelihood, prior and variational family, without the operations: `structvi.Posterior` adds them.
+    """A network with likelihood, prior and variational family: what `variationalize` returns.
 
+    - `posterior(x)` is `posterior.predict(x)`: a `Predictive`.
     - `.train()` and `.eval()` change nothing about the posterior: it stays a distribution, and the network's own
       mode is set for the time of a call by `dropout` and `batch_norm` alone.
     - `.to(device)` moves everything: variational parameters, network, likelihood, prior.
@@ -42,7 +64,7 @@ class Posterior(nn.Module):
         batch_norm: "frozen", "deterministic" or "reestimated", see `variationalize`.
     """
 
-    #: what posteriors of several networks are mixed by: set by `network_mixture`, whose room is above those that fit
+    #: the ensemble that mixes posteriors of several networks, set by the room above
     mixed_by: ClassVar[Callable[..., Any]]
 
     def __init__(
@@ -85,6 +107,11 @@ class Posterior(nn.Module):
     @property
     def space(self) -> Parameters:
         return self.model.space
+
+    @property
+    def posteriors(self) -> list["Posterior"]:
+        """This posterior alone; an ensemble has one for each network."""
+        return [self]
 
     @property
     def net(self) -> nn.Module:
@@ -139,7 +166,7 @@ class Posterior(nn.Module):
         The network itself keeps its mode: what is called, and given here, is a twin that shares its tensors
         (`networks/twins.py`).
         """
-        with self.model.twins.borrowed(self._is_active) as twin:
+        with self.model.twins.borrowed(lambda module: is_in_training(module, self.dropout, self.batch_norm)) as twin:
             yield twin.net
 
     @property
@@ -148,45 +175,124 @@ class Posterior(nn.Module):
         layers = [module for module in self.net.modules() if isinstance(module, BATCH_NORMS)]
         return any(self.batch_norm == "reestimated" or module.running_mean is None for module in layers)
 
-    def _is_active(self, module: nn.Module) -> bool:
-        if self.dropout == "on" and isinstance(module, _DROPOUTS):
-            return True
-        return self.batch_norm == "reestimated" and isinstance(module, BATCH_NORMS)
-
     def loss(
         self,
         batch: Any,
         *,
-        groups: int = 1,
-        coupling: Coupling = paired,
-        estimator: Estimator = "path",
-        temperature: float = 1.0,
+        estimator: Estimator = Estimator(),
+        kl_weight: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """−(E log lik − λ KL[q‖prior]) / N in nats per observation, for a loop of your own."""
-        terms = self.terms(batch, groups=groups, coupling=coupling, estimator=estimator, generator=generator)
-        return -(terms.fit - temperature * terms.complexity).mean() / self.model.num_data
+        """Return −(E log lik − λ KL[q‖prior])/N in nats per observation, for a loop of your own; λ is `kl_weight`."""
+        terms = self.terms(batch, estimator=estimator, generator=generator)
+        return -terms.objective(kl_weight).mean() / self.model.num_data
 
     def terms(
-        self,
-        batch: Any,
-        *,
-        groups: int = 1,
-        coupling: Coupling = paired,
-        estimator: Estimator = "path",
-        generator: torch.Generator | None = None,
+        self, batch: Any, *, estimator: Estimator = Estimator(), generator: torch.Generator | None = None
     ) -> Terms:
-        """E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
+        """Return E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
         with self.network_mode():
-            return elbo_terms(
-                self.family,
-                self.model,
-                batch,
-                groups=groups,
-                coupling=coupling,
-                estimator=estimator,
-                generator=generator,
-            )
+            return elbo_terms(self.family, self.model, batch, estimator, generator)
+
+    # functions of a posterior as its methods: with their own signatures and documentation
+
+    fit = fit
+    """Fit to the data, see `structvi.train.fit.fit`: `posterior.fit(loader, epochs=20)`."""
+
+    laplace = laplace
+    """Place the posterior around a trained network: `posterior.laplace(loader, validation=held_out)`."""
+
+    stepper = stepper
+    """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
+
+    fit_head = fit_head
+    """The best full normal over the last layer without a step size: see `structvi.train.head.fit_head`."""
+
+    grow = grow
+    """Refine a fitted posterior, `rank=` or `components=`, see `structvi.train.grow.grow`; never makes it worse."""
+
+    predict = predict
+    """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.predict.predict.predict`."""
+
+    forward = predict
+
+    predictor = predictor
+    """The posterior as S drawn networks, for serving: see `structvi.predict.predictor.predictor`."""
+
+    evaluate = evaluate
+    """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
+
+    calibrate = calibrate
+    """A temperature or scale, and conformal sets, from held-out data: see `predict.calibration.calibrate`."""
+
+    output_moments = output_moments
+    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.function_space`."""
+
+    sample = sample
+    """n independent draws of the weights, by tensor name: see `structvi.predict.predict.sample`."""
+
+    sample_network = sample_network
+    """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
+
+    summary = summary
+    """What is random, how wide it is, and what the last fit came to, in a few lines: `print(posterior.summary())`."""
+
+    mean_network = mean_network
+    """A copy of the network at the posterior mean of its weights."""
+
+    def diagnose(
+        self,
+        loader: Iterable[Any],
+        *,
+        result: Result | None = None,
+        draws: int | None = None,
+        gradients: bool = True,
+        passes: float | None = None,
+        seed: int = 0,
+    ) -> "Report":
+        """How near it is to the posterior and how good its fit, in plain words: see `structvi.diagnostics.diagnose`."""
+        from .diagnostics import diagnose  # loaded when asked for, as are its plots
+
+        return diagnose(self, loader, result=result, draws=draws, gradients=gradients, passes=passes, seed=seed)
+
+    def to_arviz(
+        self,
+        loader: Iterable[Any] | None = None,
+        draws: int = 1000,
+        *,
+        select: Select = "*",
+        chunk: int = 16,
+        seed: int = 0,
+    ) -> "InferenceData":
+        """Draws as arviz `InferenceData`, for its summaries and plots: see `structvi.diagnostics.to_arviz`."""
+        from .diagnostics import to_arviz
+
+        return to_arviz(self, loader, draws, select=select, chunk=chunk, seed=seed)
+
+    def elbo(
+        self,
+        loader: Iterable[Any],
+        *,
+        groups: int = 64,
+        coupling: Coupling = paired,
+        generator: torch.Generator | None = None,
+    ) -> Estimate:
+        """The ELBO over all data, in nats, with its standard error: every batch sees the same draws."""
+        batches = Batches(loader, device=self.device)
+        return elbo_over(self, batches.everything(), groups=groups, coupling=coupling, generator=generator)
+
+    def save(self, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
+        """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.
+
+        In it are the variational parameters, those of likelihood and prior, and a description of all of them; no code
+        and no pickle. Functions and classes that you wrote yourself are not: `load` asks for them by name.
+
+        Args:
+            path: the file; one that is there is replaced.
+            network: "store" the network's tensors that are not random too, held ones and buffers; or only their
+                "hash": `load` then refuses a network where they are not the same.
+        """
+        posterior_file.save(self, path, network)
 
 
 class EnsembleBase(nn.Module):
@@ -234,3 +340,195 @@ class EnsembleBase(nn.Module):
     def train(self, mode: bool = True) -> Self:
         self.training = mode
         return self
+
+
+def variationalize(
+    net: nn.Module,
+    likelihood: Callable[[Any, Any], Tensor],
+    family: Family | None = None,
+    prior: Prior | None = None,
+    *,
+    num_data: int | None = None,
+    select: Select = "*",
+    exclude: Select = (),
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    keys: Keys | None = None,
+    evaluation: Mode = "auto",
+    chunk: int | None = None,
+    deterministic: bool | None = None,
+    checkpoint_activations: bool = False,
+    linearise: bool | None = None,
+    dropout: Dropout = "off",
+    batch_norm: BatchNorm = "frozen",
+    generator: torch.Generator | None = None,
+) -> Posterior:
+    """Turn a network into a variational posterior over its weights.
+
+    Args:
+        net: any module; it is never changed.
+        likelihood: such as `likelihoods.Categorical()` or `likelihoods.Gaussian("point")`.
+        family: a recipe. Where none is given, `fit` around a trained network chooses, and other fits take
+            `LowRankNormal(rank=8)`.
+        prior: where none is given, likewise, and other fits take `NormalPrior(1.0)`.
+        num_data: N; `fit` takes it from the loader's data set where it is not given.
+        select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
+        forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
+        keys: of dict batches with more in them the entries that count, ("image", "label"): as MONAI's. With
+            `Categorical` labels [B, 1, ..] of floats then count as [B, ..] of integers.
+        evaluation, chunk, deterministic: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
+        checkpoint_activations: keep no activations of the network, for less memory and more time.
+        linearise: y = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, θ₀ its present values: a generalised linear
+            model around a trained network. It bears a posterior that drawn weights of a deep network do not. None: a
+            fit around a trained network chooses, and other fits do not linearise.
+        dropout: the network's own dropout layers are "off" in `fit` and `predict`, or "on" in both, on top of the
+            family.
+        batch_norm: running statistics are "frozen" as the network has them, and the affine weights random as all
+            others; or, "deterministic", the affine weights are held too; or, "reestimated", layers use the
+            statistics of the batch for every draw, in `fit` the minibatch and in `predict` a reference batch.
+        generator: of the family's start.
+
+    Example:
+        >>> from structvi import likelihoods
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> bayes = variationalize(net, likelihoods.Categorical(), num_data=100)
+        >>> bayes.loss((torch.zeros(10, 3), torch.zeros(10, dtype=torch.long))).requires_grad
+        True
+    """
+    check_one_of("dropout", dropout, DROPOUT)
+    check_one_of("batch_norm", batch_norm, BATCH_NORM)
+    parameters = Parameters.of(net, select, exclude)
+    _warn_of_probabilities(net, likelihood)
+    if batch_norm == "deterministic":
+        affine = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in net.named_modules()
+            if isinstance(module, BATCH_NORMS)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        parameters = parameters.without(affine & set(parameters.names))
+    model = BayesianModel(
+        net,
+        likelihood,
+        NormalPrior(1.0) if prior is None else prior,
+        num_data,
+        parameters=parameters,
+        forward=forward,
+        keys=keys,
+        evaluation=evaluation,
+        chunk=chunk,
+        deterministic=deterministic,
+        checkpoint_activations=checkpoint_activations,
+        linearise=bool(linearise),
+    )
+    recipe = LowRankNormal(rank=min(8, model.space.size)) if family is None else family
+    if not isinstance(recipe, Family):
+        raise TypeError(f"family must be a recipe such as LowRankNormal(rank=8), got {recipe!r}")
+    bound = recipe if recipe.space is not None else recipe.bind(model.space, generator)
+    posterior = Posterior(model, bound, dropout=dropout, batch_norm=batch_norm)
+    given = {"family": family, "prior": prior, "linearise": linearise}
+    posterior.left_open = frozenset(name for name, value in given.items() if value is None)
+    return posterior
+
+
+#: a full normal over more numbers than these takes too long, and too much memory
+LARGEST_HEAD = 4096
+
+
+def variationalize_head(
+    net: nn.Module,
+    likelihood: Callable[[Any, Any], Tensor],
+    prior: Prior | None = None,
+    *,
+    layer: str | None = None,
+    num_data: int | None = None,
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    keys: Keys | None = None,
+) -> Posterior:
+    """A posterior with all covariances over the last layer of a trained network; the rest of it is held.
+
+    Fit it with `fit_head(loader)`: in closed form for Gaussian noise, by its fixed point for class labels. It predicts,
+    evaluates, saves and loads as any other; `output_moments(x)` has mean and covariance of the outputs without a draw.
+
+    Args:
+        net: a network whose output is that of a linear layer or convolution, up to its shape.
+        likelihood: `likelihoods.Gaussian(noise)`, `Gaussian("point")`, `Bernoulli()` or `Categorical()`.
+        prior: of independent normals; where none is given `fit_head` chooses a scale for each tensor, by the ELBO.
+        layer: its name in `net.named_modules()`; the last linear layer or convolution by default.
+        num_data, forward, keys: as in `variationalize`.
+
+    Example:
+        >>> from structvi import likelihoods
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> variationalize_head(net, likelihoods.Categorical()).space.names
+        ('2.weight', '2.bias')
+    """
+    names = head_tensors(net, layer)
+    P = sum(tensor.numel() for name, tensor in net.named_parameters() if name in names)
+    if P > LARGEST_HEAD:
+        raise ValueError(
+            f"the head has {P} numbers, and a normal with all covariances is for up to {LARGEST_HEAD}: use "
+            f"variationalize(net, likelihood, LowRankPrecision(32), select={list(names)}).laplace(loader)"
+        )
+    posterior = variationalize(
+        net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,
+        keys=keys,
+    )  # fmt: skip
+    posterior.left_open = frozenset(name for name, value in {"prior": prior, "layer": layer}.items() if value is None)
+    return posterior
+
+
+def load(
+    path: str | os.PathLike[str],
+    net: nn.Module,
+    *,
+    family: Family | None = None,
+    prior: Prior | None = None,
+    likelihood: Callable[[Any, Any], Tensor] | None = None,
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    device: torch.device | str | None = None,
+) -> Posterior:
+    """The posterior of a file that `Posterior.save` wrote, around a network of the same form.
+
+    The network's tensors that are not random, held ones and buffers, are part of the posterior: they are copied from
+    the file into `net`, as `load_state_dict` does; the random ones of `net` are left as they are. A file that was
+    saved with network="hash" changes nothing in `net`, and is refused where those tensors are not the same.
+
+    Args:
+        path: the file.
+        net: a network with the tensors of the one that was saved; where they differ, the error names them.
+        family, prior, likelihood, forward: what you wrote yourself is not in the file: give it again, made with the
+            same arguments. Its tensors, if it has any, are set from the file.
+        device: where to move all of it, `net` included; None for where `net` is.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, of another version or of another kind.
+        ValueError: the network, or what you gave, is not what was saved.
+
+    Example:
+        >>> import tempfile
+        >>> from structvi import MeanField, likelihoods
+        >>> path = os.path.join(tempfile.mkdtemp(), "posterior.safetensors")
+        >>> variationalize(nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=100).save(path)
+        >>> load(path, nn.Linear(3, 2)).family
+        MeanField(initial_mean='current', initial_scale=0.1)
+    """
+    found = posterior_file.load(path, net, family=family, prior=prior, likelihood=likelihood, forward=forward)
+    posterior = Posterior(found.model, found.family, dropout=found.dropout, batch_norm=found.batch_norm)
+    posterior.calibration, posterior.chosen_on = found.calibration, found.chosen_on
+    posterior.fit_status = found.fit_status
+    return posterior if device is None else posterior.to(device)
+
+
+def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
+    """Where the last layer makes probabilities, of which the likelihood would make probabilities once more."""
+    if not isinstance(likelihood, Categorical | Bernoulli):
+        return
+    *_, (name, last) = net.named_modules(remove_duplicate=False)  # a layer may stand in several places
+    harmless = isinstance(last, nn.LogSoftmax) and isinstance(likelihood, Categorical)
+    if isinstance(last, nn.Softmax | nn.LogSoftmax | nn.Sigmoid) and not harmless:
+        warnings.warn(
+            f"the network ends in {type(last).__name__} ({name!r}), but likelihoods.{type(likelihood).__name__} "
+            "expects logits and makes probabilities of them itself: remove that layer, or put nn.Identity() in its "
+            "place",
+            stacklevel=3,
+        )

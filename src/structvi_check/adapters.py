@@ -22,8 +22,8 @@ from structvi.families import (
     Mixture,
     PerLayer,
 )
-from structvi.front_door import variationalize
-from structvi.objective import elbo
+from structvi.objective import Estimator, elbo
+from structvi.posterior import variationalize
 from structvi_paper.methods import KEEP
 
 from .problems import Data, Problem
@@ -135,7 +135,7 @@ def _fit_points(recipe: Family, problem: Problem, seed: int) -> Family:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = -elbo(family, problem, coupling=coupling)
+        value = -elbo(family, problem, estimator=Estimator(coupling=coupling))
         value.backward()
         return value
 

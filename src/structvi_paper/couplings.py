@@ -8,7 +8,7 @@ from torch import Tensor
 from structvi.couplings import Coupling, naive, paired, unscented
 from structvi.families import Family, kl
 from structvi.families.full import FullNormalDensity
-from structvi.objective import Estimator, elbo
+from structvi.objective import Estimator, Kind, elbo
 
 from .fits import Batched, median, space
 from .jobs import Job
@@ -25,7 +25,7 @@ COUPLINGS: dict[str, tuple[Coupling, int]] = {
     "unscented": (unscented, 1),
     "unscented shared": (unscented(shared_diagonal=True), 1),
 }
-ESTIMATORS: tuple[Estimator, ...] = ("path", "log_q", "entropy")
+ESTIMATORS: tuple[Kind, ...] = ("path", "log_q", "entropy")
 PARTS = {"var_mean": "mean", "var_scale": "log_scale", "var_factor": "factor"}
 #: steps after which a fit is called early; late is where it ends
 EARLY = 20
@@ -53,7 +53,7 @@ def _recipe() -> Family:
     return Method("sN-VI", RANK).recipe(1.0)
 
 
-def _steps(family: Family, target: Batched, settings: Settings, coupling: str, estimator: Estimator, generator):
+def _steps(family: Family, target: Batched, settings: Settings, coupling: str, estimator: Kind, generator):
     """Yield before the first step and after every one."""
     draw, groups = COUPLINGS[coupling]
     optimizer = torch.optim.Adam(family.parameters(), lr=settings.regression_rate, betas=settings.betas, fused=True)
@@ -61,7 +61,9 @@ def _steps(family: Family, target: Batched, settings: Settings, coupling: str, e
     yield
     for _ in range(settings.coupling_steps):
         optimizer.zero_grad()
-        (-elbo(family, target, groups=groups, coupling=draw, estimator=estimator, generator=generator)).backward()
+        (
+            -elbo(family, target, estimator=Estimator(estimator, groups=groups, coupling=draw), generator=generator)
+        ).backward()
         optimizer.step()
         schedule.step()
         yield
@@ -83,19 +85,19 @@ def variances(settings: Settings, index: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _variance(family, target, settings: Settings, coupling: str, estimator: Estimator, generator) -> dict[str, float]:
+def _variance(family, target, settings: Settings, coupling: str, estimator: Kind, generator) -> dict[str, float]:
     draw, groups = COUPLINGS[coupling]
     parameters = dict(family.named_parameters())
     gradients: dict[str, list[Tensor]] = {column: [] for column in PARTS}
     for _ in range(settings.coupling_repeats):
-        value = elbo(family, target, groups=groups, coupling=draw, estimator=estimator, generator=generator)
+        value = elbo(family, target, estimator=Estimator(estimator, groups=groups, coupling=draw), generator=generator)
         found = torch.autograd.grad(value, [parameters[name] for name in PARTS.values()])
         for column, gradient in zip(PARTS, found, strict=True):
             gradients[column].append(gradient)
     return {column: torch.stack(all_).var(0).sum().item() for column, all_ in gradients.items()}
 
 
-def curve(settings: Settings, coupling: str, estimator: Estimator, index: int) -> list[float]:
+def curve(settings: Settings, coupling: str, estimator: Kind, index: int) -> list[float]:
     """KL[q‖p], the distance of the ELBO from log evidence, after every tenth step of a fit."""
     exact, target = _problem(settings, index)
     generator = settings.generator("couplings", "curve", index)  # the same start for all

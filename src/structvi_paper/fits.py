@@ -10,7 +10,7 @@ from structvi.couplings import unscented
 from structvi.families import Density, Family
 from structvi.models.target import Target
 from structvi.models.tempered import annealed
-from structvi.objective import elbo
+from structvi.objective import Estimator, elbo
 from structvi.parameters import Parameters
 
 from .settings import Settings
@@ -49,7 +49,7 @@ def fit(
     for step in range(steps):
         optimizer.zero_grad()
         present = annealed(target, step / steps) if anneal else target
-        (-elbo(family, present, groups=groups, coupling=unscented, generator=generator)).backward()
+        (-elbo(family, present, estimator=Estimator(groups=groups, coupling=unscented), generator=generator)).backward()
         optimizer.step()
         schedule.step()
     return family.requires_grad_(False)()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from structvi.front_door import load
+from structvi.posterior import load
 from structvi.util.version import __version__
 
 from .columns import Columns, Encoded, values_of

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from structvi import families
 from structvi.families.family import Family
 from structvi.families.precision import LowRankPrecision
-from structvi.front_door import Posterior, variationalize, variationalize_head
 from structvi.models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
+from structvi.posterior import Posterior, variationalize, variationalize_head
 
 from .members import DECAY, Fold, Trained, network, train
 from .pooled import Pooled

@@ -93,7 +93,7 @@ def test_many_fixed_draws_are_normal():
 def test_fixed_draws_give_the_elbo_of_a_gaussian_exactly(family, estimator):
     p = gaussian(4)
     q = family.bind(p.space, torch.Generator().manual_seed(0))
-    value = vi.elbo(q, p, coupling=FixedDraws(12, seed=0), estimator=estimator)
+    value = vi.elbo(q, p, estimator=vi.Estimator(estimator, coupling=FixedDraws(12, seed=0)))
     torch.testing.assert_close(value, -vi.kl(q(), p.exact))
 
 
@@ -217,7 +217,7 @@ def test_what_comes_back_can_be_used_with_the_target():
     p = gaussian()
     result = fit(p, vi.LowRankPrecision(2))
     assert result.family.space is p.space
-    value = vi.elbo(result.family, p, groups=2000, generator=torch.Generator().manual_seed(0))
+    value = vi.elbo(result.family, p, estimator=vi.Estimator(groups=2000), generator=torch.Generator().manual_seed(0))
     assert abs(value.item() - result.elbo.value) < 0.3
 
 

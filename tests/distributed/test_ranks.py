@@ -210,7 +210,7 @@ def test_draws_of_all_ranks_give_the_gradient_of_one_process_with_all_of_them(ra
     noise = [out["draws noise"][0] for out in ranks]
     assert not any(torch.equal(noise[0].diagonal, other.diagonal) for other in noise[1:])
     replay = iter(noise)
-    losses = torch.stack([single.loss(batch, coupling=lambda *_: next(replay)) for _ in noise])
+    losses = torch.stack([single.loss(batch, estimator=vi.Estimator(coupling=lambda *_: next(replay))) for _ in noise])
     before = learned(single)
     (BATCH / (N / 3) * losses.mean()).backward()  # a batch of 8 where steps have 7 observations on average
     expected = {name: before[name] - 0.01 * gradient for name, gradient in gradients(single).items()}

@@ -209,7 +209,7 @@ def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimato
     priors = {"separable": by_pattern, "sum": by_pattern + vi.priors.LaplacePrior(3.0), "callable": by_pattern.forward}
     _, model, data = regression(priors[prior], evaluation=evaluation)
     family = shaken(vi.PerLayer(BLOCKS), model.space)
-    settings = {"groups": 2, "coupling": vi.couplings.paired, "estimator": estimator}
+    settings = {"estimator": vi.Estimator(estimator, groups=2)}
     value = vi.elbo(family, model, data, **settings, generator=generator(4))
     gradients = torch.autograd.grad(value, list(family.parameters()))
     # by hand, from [S, P] of all weights
@@ -239,7 +239,10 @@ def test_a_target_that_knows_no_fixed_tensors_sees_all_weights():
             return model.log_joint(theta, batch)
 
     family = shaken(vi.PerLayer(BLOCKS), model.space)
-    values = [vi.elbo(family, target, data, groups=2, generator=generator(4)) for target in (Mine(), model)]
+    values = [
+        vi.elbo(family, target, data, estimator=vi.Estimator(groups=2), generator=generator(4))
+        for target in (Mine(), model)
+    ]
     torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=1e-12)
 
 
@@ -250,7 +253,7 @@ def test_log_densities_take_point_blocks_too():
     optimizer = torch.optim.Adam(family.parameters(), lr=0.05)
     for step in range(400):
         optimizer.zero_grad()
-        (-vi.elbo(family, target, groups=4, generator=generator(step))).backward()
+        (-vi.elbo(family, target, estimator=vi.Estimator(groups=4), generator=generator(step))).backward()
         optimizer.step()
     # the optimum: the point at the mode, q_b = N(1, I); the path gradient vanishes there
     torch.testing.assert_close(family().mean, torch.ones(space.size, dtype=space.dtype), rtol=0, atol=1e-3)
@@ -264,7 +267,7 @@ def test_vmap_passes_the_backbone_once():
     hook = model.net.backbone.register_forward_hook(
         lambda module, inputs, output: shapes.append(torch._C._functorch.is_batchedtensor(output))
     )
-    vi.elbo(family, model, data, groups=8)
+    vi.elbo(family, model, data, estimator=vi.Estimator(groups=8))
     hook.remove()
     assert shapes == [False], "one call of the backbone, on a tensor without an axis of draws"
 

@@ -86,7 +86,7 @@ def elbo_gradients(family, target, batch, repeats, **options):
     g = generator(11)
     rows = []
     for _ in range(repeats):
-        value = vi.elbo(family, target, batch, generator=g, **options)
+        value = vi.elbo(family, target, batch, vi.Estimator(**options), g)
         rows.append(torch.cat([value.detach().reshape(1), flat(torch.autograd.grad(value, parameters))]))
     return torch.stack(rows)
 
@@ -222,7 +222,10 @@ def test_keep_one_is_map_and_keep_zero_the_origin(coupling):
         assert none.log_prob(torch.zeros(1, 1000, dtype=dtype)) == 0
         assert none.log_prob(space.initial.unsqueeze(0)) == -torch.inf
     dropout, point = (f.bind(model.space) for f in (vi.MCDropout(keep=1.0), vi.MAP()))
-    values = [vi.elbo(f, model, batch, coupling=coupling, generator=generator()) for f in (dropout, point)]
+    values = [
+        vi.elbo(f, model, batch, estimator=vi.Estimator(coupling=coupling), generator=generator())
+        for f in (dropout, point)
+    ]
     torch.testing.assert_close(*values)
     torch.testing.assert_close(
         *(torch.autograd.grad(v, f.point) for v, f in zip(values, (dropout, point), strict=True))
@@ -289,13 +292,13 @@ def test_enumerated_objective_is_exact_in_value_and_gradient():
     assert family().enumerates
     expected = exact_fitted(family, target, 0.8)
     for groups, coupling in product((1, 3), COUPLINGS.values()):
-        value = vi.elbo(family, target, groups=groups, coupling=coupling)
+        value = vi.elbo(family, target, estimator=vi.Estimator(groups=groups, coupling=coupling))
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(
             torch.autograd.grad(value, list(family.parameters())),
             torch.autograd.grad(expected, list(family.parameters()), retain_graph=True),
         )
-    assert vi.elbo_groups(family, target, groups=3).shape == (3,)
+    assert vi.objective.elbo_terms(family, target, estimator=vi.Estimator(groups=3)).objective().shape == (3,)
 
 
 def test_mc_dropout_is_the_case_where_q_is_the_prior():
@@ -356,7 +359,7 @@ def test_masks_over_a_mean_field_give_the_closed_form(estimator, M, coupling):
     kl = (keep * (keep / 0.8).log() + (1 - keep) * ((1 - keep) / 0.2).log()).sum()
     exact = linear_elbo(family, keep * mu, keep * (square + mu**2) - (keep * mu) ** 2, batch, 0.8, kl)
     expected = torch.cat([exact.detach().reshape(1), flat(torch.autograd.grad(exact, list(family.parameters())))])
-    samples = elbo_gradients(family, model, batch, 100, groups=3, coupling=coupling, estimator=estimator)
+    samples = elbo_gradients(family, model, batch, 100, groups=3, coupling=coupling, kind=estimator)
     assert_unbiased(samples, expected, estimator)
 
 
@@ -398,7 +401,7 @@ def test_gates_and_weights_of_any_ranks_share_one_coupling(weights, gates, coupl
     latent = draws.latent if family().has_density else family.weights.point
     z = draws.theta / latent
     assert ((z > 0) & (z < 1)).all()
-    vi.elbo(family, model, batch, coupling=coupling, generator=generator()).backward()
+    vi.elbo(family, model, batch, estimator=vi.Estimator(coupling=coupling), generator=generator()).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in family.parameters())
     if coupling is vi.couplings.paired:
         gate = torch.logit(z.detach()).reshape(3, 2, 4)
@@ -422,7 +425,7 @@ def test_weights_under_a_users_own_family(q, M):
     draws = family().draw(4, vi.couplings.paired, generator())
     torch.testing.assert_close(draws.weight.sum().item(), 1.0)
     torch.testing.assert_close(family().log_prob(draws.latent), family.weights().log_prob(draws.latent))
-    vi.elbo(family, model, batch, groups=4, generator=generator()).backward()
+    vi.elbo(family, model, batch, estimator=vi.Estimator(groups=4), generator=generator()).backward()
     assert all(p.grad.abs().max() > 0 for p in family.parameters())
 
 

@@ -99,7 +99,7 @@ def test_a_stochastic_fit_reaches_the_same_optimum():
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     for _ in range(1000):
         optimizer.zero_grad()
-        (-vi.elbo(q, target, groups=4, generator=generator)).backward()
+        (-vi.elbo(q, target, estimator=vi.Estimator(groups=4), generator=generator)).backward()
         optimizer.step()
         schedule.step()
     torch.testing.assert_close(q().variance.log(), -precision.diagonal().log(), rtol=0, atol=0.05)

@@ -182,7 +182,9 @@ class TestDraws:
 
     def test_groups_of_the_elbo_are_groups_of_draws(self):
         q, target = mixed(), vi.LogDensity(lambda p: -0.5 * p["b"].square().sum(), space())
-        together = vi.elbo_groups(q, target, groups=3, coupling=vi.couplings.paired, generator=generator())
+        together = vi.objective.elbo_terms(
+            q, target, estimator=vi.Estimator(groups=3, coupling=vi.couplings.paired), generator=generator()
+        ).objective()
         draws = q().draw(3, vi.couplings.paired, generator())
         values = target.log_joint(draws.theta) - q().log_prob(draws.theta)
         by_hand = (q.logits.softmax(-1).reshape(1, 4, 1) * values.reshape(3, 4, 2)).mean(2).sum(1)
@@ -203,7 +205,9 @@ class TestOne:
         assert torch.equal(one.weight, other.weight)
         assert torch.equal(part().log_prob(one.theta), q().log_prob(one.theta))
         target = vi.LogDensity(lambda p: -p["b"].square().sum() - p["a"].sum(), space())
-        values = [vi.elbo(family, target, groups=3, generator=generator()) for family in (part, q)]
+        values = [
+            vi.elbo(family, target, estimator=vi.Estimator(groups=3), generator=generator()) for family in (part, q)
+        ]
         torch.testing.assert_close(*values, rtol=1e-12, atol=0)  # the part's passes are fused: another order of sums
         for mine, theirs in zip(
             torch.autograd.grad(values[0], list(part.parameters())),
@@ -251,7 +255,9 @@ class TestGradients:
         target = vi.LogDensity(lambda p: self.log_p(p["z"]).sum(), q.space, evaluation="vmap")
         g, samples, values = generator(2), [], []
         for _ in range(400):
-            value = vi.elbo(q, target, groups=64, coupling=vi.couplings.naive, estimator=estimator, generator=g)
+            value = vi.elbo(
+                q, target, estimator=vi.Estimator(estimator, groups=64, coupling=vi.couplings.naive), generator=g
+            )
             samples.append(torch.cat([x.reshape(-1) for x in torch.autograd.grad(value, parameters)]))
             values.append(value.detach())
         samples, values = torch.stack(samples), torch.stack(values)
@@ -276,7 +282,7 @@ class TestGradients:
     def test_the_entropy_estimator_is_refused(self):
         target = vi.LogDensity(lambda p: -p["b"].square().sum(), space())
         with pytest.raises(ValueError, match="'path' or 'log_q'"):
-            vi.elbo(mixed(), target, estimator="entropy")
+            vi.elbo(mixed(), target, estimator=vi.Estimator("entropy"))
 
 
 class TestEntropy:

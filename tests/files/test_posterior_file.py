@@ -100,7 +100,7 @@ def assert_same_bits(a, b):
 
 
 def loss(posterior, batch):
-    return posterior.loss(batch, groups=2, generator=torch.Generator().manual_seed(7)).detach()
+    return posterior.loss(batch, estimator=vi.Estimator(groups=2), generator=torch.Generator().manual_seed(7)).detach()
 
 
 # The round trip

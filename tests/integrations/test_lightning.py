@@ -78,7 +78,7 @@ class Recording(BayesianModule):
 
 
 def test_the_gradient_is_that_of_the_elbo(tmp_path):
-    module = Recording(posterior(), kl_warmup=0.5, groups=2)
+    module = Recording(posterior(), kl_warmup=0.5, estimator=vi.Estimator(groups=2))
     weights = [p.detach().clone() for p in module.posterior.net.parameters()]
     trainer(tmp_path).fit(module, loader(regression()))
     assert module.posterior.model.num_data == N
@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_elbo(tmp_path):
             parameter.data.copy_(before[name])
             parameter.grad = None
         torch.set_rng_state(state)
-        twin.loss(batch, groups=2, temperature=temperature).backward()
+        twin.loss(batch, estimator=vi.Estimator(groups=2), kl_weight=temperature).backward()
         for name, parameter in twin.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
     for before, now in zip(weights, module.posterior.net.parameters(), strict=True):

@@ -322,7 +322,7 @@ def fit(model, batch, steps, family=None, extra=()):
     g = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
-        (-vi.elbo(q, model, batch, groups=2, generator=g) / model.num_data).backward()
+        (-vi.elbo(q, model, batch, estimator=vi.Estimator(groups=2), generator=g) / model.num_data).backward()
         optimizer.step()
         schedule.step()
     return q()

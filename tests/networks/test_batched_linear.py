@@ -97,7 +97,7 @@ def test_a_network_under_vmap_gives_what_the_loop_gives(linearise, monkeypatch):
             net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=7, evaluation=evaluation, linearise=linearise,
             generator=torch.Generator().manual_seed(1),
         )  # fmt: skip
-        bayes.loss(batch, groups=2, generator=torch.Generator().manual_seed(2)).backward()
+        bayes.loss(batch, estimator=vi.Estimator(groups=2), generator=torch.Generator().manual_seed(2)).backward()
         gradients.append([p.grad for p in bayes.parameters()])
     for got, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(got, expected)

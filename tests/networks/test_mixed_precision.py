@@ -8,7 +8,7 @@ from torch import nn
 
 import structvi as vi
 from structvi.networks.mixed_precision import GradientScale
-from structvi.objective import Estimate, elbo_groups
+from structvi.objective import Estimate
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -64,7 +64,9 @@ def test_elbo_and_gradient_on_common_draws(network, evaluation, precision):
     estimates, gradients = [], []
     for model.precision in (None, precision):
         q.zero_grad()
-        values = elbo_groups(q, model, batch, groups=16, generator=torch.Generator().manual_seed(1))
+        values = vi.objective.elbo_terms(
+            q, model, batch, estimator=vi.Estimator(groups=16), generator=torch.Generator().manual_seed(1)
+        ).objective()
         assert values.dtype == torch.float32
         (-values.mean() / 640).backward()
         estimates.append(Estimate.of(values))

@@ -352,7 +352,7 @@ def test_a_backward_pass_that_calls_the_network_again_uses_the_same_twin(make):
     bayes.loss((X, T)).backward()
     (first,) = bayes.model.twins._free
     for _ in range(3):
-        bayes.loss((X, T), groups=2).backward()
+        bayes.loss((X, T), estimator=vi.Estimator(groups=2)).backward()
     assert bayes.model.twins._free == [first]
 
 

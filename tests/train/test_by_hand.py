@@ -53,7 +53,7 @@ def by_autograd(bayes, batches):
     """The gradient of −Σ weight (E log lik − λ KL)/N, and ELBO and log likelihood of each group."""
     generator, loss, elbo, fit = torch.Generator().manual_seed(3), 0.0, 0.0, 0.0
     for one in batches:
-        terms = bayes.terms(one, groups=GROUPS, generator=generator)
+        terms = bayes.terms(one, estimator=vi.Estimator(groups=GROUPS), generator=generator)
         loss = loss - WEIGHT * (terms.fit - TEMPERATURE * terms.complexity).mean() / N
         elbo = elbo + WEIGHT * (terms.fit - terms.complexity).detach()
         fit = fit + WEIGHT * terms.fit.detach()

@@ -111,24 +111,3 @@ def test_growing_a_tempered_posterior():
     assert set(result.objectives) == {"before", "grown"}
     assert result.kept == best
     assert result.elbo == result.candidates[best]
-
-
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankNormal(1), vi.MAP(), vi.MCDropout(0.1)])
-def test_objectives_of_one_reading(family):
-    """λ = 1 has the bits of `full_elbo`; in λ it is a line, for families with a density and without one."""
-    bayes = narrow(family)
-    seen = []
-
-    def read():
-        seen.append(1)
-        yield batches()
-
-    generator = torch.Generator().manual_seed(0)
-    values = vi.objective.full_objectives(
-        bayes.family, bayes.model, read(), (1.0, 0.5, 0.0), groups=4, generator=generator
-    )
-    elbo = vi.full_elbo(bayes.family, bayes.model, [batches()], groups=4, generator=generator.manual_seed(0))
-    assert len(seen) == 1
-    assert torch.equal(values[0].per_group, elbo.per_group)
-    middle = (values[0].per_group + values[2].per_group) / 2
-    assert torch.allclose(values[1].per_group, middle, rtol=1e-12)

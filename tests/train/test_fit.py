@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import structvi as vi
-from structvi.objective import full_elbo
+from structvi.objective import full_terms
 from structvi.train.adam import FACTOR_RATE
 from structvi.train.batches import Batches
 from structvi.train.optimizers import make_optimizer
@@ -86,26 +86,32 @@ def test_families_that_hold_the_posterior_reach_the_evidence(family):
     torch.testing.assert_close(posterior.family().covariance().detach(), covariance, atol=1e-4, rtol=0.01)
 
 
-def test_full_elbo_is_unbiased_and_common_over_batches():
+def test_full_terms_are_unbiased_and_common_over_batches():
     posterior = linear(num_data=N)
     whole = [tuple(data().tensors)]
     g = lambda: torch.Generator().manual_seed(3)  # noqa: E731
-    by_batches = full_elbo(posterior.family, posterior.model, loader(shuffle=False), groups=8, generator=g())
-    at_once = full_elbo(posterior.family, posterior.model, whole, groups=8, generator=g())
+    by_batches = full_terms(
+        posterior.family, posterior.model, loader(shuffle=False), vi.Estimator(groups=8), g()
+    ).estimate()
+    at_once = full_terms(posterior.family, posterior.model, whole, vi.Estimator(groups=8), g()).estimate()
     torch.testing.assert_close(by_batches.per_group, at_once.per_group, atol=1e-9, rtol=0)
-    terms = vi.elbo_groups(posterior.family, posterior.model, whole[0], groups=8, estimator="log_q", generator=g())
+    terms = vi.objective.elbo_terms(
+        posterior.family, posterior.model, whole[0], estimator=vi.Estimator("log_q", groups=8), generator=g()
+    ).objective()
     torch.testing.assert_close(at_once.per_group, terms.detach(), atol=1e-9, rtol=0)
     assert at_once.standard_error == pytest.approx(at_once.per_group.std().item() / 8**0.5)
     assert posterior.elbo(loader(), groups=8, generator=g()).value == pytest.approx(at_once.value)
     with pytest.raises(ValueError, match="no batch"):
-        full_elbo(posterior.family, posterior.model, [])
+        full_terms(posterior.family, posterior.model, [])
 
 
-def test_full_elbo_scales_part_of_the_data_up():
+def test_full_terms_scale_part_of_the_data_up():
     posterior = linear(num_data=2 * N)
     g = lambda: torch.Generator().manual_seed(3)  # noqa: E731
-    half = full_elbo(posterior.family, posterior.model, loader(), groups=4, generator=g())
-    twice = full_elbo(posterior.family, posterior.model, [*loader(), *loader()], groups=4, generator=g())
+    half = full_terms(posterior.family, posterior.model, loader(), vi.Estimator(groups=4), g()).estimate()
+    twice = full_terms(
+        posterior.family, posterior.model, [*loader(), *loader()], vi.Estimator(groups=4), g()
+    ).estimate()
     assert half.value == pytest.approx(twice.value)
 
 
@@ -715,7 +721,7 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
         ({"epochs": 1, "precision": torch.float16}, "the weights are torch.float64"),
         ({"epochs": 1, "start": "cold"}, 'start must be None or "trained"'),
         ({"epochs": 1, "groups": 0}, "groups must be"),
-        ({"epochs": 1, "estimator": "best"}, "estimator must be"),
+        ({"epochs": 1, "estimator": "best"}, "kind of an Estimator"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p, weight_decay=0.1)}, "weight_decay=0.1.*prior"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "not posterior.parameters"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p), "lr": 0.1}, "lr=0.1 belongs"),

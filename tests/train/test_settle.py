@@ -60,7 +60,7 @@ def test_the_fixed_point_of_a_logistic_regression():
 
 def objective(bayes, x, t, temperature):
     with torch.no_grad():
-        terms = bayes.terms((x, t), groups=400, generator=torch.Generator().manual_seed(5))
+        terms = bayes.terms((x, t), estimator=vi.Estimator(groups=400), generator=torch.Generator().manual_seed(5))
     return float((terms.fit - temperature * terms.complexity).mean())
 
 

@@ -43,7 +43,7 @@ def test_equals_a_loop_by_hand(family, knows, clip):
         batch = (X[start : start + 4], T[start : start + 4])
         outcome = step([batch])
         optimizer.zero_grad()
-        terms = plain.terms(batch, groups=3, generator=generator)
+        terms = plain.terms(batch, estimator=vi.Estimator(groups=3), generator=generator)
         (-(terms.fit - terms.complexity).mean() / 40).backward()
         norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         if clip is not None and norm > clip:
@@ -103,7 +103,7 @@ def test_several_batches_share_a_step():
     step = Step(several, adam, generators[0])
     outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], weights=(0.5, 0.5), temperature=0.5)
     loss = sum(
-        one.loss(batch, temperature=0.5, generator=generators[1]) / 2 for batch in ((X[:6], T[:6]), (X[6:], T[6:]))
+        one.loss(batch, kl_weight=0.5, generator=generators[1]) / 2 for batch in ((X[:6], T[:6]), (X[6:], T[6:]))
     )
     loss.backward()
     *rest, factor = one.parameters()

@@ -13,7 +13,7 @@ from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.log_density import LogDensity
 from ..models.target import Target
-from ..objective import Estimate, NonFiniteError, elbo_groups, not_finite
+from ..objective import Estimate, Estimator, NonFiniteError, elbo_terms, not_finite
 from ..util.checks import check_integer, check_positive, check_seed, is_positive
 from .coordinates import RANDOM, Counted
 from .fixed_draws import least_draws
@@ -178,10 +178,11 @@ def _notes(target: Target) -> list[str]:
 def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
     """The ELBO on draws that the fit has not seen, so many at once."""
     coupling, generator = fresh_draws(seed + 1, target.space.device)
-    options: Any = {"groups": at_once, "coupling": coupling, "estimator": "log_q", "generator": generator}
+    estimator = Estimator("log_q", at_once, coupling)
     try:
         with torch.no_grad():
-            values = torch.cat([elbo_groups(family, target, **options) for _ in range(FRESH // at_once)])
+            terms = (elbo_terms(family, target, None, estimator, generator) for _ in range(FRESH // at_once))
+            values = torch.cat([one.objective() for one in terms])
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
     return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)

@@ -9,7 +9,7 @@ from ..families.family import Family
 from ..families.gaussian import Gaussian
 from ..families.mean_field import DiagonalNormal
 from ..models.target import Target
-from ..objective import NonFiniteError, check_spaces, elbo, terms_at
+from ..objective import Estimator, NonFiniteError, check_spaces, elbo, terms_at
 from .fresh_draws import fresh_draws
 
 
@@ -71,9 +71,9 @@ def fixed_elbo(family: Family, target: Target, coupling: FixedDraws) -> Tensor:
         density = DiagonalNormal(*own)  # a torch distribution that is a normal: the same one on the fixed noise
     if isinstance(density, Gaussian):
         draws = density.draw(1, coupling)
-        terms = terms_at(density, draws, None, target, None, groups=1, estimator="entropy")
-        return (terms.fit - terms.complexity).mean()
+        terms = terms_at(density, draws, None, target, None, Estimator("entropy"))
+        return terms.objective().mean()
     if not density.coupled:  # it makes its own draws: the same from the same seed
         naive, generator = fresh_draws(coupling.seed, target.space.device)
-        return elbo(family, target, groups=coupling.draws, coupling=naive, estimator="log_q", generator=generator)
-    return elbo(family, target, coupling=coupling, estimator="log_q")
+        return elbo(family, target, None, Estimator("log_q", coupling.draws, naive), generator)
+    return elbo(family, target, estimator=Estimator("log_q", coupling=coupling))

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ..couplings import paired
 from ..families.family import Family
 from ..models.target import Target
-from ..objective import Estimate, NonFiniteError, elbo, elbo_groups, not_finite
+from ..objective import Estimate, Estimator, NonFiniteError, elbo, elbo_terms, not_finite
 from ..result import Status
 from ..util.batch_rows import rows_of
 from ..util.checks import check_integer, check_iterable, check_positive
@@ -156,7 +156,9 @@ class _Run:
             group["lr"] = self.lr * rate
         self.optimizer.zero_grad()
         target = self.target if weight == 1 else Weighted(self.target, weight)
-        value = elbo(self.q, target, batch, groups=GROUPS, coupling=paired, generator=self.generator)
+        value = elbo(
+            self.q, target, batch, estimator=Estimator(groups=GROUPS, coupling=paired), generator=self.generator
+        )
         if bool(value.isfinite()):
             (-value).backward()
             self.clip()
@@ -198,10 +200,10 @@ class _Run:
         try:
             for batch in loader:
                 generator = torch.Generator(self.target.space.device).manual_seed(1)
-                own = elbo_groups(
-                    self.q, self.target, batch, groups=FRESH_GROUPS, coupling=paired, estimator="log_q",
+                own = elbo_terms(
+                    self.q, self.target, batch, estimator=Estimator("log_q", groups=FRESH_GROUPS, coupling=paired),
                     generator=generator,
-                )  # fmt: skip
+                ).objective()  # fmt: skip
                 values_of.append(own.double().cpu())
                 rows.append(rows_of(batch))
                 self.evaluations += 2 * FRESH_GROUPS

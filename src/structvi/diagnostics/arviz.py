@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..families.density import Draws
 from ..families.family import Family
-from ..posterior import Posterior
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.inference_data import inference_data
 from ..predict.predictive import observed_target
@@ -19,9 +18,11 @@ from ..util.random_streams import borrowed_stream
 if TYPE_CHECKING:
     from arviz import InferenceData
 
+    from ..posterior import Posterior
+
 
 def to_arviz(
-    q: Posterior | Family,
+    q: "Posterior | Family",
     loader: Iterable[Any] | None = None,
     draws: int = 1000,
     *,
@@ -49,10 +50,10 @@ def to_arviz(
         (('chain', 'draw', 'z_dim_0'), (1, 50, 3))
     """
     check_seed(seed)
-    family = q.family if isinstance(q, Posterior) else q
+    family = q if isinstance(q, Family) else getattr(q, "family", None)
     if not isinstance(family, Family):
         raise TypeError(f"to_arviz expects a posterior from variationalize or a bound family, got {type(q).__name__}")
-    if loader is not None and not isinstance(q, Posterior):
+    if loader is not None and isinstance(q, Family):
         raise TypeError("a loader goes with a posterior, whose model says what the data are at a draw")
     density = family()
     space = density.named_space()
@@ -63,7 +64,7 @@ def to_arviz(
     posterior = {name: tensor for name, tensor in space.constrain(theta).items() if name in names}
     if loader is None:
         return inference_data(posterior)
-    assert isinstance(q, Posterior)
+    assert not isinstance(q, Family)
     log_likelihood, replicated, observed = _at_data(q, loader, sample, generator)
     groups = {"log_likelihood": {"t": log_likelihood}}
     if replicated is not None:
@@ -72,7 +73,7 @@ def to_arviz(
 
 
 def _at_data(
-    posterior: Posterior, loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
+    posterior: "Posterior", loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """log p(t | y_s) [S, N, ..], replicated t [S, N, ..] where p(t | y) can be drawn from, and t [N, ..]."""
     batches = Batches(loader, device=posterior.device)

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from ..families.density import Density
 from ..families.family import Family
-from ..posterior import Posterior
 from ..predict.draws import IndependentDraws
 from ..util.checks import check_seed, is_integer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from ..posterior import Posterior
+
 Simulate = Callable[[torch.Generator], tuple[Any, Any]]
-Fit = Callable[[Any], Posterior | Family | Density | Tensor | Mapping[str, Tensor]]
+Fit = Callable[[Any], "Posterior | Family | Density | Tensor | Mapping[str, Tensor]"]
 
 #: Sets of uniform ranks from which the bands are made.
 SIMULATIONS = 4000
@@ -177,8 +178,8 @@ def _flat(theta: Any) -> tuple[Tensor, tuple[str, ...]]:
 
 def _posterior_draws(fitted: Any, theta: Any, count: int, generator: torch.Generator) -> Tensor:
     """[L, P] in the order of θ."""
-    if isinstance(fitted, Posterior):
-        fitted = fitted.family
+    if not isinstance(fitted, Family) and isinstance(family := getattr(fitted, "family", None), Family):
+        fitted = family  # of a posterior
     density = fitted() if isinstance(fitted, Family) else fitted
     if isinstance(density, Density):
         space = density.named_space()

@@ -3,20 +3,23 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
+from ..families.family import Family
 from ..families.gaussian import Gaussian, kl
 from ..objective import Estimate
-from ..posterior import Posterior
 from ..predict.predict import predict
 from ..predict.predictive import Predictive
 from ..train.batches import Batches
 from ..train.comparing import elbo_over
 from ..util.checks import check_seed
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Points at which two densities of a number are compared.
 GRID = 1025
@@ -68,8 +71,8 @@ class Comparison:
 
 
 def compare(
-    a: Posterior,
-    b: Posterior,
+    a: "Posterior",
+    b: "Posterior",
     loader: Iterable[Any],
     inputs: Any = None,
     *,
@@ -134,7 +137,7 @@ def compare(
 
 
 def _check_posterior(value: Any) -> None:
-    if not isinstance(value, Posterior):
+    if not isinstance(getattr(value, "family", None), Family):
         raise TypeError(f"compare expects two posteriors from variationalize, got {type(value).__name__}")
 
 

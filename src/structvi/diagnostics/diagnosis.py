@@ -1,13 +1,12 @@
 """`diagnose`: everything there is to know about a fitted posterior, with a verdict in plain words."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..families.family import Family
 from ..models.target import Target
-from ..objective import NonFiniteError
+from ..objective import Kind, NonFiniteError
 from ..parameters import Parameters
-from ..posterior import Posterior
 from ..result import Result, Status
 from ..train.batches import Reread
 from ..util.checks import check_seed
@@ -19,6 +18,9 @@ from .low_rank_spectrum import spectrum
 from .problem import Problem, Unavailable
 from .report import Finding, Report
 from .what_was_learned import Learned, learned
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: q's moments are right where the corrected ones differ by no more: in standard deviations, and in part of one.
 SHIFT_LIMIT = 0.1
@@ -38,7 +40,7 @@ MANY_UNITS = 0.5
 
 
 def diagnose(
-    q: Posterior | Family,
+    q: "Posterior | Family",
     data: Target | Iterable[Any],
     *,
     result: Result | None = None,
@@ -234,7 +236,7 @@ def _name(space: Parameters, index: int) -> str:
     raise IndexError(index)
 
 
-def _learned(posterior: Posterior, loader: Iterable[Any], seed: int, parts: dict[str, Any]) -> list[Finding]:
+def _learned(posterior: "Posterior", loader: Iterable[Any], seed: int, parts: dict[str, Any]) -> list[Finding]:
     own: Learned = learned(posterior, loader, seed=seed)
     parts["learned"] = own
     said = [] if own.explained is None else [f"{100 * own.explained:.0f} % of variance explained"]
@@ -265,7 +267,7 @@ def _gradients(
         findings.append(Finding("gradient signal/noise", "not measured", "not available", text))
         return
     density = Problem.of(q, data).family()
-    estimator = "path" if density.offers("log_prob") or not density.has_density else "entropy"
+    estimator: Kind = "path" if density.offers("log_prob") or not density.has_density else "entropy"
     noise = parts["gradients"] = gradient_noise(q, data, repeats=allowed.repeats, estimator=estimator, seed=seed + 2)
     own = noise.groups["paired"]
     value = ", ".join(f"{group} {ratio.snr:.2g}" for group, ratio in own.items())

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import inf, sqrt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,14 @@ from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
 from ..models.batch import batch_size
 from ..models.target import Target
-from ..objective import Estimator, elbo
-from ..posterior import Posterior
+from ..objective import Estimator, Kind, elbo
 from ..predict.draws import target_of
 from ..util.checks import check_integer, check_seed
 from ..util.random_streams import borrowed_stream
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Below this ratio a step is mostly noise: a hundred of them are needed to see where the gradient points.
 MOSTLY_NOISE = 0.1
@@ -113,13 +115,13 @@ class GradientNoise:
 
 
 def gradient_noise(
-    q: Posterior | Family,
+    q: "Posterior | Family",
     data: Target | Iterable[Any],
     *,
     couplings: Mapping[str, Coupling] | None = None,
     evaluations: int = 16,
     repeats: int = 32,
-    estimator: Estimator = "path",
+    estimator: Kind = "path",
     full: bool = False,
     seed: int = 0,
 ) -> GradientNoise:
@@ -134,7 +136,7 @@ def gradient_noise(
         couplings: by name; naive, paired and, of families with a factor, unscented by at most four directions.
         evaluations: how many draws a gradient takes, rounded to whole groups of the coupling, at least one.
         repeats: how many gradients.
-        estimator: as in `elbo`.
+        estimator: the kind, as in `Estimator`.
         full: every gradient sees all data, the same draws for each batch; otherwise one minibatch after the other, and
             the noise is that of draws and data.
         seed: of the draws.
@@ -214,7 +216,7 @@ def couplings_of(family: Family) -> dict[str, Coupling]:
 
 
 def _gradients(
-    problem: Problem, coupling: Coupling, groups: int, repeats: int, estimator: Estimator, full: bool, seed: int
+    problem: Problem, coupling: Coupling, groups: int, repeats: int, estimator: Kind, full: bool, seed: int
 ) -> Iterator[list[Tensor]]:
     values = [parameter.value for parameter in _parameters(problem)]
     portions = _portions(problem, full)
@@ -223,8 +225,8 @@ def _gradients(
         for batch, share in next(portions):
             with torch.enable_grad(), problem.mode(), borrowed_stream(problem.generator(seed + repeat)):
                 bound = elbo(
-                    problem.family, problem.target, batch, groups=groups, coupling=coupling, estimator=estimator,
-                    generator=problem.generator(seed + repeat),  # the same draws for every batch
+                    problem.family, problem.target, batch, Estimator(estimator, groups, coupling),
+                    problem.generator(seed + repeat),  # the same draws for every batch
                 )  # fmt: skip
                 gradients = torch.autograd.grad(share * bound, values, allow_unused=True)
             for own, gradient in zip(total, gradients, strict=True):

@@ -1,22 +1,24 @@
 """Importance weights of a posterior or of a family: `weigh` with the log joint that they have."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..density.beside import beside
 from ..density.pareto import K_LIMIT, psis
 from ..density.weighted_draws import Importance, Moments, Unavailable, weigh
 from ..families.family import Family
 from ..models.target import Target
-from ..posterior import Posterior
 from ..util.checks import check_seed
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 __all__ = ["K_LIMIT", "Importance", "Moments", "importance", "psis"]
 
 
 def importance(
-    q: Posterior | Family,
+    q: "Posterior | Family",
     data: Target | Iterable[Any],
     draws: int = 1000,
     *,

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ..families.density import Density
 from ..families.family import Family
-from ..posterior import Posterior
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from ..posterior import Posterior
 
 #: A direction matters where it changes the entropy by more, in nats: one standard deviation in twenty, about.
 MATTERS = 0.05
@@ -73,7 +74,7 @@ class Spectrum:
         return f"{self.of} added along each direction, relative to the diagonal's: {values}\n{self.verdict}"
 
 
-def spectrum(q: Posterior | Family | Density) -> Spectrum:
+def spectrum(q: "Posterior | Family | Density") -> Spectrum:
     """The K eigenvalues of diag(s)⁻¹UUᵀdiag(s)⁻¹, and of the precision form those of diag(s)WWᵀdiag(s).
 
     They are those of the K×K matrix Fᵀ diag(r²) F: nothing of size P×P is made.
@@ -84,7 +85,7 @@ def spectrum(q: Posterior | Family | Density) -> Spectrum:
         >>> spectrum(q).verdict
         'none of 2 directions matters: as good as mean field; was the factor fitted?'
     """
-    family = q.family if isinstance(q, Posterior) else q
+    family = q if isinstance(q, Family | Density) else q.family
     with torch.no_grad():
         density = family() if isinstance(family, Family) else family
         part = density.low_rank_part()

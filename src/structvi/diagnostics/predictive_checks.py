@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..posterior import Posterior
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.predictive import observed_target
 from ..train.batches import Batches
@@ -17,6 +16,8 @@ from ..util.random_streams import borrowed_stream
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from ..posterior import Posterior
 
 Statistic = Callable[[Tensor], Tensor | float]
 
@@ -77,7 +78,7 @@ class PredictiveCheck:
 
 
 def predictive_check(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     statistics: Mapping[str, Statistic] | None = None,
     draws: int = 200,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from ..density.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
-from ..objective import Estimate, elbo_groups
+from ..objective import Estimate, Estimator, Kind, elbo_terms
 from ..parameters import Parameters
-from ..posterior import Posterior
 from ..train.batches import Batches
 from ..train.comparing import elbo_over
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,20 @@ class Problem:
     family: Family
     target: Target
     batches: Batches | None = None
-    posterior: Posterior | None = None
+    posterior: "Posterior | None" = None
 
     @classmethod
-    def of(cls, q: Posterior | Family, data: Target | Iterable[Any]) -> "Problem":
+    def of(cls, q: "Posterior | Family", data: Target | Iterable[Any]) -> "Problem":
         """From a posterior and a loader, or from a family and a log density."""
-        if isinstance(q, Posterior):
+        if not isinstance(q, Family):
+            if not isinstance(getattr(q, "family", None), Family):
+                raise TypeError(
+                    f"expected a posterior from variationalize with a loader, or a bound family with a LogDensity, "
+                    f"got {type(q).__name__}"
+                )
             if isinstance(data, Target):
                 raise TypeError("a posterior has its target with it: give the loader of its data")
             return cls(q.family, q.model, Batches(data, device=q.device), q)
-        if not isinstance(q, Family):
-            raise TypeError(
-                f"expected a posterior from variationalize with a loader, or a bound family with a LogDensity, "
-                f"got {type(q).__name__}"
-            )
         if isinstance(data, BayesianModel):
             raise TypeError("a BayesianModel needs its data: make a posterior with variationalize, and give the loader")
         if not isinstance(data, Target):
@@ -70,11 +72,11 @@ class Problem:
             read = self.batches.everything(most)
             return elbo_over(self.posterior, read, groups=groups, generator=self.generator(seed))
         density = self.family()
-        estimator = "log_q" if density.offers("log_prob") else "entropy"
+        kind: Kind = "log_q" if density.offers("log_prob") else "entropy"
         with torch.no_grad():
-            values = elbo_groups(
-                self.family, self.target, groups=groups, estimator=estimator, generator=self.generator(seed)
-            )
+            values = elbo_terms(
+                self.family, self.target, None, Estimator(kind, groups), self.generator(seed)
+            ).objective()
         return Estimate.of(values, density.bound)
 
     def log_joint(self, theta: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..objective import Estimate
-from ..posterior import Posterior
 from ..result import Result
 from ..train.batches import Batches
 from ..train.comparing import elbo_over
@@ -22,6 +21,8 @@ from ..util.checks import check_seed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from ..posterior import Posterior
 
 #: Groups of two draws on which ELBOs are compared, at most and at least.
 MOST_GROUPS, FEWEST_GROUPS = 64, 8
@@ -110,7 +111,7 @@ class Worth:
 
 
 def worth(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     *,
     ranks: Sequence[int] = (),
@@ -161,7 +162,7 @@ def worth(
         wanted += [(f"{kind}={value}", {kind: value}) for value in values]
     compared = _groups(posterior, last, 1 + len(wanted)) if compared_on is None else compared_on
 
-    def measured(of: Posterior) -> Estimate:
+    def measured(of: "Posterior") -> Estimate:
         generator = torch.Generator(device).manual_seed(seed + 1)
         return elbo_over(of, Batches(loader, device=device).everything(), groups=compared, generator=generator)
 
@@ -184,7 +185,7 @@ def worth(
     return Worth(before, trials)
 
 
-def _groups(posterior: Posterior, last: Result | None, evaluations: int) -> int:
+def _groups(posterior: "Posterior", last: Result | None, evaluations: int) -> int:
     """So many groups that all ELBOs together take a tenth of the last fit's passes."""
     if not isinstance(last, FitResult) or not last.passes:
         return MOST_GROUPS

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from ..models.priors.base import MixturePrior, Prior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
 from ..parameters import Parameters
-from ..posterior import Posterior
 from ..train.stuck import Explained, explained
 from ..util.checks import check_seed
 from ..util.patterns import assign
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Weights that learned less, in nats each, are as good as at their prior.
 PRIOR_LIKE = 0.05
@@ -48,7 +50,7 @@ class Learned(Explained):
         return [name for name, nats in self.tensors.items() if nats < PRIOR_LIKE]
 
 
-def learned(posterior: Posterior, loader: Iterable[Any], *, seed: int = 0) -> Learned:
+def learned(posterior: "Posterior", loader: Iterable[Any], *, seed: int = 0) -> Learned:
     """How far the posterior has moved from the prior, tensor by tensor, how many units are off, and what is explained.
 
     Marginals and priors are compared by mean and variance, as normals. The tensor that reads a layer's units is taken

@@ -3,14 +3,16 @@
 `LossModule` is to be wrapped in `DistributedDataParallel` or by Lightning Fabric; `average_gradients` does without.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..posterior import Posterior
 from .collectives import all_reduce, sum_gradients
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 
 class LossModule(nn.Module):
@@ -30,7 +32,7 @@ class LossModule(nn.Module):
         (torch.Size([]), 2)
     """
 
-    def __init__(self, posterior: Posterior):
+    def __init__(self, posterior: "Posterior"):
         super().__init__()
         self._posterior = (posterior,)  # not a child
         self.family = posterior.family

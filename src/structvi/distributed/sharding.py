@@ -9,7 +9,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from math import log, pi
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,12 @@ from ..families.gaussian import Gaussian
 from ..families.numerics.algebra import half_log_det, project, sum_weights
 from ..families.numerics.fused import Sums, ratio
 from ..families.rows import Rows, Shard
-from ..posterior import Posterior
 from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
-AnyPosterior = TypeVar("AnyPosterior", bound=Posterior)
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
+AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 
 
 def rows_of_this_rank(P: int) -> Rows:
@@ -282,7 +284,7 @@ def _put(family: Family, name: str, tensor: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def save_sharded(posterior: Posterior, directory: str | os.PathLike[str]) -> None:
+def save_sharded(posterior: "Posterior", directory: str | os.PathLike[str]) -> None:
     """Each rank writes its rows, by `torch.distributed.checkpoint`; call it on all ranks."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -290,7 +292,7 @@ def save_sharded(posterior: Posterior, directory: str | os.PathLike[str]) -> Non
     save(_state(posterior), checkpoint_id=directory)
 
 
-def load_sharded(posterior: Posterior, directory: str | os.PathLike[str]) -> None:
+def load_sharded(posterior: "Posterior", directory: str | os.PathLike[str]) -> None:
     """Read what `save_sharded` wrote into a posterior of the same shape, on any number of ranks or in one process.
 
     Args:
@@ -311,7 +313,7 @@ def load_sharded(posterior: Posterior, directory: str | os.PathLike[str]) -> Non
         load(state, checkpoint_id=directory)
 
 
-def _state(posterior: Posterior) -> dict[str, Tensor]:
+def _state(posterior: "Posterior") -> dict[str, Tensor]:
     """All that is learned, by name, not copied; rows as the part of a whole that `DTensor` says they are."""
     family = posterior.family
     tensors = {name: tensor.detach() for name, tensor in posterior.learned().items()}

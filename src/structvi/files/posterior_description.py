@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 from ..models.batch import Keys, check_keys
 from ..models.calibration import Calibration
+from ..networks.modes import BATCH_NORM, DROPOUT
 from ..networks.vmap_or_loop import Evaluation
-from ..posterior import BATCH_NORM, DROPOUT
 from ..result import Status
 from ..util.checks import is_integer
 from .describe import Kind, check, decode

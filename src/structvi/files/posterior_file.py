@@ -7,7 +7,7 @@ description and network ask for; then they are read, their SHA-256 and values ar
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
+from ..networks.modes import BatchNorm, Dropout
 from ..networks.padding import padding_rows
 from ..parameters import Parameters
-from ..posterior import Posterior
+from ..result import Status
 from ..util.patterns import few
 from .describe import Kind, check, decode, encode
 from .file import CheckpointError, digest, opened, write
@@ -28,13 +29,28 @@ from .implied import tensors_of_family
 from .parts import any_start, check_values, describe_part, differences, set_tensors, shown, under
 from .posterior_description import KIND, PARTS, Saved, Table, most_patterns, refusing
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 #: the tensors at which a network is linearised
 LINEARISED = "linearised"
 #: the scores of conformal sets
 SCORES = "calibration"
 
 
-def save(posterior: Posterior, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
+class Loaded(NamedTuple):
+    """Parts of a posterior, read from a file."""
+
+    model: BayesianModel
+    family: Family
+    dropout: Dropout
+    batch_norm: BatchNorm
+    calibration: Calibration | None
+    chosen_on: str | None
+    fit_status: Status | None
+
+
+def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
     if network not in ("store", "hash"):
@@ -103,9 +119,8 @@ def load(
     prior: Prior | None = None,
     likelihood: Callable[[Any, Any], Tensor] | None = None,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
-    device: torch.device | str | None = None,
-) -> Posterior:
-    """The posterior of a file, see `structvi.load`."""
+) -> Loaded:
+    """Return the parts of the posterior of a file, see `structvi.load`."""
     if not isinstance(net, nn.Module):
         raise TypeError(
             f"load expects the network, an nn.Module, after the path, got {type(net).__name__}; a fit of a log density "
@@ -153,10 +168,9 @@ def load(
     with torch.no_grad():
         for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
-    posterior = Posterior(model, parts["family"], dropout=saved.dropout, batch_norm=saved.batch_norm)
-    posterior.calibration, posterior.chosen_on = calibration, saved.chosen_on
-    posterior.fit_status = saved.fit_status
-    return posterior if device is None else posterior.to(device)
+    return Loaded(
+        model, parts["family"], saved.dropout, saved.batch_norm, calibration, saved.chosen_on, saved.fit_status
+    )
 
 
 def _part(saved: Saved, part: Kind, path: Any) -> Any:

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..posterior import EnsembleBase, Posterior
 from ..predict.predictive import Predictive
 from ..predict.tiles import predict_tiles
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Maps:
 
 
 def predict_maps(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int] | None = None,
     margin: int | Sequence[int] = 0,

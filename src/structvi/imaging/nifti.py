@@ -4,14 +4,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..posterior import EnsembleBase, Posterior
 from .maps import Maps, predict_maps
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
 
 #: what a map's header says of it, in at most 79 bytes
 WORDS = {
@@ -177,7 +179,7 @@ def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike[str]) -> dict[s
 
 
 def predict_scan(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     path: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,

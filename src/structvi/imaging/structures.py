@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..couplings import naive
-from ..posterior import EnsembleBase, Posterior
 from ..predict.curves import CalibrationHistogram, Reliability
 from ..predict.draws import on_device
 from ..predict.member_chunks import chunks_of
@@ -16,6 +15,9 @@ from ..predict.metrics import summary_of
 from ..predict.predictive import observed_target
 from ..predict.probabilities import label_entropy
 from .maps import Maps
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
 
 #: Voxels whose probability of a structure is below this say nothing of its calibration: nearly all are far from it.
 SLIGHT = 0.01
@@ -175,7 +177,7 @@ class _Cases:
 
 
 def by_structure(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     loader: Iterable[Any],
     names: Sequence[str] | None = None,
     draws: int = 16,

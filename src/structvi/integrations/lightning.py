@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..couplings import Coupling, paired
-from ..front_door import Posterior
 from ..models.batch import rows
 from ..objective import Estimate, Estimator
+from ..posterior import Posterior
 from ..result import Status
 from ..train.adam import DEFAULT_LR
 from ..train.batches import Batches
@@ -60,7 +59,7 @@ class BayesianModule(LightningModule):
         lr: the highest learning rate.
         warmup: the fraction of the steps in which it rises.
         kl_warmup: the fraction of the steps in which λ rises from zero.
-        groups, coupling, estimator: as in `elbo`.
+        estimator: as in `elbo`.
         draws: of validation and test, the same for all batches.
         reference: for batch_norm="reestimated", as in `predict`.
 
@@ -79,9 +78,7 @@ class BayesianModule(LightningModule):
         lr: float = DEFAULT_LR,
         warmup: float = 0.05,
         kl_warmup: float = KL_WARMUP,
-        groups: int = 1,
-        coupling: Coupling = paired,
-        estimator: Estimator = "path",
+        estimator: Estimator = Estimator(),
         draws: int = 16,
         reference: Any = None,
     ):
@@ -92,7 +89,7 @@ class BayesianModule(LightningModule):
         check_fraction("kl_warmup", kl_warmup)
         self.posterior = posterior
         self.lr, self.warmup, self.kl_warmup = lr, warmup, kl_warmup
-        self.options: dict[str, Any] = {"groups": groups, "coupling": coupling, "estimator": estimator}
+        self.estimator = estimator
         self.draws, self.reference = draws, reference
         self._rows, self._batches = 0, 0
         # the network's own tensors get no gradient, and DistributedDataParallel would wait for one
@@ -131,7 +128,7 @@ class BayesianModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor | float]:
         with self._mixed_precision():
-            terms = self.posterior.terms(batch, **self.options)
+            terms = self.posterior.terms(batch, estimator=self.estimator)
         loss = -(terms.fit - self.temperature * terms.complexity).mean() / self.posterior.model.num_data
         loss = loss * self._weight(batch)
         return {

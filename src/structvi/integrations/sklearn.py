@@ -19,9 +19,9 @@ from structvi_tables.recipes import NAMED, family_of
 from structvi_tables.stand_ins import Rows
 
 from ..families.family import Family
-from ..front_door import Posterior, variationalize
 from ..models.likelihoods import Categorical, Gaussian, Likelihood
 from ..models.priors.scale import NormalPrior
+from ..posterior import Posterior, variationalize
 from ..predict.predictive import Predictive
 from ..train.result import FitResult
 from ..util.random_streams import borrowed_stream

@@ -55,7 +55,7 @@ def annealed(target: Target, progress: float, hottest: float = 11.0) -> Target:
         >>> optimizer = torch.optim.Adam(q.parameters(), lr=0.1)
         >>> for step in range(3):
         ...     optimizer.zero_grad()
-        ...     loss = -elbo(q, annealed(target, step / 3), groups=4)
+        ...     loss = -elbo(q, annealed(target, step / 3))
         ...     loss.backward()
         ...     optimizer.step()
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from math import exp
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.distributions import Bernoulli, Normal
 
 from ..couplings import naive
 from ..models.calibration import Calibration, Conformal, Kind
-from ..posterior import EnsembleBase, Posterior
 from ..util.checks import check_iterable, check_seed
 from . import conformal as scoring
 from .cases import COMMON, case_hashes, fingerprint, share_in
@@ -27,9 +26,12 @@ from .member_chunks import Chunks, chunks_for
 from .predictive import Predictive, observed_target
 from .recalibrated import kind_for, log_average, log_probabilities
 
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
+
 
 def calibrate(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     validation: Iterable[Any] | None = None,
     *,
     conformal: Iterable[Any] | bool | None = None,
@@ -71,8 +73,8 @@ def calibrate(
     others = validation if split else None if conformal is False else conformal
     if validation is None and others is None:
         raise ValueError("give held-out data: calibrate(validation), calibrate(validation, conformal=other)")
-    if isinstance(posterior, Posterior):
-        posterior.check_whole()
+    for one in posterior.posteriors:
+        one.check_whole()
     first = others if validation is None else validation
     assert first is not None
     chunks = chunks_for(
@@ -246,7 +248,7 @@ def _first(chunks: Chunks, loader: Iterable[Any]) -> Predictive:
     raise ValueError("the loader gave no batch")
 
 
-def _inputs(posterior: Posterior | EnsembleBase, loader: Iterable[Any]) -> Any:
+def _inputs(posterior: "Posterior | EnsembleBase", loader: Iterable[Any]) -> Any:
     return next((posterior.model.split(batch)[0] for batch in loader), None)
 
 

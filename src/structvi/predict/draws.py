@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from ..families.density import Density, Draws, check_draw
 from ..models.calibration import Calibration
 from ..networks.quiet import with_stream
 from ..networks.vmap_or_loop import training_key
-from ..posterior import Posterior
 from ..util.checks import check_integer
 from ..util.random_streams import seed_from
 from .predictive import Predictive
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: So many numbers of drawn weights are held at once.
 DRAWN_NUMBERS = 2**26
@@ -40,7 +42,7 @@ class DrawChunks:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         draws: int,
         coupling: Coupling,
         chunk: int,
@@ -88,7 +90,7 @@ class DrawChunks:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def keep(self, posterior: Posterior) -> None:
+    def keep(self, posterior: "Posterior") -> None:
         """Hold all draws, S·P numbers, and make none again; the network is from now on that of another posterior."""
         made = [self.draw(index) for index in range(len(self))]
         # points are the family's own tensors, and what is fixed is the same in all draws
@@ -200,7 +202,7 @@ class DrawChunks:
         return pytree.tree_unflatten(joined, layout), rows
 
 
-def _around(posterior: Posterior, density: Density, linearise: bool | None) -> Tensor | None:
+def _around(posterior: "Posterior", density: Density, linearise: bool | None) -> Tensor | None:
     """θ₀ [P] of the network's tensors at which it is to be linearised; None where it is not."""
     model = posterior.model
     if linearise not in (None, True, False):
@@ -258,7 +260,7 @@ def _one_of_each(density: Density, count: int, generator: torch.Generator) -> Dr
     return Draws(draws.theta[which], draws.weight.new_full((count,), 1 / count), draws.fixed, latent)
 
 
-def predictive_at(posterior: Posterior, draws: Draws, batch: Any) -> tuple[Predictive, Any]:
+def predictive_at(posterior: "Posterior", draws: Draws, batch: Any) -> tuple[Predictive, Any]:
     """p(t | y_s(x)) of a batch at given draws, and the batch's target."""
     model = posterior.model
     space = model.space.without(draws.fixed)
@@ -274,7 +276,7 @@ def predictive_at(posterior: Posterior, draws: Draws, batch: Any) -> tuple[Predi
         return Predictive(outputs, draws.weight, model.likelihood, values), target_of(posterior, batch)
 
 
-def target_of(posterior: Posterior, batch: Any) -> Any:
+def target_of(posterior: "Posterior", batch: Any) -> Any:
     """The target of a batch, which a user's `forward` takes a pass of the network to tell."""
     model = posterior.model
     if model.user_forward is None:

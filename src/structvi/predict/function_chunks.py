@@ -8,7 +8,7 @@ p(t | x) is normal too, or a mixture, and answers come from it: the points are f
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 
 from ..families.normal_parts import weighted_normals
 from ..models.calibration import Calibration
-from ..posterior import Posterior
 from ..util.random_streams import seed_from
 from .function_space import (
     Looked,
@@ -29,6 +28,9 @@ from .function_space import (
 )
 from .layer_moments import LayerMoments, has_layers
 from .predictive import Predictive
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: evenly spread points at which outputs are drawn; of each part of a mixture at least
 POINTS, FEWEST = 256, 32
@@ -60,7 +62,7 @@ class FunctionChunks:
         calibrated: whether `whole` gives what the posterior's calibration makes of the mixture.
     """
 
-    def __init__(self, posterior: Posterior, points: int = POINTS, calibrated: bool = False):
+    def __init__(self, posterior: "Posterior", points: int = POINTS, calibrated: bool = False):
         self.posterior = posterior
         self.reference, self.linearise = None, True
         with _with_derivatives():
@@ -172,7 +174,7 @@ class FunctionChunks:
         return self._points
 
 
-def is_normal(posterior: Posterior, linearise: bool | None) -> bool:
+def is_normal(posterior: "Posterior", linearise: bool | None) -> bool:
     """Whether outputs are normal at every input: those of a network linearised, with normals over its weights.
 
     Nothing else may be random: neither tensors of the likelihood, nor dropout, nor statistics of batches.

@@ -7,7 +7,7 @@ Exact, and without draws, for outputs that are few: a row takes a backward pass 
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..families.gaussian import Gaussian
 from ..families.normal_parts import weighted_normals
 from ..models.bayesian_model import BayesianModel
-from ..posterior import Posterior
 from ..util.random_streams import alone
 from .draws import on_device
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: so many numbers of Jacobians are held at once; on a GPU more, which waits for Python otherwise
 JACOBIAN_NUMBERS, ON_GPU = 2**26, 2**28
@@ -37,7 +39,7 @@ class OutputMoments(NamedTuple):
     covariance: Tensor  # [B, O, O], between the O outputs of one input, in the order of mean[b].flatten()
 
 
-def output_moments(posterior: Posterior, x: Any) -> OutputMoments:
+def output_moments(posterior: "Posterior", x: Any) -> OutputMoments:
     """Mean and covariance of the linearised network's output at every input, exactly: J Σ Jᵀ.
 
     A linearised posterior is linearised at its θ₀, any other around its mean.
@@ -75,7 +77,7 @@ def output_moments(posterior: Posterior, x: Any) -> OutputMoments:
         return OutputMoments(torch.cat(means).reshape(-1, *shape), torch.cat(covariances))
 
 
-def theta_of_linearisation(posterior: Posterior, mean: Tensor) -> Tensor:
+def theta_of_linearisation(posterior: "Posterior", mean: Tensor) -> Tensor:
     """θ₀ [P] of the whole space; where the model has none, the mean."""
     model = posterior.model
     if model.linearised_at is None:
@@ -83,7 +85,7 @@ def theta_of_linearisation(posterior: Posterior, mean: Tensor) -> Tensor:
     return torch.cat([model.linearised_at, mean.detach()[model.net_space.size :]])
 
 
-def jacobians(posterior: Posterior, theta: Tensor, x: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def jacobians(posterior: "Posterior", theta: Tensor, x: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """f(x; θ) [b, ..] and its Jacobian [b, O, P] at one θ [P], a few rows of x at a time."""
     model = posterior.model
     if model.user_forward is not None:
@@ -124,7 +126,7 @@ class Looked(NamedTuple):
     J: Tensor  # [b, O, P]
 
 
-def looked_at(posterior: Posterior, theta: Tensor, x: Any, numbers: int) -> Looked | None:
+def looked_at(posterior: "Posterior", theta: Tensor, x: Any, numbers: int) -> Looked | None:
     """f(x; θ) and its Jacobian at a few rows of x, where outputs are few, O ≤ `FEW_OUTPUTS` and O·P ≤ numbers.
 
     None where they are not, or Jacobians do not come for many rows at once. An output that depends on other rows, is
@@ -231,7 +233,7 @@ def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
 
 
 def outputs_of_normals(
-    posterior: Posterior, theta: Tensor, normals: Sequence[Callable[[], Gaussian]], x: Any, noise: Tensor
+    posterior: "Posterior", theta: Tensor, normals: Sequence[Callable[[], Gaussian]], x: Any, noise: Tensor
 ) -> list[Tensor]:
     """Draws of the outputs of the network linearised at θ [P], [S, B, ..], for each of several normals over weights.
 

@@ -9,7 +9,7 @@ would be O·P numbers. The scale and shift of a normalisation are elementwise, �
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.gaussian import Gaussian
 from ..parameters import Parameters
-from ..posterior import Posterior
 from .draws import on_device
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: layers that this knows, exactly these types
 LAYERS = (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)
@@ -44,7 +46,7 @@ class LayerMoments:
         outputs: O.
     """
 
-    def __init__(self, posterior: Posterior, theta: Tensor, normals: Sequence[Gaussian], outputs: int):
+    def __init__(self, posterior: "Posterior", theta: Tensor, normals: Sequence[Gaussian], outputs: int):
         self.posterior, self.theta = posterior, theta.detach()
         self.normals = [_Named.of(density, theta, posterior.space) for density in normals]
         self.layers = {name.rpartition(".")[0] for name in posterior.space.names}
@@ -136,7 +138,7 @@ def _moments(normal: _Named, y: Tensor, layers: Sequence[tuple[str, Tensor, Tens
     return Moments(y + torch.as_tensor(mean).reshape(y.shape), covariance + W @ normal.C @ W.mT)
 
 
-def has_layers(posterior: Posterior, density: Gaussian) -> bool:
+def has_layers(posterior: "Posterior", density: Gaussian) -> bool:
     """Whether the random tensors are those of `LAYERS`, and Σ is a diagonal with few columns.
 
     It does not see weights that are used elsewhere too, for which `LayerMoments.is_whole` is to be asked, nor layers

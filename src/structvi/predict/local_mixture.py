@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch.distributions import Distribution, Laplace, Normal, StudentT
 from torch.nn.functional import logsigmoid
 
 from ..models.likelihoods.student_t import StudentTNoise
-from ..posterior import EnsembleBase
 from ..util.checks import check_integer
 from .predictive import Predictive
 from .quantiles import continuous_quantile
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase
 
 #: noise of a member so many times as wide as it was learned: each is weighed by itself
 WIDTHS = (0.7, 1.0, 1.5, 3.0, 10.0, 30.0)
@@ -244,7 +246,7 @@ class LocalMixture:
         torch.Size([64, 1])
     """
 
-    def __init__(self, mixture: EnsembleBase, *, widths: Sequence[float] = WIDTHS, draws: int = DRAWS):
+    def __init__(self, mixture: "EnsembleBase", *, widths: Sequence[float] = WIDTHS, draws: int = DRAWS):
         check_integer("draws", draws)
         if not widths or min(widths) <= 0:
             raise ValueError(f"widths must be positive factors of the noise, got {widths}")
@@ -253,7 +255,7 @@ class LocalMixture:
 
     def fit(
         self,
-        held_out: Iterable[tuple[EnsembleBase, Iterable[tuple[Any, Tensor]]]],
+        held_out: "Iterable[tuple[EnsembleBase, Iterable[tuple[Any, Tensor]]]]",
         shares: Sequence[float] | None = None,
     ) -> "LocalMixture":
         """Learn the weights; returns itself.
@@ -284,12 +286,12 @@ class LocalMixture:
             raise ValueError("the weights are learned from held-out data first: local.fit([(mixture, loader), ..])")
         return LocalPredictive(self._parts(self.mixture, x), self.widths, self.weights)
 
-    def _parts(self, mixture: EnsembleBase, x: Any) -> list[Predictive]:
+    def _parts(self, mixture: "EnsembleBase", x: Any) -> list[Predictive]:
         found: list[Any] = list(mixture.members)
         generator = torch.Generator().manual_seed(0)  # the draws that the weights were learned from
         return [one.predict(x, self.draws, generator=generator, calibrated=False) for one in found]
 
-    def _read(self, mixture: EnsembleBase, batches: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _read(self, mixture: "EnsembleBase", batches: Iterable[tuple[Any, Tensor]]) -> tuple[Tensor, Tensor]:
         if len(mixture.members) != len(self.mixture.members):
             raise ValueError(
                 f"all mixtures must have {len(self.mixture.members)} members in the same order, got one of "

@@ -1,15 +1,17 @@
 """The draws of several posteriors, each of a network of its own, as one sequence of chunks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..couplings import Coupling, naive
-from ..posterior import EnsembleBase, Posterior
 from .draws import DrawChunks
 from .function_chunks import POINTS, FunctionChunks, is_normal
 from .predictive import Predictive
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
 
 #: of weights, where no number is asked for
 DRAWS = 64
@@ -26,10 +28,15 @@ class MemberChunks:
         calibrated: as in `DrawChunks`.
     """
 
-    def __init__(self, mixture: EnsembleBase, members: Sequence[DrawChunks | FunctionChunks], calibrated: bool = False):
+    def __init__(
+        self,
+        mixture: "Posterior | EnsembleBase",
+        members: Sequence[DrawChunks | FunctionChunks],
+        calibrated: bool = False,
+    ):
         self.posterior, self.members = mixture.posteriors[0], members
         self.reference, self.linearise = members[0].reference, members[0].linearise
-        self.weights: list[float] = mixture.weights.tolist()
+        self.weights: list[float] = mixture.weights.tolist()  # pyright: ignore
         self.places = [(c, index) for c, one in enumerate(self.members) for index in range(len(one))]
         self.device = self.members[0].device
         self.draws = sum(one.draws for one in self.members)
@@ -74,7 +81,7 @@ Chunks = DrawChunks | FunctionChunks | MemberChunks
 
 
 def chunks_of(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     draws: int,
     coupling: Coupling,
     chunk: int,
@@ -85,15 +92,15 @@ def chunks_of(
 ) -> DrawChunks | MemberChunks:
     """The draws of a posterior, or those of a mixture, an equal share of each member; arguments as of `DrawChunks`."""
     rest = (coupling, chunk, reference, generator, linearise)
-    if not isinstance(posterior, EnsembleBase):
-        return DrawChunks(posterior, draws, *rest, calibrated)
-    each = -(-draws // len(posterior.members)) if isinstance(draws, int) else draws
+    if posterior.posteriors[0] is posterior:
+        return DrawChunks(posterior.posteriors[0], draws, *rest, calibrated)
+    each = -(-draws // len(posterior.posteriors)) if isinstance(draws, int) else draws
     return MemberChunks(posterior, [DrawChunks(one, each, *rest) for one in posterior.posteriors], calibrated)
 
 
 def chunks_for(
     inputs: Callable[[], Any],
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     draws: int | None,
     coupling: Coupling,
     chunk: int,
@@ -110,9 +117,9 @@ def chunks_for(
         posterior, coupling, chunk, reference, generator, linearise, calibrated: as of `chunks_of`.
     """
     if draws is None and coupling is naive and reference is None:
-        members = posterior.posteriors if isinstance(posterior, EnsembleBase) else [posterior]
+        members = posterior.posteriors
         if all(is_normal(one, linearise) for one in members):
-            is_mixture = isinstance(posterior, EnsembleBase)
+            is_mixture = posterior is not members[0]
             points = max(FEWEST_POINTS, POINTS // 2 ** (len(members) - 1).bit_length())
             found = [FunctionChunks(one, points, calibrated and not is_mixture) for one in members]
             first = inputs()

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import chain, islice
 from math import floor, nan, sqrt
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
 from ..couplings import Coupling, naive
-from ..posterior import EnsembleBase, Posterior
 from ..util.budget import batches_within, length_of
 from ..util.checks import check_iterable, check_positive
 from ..util.shown import shown
@@ -27,6 +26,9 @@ from .member_chunks import DRAWS, Chunks, chunks_for
 from .predictive import Predictive, observed_target
 from .quantiles import normal_mixture_crps
 from .summary import Score, Summary
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
 
 #: So many means and scales of draws are held at once for the pairs of the CRPS.
 CRPS_NUMBERS = 2**22
@@ -87,7 +89,7 @@ class Metrics:
 
 
 def evaluate(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     loader: Iterable[Any],
     draws: int | None = None,
     *,
@@ -150,7 +152,7 @@ def evaluate(
 class _First:
     """The inputs of a loader's first batch, where someone asks for them; `all` then has the batch nevertheless."""
 
-    def __init__(self, loader: Iterable[Any], posterior: Posterior | EnsembleBase):
+    def __init__(self, loader: Iterable[Any], posterior: "Posterior | EnsembleBase"):
         self.loader, self.posterior = loader, posterior
         self._seen: tuple[list[Any], Iterator[Any]] | None = None
 
@@ -176,7 +178,7 @@ def _spread(loader: Iterable[Any], length: int | None, most: int | None) -> Iter
 
 
 def ood_auroc(
-    posterior: Posterior | EnsembleBase | None,
+    posterior: "Posterior | EnsembleBase | None",
     in_loader: Iterable[Any] | Predictive,
     out_loader: Iterable[Any] | Predictive,
     score: Score = "entropy",

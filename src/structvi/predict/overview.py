@@ -1,12 +1,15 @@
 """A posterior on one page: what is random, how wide it is, and what the last fit came to."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from ..posterior import Posterior
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 
 @torch.no_grad()
-def summary(posterior: Posterior) -> str:
+def summary(posterior: "Posterior") -> str:
     """A line for each tensor: its shape, the root mean square of its mean, the median of its standard deviations, and
     the share of its weights that are more than two standard deviations from zero.
 

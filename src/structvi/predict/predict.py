@@ -1,7 +1,7 @@
 """From a posterior to predictions, to drawn weights, and to networks that have them."""
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -9,16 +9,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..couplings import Coupling, naive
-from ..posterior import EnsembleBase, Posterior
 from ..util.checks import check_integer
 from ..util.random_streams import alone, borrowed_stream
 from .draws import IndependentDraws
 from .member_chunks import chunks_for
 from .predictive import Predictive
 
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
+
 
 def predict(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     x: Any,
     draws: int | None = None,
     *,
@@ -69,7 +71,7 @@ def predict(
     return chunks_for(lambda: x, *arguments).whole(x)
 
 
-def sample(posterior: Posterior, n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+def sample(posterior: "Posterior", n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """n independent draws of the weights, by tensor name: [n, *shape] each.
 
     Args:
@@ -91,7 +93,7 @@ def sample(posterior: Posterior, n: int = 1, generator: torch.Generator | None =
         return dict(posterior.model.with_padding(drawn))
 
 
-def sample_network(posterior: Posterior, generator: torch.Generator | None = None) -> nn.Module:
+def sample_network(posterior: "Posterior", generator: torch.Generator | None = None) -> nn.Module:
     """A copy of the network with drawn weights: an ordinary module with parameters of its own.
 
     Example:
@@ -111,7 +113,7 @@ def sample_network(posterior: Posterior, generator: torch.Generator | None = Non
         return _network_at(posterior, posterior.space.join(draws.theta[which], draws.fixed)[0])
 
 
-def mean_network(posterior: Posterior) -> nn.Module:
+def mean_network(posterior: "Posterior") -> nn.Module:
     """A copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep.
 
     Of a linearised posterior it is the network at that mean, not the linear function.
@@ -120,7 +122,7 @@ def mean_network(posterior: Posterior) -> nn.Module:
         return _network_at(posterior, posterior.family().mean)
 
 
-def _network_at(posterior: Posterior, theta: Tensor) -> nn.Module:
+def _network_at(posterior: "Posterior", theta: Tensor) -> nn.Module:
     with alone():  # drawn weights may be in a network without a twin
         net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
     named = posterior.model.with_padding(posterior.space.unravel(theta))

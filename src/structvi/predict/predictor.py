@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from ..families.density import Draws
 from ..families.mixture import Mixture
 from ..families.point import MAP
 from ..files import posterior_file
-from ..posterior import Posterior
 from ..util.random_streams import alone
 from ..util.sizes import in_words
 from .draws import DrawChunks
 from .predictive import Predictive
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 
 class Predictor:
@@ -38,7 +40,7 @@ class Predictor:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         draws: int,
         coupling: Coupling,
         chunk: int,
@@ -132,7 +134,7 @@ class Predictor:
         theta = torch.cat([space.join(one.theta, one.fixed) for one in self._every()])
         parts = [MAP().bind(space.at(row)) for row in theta]
         points = Mixture(parts).of_parts(parts, self.weights.log())
-        saved = Posterior(posterior.model, points, dropout=posterior.dropout, batch_norm=posterior.batch_norm)
+        saved = type(posterior)(posterior.model, points, dropout=posterior.dropout, batch_norm=posterior.batch_norm)
         saved.calibration = self.chunks.calibration
         posterior_file.save(saved, path)
 
@@ -141,7 +143,7 @@ class Predictor:
 
 
 def predictor(
-    posterior: Posterior,
+    posterior: "Posterior",
     draws: int = 32,
     *,
     coupling: Coupling = naive,
@@ -172,8 +174,10 @@ def predictor(
     return Predictor(posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
 
 
-def _without_family(posterior: Posterior) -> Posterior:
+def _without_family(posterior: "Posterior") -> "Posterior":
     """The same model and modes in tensors of their own."""
     with alone():  # drawn weights may be in a network without a twin
         model = copy.deepcopy(posterior.model)
-    return Posterior(model.requires_grad_(False), MAP(), dropout=posterior.dropout, batch_norm=posterior.batch_norm)
+    return type(posterior)(
+        model.requires_grad_(False), MAP(), dropout=posterior.dropout, batch_norm=posterior.batch_norm
+    )

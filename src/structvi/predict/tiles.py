@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
-from ..posterior import EnsembleBase, Posterior
 from .draws import DrawChunks
 from .member_chunks import Chunks, chunks_of
 from .predictive import Predictive
+
+if TYPE_CHECKING:
+    from ..posterior import EnsembleBase, Posterior
 
 #: Of these a network's strides are, nearly always: they are tried where a tile's shape does not fit.
 MULTIPLES = (2, 4, 8, 16, 32, 64)
@@ -22,7 +24,7 @@ SMALL = 32
 
 
 def predict_tiles(
-    posterior: Posterior | EnsembleBase,
+    posterior: "Posterior | EnsembleBase",
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int],
     margin: int | Sequence[int] = 0,

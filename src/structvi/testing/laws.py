@@ -10,7 +10,7 @@ from torch.distributions import MultivariateNormal
 from ..couplings import Coupling, Noise, naive, paired, unscented
 from ..families.family import Family
 from ..families.gaussian import Gaussian
-from ..objective import elbo
+from ..objective import Estimator, elbo
 from ..parameters import Parameters
 from .truth import (
     FunctionTarget,
@@ -149,7 +149,9 @@ def law_gradients(make: Make, seed: int) -> None:
     for estimator in estimators_of(make(small_space(7))()):
         family = make(small_space(7))
         target = GaussianTarget(family, seed)
-        elbo(family, target, groups=2, coupling=unscented, estimator=estimator, generator=seeded(seed)).backward()
+        elbo(
+            family, target, estimator=Estimator(estimator, groups=2, coupling=unscented), generator=seeded(seed)
+        ).backward()
         for name, parameter in learned_by(family).items():
             gradient = parameter.grad
             if gradient is None:
@@ -218,7 +220,9 @@ def law_unbiased(make: Make, seed: int) -> None:
         generator = seeded(seed)
         samples = []
         for _ in range(32):
-            value = elbo(family, target, groups=64, coupling=coupling, estimator=estimator, generator=generator)
+            value = elbo(
+                family, target, estimator=Estimator(estimator, groups=64, coupling=coupling), generator=generator
+            )
             samples.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters)]))
         expected = torch.cat([g.reshape(-1) for g in truth])
         check_within(torch.stack(samples), expected, f"{estimator}, {name}: gradient of the ELBO")
@@ -232,7 +236,7 @@ def law_path_zero(make: Make, seed: int) -> None:
     target = FunctionTarget(family, lambda theta: frozen().log_prob(theta))
     generator = seeded(seed)
     for _ in range(8):
-        value = elbo(family, target, groups=1, coupling=naive, estimator="path", generator=generator)
+        value = elbo(family, target, estimator=Estimator(groups=1, coupling=naive), generator=generator)
         check_close(value, torch.zeros(()), 1e-9, "the ELBO where q = p")
         learned = learned_by(family)
         for name, gradient in zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True):

@@ -18,7 +18,7 @@ from ..families.density import Density
 from ..families.family import Family
 from ..families.full import FullNormalDensity
 from ..families.gaussian import Gaussian, kl
-from ..objective import Estimator
+from ..objective import Kind
 from ..parameters import Parameters
 
 #: Statistical laws compare with this many standard errors: over the few hundred comparisons of one check a correct
@@ -178,10 +178,10 @@ def points_of(density: Density, seed: int) -> Tensor:
     return density.draw(8, naive, seeded(seed)).theta.detach()
 
 
-def estimators_of(density: Density) -> list[Estimator]:
+def estimators_of(density: Density) -> list[Kind]:
     if not density.has_density:
         return ["path"]
-    estimators: list[Estimator] = ["path", "log_q"] if density.offers("log_prob") else []
+    estimators: list[Kind] = ["path", "log_q"] if density.offers("log_prob") else []
     if density.offers("entropy"):
         try:
             density.entropy()

@@ -22,7 +22,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,6 @@ from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimate, NonFiniteError, not_finite
-from ..posterior import Posterior
 from ..result import Status
 from .batches import Batches, Reread, held_out_batches
 from .candidates import PARTS, RANK, WIDTH, Around, Candidate, candidates_of, relative_prior
@@ -50,6 +49,9 @@ from .result import FitResult, History, PathPoint
 from .validation import PREFERRED
 from .warm_start import curvature_of, trained_values, with_residual_noise
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 UNCERTAIN = (
     "of every posterior the held-out data allow that it is worse than the network: what is kept is a narrow normal "
     "around it; more held-out rows would tell more"
@@ -58,7 +60,7 @@ UNCERTAIN = (
 GROUPS, BATCHES, SHARE = 2, 4, 0.1
 
 
-def fit_around(posterior: Posterior, batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
+def fit_around(posterior: "Posterior", batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
     """Place the posterior, choose what is open, and say what came of it."""
     with by_rule(posterior.model.evaluation, posterior.device):
         around = _prepared(posterior, batches, options)
@@ -98,7 +100,7 @@ class Together(NamedTuple):
 
 
 def fit_around_together(
-    members: Sequence[tuple[Posterior, Batches, list[str]]], options: FitOptions, may_temper: bool = True
+    members: "Sequence[tuple[Posterior, Batches, list[str]]]", options: FitOptions, may_temper: bool = True
 ) -> Together:
     """Place a posterior around each network, of one width for all: that which suits their mixture.
 
@@ -118,7 +120,7 @@ def fit_around_together(
         return Together(results, kept, ensemble, candidates)
 
 
-def _held_out(options: FitOptions, posterior: Posterior) -> Reread:
+def _held_out(options: FitOptions, posterior: "Posterior") -> Reread:
     assert options.validation is not None
     assert not isinstance(options.validation, int | float)
     return held_out_batches(options.validation, options.seed, posterior.device)
@@ -145,7 +147,7 @@ def _placed(
     return _result(posterior, batches, options, notes, candidates, kept, network, trained)
 
 
-def _prepared(posterior: Posterior, batches: Batches, options: FitOptions) -> Around:
+def _prepared(posterior: "Posterior", batches: Batches, options: FitOptions) -> Around:
     """The curvature at the trained weights, with the family and a first prior where they are open."""
     model = posterior.model
     theta = trained_values(posterior, present="linearise" in posterior.left_open)
@@ -188,7 +190,7 @@ def _few(batches: Batches) -> int:
     return BATCHES if batches.length is None else max(1, min(BATCHES, int(SHARE * batches.length)))
 
 
-def _elbo(posterior: Posterior, batches: Iterable[Any], options: FitOptions) -> Estimate:
+def _elbo(posterior: "Posterior", batches: Iterable[Any], options: FitOptions) -> Estimate:
     try:
         # of a mixture a group has a draw of each part
         coupling = paired if posterior.family.scale_count == 1 else naive
@@ -198,7 +200,7 @@ def _elbo(posterior: Posterior, batches: Iterable[Any], options: FitOptions) -> 
 
 
 def _result(
-    posterior: Posterior,
+    posterior: "Posterior",
     batches: Batches,
     options: FitOptions,
     notes: list[str],

@@ -1,7 +1,7 @@
 """Several fits: at once where they have one form and that is right, one after another elsewhere."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..couplings import naive
 from ..distributed.ranks import Ranks
 from ..models.likelihoods import Likelihood
-from ..posterior import BATCH_NORMS, Posterior
+from ..networks.modes import BATCH_NORMS
 from ..util.random_streams import borrowed_stream
 from .averaging import assign, copied
 from .batches import Batches
@@ -24,6 +24,9 @@ from .progress import Progress
 from .result import FitResult
 from .running import restarted, run_fit
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 #: What is refused: it belongs to one fit.
 OF_ONE = ("checkpoint", "resume", "callback", "every")
 #: Options that fits at once have the same; the others are each one's own.
@@ -36,7 +39,7 @@ ALONE: dict[str, tuple[Any, ...]] = {
 
 
 def fit_each(
-    posteriors: Sequence[Posterior],
+    posteriors: "Sequence[Posterior]",
     loaders: Sequence[Iterable[Any]],
     options: Sequence[FitOptions],
     at_once: bool | None = None,
@@ -83,7 +86,7 @@ def fit_each(
 
 
 def _groups(
-    posteriors: Sequence[Posterior], options: Sequence[FitOptions], at_once: bool | None
+    posteriors: "Sequence[Posterior]", options: Sequence[FitOptions], at_once: bool | None
 ) -> list[tuple[list[int], str | None]]:
     """Which members have one form, and what speaks against fitting those at once."""
     everyone = list(range(len(posteriors)))
@@ -121,7 +124,7 @@ def _against_options(options: FitOptions) -> str | None:
     return None
 
 
-def _against_posterior(one: Posterior) -> str | None:
+def _against_posterior(one: "Posterior") -> str | None:
     model, normalised = one.model, any(isinstance(module, BATCH_NORMS) for module in one.net.modules())
     reasons = {
         "the network's own dropout is on": one.dropout == "on",
@@ -146,7 +149,7 @@ class Prepared(NamedTuple):
     begun: dict[str, Tensor] | None
 
 
-def _prepared(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> Prepared:
+def _prepared(posterior: "Posterior", loader: Iterable[Any], options: FitOptions) -> Prepared:
     loader, options = with_held_out(posterior, loader, options)
     batches = Batches(loader, options.seed, posterior.device)
     notes = notes_before(posterior, batches, options)
@@ -158,7 +161,7 @@ def _prepared(posterior: Posterior, loader: Iterable[Any], options: FitOptions) 
 
 
 def _at_once(
-    chosen: Sequence[tuple[Posterior, Iterable[Any], FitOptions]], label: str
+    chosen: "Sequence[tuple[Posterior, Iterable[Any], FitOptions]]", label: str
 ) -> tuple[list[FitResult] | None, str | None]:
     """The results, or what speaks against it; the posteriors are then as they were."""
     if not torch.is_grad_enabled():

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..models.batch import batch_size
 from ..networks.mixed_precision import check_precision
-from ..posterior import BATCH_NORMS, Posterior
+from ..networks.modes import BATCH_NORMS
 from ..predict.cases import fingerprint
 from ..result import Status
 from .batches import Batches
@@ -18,8 +18,11 @@ from .probing import check_held_out, probed
 from .seen import warn_of_seen
 from .validation import split_off
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
-def check_around(posterior: Posterior, options: FitOptions) -> None:
+
+def check_around(posterior: "Posterior", options: FitOptions) -> None:
     """ValueError where a posterior cannot be placed around its network."""
     if posterior.last_fit is not None and options.steps is None and posterior.last_fit.status is not Status.PLACED:
         raise ValueError(
@@ -50,7 +53,9 @@ def held_out_of(loader: Iterable[Any], options: FitOptions) -> tuple[Iterable[An
     return loader, options
 
 
-def with_held_out(posterior: Posterior, loader: Iterable[Any], options: FitOptions) -> tuple[Iterable[Any], FitOptions]:
+def with_held_out(
+    posterior: "Posterior", loader: Iterable[Any], options: FitOptions
+) -> tuple[Iterable[Any], FitOptions]:
     """`held_out_of`, remembered by the posterior; where a precision is refused, nothing has changed."""
     check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
     loader, options = held_out_of(loader, options)
@@ -58,7 +63,7 @@ def with_held_out(posterior: Posterior, loader: Iterable[Any], options: FitOptio
     return loader, options
 
 
-def remember_choice(posterior: Posterior, options: FitOptions) -> None:
+def remember_choice(posterior: "Posterior", options: FitOptions) -> None:
     """On which data choices are made; a calibration was that of another posterior."""
     posterior.calibration = None
     posterior.chosen_on = None
@@ -67,7 +72,7 @@ def remember_choice(posterior: Posterior, options: FitOptions) -> None:
         posterior.chosen_on = fingerprint(Batches(options.validation, options.seed).everything())
 
 
-def notes_before(posterior: Posterior, batches: Batches, options: FitOptions) -> list[str]:
+def notes_before(posterior: "Posterior", batches: Batches, options: FitOptions) -> list[str]:
     """N is set; what there is to say of it and of the network, and a warning of weights that cannot be learned."""
     notes = set_num_data(posterior, batches) + notes_on_network(posterior)
     own = options.validation
@@ -78,7 +83,7 @@ def notes_before(posterior: Posterior, batches: Batches, options: FitOptions) ->
     return notes + probed(posterior, batches, needs_gradients)
 
 
-def set_num_data(posterior: Posterior, batches: Batches) -> list[str]:
+def set_num_data(posterior: "Posterior", batches: Batches) -> list[str]:
     """N of the loader, where the model was not told; what there is to say of it."""
     model = posterior.model
     if model.known_num_data is None or model.num_data_of_loader:
@@ -102,7 +107,7 @@ def set_num_data(posterior: Posterior, batches: Batches) -> list[str]:
     return []
 
 
-def _question_of_rows(posterior: Posterior, batches: Batches) -> str | None:
+def _question_of_rows(posterior: "Posterior", batches: Batches) -> str | None:
     """Where an item of the data set is not one row of a batch, the rows in all are not known."""
     if posterior.model.user_forward is not None or (probe := batches.probe()) is None:
         return None
@@ -119,7 +124,7 @@ def _question_of_rows(posterior: Posterior, batches: Batches) -> str | None:
     return words
 
 
-def notes_on_network(posterior: Posterior) -> list[str]:
+def notes_on_network(posterior: "Posterior") -> list[str]:
     """Batch norm that does not do what it does in training, and weights that are not those it is linearised at."""
     notes = []
     if posterior.batch_norm != "reestimated":

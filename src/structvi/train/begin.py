@@ -1,13 +1,13 @@
 """The run of a fit at its first step, or at the one that a checkpoint has; and how its posterior is left."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..distributed.ranks import Ranks
 from ..files.fit_checkpoint import Found
-from ..posterior import Posterior
 from . import checkpoints
 from .averaging import copied
 from .batches import Batches
@@ -18,8 +18,11 @@ from .pace import SLOWEST
 from .validation import Watch
 from .warm_start import ROUNDS, start_trained, takes_directions, trained_values
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
-def begin(posterior: Posterior, batches: Batches, options: FitOptions, ranks: Ranks, found: Found | None) -> Run:
+
+def begin(posterior: "Posterior", batches: Batches, options: FitOptions, ranks: Ranks, found: Found | None) -> Run:
     """A run at its first step, or at the one that a checkpoint has."""
     settings = _settings(posterior, batches, options, found)
     known = None
@@ -53,7 +56,7 @@ def begin(posterior: Posterior, batches: Batches, options: FitOptions, ranks: Ra
     return run
 
 
-def leave(posterior: Posterior) -> None:
+def leave(posterior: "Posterior") -> None:
     """After a fit, however it ended: all of the family learns again."""
     for family in posterior.family.families():
         family.learn_all()
@@ -61,7 +64,7 @@ def leave(posterior: Posterior) -> None:
         parameter.requires_grad_(True)
 
 
-def _settings(posterior: Posterior, batches: Batches, options: FitOptions, found: Found | None) -> Settings:
+def _settings(posterior: "Posterior", batches: Batches, options: FitOptions, found: Found | None) -> Settings:
     """What was left to be found out: how many steps, and what a posterior that has learned nothing needs."""
     steps = options.steps
     if options.epochs is not None:
@@ -85,14 +88,14 @@ def _settings(posterior: Posterior, batches: Batches, options: FitOptions, found
     return options.settings(steps, kl_warmup, staged, posterior.model.num_data)
 
 
-def may_restart(posterior: Posterior, options: FitOptions, found: Found | None) -> bool:
+def may_restart(posterior: "Posterior", options: FitOptions, found: Found | None) -> bool:
     if not options.restarts or options.start is not None or (found is None and not _fresh(posterior)):
         return False
     # an optimizer that is made already remembers the first fit
     return not isinstance(options.optimizer, torch.optim.Optimizer) and not isinstance(options.scheduler, LRScheduler)
 
 
-def _fresh(posterior: Posterior) -> bool:
+def _fresh(posterior: "Posterior") -> bool:
     """Whether all scales are still those that the family starts with; False where it has none."""
     said = [fresh for family in posterior.family.families() if (fresh := family.is_fresh()) is not None]
     return bool(said) and all(said)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from glob import escape
 from math import hypot, inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Adjustment
 from ..models.priors.base import MixturePrior
 from ..models.priors.scale import NormalPrior
-from ..posterior import Posterior
 from .held_out import HeldOut
 from .noise import Noise
 from .options import FitOptions
 from .temperature_path import temperature_path
 from .validation import narrowed
 from .warm_start import Laplace, prior_precision
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: the prior's width is not known but for its largest value c: PARTS widths, equally likely, each 1/RATIO of the one
 #: before
@@ -152,7 +154,7 @@ def noise_name(factor: float) -> str:
 class Around:
     """A posterior, and what is known of the weights around which it is placed."""
 
-    posterior: Posterior
+    posterior: "Posterior"
     laplace: Laplace
     noise: Noise
     #: why the network cannot be linearised
@@ -168,7 +170,7 @@ class Around:
         return (True, False) if self.obstacle is None else (False,)
 
     @property
-    def network(self) -> tuple[Posterior, Tensor]:
+    def network(self) -> "tuple[Posterior, Tensor]":
         return self.posterior, self.laplace.theta
 
     def place(self, candidate: Candidate) -> None:

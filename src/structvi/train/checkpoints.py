@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 import torch
@@ -14,19 +14,21 @@ from ..distributed.ranks import Ranks
 from ..files import fit_checkpoint
 from ..files.fit_checkpoint import Found
 from ..networks.mixed_precision import GradientScale
-from ..posterior import Posterior
 from .adam import Adam, optimizer_state, set_optimizer_state
 from .averaging import assign
 from .fingerprint import differences
 from .schedule import Schedule
 from .state import FitState
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 class Running(Protocol):
     """What of a run a checkpoint needs: its state, and what has a memory of its own."""
 
     state: FitState
-    posterior: Posterior
+    posterior: "Posterior"
     named: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     schedule: Schedule

@@ -1,14 +1,16 @@
 """Posteriors compared: what they are worth over all data, on draws that a seed alone decides."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..couplings import Coupling, paired
-from ..objective import Estimate, full_elbo, full_objectives
-from ..posterior import Posterior
+from ..objective import Estimate, Estimator, full_terms
 from ..util.random_streams import borrowed_stream
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: names of candidates
 LAST_STEP, WITHOUT_FACTOR = "last step", "rank 0 (mean field)"
@@ -27,7 +29,7 @@ def average_of(count: int) -> str:
 
 
 def elbo_over(
-    posterior: Posterior,
+    posterior: "Posterior",
     batches: Iterable[Any],
     *,
     groups: int = 64,
@@ -42,13 +44,12 @@ def elbo_over(
         groups, coupling, generator: as in `elbo`.
     """
     with posterior.network_mode():
-        return full_elbo(
-            posterior.family, posterior.model, batches, groups=groups, coupling=coupling, generator=generator
-        )
+        estimator = Estimator(groups=groups, coupling=coupling)
+        return full_terms(posterior.family, posterior.model, batches, estimator, generator).estimate()
 
 
 def worth_on_seed(
-    posterior: Posterior,
+    posterior: "Posterior",
     batches: Iterable[Any],
     groups: int,
     seed: int,
@@ -68,8 +69,6 @@ def worth_on_seed(
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     stream = torch.Generator().manual_seed(seed + 2)
     with posterior.network_mode(), borrowed_stream(stream):
-        both = full_objectives(
-            posterior.family, posterior.model, batches, (1.0, temperature), groups=groups, coupling=coupling,
-            generator=generator,
-        )  # fmt: skip
-    return Worth(*both)
+        estimator = Estimator(groups=groups, coupling=coupling)
+        terms = full_terms(posterior.family, posterior.model, batches, estimator, generator)
+    return Worth(terms.estimate(), terms.estimate(temperature))

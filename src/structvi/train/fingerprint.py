@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..files.describe import OfYourOwn, encode
 from ..models.batch import split_batch
 from ..networks.padding import padding_rows
-from ..posterior import Posterior
 from ..util.random_streams import borrowed_stream
 from .batches import Batches
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: items of the data, or batches of a list of them, that are read
 ITEMS = 8
@@ -39,7 +41,7 @@ class Fingerprint(NamedTuple):
     unchecked: list[str]
 
 
-def fingerprint(posterior: Posterior, batches: Batches, data_id: str | None) -> Fingerprint:
+def fingerprint(posterior: "Posterior", batches: Batches, data_id: str | None) -> Fingerprint:
     """Of a fit of this posterior to these data, before it begins or goes on."""
     own = form_of(posterior)
     with borrowed_stream(torch.Generator().manual_seed(0)):
@@ -48,7 +50,7 @@ def fingerprint(posterior: Posterior, batches: Batches, data_id: str | None) -> 
     return Fingerprint({**number, **own.parts, **data}, own.unchecked + questions)
 
 
-def form_of(posterior: Posterior) -> Fingerprint:
+def form_of(posterior: "Posterior") -> Fingerprint:
     """All but the data: what fits that are made at once must share."""
     model, net = posterior.model, posterior.net
     parts = {

@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
-from ..objective import Estimator
-from ..posterior import Posterior
+from ..objective import Kind
 from .members import fit_members, temperatures_of
 from .optimizers import OptimizerLike
 from .options import FitOptions
@@ -17,9 +16,12 @@ from .result import FitResult, History
 from .running import run_fit
 from .schedule import SchedulerLike
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 def fit(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     *,
     epochs: int | None = None,
@@ -35,7 +37,7 @@ def fit(
     temperature: float | Sequence[float] | Literal["validated"] = 1.0,
     groups: int = 1,
     coupling: Coupling = paired,
-    estimator: Estimator = "path",
+    estimator: Kind = "path",
     staged: bool | Literal["auto"] = "auto",
     average: bool = True,
     precision: torch.dtype | None = None,

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..posterior import Posterior
 from .at_once import fit_each
 from .fit import fit
 from .options import FitOptions
 from .result import FitResult
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 def fit_many(
-    posteriors: Sequence[Posterior],
+    posteriors: "Sequence[Posterior]",
     loaders: Sequence[Iterable[Any]] | Iterable[Any],
     *,
     seeds: Sequence[int] | None = None,

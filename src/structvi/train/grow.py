@@ -1,12 +1,11 @@
 """From a fitted posterior to a richer one, never worse."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..families.growth import with_components, with_rank
-from ..posterior import Posterior
 from ..util.checks import check_seed
 from .averaging import assign, copied
 from .batches import Batches
@@ -14,12 +13,15 @@ from .comparing import worth_on_seed
 from .fit import fit
 from .result import FitResult
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 #: Groups of draws on which the grown posterior is compared with the one before.
 GROUPS = 32
 
 
 def grow(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     *,
     rank: int | None = None,

@@ -10,7 +10,7 @@ s² = (|μ|² + tr Σ)/n, which always does.
 from collections.abc import Iterable
 from glob import escape
 from math import exp, log, pi
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from ..models.likelihoods import Bernoulli, Categorical, Gaussian
 from ..models.priors.base import PriorModule, learns
 from ..models.priors.scale import NormalPrior
 from ..objective import Estimate
-from ..posterior import Posterior
 from ..result import Status
 from ..util.checks import check_integer, check_positive, check_seed
 from .batches import Batches
@@ -40,6 +39,9 @@ from .progress import Progress
 from .result import FitResult, History
 from .warm_start import trained_values
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 #: a scale that is learned is at least this fraction of the layer's initialisation scale
 LEAST = 1e-3
 #: sets of draws for the ELBO that is reported
@@ -49,7 +51,7 @@ LONGEST = 2.0
 
 
 def fit_head(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     *,
     temperature: float = 1.0,
@@ -114,7 +116,7 @@ def fit_head(
     return posterior.last_fit
 
 
-def _check(posterior: Posterior) -> None:
+def _check(posterior: "Posterior") -> None:
     likelihood = posterior.model.likelihood
     if not isinstance(likelihood, Gaussian | Bernoulli | Categorical) or (
         isinstance(likelihood, Gaussian) and likelihood.noise in ("random", "head")

@@ -9,15 +9,17 @@ A row is one position: an input of a linear layer, a place of a convolution, who
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..models.batch import batch_size
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, split_mask
-from ..posterior import Posterior
 from .warm_start import trained_values
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -53,7 +55,7 @@ class Head:
         posterior: over the weight, and the bias where it has one, of one linear layer or convolution.
     """
 
-    def __init__(self, posterior: Posterior):
+    def __init__(self, posterior: "Posterior"):
         self.posterior, self.model = posterior, posterior.model
         names = self.model.net_space.names
         owners = {name.rpartition(".")[0] for name in names}

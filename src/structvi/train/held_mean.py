@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..posterior import Posterior
 from .options import FitOptions
 from .result import FitResult
 from .warm_start import trained_values
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 def fit_around_held_mean(
-    posterior: Posterior, options: FitOptions, fit: Callable[[FitOptions, str], FitResult]
+    posterior: "Posterior", options: FitOptions, fit: Callable[[FitOptions, str], FitResult]
 ) -> FitResult:
     """Half of the steps with a free mean learn the prior's scales; the other half has them fixed and the mean held.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, log, sqrt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,15 @@ from torch.utils._pytree import tree_leaves
 from ..couplings import Coupling, naive
 from ..families.gaussian import Gaussian
 from ..families.point import MAP
-from ..posterior import Posterior
 from ..predict import grid_fit
 from ..predict.draws import DrawChunks
 from ..predict.function_space import evenly_spread, outputs_of_normals
 from ..predict.predictive import Predictive, observed_target
 from ..predict.probabilities import label_entropy
 from ..predict.recalibrated import log_average, log_probabilities
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: draws over which a prediction is averaged
 DRAWS = 32
@@ -103,13 +105,13 @@ class HeldOut(NamedTuple):
         return self._replace(total=-grid_fit.left_out(self.losses), losses=None)
 
 
-def of_posterior(posterior: Posterior, batches: Iterable[Any], seed: int, draws: int = DRAWS) -> HeldOut:
+def of_posterior(posterior: "Posterior", batches: Iterable[Any], seed: int, draws: int = DRAWS) -> HeldOut:
     """Of the average over draws of the weights, with the network as the model calls it."""
     return of_posteriors([posterior], batches, seed, draws)
 
 
 def of_posteriors(
-    posteriors: Sequence[Posterior],
+    posteriors: "Sequence[Posterior]",
     batches: Iterable[Any],
     seed: int,
     draws: int = DRAWS,
@@ -149,7 +151,7 @@ def _error(whole: HeldOut, without: Sequence[HeldOut]) -> float:
 
 
 def member_log_probs(
-    posteriors: Sequence[Posterior], batches: Sequence[Any], seed: int, draws: int = DRAWS
+    posteriors: "Sequence[Posterior]", batches: Sequence[Any], seed: int, draws: int = DRAWS
 ) -> tuple[Tensor, float]:
     """log p_c(t) of every observed number under each posterior, [C, n], and n."""
     found: list[list[Tensor]] = [[] for _ in posteriors]
@@ -163,12 +165,12 @@ def member_log_probs(
     return log_probs, float(log_probs.shape[1])
 
 
-def of_network(posterior: Posterior, theta: Tensor, batches: Iterable[Any]) -> HeldOut:
+def of_network(posterior: "Posterior", theta: Tensor, batches: Iterable[Any]) -> HeldOut:
     """Of the network at one θ [P]."""
     return of_networks([(posterior, theta)], batches)[0]
 
 
-def of_networks(networks: Sequence[tuple[Posterior, Tensor]], batches: Iterable[Any]) -> tuple[HeldOut, float]:
+def of_networks(networks: "Sequence[tuple[Posterior, Tensor]]", batches: Iterable[Any]) -> tuple[HeldOut, float]:
     """Of the average over networks, each at one θ [P], a deep ensemble; and by how many standard errors over rows it is
     too sure of labels.
 
@@ -195,7 +197,7 @@ def _standard_errors(x: Tensor) -> float:
 
 
 def network_predictives(
-    networks: Sequence[tuple[Posterior, Tensor]], batches: Iterable[Any]
+    networks: "Sequence[tuple[Posterior, Tensor]]", batches: Iterable[Any]
 ) -> Iterator[tuple[list[Predictive], Any]]:
     """Batch by batch the predictive of every network at its θ [P], and the target."""
     model = networks[0][0].model
@@ -250,7 +252,7 @@ def _losses(log_p: Sequence[Tensor], like: Predictive, target: Any) -> Tensor:
     return torch.stack([_rows(loss, observed).total for loss in each], 1)
 
 
-def _at(posterior: Posterior, theta: Tensor) -> Posterior:
+def _at(posterior: "Posterior", theta: Tensor) -> "Posterior":
     family = MAP().bind(posterior.space)
     with torch.no_grad():
         family.point.copy_(theta)
@@ -258,7 +260,7 @@ def _at(posterior: Posterior, theta: Tensor) -> Posterior:
 
 
 def of_normals(
-    posterior: Posterior,
+    posterior: "Posterior",
     theta: Tensor,
     normals: Sequence[Callable[[], Gaussian]],
     batches: Iterable[Any],
@@ -269,7 +271,7 @@ def of_normals(
 
 
 def of_mixed_normals(
-    networks: Sequence[tuple[Posterior, Tensor]],
+    networks: "Sequence[tuple[Posterior, Tensor]]",
     normals: Sequence[Sequence[Callable[[], Gaussian]]],
     batches: Iterable[Any],
     seed: int,
@@ -307,14 +309,14 @@ def of_mixed_normals(
     return [joined(rows) for rows in found]
 
 
-def outputs_of(posterior: Posterior, theta: Tensor, inputs: Any) -> float:
+def outputs_of(posterior: "Posterior", theta: Tensor, inputs: Any) -> float:
     """How many numbers the network's output has for one input; ∞ where it is no tensor but several."""
     with torch.no_grad(), posterior.network_mode(), posterior.model.linearised_around(None):
         output = posterior.model.outputs(theta.unsqueeze(0), inputs)
     return output[0, 0].numel() if isinstance(output, Tensor) else inf
 
 
-def _draws(posterior: Posterior, draws: int, seed: int, coupling: Coupling = naive) -> DrawChunks:
+def _draws(posterior: "Posterior", draws: int, seed: int, coupling: Coupling = naive) -> DrawChunks:
     return DrawChunks(posterior, draws, coupling, 16, None, torch.Generator().manual_seed(seed))
 
 

@@ -1,16 +1,18 @@
 """`laplace`: a posterior around a trained network, without a step."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..posterior import Posterior
 from .fit_many import options_of
 from .result import FitResult
 from .running import run_fit
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 def laplace(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     *,
     validation: Iterable[Any] | None = None,

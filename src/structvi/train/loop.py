@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +13,8 @@ from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
-from ..objective import Estimate, Estimator, NonFiniteError, not_finite
+from ..objective import Estimate, Kind, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer
-from ..posterior import Posterior
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
 from ..util.interrupts import uninterrupted
@@ -36,6 +36,9 @@ from .state import FitState
 from .step import OverflowingError, Step
 from .validation import FEW_DRAWS, Choice, Watch
 from .verdict import LAST_PART, SHORTEST_PART, Trend
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: The factor starts after this part of the steps: 40 %, measured on UCI networks.
 FIRST_STAGE = 0.4
@@ -65,11 +68,11 @@ class Run:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         batches: Batches,
         settings: Settings,
         coupling: Coupling,
-        estimator: Estimator,
+        estimator: Kind,
         ranks: Ranks,
         optimizer: OptimizerLike | None,
         scheduler: SchedulerLike | None,

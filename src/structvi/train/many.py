@@ -109,7 +109,7 @@ class Together:
         self.device = runs[0].posterior.device
         self.step = StackedStep(
             [run.posterior for run in runs], relative_rates(runs[0]), self.generators, groups=first.groups,
-            coupling=first.coupling, estimator=first.estimator, clip=first.clip,
+            coupling=first.coupling, estimator=first.estimator.kind, clip=first.clip,
             capture=first.reason != AS_ASKED,
         )  # fmt: skip
         like = self.step.stack.rows

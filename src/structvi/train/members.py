@@ -3,18 +3,20 @@
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..posterior import Posterior
 from ..result import Result
 from ..util.checks import check_integer, check_one_of, check_positive
 from .options import FitOptions
 from .restarts import elsewhere
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
-def members_of(posterior: Posterior, count: int, seed: int = 0) -> list[Posterior]:
+
+def members_of(posterior: "Posterior", count: int, seed: int = 0) -> "list[Posterior]":
     """The posterior itself, and copies of it that begin at fresh draws of the network's initialisation.
 
     Args:
@@ -70,7 +72,7 @@ def temperatures_of(given: Any, members: int) -> list[Any]:
 
 
 def fit_members(
-    posterior: Posterior,
+    posterior: "Posterior",
     loader: Iterable[Any],
     options: FitOptions,
     members: int,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling
 from ..models.batch import rows
-from ..posterior import Posterior
 from ..util.sizes import in_words
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Observations at which activations are counted: two, for batch norm needs more than one.
 _COUNTED = 2
@@ -53,7 +55,7 @@ class Need(NamedTuple):
         return self._replace(S=S, at_once=min(self.at_once, S))
 
 
-def need_of(posterior: Posterior, batch: Any, groups: int, coupling: Coupling) -> Need:
+def need_of(posterior: "Posterior", batch: Any, groups: int, coupling: Coupling) -> Need:
     """What a step of this posterior on this batch needs."""
     factors = posterior.family.factors()
     K = max((factor.parameter.shape[-1] for factor in factors), default=0)
@@ -65,7 +67,7 @@ def need_of(posterior: Posterior, batch: Any, groups: int, coupling: Coupling) -
     return Need(V, P, K, S, rows(batch), at_once, number, activation_bytes(posterior, batch))
 
 
-def activation_bytes(posterior: Posterior, batch: Any) -> int | None:
+def activation_bytes(posterior: "Posterior", batch: Any) -> int | None:
     """Bytes that the network keeps for its gradient, for one draw and one observation; None where it cannot be told.
 
     Example:

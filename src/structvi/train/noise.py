@@ -12,15 +12,18 @@ rows whose residuals are as on the training data (`pull`). Above them held-out r
 
 from collections.abc import Callable, Sequence
 from math import exp, log, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..models.likelihoods import Gaussian, StudentT
-from ..posterior import Posterior
 from .batches import Reread
 from .held_out import density_at, joined, network_predictives
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: factors of a posterior's noise, relative to that of the network alone
 SHARES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.87, 0.93, 1.0)
@@ -44,7 +47,7 @@ class Noise:
         self.expected = expected
 
     @classmethod
-    def of(cls, posterior: Posterior) -> "Noise":
+    def of(cls, posterior: "Posterior") -> "Noise":
         likelihood = posterior.model.likelihood
         if not isinstance(likelihood, Gaussian | StudentT) or likelihood.noise != "point":
             return cls(None)
@@ -101,7 +104,7 @@ def between(factor: float, tried: Sequence[float]) -> list[float]:
     return [low * exp(step * (index + 1)) for index in range(BETWEEN)]
 
 
-def network_factor(networks: Sequence[tuple[Posterior, Tensor]], noises: Sequence[Noise], held_out: Reread) -> float:
+def network_factor(networks: "Sequence[tuple[Posterior, Tensor]]", noises: Sequence[Noise], held_out: Reread) -> float:
     """The factor with the highest held-out density of the network, or of the average over several, and `pull`: one for
     all."""
     kept, numbers = [], 0

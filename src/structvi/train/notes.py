@@ -1,6 +1,6 @@
 """What there is to say about a fit beside its verdict."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -8,18 +8,20 @@ from ..distributed.ranks import Ranks
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood
 from ..models.priors.base import PriorModule
-from ..posterior import Posterior
 from .batches import Batches
 from .options import Settings
 from .state import FitState
 from .step import Step
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 
 class Ended(Protocol):
     """What of a run is spoken of."""
 
     notes: list[str]
-    posterior: Posterior
+    posterior: "Posterior"
     settings: Settings
     state: FitState
     batches: Batches

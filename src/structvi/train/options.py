@@ -9,7 +9,7 @@ import torch
 
 from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
-from ..objective import Estimator
+from ..objective import Kind
 from ..util.checks import check_fraction, check_integer, check_one_of, check_positive, check_seed
 from .optimizers import OptimizerLike
 from .result import History
@@ -45,7 +45,7 @@ class FitOptions:
     temperature: float | Literal["validated"]
     groups: int
     coupling: Coupling
-    estimator: Estimator
+    estimator: Kind
     staged: bool | Literal["auto"]
     average: bool
     precision: torch.dtype | None

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from ..models.batch import arguments_of
 from ..networks.call import call_network
 from ..networks.padding import padding_rows
 from ..networks.quiet import with_stream
-from ..posterior import Posterior
 from ..predict.draws import on_device
 from ..util.patterns import few
 from ..util.random_streams import borrowed_stream
 from .batches import Batches
 from .head_rows import LAYERS
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: by how much weights are moved to see whether the output follows, in units of their root mean square
 STEP = 0.1
@@ -28,7 +30,7 @@ RANDOM = (
 )
 
 
-def probed(posterior: Posterior, batches: Batches, gradients: bool = True) -> list[str]:
+def probed(posterior: "Posterior", batches: Batches, gradients: bool = True) -> list[str]:
     """What there is to say of a network, found on two items of the data.
 
     Args:
@@ -78,7 +80,7 @@ def first_items(batches: Batches, device: torch.device) -> Any:
     return on_device(loader[0], device) if isinstance(loader, list | tuple) and loader else None
 
 
-def check_held_out(posterior: Posterior, batches: Batches, held_out: Batches) -> None:
+def check_held_out(posterior: "Posterior", batches: Batches, held_out: Batches) -> None:
     """ValueError where held-out inputs have another form than those of the training data, and the network cannot take
     them: many steps may have been made before they are read."""
     if posterior.model.user_forward is not None:
@@ -95,7 +97,7 @@ def check_held_out(posterior: Posterior, batches: Batches, held_out: Batches) ->
     )
 
 
-def _forms(posterior: Posterior, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _forms(posterior: "Posterior", batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of a row, of every tensor among the inputs."""
     try:
         leaves = tree_leaves(posterior.model.split(batch)[0])
@@ -109,7 +111,7 @@ def _words(forms: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
 
 
 @torch.no_grad()
-def _refused(posterior: Posterior, batch: Any) -> str:
+def _refused(posterior: "Posterior", batch: Any) -> str:
     """What a call of the network raises, in a line; nothing where it raises nothing."""
     try:
         _outputs(posterior, _own(posterior), batch)
@@ -118,7 +120,7 @@ def _refused(posterior: Posterior, batch: Any) -> str:
     return ""
 
 
-def linear_obstacle(posterior: Posterior, theta: Tensor, batches: Batches) -> str | None:
+def linear_obstacle(posterior: "Posterior", theta: Tensor, batches: Batches) -> str | None:
     """Why the network cannot be linearised at θ [P], where an operation in it has no derivative of that kind."""
     model = posterior.model
     at = theta[: model.net_space.size]
@@ -135,7 +137,7 @@ def linear_obstacle(posterior: Posterior, theta: Tensor, batches: Batches) -> st
     return None
 
 
-def unreached(posterior: Posterior, batch: Any) -> list[str]:
+def unreached(posterior: "Posterior", batch: Any) -> list[str]:
     """Names of random tensors that have no gradient on a batch, and change its output."""
     own = _own(posterior)
     leaves = {name: tensor.requires_grad_() for name, tensor in own.items()}
@@ -161,7 +163,7 @@ def unreached(posterior: Posterior, batch: Any) -> list[str]:
         return [name for name in without if moves(name)]
 
 
-def used_padding(posterior: Posterior, batch: Any) -> list[str]:
+def used_padding(posterior: "Posterior", batch: Any) -> list[str]:
     """Names of embeddings whose padding row, which they do not learn, has a gradient by another way."""
     model = posterior.model
     rows = padding_rows(posterior.net, model.net_space.names)
@@ -182,7 +184,7 @@ def used_padding(posterior: Posterior, batch: Any) -> list[str]:
 
 
 @torch.no_grad()
-def _draws_random_numbers(posterior: Posterior, batch: Any) -> bool:
+def _draws_random_numbers(posterior: "Posterior", batch: Any) -> bool:
     quiet: set[Any] = set()
     with posterior.network_mode(), posterior.model.linearised_around(None):
         call = partial(posterior.model.call, _own(posterior), batch)
@@ -191,7 +193,7 @@ def _draws_random_numbers(posterior: Posterior, batch: Any) -> bool:
 
 
 @torch.no_grad()
-def _called(posterior: Posterior, batch: Any) -> list[str]:
+def _called(posterior: "Posterior", batch: Any) -> list[str]:
     """The linear layers and convolutions that the network calls, in order."""
     calls: list[str] = []
     with posterior.network_mode() as net:
@@ -208,12 +210,12 @@ def _called(posterior: Posterior, batch: Any) -> list[str]:
     return calls
 
 
-def _own(posterior: Posterior) -> dict[str, Tensor]:
+def _own(posterior: "Posterior") -> dict[str, Tensor]:
     space = posterior.model.net_space
     return {name: p.detach() for name, p in posterior.net.named_parameters() if name in space}
 
 
-def _outputs(posterior: Posterior, named: Mapping[str, Tensor], batch: Any) -> list[Tensor]:
+def _outputs(posterior: "Posterior", named: Mapping[str, Tensor], batch: Any) -> list[Tensor]:
     """Of the network itself, with the same random numbers at each call."""
     model = posterior.model
     with posterior.network_mode(), model.linearised_around(None), borrowed_stream(torch.Generator().manual_seed(0)):

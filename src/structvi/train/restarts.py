@@ -3,21 +3,23 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..posterior import Posterior
 from .averaging import assign, copied
 from .result import FitResult
 from .stuck import explained
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: A shorter fit is not called stuck: it may only not have begun to learn.
 SHORTEST = 200
 
 
-def elsewhere(posterior: Posterior, begun: Mapping[str, Tensor], seed: int) -> None:
+def elsewhere(posterior: "Posterior", begun: Mapping[str, Tensor], seed: int) -> None:
     """Likelihood and prior as when the fit began; the family at a fresh draw of the network's initialisation."""
     assign({name: x for name, x in posterior.outside_family().items() if name in begun}, begun)
     generator = torch.Generator().manual_seed(seed)
@@ -28,7 +30,7 @@ def elsewhere(posterior: Posterior, begun: Mapping[str, Tensor], seed: int) -> N
 
 
 def again_if_stuck(
-    posterior: Posterior,
+    posterior: "Posterior",
     first: FitResult,
     begun: dict[str, Tensor],
     batches: Iterable[Any],

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from ..distributed.collectives import LostRankError
 from ..distributed.ranks import Ranks
 from ..files import fit_checkpoint
 from ..models.priors.base import learns
-from ..posterior import Posterior
 from ..util.folder_lock import folder_lock
 from . import checkpoints
 from .around import fit_around
@@ -31,8 +30,11 @@ from .result import FitResult
 from .temperature_path import fit_path
 from .validation import elements_of
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
-def run_fit(posterior: Posterior, loader: Iterable[Any], options: FitOptions, label: str = "") -> FitResult:
+
+def run_fit(posterior: "Posterior", loader: Iterable[Any], options: FitOptions, label: str = "") -> FitResult:
     """A fit, and where it ends stuck others; `label` says in the progress bar what it is for."""
     if not torch.is_grad_enabled():
         raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")

@@ -1,12 +1,14 @@
 """The parameters of M posteriors as rows of one tensor, and one Adam over all of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..posterior import Posterior
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 
@@ -46,7 +48,7 @@ class Stack:
         (torch.Size([2, 6]), torch.Size([2, 3]))
     """
 
-    def __init__(self, posteriors: Sequence[Posterior]):
+    def __init__(self, posteriors: "Sequence[Posterior]"):
         named = [dict(one.named_parameters()) for one in posteriors]
         self.members = len(posteriors)
         self.places: dict[str, Place] = {}

@@ -1,6 +1,7 @@
 """Posteriors of many fits compared at once: what each is worth over its own data, on draws that its seed decides."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,10 +10,12 @@ from torch.func import functional_call, vmap
 from ..couplings import Noise, paired
 from ..families.density import Density
 from ..objective import Estimate, log_q_at, not_finite
-from ..posterior import Posterior
 from ..util.host_reads import unread
 from .comparing import Worth
 from .stacked_noise import maker, noise_calls
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: numbers that a call of all networks may make of one hidden unit: rows times draws times members
 AT_ONCE = 2**20
@@ -21,7 +24,7 @@ AT_ONCE = 2**20
 class Compared(torch.nn.Module):
     """Log likelihood, cost and weight of the draws of one posterior at given noise: what vmap is taken of."""
 
-    def __init__(self, posterior: Posterior, groups: int):
+    def __init__(self, posterior: "Posterior", groups: int):
         super().__init__()
         self.posterior, self.groups = posterior, groups
 
@@ -61,7 +64,7 @@ class StackedElbo:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         table: Sequence[Tensor],
         indices: Sequence[Tensor],
         num_data: Sequence[int],

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,14 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, Noise
-from ..objective import Estimator, terms_at
-from ..posterior import Posterior
+from ..objective import Estimator, Kind, log_q_at, terms_at
 from ..util.host_reads import unread
 from .stacked import Stack, StackedAdam
 from .stacked_graph import StackedGraph, key_of
 from .stacked_noise import maker, noise_calls
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: gradients both ways may differ by this many roots of the rounding, relative to the largest
 CLOSE = 3.0
@@ -55,15 +57,18 @@ class Objective(nn.Module):
         groups, estimator: as in `elbo`.
     """
 
-    def __init__(self, posterior: Posterior, groups: int, estimator: Estimator):
+    def __init__(self, posterior: "Posterior", groups: int, estimator: Kind):
         super().__init__()
         self.posterior, self.groups = posterior, groups
-        self.estimator: Estimator = estimator
+        self.estimator = Estimator(estimator, groups)
 
     def forward(self, noise: Sequence[Noise], batch: Any) -> tuple[Tensor, Tensor]:
         density, given = self.posterior.family(), iter(noise)
         draws = density.draw(self.groups, lambda *_, **__: Noise(*next(given)))
-        terms = terms_at(density, draws, None, self.posterior.model, batch, self.groups, self.estimator)
+        point, kind, log_q = draws.theta if draws.latent is None else draws.latent, self.estimator.kind, None
+        if density.has_density and kind != "entropy":
+            log_q = log_q_at(density, point, path=kind == "path")
+        terms = terms_at(density, draws, log_q, self.posterior.model, batch, self.estimator)
         return terms.fit, terms.complexity
 
     def at(self, tensors: dict[str, Tensor], noise: Sequence[Noise], batch: Any) -> tuple[Tensor, Tensor]:
@@ -85,13 +90,13 @@ class StackedStep:
 
     def __init__(
         self,
-        posteriors: Sequence[Posterior],
+        posteriors: "Sequence[Posterior]",
         rates: dict[str, float],
         generators: Sequence[torch.Generator],
         *,
         groups: int,
         coupling: Coupling,
-        estimator: Estimator,
+        estimator: Kind,
         clip: float,
         capture: bool = True,
     ):
@@ -194,7 +199,7 @@ class StackedStep:
             one = pytree.tree_map(lambda x, m=m: x[m], tuple(noise))
             alone = pytree.tree_map(lambda x, m=m: x[m][: counts[m]] if isinstance(x, Tensor) else x, batch)
             with unread(), posterior.network_mode():
-                fit, complexity = Objective(posterior, self.groups, self.objective.estimator).at(own, one, alone)
+                fit, complexity = Objective(posterior, self.groups, self.objective.estimator.kind).at(own, one, alone)
             if not _close(found[m], (fit - complexity).detach().double(), fit.dtype):
                 return "all at once gives other values than each with its own network on its own rows"
             if m in (0, last):

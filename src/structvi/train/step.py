@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from math import inf, isfinite, nan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from ..families.density import Density, Detached
 from ..families.numerics.fused import LowRankGradient
 from ..models.batch import rows
 from ..networks.vmap_or_loop import training_key
-from ..objective import Estimator, NonFiniteError, check_estimator, check_spaces, draw_for, terms_at
-from ..posterior import Posterior
+from ..objective import Estimator, Kind, NonFiniteError, check_estimator, check_spaces, scored_draws, terms_at
 from ..util.host_reads import unread
 from .adam import Adam, Thin, gradient_norm
 from .by_hand import AtDraws, gradient_at, rounded
 from .cuda_graph import CapturedStep
 from .memory import explain, need_of, there_is
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: Graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage.
 _GRAPHS = 4
@@ -68,20 +70,20 @@ class Step:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         optimizer: torch.optim.Optimizer,
         generator: torch.Generator,
         *,
         groups: int = 1,
         coupling: Coupling = paired,
-        estimator: Estimator = "path",
+        estimator: Kind = "path",
         clip: float | None = None,
         capture: bool = True,
         ranks: Ranks | None = None,
     ):
         self.posterior, self.optimizer, self.generator = posterior, optimizer, generator
         self.groups, self.coupling = groups, coupling
-        self.estimator: Estimator = estimator
+        self.estimator = Estimator(estimator, groups, coupling)
         self.clip = inf if clip is None else clip
         self.ranks = Ranks() if ranks is None else ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
@@ -198,7 +200,7 @@ class Step:
             # a product: of a captured step the weight is a tensor, and CUDA divides one by a number as x·(1/N)
             factor = weight * (-1.0 / self.posterior.model.num_data)
             density = self.posterior.family()
-            check_estimator(density, self.estimator)
+            check_estimator(density, self.estimator.kind)
             detached = None
             if self._thin is not None and density.has_density:
                 with unread():
@@ -238,9 +240,9 @@ class Step:
         with self.ranks.together():
             with unread(), posterior.network_mode():
                 own = self.ranks.generator(generator)
-                draws, log_q = draw_for(density, self.groups, self.coupling, self.estimator, own)
+                draws, log_q = scored_draws(density, self.estimator, own)
                 self.draws = draws.weight.shape[0]
-                terms = terms_at(density, draws, log_q, posterior.model, batch, self.groups, self.estimator)
+                terms = terms_at(density, draws, log_q, posterior.model, batch, self.estimator)
             objective = (terms.fit - rounded(temperature, terms.complexity) * terms.complexity).mean()
             if self.ranks.size > 1 and not bool(torch.isfinite(objective)):
                 raise NonFiniteError("the loss is not finite")
@@ -274,7 +276,7 @@ class Step:
             for offset, batch in enumerate(batches):
                 try:
                     terms = self.posterior.terms(
-                        batch, groups=self.groups, coupling=self.coupling, estimator=self.estimator,
+                        batch, estimator=self.estimator,
                         generator=self.generator,
                     )  # fmt: skip
                 except (NonFiniteError, LinAlgError) as error:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from math import nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,16 @@ from torch.utils import _pytree as pytree
 from ..couplings import Coupling, paired
 from ..models.batch import rows
 from ..networks.mixed_precision import check_precision
-from ..objective import Estimate, Estimator
-from ..posterior import Posterior
+from ..objective import Estimate, Kind
 from ..util.checks import check_integer, check_positive, check_seed
 from ..util.interrupts import uninterrupted
 from ..util.random_streams import borrowed_stream
 from .optimizers import OptimizerLike, make_optimizer
 from .schedule import Schedule, SchedulerLike
 from .step import OverflowingError, Step
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 
 class Stepper:
@@ -36,7 +38,7 @@ class Stepper:
 
     def __init__(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         optimizer: torch.optim.Optimizer,
         scheduler: SchedulerLike | None,
         make_step: Step,
@@ -120,7 +122,7 @@ class Stepper:
 
 
 def stepper(
-    posterior: Posterior,
+    posterior: "Posterior",
     *,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
@@ -129,7 +131,7 @@ def stepper(
     clip: float | None = 10.0,
     groups: int = 1,
     coupling: Coupling = paired,
-    estimator: Estimator = "path",
+    estimator: Kind = "path",
     precision: torch.dtype | None = None,
     capture: bool = True,
     compile: bool = False,

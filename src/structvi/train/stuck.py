@@ -3,17 +3,19 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
 from ..models.likelihoods import Gaussian
-from ..posterior import Posterior
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.predictive import Predictive, observed_target
 from .batches import Batches
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: A fit is stuck where predictions explain less of the targets' variance, or noise is more of their standard deviation.
 NOTHING_EXPLAINED = 0.01
@@ -46,7 +48,7 @@ class Explained:
         return " and ".join(said) or None
 
 
-def explained(posterior: Posterior, loader: Iterable[Any], seed: int = 0) -> Explained:
+def explained(posterior: "Posterior", loader: Iterable[Any], seed: int = 0) -> Explained:
     """What is explained, at a few draws and over the loader's batches."""
     part, spread = explained_variance(posterior, loader, seed)
     noise = noise_of(posterior)
@@ -54,7 +56,7 @@ def explained(posterior: Posterior, loader: Iterable[Any], seed: int = 0) -> Exp
 
 
 @torch.no_grad()
-def noise_of(posterior: Posterior) -> float | None:
+def noise_of(posterior: "Posterior") -> float | None:
     """The standard deviation of a noise that is fitted."""
     likelihood = posterior.model.likelihood
     if not isinstance(likelihood, Gaussian) or likelihood.noise not in ("point", "random"):
@@ -64,7 +66,7 @@ def noise_of(posterior: Posterior) -> float | None:
     return posterior.space.unravel(posterior.family().mean)["likelihood.log_noise"].exp().item()
 
 
-def explained_variance(posterior: Posterior, loader: Iterable[Any], seed: int) -> tuple[float | None, float | None]:
+def explained_variance(posterior: "Posterior", loader: Iterable[Any], seed: int) -> tuple[float | None, float | None]:
     """Variance of predictive means over that of the targets, and the standard deviation of the targets; None for none.
 
     Of labels the means are probabilities and the variance is that of the indicators of the classes, Σ p̄(1 − p̄).

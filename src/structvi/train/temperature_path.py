@@ -3,12 +3,15 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ..posterior import Posterior
 from .averaging import assign, copied
 from .options import FitOptions
 from .result import FitResult, PathPoint
 from .validation import MARGIN
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: λ, from narrow to the posterior
 PATH = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -25,7 +28,7 @@ def temperature_path(elements: float) -> tuple[float, ...]:
 
 
 def fit_path(
-    posterior: Posterior, options: FitOptions, elements: float, fit: Callable[[FitOptions, str], FitResult]
+    posterior: "Posterior", options: FitOptions, elements: float, fit: Callable[[FitOptions, str], FitResult]
 ) -> FitResult:
     """A fit at each λ, each from where the one before ended; the best by held-out density is kept, and λ = 1 too.
 

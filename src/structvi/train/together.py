@@ -1,17 +1,19 @@
 """Posteriors around several networks, fitted for the mixture of them."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..posterior import Posterior
 from .around import Together, fit_around_together
 from .batches import Batches
 from .before import check_around, notes_before, remember_choice
 from .options import FitOptions
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 
 def fit_together(
-    posteriors: Sequence[Posterior], loader: Iterable[Any], options: FitOptions, may_temper: bool = True
+    posteriors: "Sequence[Posterior]", loader: Iterable[Any], options: FitOptions, may_temper: bool = True
 ) -> Together | None:
     """Place a posterior around each network, of the width that suits the mixture; None where no width is to be chosen.
 

@@ -2,18 +2,20 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from ..models.likelihoods import split_mask
-from ..posterior import Posterior
 from ..util.checks import check_iterable
 from .averaging import assign
 from .batches import held_out_batches
 from .held_out import DRAWS, HeldOut, of_network, of_posterior
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: nats within which held-out densities count as equal
 MARGIN = 0.005
@@ -42,10 +44,10 @@ class Watch:
     def __init__(self, data: Iterable[Any], seed: int, device: torch.device):
         self.batches, self.seed = held_out_batches(data, seed, device), seed
 
-    def of(self, posterior: Posterior, draws: int = DRAWS) -> HeldOut:
+    def of(self, posterior: "Posterior", draws: int = DRAWS) -> HeldOut:
         return of_posterior(posterior, self.batches, self.seed, draws)
 
-    def of_network(self, posterior: Posterior, theta: Tensor) -> HeldOut:
+    def of_network(self, posterior: "Posterior", theta: Tensor) -> HeldOut:
         return of_network(posterior, theta, self.batches)
 
 
@@ -70,7 +72,7 @@ class Choice:
 
     def make(
         self,
-        posterior: Posterior,
+        posterior: "Posterior",
         watch: Watch,
         states: Mapping[str, Mapping[str, Tensor]],
         learned: Mapping[str, Tensor],
@@ -110,14 +112,14 @@ class Choice:
         return self.held_out[kept].gain_over(self.network)
 
 
-def width_of(posterior: Posterior) -> float:
+def width_of(posterior: "Posterior") -> float:
     """Mean log standard deviation of the weights; −∞ for point masses."""
     with torch.no_grad():
         density = posterior.family()
         return float(0.5 * density.variance.double().log().mean()) if density.has_density else -inf
 
 
-def narrowed(posterior: Posterior, trained: Tensor, batches: Iterable[Any]) -> bool:
+def narrowed(posterior: "Posterior", trained: Tensor, batches: Iterable[Any]) -> bool:
     """Place the posterior so near to the network that predictions are its own; False where its family cannot be.
 
     Where there is hardly any noise a thousandth of a weight is not near: what is near is seen on the first of some
@@ -136,7 +138,7 @@ def narrowed(posterior: Posterior, trained: Tensor, batches: Iterable[Any]) -> b
     return True
 
 
-def elements_of(posterior: Posterior, data: Iterable[Any]) -> float:
+def elements_of(posterior: "Posterior", data: Iterable[Any]) -> float:
     """Observed numbers in a row of the target: the pixels of an image."""
     if posterior.model.user_forward is not None:
         return 1.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf, isfinite, log
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_map
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, Likelihood, StudentT, split_mask
-from ..objective import NonFiniteError
+from ..objective import Estimator, NonFiniteError
 from ..parameters import Parameters
-from ..posterior import Posterior
 from ..util.batch_rows import rows_of
 from .averaging import copied
 from .batches import Batches
@@ -30,6 +29,9 @@ from .curvature import (
     rows_used,
 )
 
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
 #: Per-sample gradients are made for as many samples at once as fit into so many numbers.
 GRADIENT_NUMBERS = 2**26
 #: by which all scales of a start are multiplied
@@ -41,7 +43,7 @@ ROUNDS = 2
 
 
 def start_trained(
-    posterior: Posterior, batches: Batches, temperature: float = 1.0, seed: int = 0, rounds: int = 0
+    posterior: "Posterior", batches: Batches, temperature: float = 1.0, seed: int = 0, rounds: int = 0
 ) -> None:
     """Start at the network's present values with the curvature's scales: a Laplace approximation.
 
@@ -86,19 +88,19 @@ def start_trained(
         settle(posterior, batches, temperature, seed, rounds, prior, laplace, factor)
 
 
-def takes_directions(posterior: Posterior) -> int:
+def takes_directions(posterior: "Posterior") -> int:
     """How many leading directions a fit starts with: of drawn weights none, their factor starts in the second stage."""
     return posterior.family.precision_columns if posterior.model.linearised_at is not None else 0
 
 
-def _objective(posterior: Posterior, batches: Batches, temperature: float, seed: int) -> float:
+def _objective(posterior: "Posterior", batches: Batches, temperature: float, seed: int) -> float:
     """E log lik − λ KL on a few batches, −∞ where it is not finite."""
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     total, count = 0.0, 0
     try:
         with torch.no_grad():
             for batch in batches.everything(FEW_BATCHES):
-                terms = posterior.terms(batch, groups=2, generator=generator)
+                terms = posterior.terms(batch, estimator=Estimator(groups=2), generator=generator)
                 total, count = total + float((terms.fit - temperature * terms.complexity).mean()), count + 1
     except NonFiniteError:
         return -inf
@@ -131,7 +133,7 @@ class Laplace(NamedTuple):
 
 
 def settle(
-    posterior: Posterior,
+    posterior: "Posterior",
     batches: Batches,
     temperature: float,
     seed: int,
@@ -169,7 +171,7 @@ def settle(
     family.load_state_dict(kept)
 
 
-def trained_values(posterior: Posterior, present: bool = False) -> Tensor:
+def trained_values(posterior: "Posterior", present: bool = False) -> Tensor:
     """θ [P] where the network is linearised, or at its present values; with the start of what is not the network's.
 
     Args:
@@ -186,7 +188,7 @@ def trained_values(posterior: Posterior, present: bool = False) -> Tensor:
 
 
 def curvature_of(
-    posterior: Posterior, theta: Tensor, batches: Batches, seed: int, rank: int, where: Where | None = None
+    posterior: "Posterior", theta: Tensor, batches: Batches, seed: int, rank: int, where: Where | None = None
 ) -> Laplace:
     """In the network's mode: G's diagonal and so many of its leading directions, at θ or where it is said."""
     at = theta if where is None else where

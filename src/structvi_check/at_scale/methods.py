@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from structvi.couplings import naive
 from structvi.families import MAP, Density, Family, LowRankPrecision, MeanField, Rotated
 from structvi.families.mean_field import DiagonalNormal
-from structvi.front_door import variationalize
 from structvi.optim import Soap
+from structvi.posterior import variationalize
 
 from ..adapters import Adapter
 from ..peers import SWAG, DeepEnsemble, DropoutNetwork

@@ -277,7 +277,9 @@ def test_a_learned_scale_goes_to_its_closed_form(kind):
 
     def closure():
         optimizer.zero_grad()
-        loss = -vi.elbo(family, model, data, groups=2000, generator=torch.Generator().manual_seed(1))
+        loss = -vi.elbo(
+            family, model, data, estimator=vi.Estimator(groups=2000), generator=torch.Generator().manual_seed(1)
+        )
         loss.backward()
         return loss
 
