@@ -1091,25 +1091,11 @@ MENU = {
         ValueError,
         r"replications must be an integer ≥ 20",
     ),
-    "compare: families": (lambda: diagnostics.compare(family(), family(), [(X, T)]), TypeError, r"two posteriors"),
-    "compare: other tensors": (
-        lambda: diagnostics.compare(
-            posterior(), vi.variationalize(nn.Linear(3, 2), likelihoods.Gaussian(0.5), num_data=6), [(X, T)]
-        ),
-        ValueError,
-        r"different tensors, P = 26 and P = 8",
-    ),
     "spectrum: of mean field": (
         lambda: diagnostics.spectrum(family(vi.MeanField())),
         TypeError,
         r"DiagonalNormal has none: give a LowRankNormal",
     ),
-    "worth: staged": (
-        lambda: diagnostics.worth(posterior(), [(X, T)], staged=True, steps=1),
-        ValueError,
-        r"neither staged= nor start=",
-    ),
-    "worth: no budget": (lambda: diagnostics.worth(posterior(), [(X, T)]), ValueError, r"one of epochs= and steps="),
     "arviz: a network": (
         lambda: diagnostics.to_arviz(net()),
         TypeError,

@@ -183,7 +183,6 @@ SEEDED = {
     "importance": lambda s: vi.diagnostics.importance(wide(), TARGET, draws=200, seed=s).k,
     "learned": lambda s: str(vi.diagnostics.learned(posterior(), DATA, seed=s)),
     "predictive_check": lambda s: str(vi.diagnostics.predictive_check(posterior(), DATA, seed=s)),
-    "compare": lambda s: str(vi.diagnostics.compare(posterior(), posterior(), DATA, seed=s)),
     "sbc": lambda s: str(
         vi.diagnostics.sbc(
             lambda generator: ({"z": torch.randn(2, generator=generator).double()}, None),
@@ -192,7 +191,6 @@ SEEDED = {
             seed=s,
         )
     ),
-    "worth": lambda s: vi.diagnostics.worth(fresh(), DATA, ranks=[2], steps=2, seed=s).elbo.value,
 }
 
 

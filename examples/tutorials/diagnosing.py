@@ -81,13 +81,6 @@ plt.show()
 
 print(vi.diagnostics.predictive_check(bayes, loader))
 
-# ## What would more be worth?
-#
-# More rank, more draws and fitting longer, each for as many steps, from where the fit ended.
-
-answer = vi.diagnostics.worth(bayes, loader, ranks=[8], groups=[4], epochs=max(STEPS // 30, 1))
-print(answer)
-
 # ## Is the whole method right? Simulation-based calibration
 #
 # Draw θ from the prior and data from θ, fit, and note the rank of θ among posterior draws. Here a method that halves

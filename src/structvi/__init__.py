@@ -30,7 +30,6 @@ from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .posterior import Posterior, load, variationalize, variationalize_head
 from .predict import metrics
-from .predict.local_mixture import LocalMixture
 from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
@@ -76,7 +75,6 @@ __all__ = [
     "FittedDropout",
     "FullNormal",
     "History",
-    "LocalMixture",
     "LogDensity",
     "LowRankNormal",
     "LowRankPrecision",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.diagnostics import diagnose, worth
+from structvi.diagnostics import diagnose
 from structvi.diagnostics.allowance import Allowance
 from structvi.diagnostics.problem import Problem
 from structvi.util import budget
@@ -122,16 +122,3 @@ def test_log_densities_have_no_budget():
     report = diagnose(vi.MeanField(initial_scale=1 / 3).bind(space), target, gradients=False)
     assert "passes" not in report["ELBO"].meaning
     assert "of 10000 draws" in report["k̂"].value
-
-
-def test_worth_takes_a_tenth_of_the_last_fits_steps(nothing_free, capsys):
-    bayes = make()
-    with pytest.raises(ValueError, match="no fit is known"):
-        worth(bayes, loader(), groups=[2])
-    bayes.fit(loader(), steps=100, progress=False, restarts=0, stop=False)
-    result = worth(bayes, loader(), groups=[2], progress=True)
-    assert [trial.name for trial in result.trials] == ["longer", "groups=2"]
-    assert len(result.elbo.per_group) == 8  # the least
-    said = capsys.readouterr().err
-    assert "worth: groups=2, 2 of 2" in said
-    assert "step 10/10" in said

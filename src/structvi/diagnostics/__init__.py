@@ -5,7 +5,6 @@
 
 from .arviz import to_arviz
 from .calibration import Calibration, sbc
-from .comparison import Comparison, compare
 from .diagnosis import diagnose
 from .gradients import GradientNoise, gradient_noise
 from .importance_weights import Importance, Moments, importance, psis
@@ -13,12 +12,10 @@ from .low_rank_spectrum import Spectrum, spectrum
 from .predictive_checks import PredictiveCheck, predictive_check
 from .problem import Unavailable
 from .report import Finding, Report
-from .trials import Trial, Worth, worth
 from .what_was_learned import Learned, learned
 
 __all__ = [
     "Calibration",
-    "Comparison",
     "Finding",
     "GradientNoise",
     "Importance",
@@ -27,10 +24,7 @@ __all__ = [
     "PredictiveCheck",
     "Report",
     "Spectrum",
-    "Trial",
     "Unavailable",
-    "Worth",
-    "compare",
     "diagnose",
     "gradient_noise",
     "importance",
@@ -40,5 +34,4 @@ __all__ = [
     "sbc",
     "spectrum",
     "to_arviz",
-    "worth",
 ]
