@@ -37,7 +37,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
         names = set(wheel.namelist())
     sources = {
         path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src" / "structvi").rglob("*")
+        for path in (ROOT / "src").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     own = {name for name in names if ".dist-info/" not in name}
