@@ -281,7 +281,7 @@ class TestGradients:
 
     def test_the_entropy_estimator_is_refused(self):
         target = vi.LogDensity(lambda p: -p["b"].square().sum(), space())
-        with pytest.raises(ValueError, match="'path' or 'log_q'"):
+        with pytest.raises(ValueError, match='"path" or "log_q"'):
             vi.elbo(mixed(), target, estimator=vi.Estimator("entropy"))
 
 

@@ -14,10 +14,12 @@ from structvi import (
     Mixture,
     Parameters,
     PerLayer,
+    Rotated,
     ScaleMixture,
 )
+from structvi.families.low_rank import factors, hold_factors, is_untouched, precision_rank, release_factors
+from structvi.families.mixture import widths
 from structvi.families.normal import Diagonal, LowRank, NormalForm, Triangle
-from structvi.families.stages import factors, hold_factors, is_untouched, release_factors
 
 P, K = 5, 2
 FAMILIES = {
@@ -151,3 +153,38 @@ def test_scales_that_no_fit_has_moved_are_recognised():
     with torch.no_grad():
         q.log_scale[0] += 0.1
     assert not is_untouched(q)
+
+
+@pytest.mark.parametrize("name", forms())
+def test_affine_is_the_law_of_a_mapped_variable(name):
+    form, shift, scale = forms()[name], noise(P, seed=5), noise(P, seed=6).exp()
+    lower = noise(P, P, seed=7).tril(-1) + torch.diag(scale)
+    for root, matrix in ((scale, torch.diag(scale)), (lower, lower)):
+        moved = form.affine(shift, root)
+        torch.testing.assert_close(moved.mean, shift + matrix @ form.mean)
+        torch.testing.assert_close(covariance(moved), matrix @ covariance(form) @ matrix.mT)
+    assert type(form.affine(shift, scale).root) is type(form.root)
+    standard = form.standard()
+    assert not standard.mean.any()
+    assert torch.equal(covariance(standard), torch.eye(P, dtype=torch.float64))
+    assert type(standard.root) is type(form.root)
+
+
+def test_a_family_says_how_many_columns_and_normals_it_keeps():
+    recipes = (
+        MeanField(),
+        LowRankNormal(2),
+        LowRankPrecision(2),
+        FullNormal(),
+        ScaleMixture(1),
+        Rotated(LowRankPrecision(2)),
+    )
+    bound = [recipe.bind(space(), seeded()) for recipe in (*recipes, PerLayer({"a": LowRankPrecision(1), "b": MAP()}))]
+    assert [precision_rank(family) for family in bound] == [0, 0, 2, P, 1, 2, 1]
+    assert [widths(family) for family in bound] == [1, 1, 1, 1, 3, 1, 1]
+
+
+def test_a_mixture_has_the_weights_that_it_is_given():
+    parts = [MeanField().bind(space(), seeded(seed)) for seed in (0, 1)]
+    q = Mixture.weighted(parts, torch.tensor([0.2, 0.8]).double().log() + 3)
+    torch.testing.assert_close(q().proportions, torch.tensor([0.2, 0.8], dtype=torch.float64))

@@ -300,6 +300,33 @@ def factors(family: Family) -> list[nn.Parameter]:
     return [factor for factor in own if isinstance(factor, nn.Parameter)]
 
 
+def is_untouched(family: Family) -> bool:
+    """Return whether every scale still has the value that its factor is relative to: no fit has moved it."""
+    return all(own.is_untouched() for own in _with_factors(family))
+
+
+@torch.no_grad()
+def hold_factors(family: Family) -> None:
+    """Hold all low-rank factors at zero: mean and scales learn alone, N(μ, diag(s)²)."""
+    for factor in factors(family):
+        factor.zero_().requires_grad_(False)
+
+
+def release_factors(family: Family, generator: torch.Generator | None = None, size: float = STAGE_FACTOR) -> None:
+    """Let all low-rank factors learn, from N(0, size²) relative to the present scales."""
+    for own in _with_factors(family):
+        own.start_factor(generator, size)
+
+
+def precision_rank(family: Family) -> int:
+    """Return how many columns of a precision diag + WWᵀ `set_normal` keeps; of blocks the most that one keeps."""
+    return max(part.precision_columns for part in family.families())
+
+
+def _with_factors(family: Family) -> list[LowRankFamily]:
+    return [own for own in family.modules() if isinstance(own, LowRankFamily) and own.rank]
+
+
 def laid_out(factor: Tensor) -> Tensor:
     """[P, K] as is fast in memory: on a CPU column by column, where products run along the P weights; on a GPU row by
     row, where a kernel holds whole rows."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -246,6 +246,14 @@ class Mixture(Family):
         self.raw_logits = nn.Parameter(parameters.initial.new_zeros(C))
 
     @classmethod
+    def weighted(cls, parts: Sequence[Family], log_weights: Tensor, common_noise: bool = True) -> "Mixture":
+        """Return the mixture of bound families with these weights [C], logarithms but for a constant."""
+        made = cls(list(parts), common_noise=common_noise)
+        with torch.no_grad():
+            made.raw_logits.copy_((log_weights - log_weights.mean()) / LOGIT_UNIT)
+        return made
+
+    @classmethod
     def from_networks(
         cls, networks: Sequence[nn.Module], part: Family, select: Select = "*", exclude: Select = ()
     ) -> "Mixture":
@@ -291,10 +299,7 @@ class Mixture(Family):
         return PartsSought(self.part, None if self.components == AUTO else len(self.part))
 
     def of_parts(self, parts: Sequence[Family], log_weights: Tensor) -> "Mixture":
-        made = Mixture(list(parts), common_noise=self.common_noise)
-        with torch.no_grad():
-            made.raw_logits.copy_((log_weights - log_weights.mean()) / LOGIT_UNIT)
-        return made
+        return Mixture.weighted(parts, log_weights, self.common_noise)
 
     @torch.no_grad()
     def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
@@ -316,6 +321,39 @@ def mixture_of(family: Family) -> Mixture | None:
         (True, 2)
     """
     return family if isinstance(family, Mixture) else None
+
+
+def widths(family: Family) -> int:
+    """Return how many normals `set_normals` of a `ScaleMixture` takes; 1 for all other families."""
+    return family.scale_count
+
+
+class Weighted(NamedTuple):
+    """A normal and its weight in a mixture."""
+
+    weight: float
+    normal: Gaussian
+
+
+def weighted_normals(density: Density) -> list[Weighted]:
+    """The normals that a density is a mixture of, itself where it is one; none where it is no such mixture.
+
+    Example:
+        >>> import torch
+        >>> from structvi import Mixture, MeanField, Parameters
+        >>> q = Mixture(MeanField(), components=2).bind(Parameters({"z": torch.zeros(3)}))
+        >>> [one.weight for one in weighted_normals(q())]
+        [0.5, 0.5]
+    """
+    if isinstance(density, Gaussian):
+        return [Weighted(1.0, density)]
+    if not isinstance(density, MixtureDensity):
+        return []
+    parts = [weighted_normals(part) for part in density.parts]
+    if not all(parts):
+        return []
+    own = zip(density.proportions.tolist(), parts, strict=True)
+    return [Weighted(share * one.weight, one.normal) for share, part in own for one in part]
 
 
 def _check_densities(parts: Sequence[Density]) -> None:

@@ -77,6 +77,27 @@ class NormalForm(NamedTuple):
         factor[:, : root.factor.shape[1]] = root.factor[:, :rank] / wider.unsqueeze(-1)
         return LowRank(root.scale / wider if of_precision else root.scale * wider, factor, of_precision)
 
+    def affine(self, shift: Tensor, root: Tensor) -> "NormalForm":
+        """Return the law of shift + root z for z of this law: root [P] is a diagonal, root [P, P] lower triangular."""
+        own = self.root
+        if root.ndim == 2:
+            return NormalForm(shift + root @ self.mean, Triangle(root @ self.triangle()))
+        mean = shift + root * self.mean
+        if isinstance(own, Triangle):
+            return NormalForm(mean, Triangle(root.unsqueeze(-1) * own.lower))
+        return NormalForm(mean, own._replace(scale=root * own.scale))
+
+    def standard(self) -> "NormalForm":
+        """Return N(0, I) with a root of the same kind; a factor is zero."""
+        root, one = self.root, torch.ones_like(self.mean)
+        if isinstance(root, Triangle):
+            own: Diagonal | LowRank | Triangle = Triangle(torch.diag(one))
+        elif isinstance(root, LowRank):
+            own = root._replace(scale=one, factor=torch.zeros_like(root.factor))
+        else:
+            own = Diagonal(one)
+        return NormalForm(torch.zeros_like(self.mean), own)
+
     def triangle(self) -> Tensor:
         """Return L [P, P], the lower Cholesky root of Σ."""
         root = self.root

@@ -252,3 +252,14 @@ class Rotated(Family):
 
     def config(self) -> dict[str, Any]:
         return {"part": self.part}
+
+
+def rotation(family: Family) -> Rotated | None:
+    """Return the `Rotated` family that this is, or None: `basis`, and `part`, the family of ξ, place it along its axes.
+
+    Example:
+        >>> from structvi import MeanField
+        >>> rotation(MeanField()) is None, rotation(Rotated(MeanField())).part
+        (True, MeanField(initial_mean='current', initial_scale=0.1, unbound))
+    """
+    return family if isinstance(family, Rotated) else None
