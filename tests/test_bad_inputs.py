@@ -915,18 +915,6 @@ MENU = {
         ValueError,
         r"2\^21 states.*at most 20",
     ),
-    "fitted dropout: prior_keep 1": (lambda: vi.FittedDropout(prior_keep=1.0), ValueError, r"inside \(0, 1\)"),
-    "fitted dropout: unknown q": (lambda: vi.FittedDropout(q="beta"), ValueError, r'"logistic_normal", got .beta'),
-    "fitted dropout: gates for bernoulli": (
-        lambda: vi.FittedDropout(gates=vi.MeanField()),
-        ValueError,
-        r'gates are for q="logistic_normal"',
-    ),
-    "fitted dropout: density over weights, no model": (
-        lambda: vi.elbo(family(vi.FittedDropout(weights=vi.MeanField())), TARGET, estimator=vi.Estimator(groups=2)),
-        TypeError,
-        r"needs a BayesianModel",
-    ),
     "prior: pattern without tensor": (
         lambda: model(prior=vi.priors.NormalPrior({"head.*": 1.0, "*": 1.0})),
         ValueError,

@@ -156,7 +156,7 @@ def _figure3(results: dict) -> dict[str, list[str]]:
     return {
         "before": [
             f"Table 2’s first data set. MC dropout’s posterior is {own['support']} point masses: all of its functions "
-            "are drawn. Beside it draws of fitted dropout (keep probabilities learned), sN-VI and the exact posterior."
+            "are drawn. Beside it draws of sN-VI and the exact posterior."
         ],
         "after": [
             f"The nearest of the {own['support']} weight vectors is {own['nearest_distance']:.2f} from θ*; the nearest "

@@ -10,7 +10,6 @@ from structvi.couplings import naive, paired, unscented
 from structvi.families import (
     MAP,
     Family,
-    FittedDropout,
     FullNormal,
     LowRankNormal,
     LowRankPrecision,
@@ -24,7 +23,6 @@ from structvi.parameters import Parameters
 FAMILIES: dict[str, Callable[[int], Family]] = {
     "MAP": lambda K: MAP(),
     "MCDropout": lambda K: MCDropout(),
-    "FittedDropout": lambda K: FittedDropout(),
     "MeanField": lambda K: MeanField(),
     "LowRankNormal(K)": lambda K: LowRankNormal(K),
     "LowRankPrecision(K)": lambda K: LowRankPrecision(K),
@@ -74,7 +72,7 @@ def table() -> str:
         "",
         "P weights, rank K. Bytes: float32 parameters, their gradients, Adam's two moments, and the family's buffers.",
         "Flops: of matrix products in one more draw and its log q; elementwise work, a multiple of P, comes on top.",
-        "Draws a group: naive / paired / unscented. FittedDropout lists all 2^M states where that is at most 1024.",
+        "Draws a group: naive / paired / unscented.",
         "Covariance: between different weights. Point masses have no density: the truth has probability zero.",
     )
     return "\n".join([*lines, *notes])
@@ -95,7 +93,7 @@ def _cost(name: str, recipe: Callable[[int], Family]) -> Cost:
         flops=formula({size: _flops(family) for size, family in bound.items()}),
         draws=_group(bound),
         density=density.has_density,
-        multimodal=isinstance(family, Mixture | MCDropout | FittedDropout),
+        multimodal=isinstance(family, Mixture | MCDropout),
         covariance=_correlates(family),
     )
 

@@ -13,7 +13,7 @@ from .table2 import fit_known
 
 DRAWS = 100
 POINTS = 300
-METHODS = (Method("MC dropout"), Method("fitted dropout"), Method("sN-VI", 4))
+METHODS = (Method("MC dropout"), Method("sN-VI", 4))
 
 
 def inputs() -> Tensor:
@@ -30,10 +30,6 @@ def functions(settings: Settings, method: Method) -> dict[str, Any]:
     density = fit_known(settings, method, 0)
     if method.name == "MC dropout":
         theta, probability = density.support()  # pyright: ignore[reportAttributeAccessIssue]
-    elif method.name == "fitted dropout":
-        points, mass = density.support()  # pyright: ignore[reportAttributeAccessIssue]
-        chosen = torch.multinomial(mass, DRAWS, replacement=True, generator=generator)
-        theta, probability = points[chosen], mass[chosen]
     else:
         theta = density.draw(DRAWS, generator=generator).theta
         probability = torch.full((DRAWS,), 1 / DRAWS, dtype=torch.float64)

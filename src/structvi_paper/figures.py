@@ -11,7 +11,6 @@ from .commentary import NOTHING
 COLOURS = {
     "MAP": "#e08214",
     "MC dropout": "#c2243b",
-    "fitted dropout": "#a8577e",
     "MF-VI": "#00796b",
     "sN-VI": "#1f5fa8",
     "sGMM-VI": "#5b3a9c",
@@ -150,11 +149,10 @@ def _figure2(data: dict[str, Any]) -> Any:
 def _figure3(data: dict[str, Any]) -> Any:
     from matplotlib.collections import LineCollection
 
-    figure, axes = _new(4, 13, 3.9, sharey=True, sharex=True)
+    figure, axes = _new(3, 10, 3.9, sharey=True, sharex=True)
     x, exact = figure3.inputs(), data["exact"]
     titles = {
         "MC dropout": f"MC dropout: all {len(data['panels']['MC dropout']['curves'])} functions",
-        "fitted dropout": "Fitted dropout: 100 draws",
         "sN-VI": "sN-VI, rank 4: 100 draws",
         "exact": "Exact posterior: 100 draws",
     }

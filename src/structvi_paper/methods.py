@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from structvi.families import (
     MAP,
     Family,
-    FittedDropout,
     FullNormal,
     LowRankNormal,
     LowRankPrecision,
@@ -15,7 +14,7 @@ from structvi.families import (
 )
 from structvi.parameters import FREE_SCALE_FLOOR
 
-#: the probability to keep a weight in MC dropout and a priori in fitted dropout; the paper does not say its own
+#: the probability to keep a weight in MC dropout; the paper does not say its own
 KEEP = 0.8
 #: parts of the mixture and the rank of each
 COMPONENTS, MIXTURE_RANK = 2, 2
@@ -48,7 +47,6 @@ class Method:
         return {
             "MAP": lambda: MAP(),
             "MC dropout": lambda: MCDropout(keep=KEEP, exempt=exempt),
-            "fitted dropout": lambda: FittedDropout(prior_keep=KEEP, exempt=exempt),
             "MF-VI": lambda: MeanField(initial_scale=start),
             "sN-VI": lambda: LowRankNormal(rank, initial_scale=start, initial_factor=1.0),
             "sP-VI": lambda: LowRankPrecision(rank, initial_scale=start, initial_factor=1.0),

@@ -61,7 +61,7 @@ ALT = {
     "Right: the error of prediction in three layers; only the epistemic one vanishes.",
     "figure2": "Two heat maps of true posteriors with the point masses of MAP and MC dropout and the isolines of "
     "mean field, structured normal and mixture.",
-    "figure3": "Four panels of functions: all of MC dropout's, draws of fitted dropout, of the structured normal and "
+    "figure3": "Three panels of functions: all of MC dropout's, draws of the structured normal and "
     "of the exact posterior, each with the data and the true function.",
     "couplings": "Gradient variances by coupling and estimator for mean, scale and factor, and the ELBO along fits.",
 }

@@ -16,7 +16,7 @@ from .methods import KEEP, Method, methods
 from .regression import CENTRES, NOISE, NormalInverseGamma, data_set
 from .settings import Settings
 
-DROPOUTS = ("MC dropout", "fitted dropout")
+DROPOUTS = ("MC dropout",)
 #: standard deviations start at a tenth of the prior's
 SCALE = 0.1
 #: log q(θ*) and KL[p*‖q] of the paper's table 2

@@ -244,7 +244,6 @@ def test_what_is_not_available_is_said_with_its_reason(family, loader, reason):
     [
         vi.MAP(),
         vi.MCDropout(keep=0.9),
-        vi.FittedDropout(prior_keep=0.9, weights=vi.MeanField()),
         vi.Mixture(vi.LowRankPrecision(rank=1), components=2),
         vi.PerLayer({"0.*": vi.MAP(), "*": vi.LowRankNormal(rank=2)}),
         vi.PerLayer({"0.*": vi.MeanField(), "*": vi.LowRankNormal(rank=2)}),

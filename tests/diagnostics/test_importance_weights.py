@@ -190,7 +190,6 @@ BATCH = torch.zeros(6, 2), torch.zeros(6, 1)
         (vi.MAP(), {}, [BATCH], "point mass"),
         (vi.MCDropout(keep=0.5), {}, [BATCH], "point mass"),
         (vi.PerLayer({"weight": vi.MAP(), "*": vi.MeanField()}), {}, [BATCH], "point mass"),
-        (vi.FittedDropout(0.5, weights=vi.MeanField()), {}, [BATCH], "masks weights"),
         (OnlyDraws(), {}, [BATCH], "OnlyEntropy offers no log_prob"),
         (vi.MeanField(), {"dropout": "on"}, [BATCH], "dropout is on"),
         (vi.MeanField(), {"batch_norm": "reestimated"}, [BATCH], "how the data are batched"),

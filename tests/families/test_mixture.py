@@ -378,11 +378,6 @@ class TestPoints:
         with pytest.raises(ValueError, match="PerLayerDensity cannot be part of a mixture: some of its tensors"):
             q()
 
-    def test_families_that_add_latents_are_refused(self):
-        q = vi.Mixture(vi.FittedDropout(prior_keep=0.5)).bind(space(), generator())
-        with pytest.raises(ValueError, match="cannot be part of a mixture: it adds latent variables"):
-            q()
-
 
 class TestBinding:
     def test_a_recipe_is_not_bound(self):

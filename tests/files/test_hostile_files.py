@@ -94,7 +94,7 @@ def posteriors(tmp_path_factory):
         ),
         "dropout": (
             likelihoods.Bernoulli(),
-            vi.FittedDropout(q="logistic_normal", weights=vi.MeanField(), per="input", exempt=["*bias"]),
+            vi.MCDropout(per="input", exempt=["*bias"]),
             vi.priors.DistributionPrior({"*": td.Cauchy(0.0, 1.0), "0.bias": td.Normal(torch.zeros(4), 1.0)}),
         ),
     }
@@ -310,8 +310,8 @@ def harmed_by_nesting():
     def blocks(pairs):
         return {"structvi": ["PerLayer", {"blocks": {"dict": pairs}}]}
 
-    def dropout(part):
-        return {"structvi": ["FittedDropout", {"weights": part}]}
+    def rotated(part):
+        return {"structvi": ["Rotated", {"part": part}]}
 
     def normal(loc, scale):
         arguments = {"loc": {"tensor": ["torch.float32", loc]}, "scale": {"tensor": ["torch.float32", scale]}}
@@ -321,9 +321,9 @@ def harmed_by_nesting():
     for depth in (2, 8, 9, 16, 20, 24):
         for components in (2, 3, 1000):
             yield "family", within(depth, lambda part, c=components: mixture(c, part), leaf)
-        yield "family", within(depth, dropout, leaf)
+        yield "family", within(depth, rotated, leaf)
         yield "family", within(depth, lambda part: blocks([["*", part]]), leaf)
-        yield "family", within(depth, lambda part: mixture(2, dropout(part)), leaf)
+        yield "family", within(depth, lambda part: mixture(2, rotated(part)), leaf)
         yield "prior", within(depth, lambda one: {"structvi": ["SumPrior", {"priors": {"list": [one]}}]}, prior)
     for components in (0, -1, 4, 4095, 4096, 10**6, 10**18, 10**400, 1.5, True, "2"):
         yield "family", mixture(components)

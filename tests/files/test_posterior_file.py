@@ -34,11 +34,6 @@ FAMILIES = {
     "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),
     "Mixture of blocks": lambda: vi.Mixture(vi.PerLayer({"2.*": vi.MeanField(), "0.*": vi.LowRankPrecision(rank=1)})),
     "MCDropout": lambda: vi.MCDropout(keep=0.7, per="input", exempt=["*bias", "2.*"]),
-    "FittedDropout": lambda: vi.FittedDropout(prior_keep=0.8, per="output"),
-    "FittedDropout over a density": lambda: vi.FittedDropout(weights=vi.MeanField(), per="input"),
-    "FittedDropout, relaxed": lambda: vi.FittedDropout(
-        q="logistic_normal", weights=vi.LowRankNormal(rank=1), gates=vi.LowRankNormal(rank=1), per="input"
-    ),
 }
 #: name, and what a posterior needs besides
 NOISE_PRIORS = {

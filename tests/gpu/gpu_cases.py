@@ -67,7 +67,6 @@ CASES = {
     "rotated": (Net, vi.Rotated(vi.MeanField()), {}),
     "rotated precision": (Net, vi.Rotated(vi.LowRankPrecision(2)), {}),
     "MC dropout": (Net, vi.MCDropout(keep=0.8), {}),
-    "fitted dropout": (Net, vi.FittedDropout(prior_keep=0.8), {}),
     "dropout layers": (lambda: Net(0.3), vi.MeanField(), {"dropout": "on"}),
     "convolutional": (Convolutional, vi.LowRankNormal(2), {}),
 }

@@ -261,21 +261,10 @@ def test_draws_are_rounded_to_whole_groups():
     assert (point.epistemic == 0).all()
 
 
-def test_enumerated_masks_are_taken_with_their_probabilities():
-    net = nn.Linear(2, 1, bias=False).double()
-    bayes = vi.variationalize(net, lk.Gaussian(1.0), vi.FittedDropout(prior_keep=0.8), num_data=9)
-    x = torch.ones(1, 2, dtype=torch.float64)
-    pred = bayes.predict(x, draws=3)
-    assert pred.draws == 4
-    torch.testing.assert_close(pred.function_mean.item(), 0.8 * net.weight.sum().item())
-    torch.testing.assert_close(bayes.mean_network()(x).item(), 0.8 * net.weight.sum().item())
-
-
 @pytest.mark.parametrize(
     "family",
     [
         vi.PerLayer({"weight": vi.MeanField(), "*": vi.MAP()}),
-        vi.FittedDropout(weights=vi.MeanField()),
         vi.MCDropout(keep=0.5),
         vi.LowRankPrecision(rank=1),
     ],

@@ -125,7 +125,6 @@ def choices() -> list[vi.Family]:
         vi.Mixture(vi.MeanField(), 2),
         vi.Rotated(vi.MeanField()),
         vi.MCDropout(0.1),
-        vi.FittedDropout(),
         Own(),
     ]
     couplings: list[Callable[..., vi.couplings.Noise]] = [

@@ -302,7 +302,7 @@ def test_members_at_several_temperatures():
 
 
 @pytest.mark.parametrize(
-    "family", [vi.MAP(), vi.MCDropout(), vi.FullNormal(), vi.FittedDropout(), vi.Mixture(vi.MeanField(), components=2)]
+    "family", [vi.MAP(), vi.MCDropout(), vi.FullNormal(), vi.Mixture(vi.MeanField(), components=2)]
 )
 def test_members_of_every_family_begin_elsewhere(family):
     bayes = made(1, family, prior=vi.priors.NormalPrior(1.0))[0]

@@ -3,7 +3,6 @@
 from .blocks import PerLayer
 from .density import Density, DistributionDensity, Draws, check_draw
 from .family import Family
-from .fitted_dropout import FittedDropout
 from .full import FullNormal
 from .gaussian import Gaussian, kl
 from .mc_dropout import MCDropout
@@ -21,7 +20,6 @@ __all__ = [
     "DistributionDensity",
     "Draws",
     "Family",
-    "FittedDropout",
     "FullNormal",
     "Gaussian",
     "LowRankNormal",

@@ -219,10 +219,10 @@ def _equal_draws(block: Density, S: int, generator: torch.Generator | None) -> D
     draws = block.draw(S, naive, generator)
     weight = draws.weight.detach()
     equal = weight.shape == (S,) and torch.equal(weight, torch.full_like(weight, 1 / S))
-    if block.enumerates or draws.weight.requires_grad or not equal:
+    if draws.weight.requires_grad or not equal:
         raise ValueError(
-            f"{type(block).__name__} cannot be a block: it weights its own draws (a mixture's components, enumerated "
-            "states), and draws of independent blocks need equal weights; use it alone over the whole network"
+            f"{type(block).__name__} cannot be a block: it weights its own draws (a mixture's components)"
+            ", and draws of independent blocks need equal weights; use it alone over the whole network"
         )
     return draws
 

@@ -1,7 +1,8 @@
-"""Monte Carlo dropout: θ̂∘z with Bernoulli masks z, and what every family of masked weights shares."""
+"""Monte Carlo dropout: θ̂∘z with Bernoulli masks z, and a network's own dropout layers as such masks."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -11,22 +12,27 @@ from torch import Tensor, nn
 from ..couplings import Coupling, naive
 from ..parameters import Parameters, Select
 from ..util.patterns import assign, check_patterns
-from .density import Density, Draws
-from .dropout_layers import dropped_layers
+from .density import Density, Draws, check_draw
 from .family import Family
-from .mean_field import DiagonalNormal
 from .numerics.algebra import sum_weights
-from .point import PointMass
-from .starts import check_start, initial_mean
+from .starts import check_initial_mean, initial_mean
 
 Per = Literal["weight", "input", "output"]
 
-#: `support()` lists all 2^M states up to this M.
+#: masks M up to which `support()` lists all 2^M states: a million rows
 MAX_SUPPORT = 20
+
+#: each kind of dropout, and the layer of whose inputs it drops whole units
+LAYER_AFTER: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: nn.Linear,
+    nn.Dropout1d: nn.Conv1d,
+    nn.Dropout2d: nn.Conv2d,
+    nn.Dropout3d: nn.Conv3d,
+}
 
 
 class Layout:
-    """Which of M masks multiplies which of P weights; exempt tensors are multiplied by one.
+    """The weights that each of M masks multiplies; exempt tensors are multiplied by one.
 
     Args:
         parameters: the P weights.
@@ -42,7 +48,7 @@ class Layout:
             exempt = (lambda name, tensor: tensor.ndim < 2) if parameters.from_network else ()
         names = parameters.matching(exempt, "exempt")
         self.shapes, self.numels = parameters.shapes, parameters.numels
-        #: per tensor the shape of its masks, which broadcasts to the tensor's; None where it is exempt
+        #: per tensor the shape of its masks, which broadcasts to the tensor's; None if it is exempt
         self.units: list[tuple[int, ...] | None] = [
             None if name in names else _units(shape, per)
             for name, shape in zip(parameters.names, parameters.shapes, strict=True)
@@ -56,7 +62,7 @@ class Layout:
             )
 
     def spread(self, z: Tensor, exempt: float = 1) -> Tensor:
-        """The mask of every weight: [.., M] → [.., P], with `exempt` where there is none."""
+        """Return the mask of every weight, [.., M] → [.., P], and `exempt` for weights without one."""
         lead = z.shape[:-1]
         parts = []
         for part, units, shape in zip(z.split(self.counts, dim=-1), self.units, self.shapes, strict=True):
@@ -67,7 +73,7 @@ class Layout:
         return torch.cat(parts, dim=-1)
 
     def every(self, hit: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether all weights of a mask, and all exempt weights, are hit: [S, P] → [S, M], [S]."""
+        """Return whether all weights of a mask, and all exempt weights, are hit: [S, P] → [S, M], [S]."""
         S = hit.shape[0]
         masks, exempt = [], [hit.new_ones(S)]
         for part, units, shape in zip(hit.split(self.numels, dim=-1), self.units, self.shapes, strict=True):
@@ -86,143 +92,76 @@ def _units(shape: torch.Size, per: Per) -> tuple[int, ...]:
     return tuple(size if i == axis else 1 for i, size in enumerate(shape))
 
 
-class Masked(Density):
-    """The law of θ∘z for weights θ under some density and M masks z, independent of θ.
+class DroppedPoint(Density):
+    """Σ_z q(z) δ(θ − θ̂∘z) with independent masks z_m ~ B(keep_m): 2^M point masses.
 
-    `mean`, `variance` and `covariance` are those of the weights θ∘z that the network sees. Where θ has a density,
-    `log_prob`, `score` and `entropy` are those of θ, before the mask.
+    `log_prob` is the log probability of a point, −∞ off the support.
+
+    Args:
+        point: θ̂ [P].
+        layout: the weights of each mask.
+        keep: the probability that a mask is one, [M].
     """
 
+    has_density = False
     centred = False
 
-    def __init__(self, weights: Density, layout: Layout):
-        self.weights, self.layout = weights, layout
-        self.has_density = weights.has_density
-
-    @property
-    @abstractmethod
-    def keep(self) -> Tensor:
-        """E z: [M]"""
-
-    @property
-    @abstractmethod
-    def mask_variance(self) -> Tensor:
-        """Var z: [M]"""
-
-    @abstractmethod
-    def log_mass(self, theta: Tensor) -> Tensor:
-        """The log probability of points θ∘z, where θ is a point estimate: [S, P] → [S]."""
-
-    @property
-    def P(self) -> int:
-        return self.weights.P
+    def __init__(self, point: Tensor, layout: Layout, keep: Tensor):
+        self.point, self.layout, self.keep = point, layout, keep
+        self.log_keep, self.log_drop = keep.log(), torch.log1p(-keep)
 
     @property
     def mean(self) -> Tensor:
-        return self.weights.mean * self.layout.spread(self.keep)
+        return self.point * self.layout.spread(self.keep)
 
     @property
     def variance(self) -> Tensor:
-        keep, spread = self.layout.spread(self.keep), self.layout.spread(self.mask_variance, 0)
-        return (spread + keep.square()) * self.weights.variance + spread * self.weights.mean.square()
+        return self.layout.spread(self.keep * (1 - self.keep), 0) * self.point.square()
 
-    def offers(self, method: str) -> bool:
-        return self.weights.offers(method)
-
-    def log_prob(self, theta: Tensor) -> Tensor:
-        return self.weights.log_prob(theta) if self.has_density else self.log_mass(self._check_theta(theta))
-
-    def score(self, theta: Tensor) -> Tensor:
-        if not self.has_density:
-            raise NotImplementedError("masked point masses have no density and so no score")
-        return self.weights.score(theta)
-
-    def entropy(self) -> Tensor:
-        if not self.has_density:
-            raise NotImplementedError(
-                "masked point masses have no finite differential entropy (it is −∞): the objective is E[log joint] "
-                "without it"
-            )
-        return self.weights.entropy()
-
-
-class BernoulliMasked(Masked):
-    """θ∘z with independent masks z_m ~ B(exp log_keep_m): [M], [M]."""
-
-    def __init__(self, weights: Density, layout: Layout, log_keep: Tensor, log_drop: Tensor):
-        super().__init__(weights, layout)
-        self.log_keep, self.log_drop = log_keep, log_drop
-
-    @property
-    def keep(self) -> Tensor:
-        return self.log_keep.exp()
-
-    @property
-    def mask_variance(self) -> Tensor:
-        return self.log_keep.exp() * self.log_drop.exp()
-
-    def masks(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Tensor:
-        """Masks [S, M] from a coupling's noise ε [S, M]: z = 1 where Φ(ε) < keep."""
-        keep = self.keep.detach()
-        noise = DiagonalNormal(torch.zeros_like(keep), torch.zeros_like(keep)).draw(groups, coupling, generator).theta
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
+        """Draw θ̂∘z, z = 1 where Φ(ε) < keep for a coupling's noise ε: masks of mirrored noise are antithetic."""
+        check_draw(groups, coupling, generator, self.point.device)
+        noise = coupling(groups, self.layout.M, 0, generator, self.point.dtype, self.point.device)[0]
         # on the scale of ε, where keep = 1 is +∞: Φ(ε) itself rounds to one
-        return (noise < torch.special.ndtri(keep.double()).to(noise.dtype)).to(noise.dtype)
-
-    def log_mask(self, z: Tensor) -> Tensor:
-        """log q(z) = Σ_m z_m log keep_m + (1 − z_m) log drop_m: [S, M] → [S]."""
-        return sum_weights(torch.where(z > 0, self.log_keep, self.log_drop)).to(self.log_keep.dtype)
-
-    def states(self) -> Tensor:
-        """All masks, in binary order: [2^M, M]."""
-        M = self.layout.M
-        bits = torch.arange(M, device=self.log_keep.device)
-        numbers = torch.arange(2**M, device=self.log_keep.device)
-        return ((numbers.unsqueeze(-1) >> bits) & 1).to(self.log_keep.dtype)
+        z = (noise < torch.special.ndtri(self.keep.double()).to(noise.dtype)).to(noise.dtype)
+        return Draws(self.point * self.layout.spread(z), z.new_full((len(z),), 1 / len(z)))
 
     def support(self) -> tuple[Tensor, Tensor]:
-        """Every state θ̂∘z and its probability: [2^M, P] and [2^M], for at most 20 masks over a point estimate.
+        """Return every state θ̂∘z and its probability, [2^M, P] and [2^M], for at most 20 masks.
 
         States that are the same point, because some θ̂_i = 0, are listed apart.
         """
-        point, M = self._point("support()"), self.layout.M
+        M = self.layout.M
         if M > MAX_SUPPORT:
             raise ValueError(f"support() has 2^{M} states; it lists them for at most {MAX_SUPPORT} masks: draw instead")
-        z = self.states()
-        return point * self.layout.spread(z), self.log_mask(z).exp()
+        bits, numbers = (torch.arange(n, device=self.point.device) for n in (M, 2**M))
+        z = ((numbers.unsqueeze(-1) >> bits) & 1).to(self.point.dtype)
+        log_q = sum_weights(torch.where(z > 0, self.log_keep, self.log_drop)).to(z.dtype)
+        return self.point * self.layout.spread(z), log_q.exp()
 
-    def log_mass(self, theta: Tensor) -> Tensor:
-        """Σ over the masks that agree with θ, factor by factor: where θ̂ = 0 both values of a mask do."""
-        kept, exempt = self.layout.every(theta == self._point("log_prob"))
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """Return log Σ over the masks that agree with θ, factor by factor: where θ̂ = 0 both values of a mask do."""
+        kept, exempt = self.layout.every(self._check_theta(theta) == self.point)
         dropped, _ = self.layout.every(theta == 0)
         mass = torch.where(kept, self.log_keep, torch.where(dropped, self.log_drop, -torch.inf))
         mass = sum_weights(torch.where(kept & dropped, 0.0, mass))
         return torch.where(exempt, mass, -torch.inf).to(theta.dtype)
 
-    def _point(self, what: str) -> Tensor:
-        if not isinstance(self.weights, PointMass):
-            raise NotImplementedError(f"{what} needs weights under MAP, these are {type(self.weights).__name__}")
-        return self.weights.point
+    def score(self, theta: Tensor) -> Tensor:
+        raise NotImplementedError("masked point masses have no density and so no score")
+
+    def entropy(self) -> Tensor:
+        raise NotImplementedError(
+            "masked point masses have no finite differential entropy (it is −∞): the objective is E[log joint] "
+            "without it"
+        )
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        """Cov(θ∘z) = E[zzᵀ]∘Cov(θ) + Cov(z)∘E[θ]E[θ]ᵀ; masks covary where they are the same."""
-        keep, variance = self.layout.spread(self.keep), self.layout.spread(self.mask_variance, 0)
-        mean = self.weights.mean
-        number = self.layout.spread(torch.arange(self.layout.M, device=keep.device), -1)
-        same = number[rows].unsqueeze(-1) == number[columns]
-        of_masks = torch.where(same, variance[rows].unsqueeze(-1), 0.0)
-        products = of_masks + torch.outer(keep[rows], keep[columns])
-        of_weights = self.weights.covariance_block(rows, columns)
-        return products * of_weights + of_masks * torch.outer(mean[rows], mean[columns])
-
-
-class DroppedPoint(BernoulliMasked):
-    """Σ_z q(z) δ(θ − θ̂∘z): 2^M point masses. `log_prob` is the log probability of a point, −∞ off the support."""
-
-    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
-        """θ̂∘z; the masks of a coupling's mirrored noise are antithetic."""
-        z = self.masks(groups, coupling, generator)
-        S = z.shape[0]
-        return Draws(self._point("draw") * self.layout.spread(z), z.new_full((S,), 1 / S))
+        """Return Cov(z)∘θ̂θ̂ᵀ: masks covary where they are the same."""
+        variance = self.layout.spread(self.keep * (1 - self.keep), 0)
+        number = self.layout.spread(torch.arange(self.layout.M, device=variance.device), -1)
+        of_masks = torch.where(number[rows].unsqueeze(-1) == number[columns], variance[rows].unsqueeze(-1), 0.0)
+        return of_masks * torch.outer(self.point[rows], self.point[columns])
 
 
 class MCDropout(Family):
@@ -273,14 +212,15 @@ class MCDropout(Family):
                 raise ValueError(f"keep must be a probability to keep, in [0, 1], got {value!r}")
             if value == 0 and initial_mean == "rescaled":
                 raise ValueError('initial_mean="rescaled" divides by keep, which must not be 0')
-        check_per(per)
-        check_start("current" if initial_mean == "rescaled" else initial_mean, 1.0)
+        if per not in ("weight", "input", "output"):
+            raise ValueError(f'per must be "weight", "input" or "output", got {per!r}')
+        check_initial_mean("current" if initial_mean == "rescaled" else initial_mean)
         self.keep, self.per, self.exempt, self.initial_mean = keep, per, exempt, initial_mean
         self._keeps: list[float] = []  # of each tensor, once bound
 
     @classmethod
     def from_network(cls, net: nn.Module) -> "MCDropout":
-        """The posterior that a network with `nn.Dropout` layers is, where dropout stays active to predict.
+        """Return the posterior that a network with `nn.Dropout` layers is, if dropout stays active to predict.
 
         Each dropout layer becomes masks on the inputs of the layer after it, with keep = 1 − p and θ̂ = W/(1 − p).
         Use it with `variationalize(net, .., dropout="off")`, the default: else weights and activations are dropped.
@@ -309,30 +249,100 @@ class MCDropout(Family):
         else:
             self.layout = Layout(parameters, self.per, self.exempt)
             self._keeps = [self.keep] * len(parameters)
-        if self.initial_mean == "rescaled":
-            current = initial_mean(parameters, "current", generator)
-            self.point = nn.Parameter(current / self.layout.spread(self._keep(current)))
-        else:
-            self.point = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+        rescaled = self.initial_mean == "rescaled"
+        start = initial_mean(parameters, "current" if rescaled else self.initial_mean, generator)
+        self.point = nn.Parameter(start / self.layout.spread(self._keep(start)) if rescaled else start)
 
     def _keep(self, like: Tensor) -> Tensor:
-        """The probability of each mask: [M]"""
+        """Return the probability of each mask, [M]."""
         pairs = zip(self.layout.counts, self._keeps, strict=True)
         return torch.cat([like.new_full((count,), keep) for count, keep in pairs])
 
     def forward(self) -> DroppedPoint:
-        keep = self._keep(self.point.detach())
-        return DroppedPoint(PointMass(self.point), self.layout, keep.log(), torch.log1p(-keep))
-
-    def normal(self) -> None:
-        """None: point masses of many states."""
-
-    def begin_again(self, generator: torch.Generator) -> None:
-        if self.space is not None:
-            self.initial_mean = "fresh"
-            self.initialise(self.space, generator)
+        return DroppedPoint(self.point, self.layout, self._keep(self.point.detach()))
 
 
-def check_per(per: str) -> None:
-    if per not in ("weight", "input", "output"):
-        raise ValueError(f'per must be "weight", "input" or "output", got {per!r}')
+# ---------------------------------------------------------------------------------------- a network's dropout layers
+
+
+def dropped_layers(net: nn.Module) -> dict[str, float]:
+    """Return weight name → 1 − p for the layer after each dropout layer; refuse dropout that is no mask on weights.
+
+    Example:
+        >>> dropped_layers(nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 2)))
+        {'1.weight': 0.8}
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"expected the network, an nn.Module, got {type(net).__name__}")
+    shared = Counter(id(tensor) for _, tensor in net.named_parameters(remove_duplicate=False))
+    after = {name: following for chain in _chains(net, "") for (name, _), following in pairwise(chain)}
+    keeps: dict[str, float] = {}
+    refused: list[str] = []
+    for name, module in net.named_modules(remove_duplicate=False):  # one dropout layer may serve several places
+        p = _probability(module)
+        if p == 0:
+            continue
+        following, layer = after.get(name, ("", None))
+        reason = _refusal(module, p, layer)
+        if reason is None and shared[id(layer.weight)] > 1:  # pyright: ignore[reportOptionalMemberAccess]
+            reason = f"the weight of {following} is used elsewhere too, where nothing is dropped"
+        if reason is None:
+            keeps[f"{following}.weight"] = 1 - p
+        else:
+            refused.append(f"  {name or 'the network'} ({type(module).__name__}): {reason}")
+    if refused:
+        raise ValueError(
+            "these dropout layers are no masks on the weights of a layer after them:\n"
+            + "\n".join(refused)
+            + '\nKeep them as they are with variationalize(.., dropout="on"), or change the network'
+        )
+    if not keeps:
+        raise ValueError("the network has no nn.Dropout layer with p > 0; give keep= yourself: MCDropout(keep=0.9)")
+    return keeps
+
+
+def _probability(module: nn.Module) -> float:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p
+    return module.dropout if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else 0.0
+
+
+def _refusal(module: nn.Module, p: float, layer: nn.Module | None) -> str | None:
+    wanted = LAYER_AFTER.get(type(module))
+    if wanted is None:
+        return "it drops inside of the layer, or something else than units"
+    if p == 1:
+        return "p = 1 drops everything, and there is no weight divided by 1 − p"
+    if layer is None:
+        return "it is not in an nn.Sequential with a layer directly after it"
+    if type(layer) is not wanted:
+        return f"it is before {type(layer).__name__}, it must be before {wanted.__name__}"
+    if getattr(layer, "groups", 1) > 1:
+        return f"it is before a convolution with groups = {layer.groups}, whose weights have no axis of all inputs"
+    return None
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return type(module).forward is nn.Sequential.forward
+
+
+def _chains(module: nn.Module, name: str) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield the modules that are called one after the other in every `nn.Sequential`; nested ones are one chain."""
+    if _is_sequence(module):
+        chain = list(_links(module, name))
+        yield chain
+        inner = [(link, part) for link, part in chain if not _is_sequence(part)]
+    else:
+        inner = [(f"{name}.{child}" if name else child, part) for child, part in module.named_children()]
+    for link, part in inner:
+        if part is not module:
+            yield from _chains(part, link)
+
+
+def _links(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    if not _is_sequence(module):
+        yield name, module
+        return
+    for child, part in module._modules.items():  # not named_children: a module may come twice
+        if part is not None:
+            yield from _links(part, f"{name}.{child}" if name else child)

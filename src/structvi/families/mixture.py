@@ -372,11 +372,6 @@ def _check_densities(parts: Sequence[Density]) -> None:
                 f"{type(part).__name__} cannot be part of a mixture: some of its tensors are point masses, "
                 "and the parts' densities cannot be compared; use families that have a density for all tensors"
             )
-        if part.enumerates or isinstance(part.latent_kl(), Tensor):
-            raise ValueError(
-                f"{type(part).__name__} cannot be part of a mixture: it adds latent variables to the model, "
-                "whose KL is not that of a mixture"
-            )
 
 
 def _recorded(coupling: Coupling, tape: dict[tuple[int, int, int], Noise]) -> Coupling:

@@ -14,7 +14,6 @@ from torch import distributions as td
 
 from ..families import (
     MAP,
-    FittedDropout,
     FullNormal,
     LowRankNormal,
     LowRankPrecision,
@@ -52,7 +51,6 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
         Mixture,
         PerLayer,
         MCDropout,
-        FittedDropout,
         Rotated,
         ScaleMixture,
     ),

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..families.basis import layout
-from ..families.mc_dropout import Layout
 from ..parameters import Parameters
 from ..util.patterns import assign
-from .describe import decode, is_sequence
+from .describe import is_sequence
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -82,16 +81,6 @@ def _rotated(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
     return {**_under("part", tensors_of_family(arguments["part"], space)), **_under("basis", axes)}
 
 
-def _fitted_dropout(arguments: Mapping[str, Any], space: Parameters) -> Shapes:
-    weights, gates = arguments.get("weights"), arguments.get("gates")
-    masks = Layout(space, arguments.get("per", "weight"), decode(arguments.get("exempt"), "plain")).M
-    shapes = _under("weights", _point({}, space) if weights is None else tensors_of_family(weights, space))
-    if arguments.get("q", "bernoulli") == "bernoulli":
-        return {"logits": (masks,), **shapes}
-    own = Parameters({"gates": space.initial.new_zeros(masks)})
-    return {**shapes, **_under("gates", _mean_field({}, own) if gates is None else tensors_of_family(gates, own))}
-
-
 def _under(prefix: str, shapes: Shapes) -> Shapes:
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
 
@@ -105,7 +94,6 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Parameters], Shapes]] = {
     "Mixture": _mixture,
     "PerLayer": _blocks,
     "MCDropout": _point,
-    "FittedDropout": _fitted_dropout,
     "Rotated": _rotated,
     "ScaleMixture": _scale_mixture,
 }
