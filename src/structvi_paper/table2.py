@@ -71,7 +71,7 @@ def known_noise(settings: Settings, method: Method, index: int) -> dict[str, Any
         divergence = (exact.log_prob(draws) - density.log_prob(draws)).mean().item()  # +∞ for point masses
     result |= {"log_q_true": density.log_prob(data.theta.unsqueeze(0)).item(), "kl_p_q": divergence}
     if isinstance(density, DroppedPoint):
-        result["closed_form_gap"] = (density.weights.mean - data.dropout_optimum(KEEP)).abs().max().item()
+        result["closed_form_gap"] = (density.point - data.dropout_optimum(KEEP)).abs().max().item()
     return result
 
 
