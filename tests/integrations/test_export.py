@@ -108,18 +108,14 @@ def test_the_program_says_what_the_posterior_says(name):
     assert all(torch.equal(tensor, bayes.state_dict()[key]) for key, tensor in state.items())
 
 
-def test_draws_of_several_chunks_are_those_of_predict():
-    bayes = posterior()
-    program = export_predictive(bayes, rows(1), 10, chunk=4, coupling=vi.couplings.paired, generator=generator())
-    pred = bayes.predict(rows(5), 10, chunk=4, coupling=vi.couplings.paired, generator=generator())
-    torch.testing.assert_close(program.module()(rows(5)), pred.mean)
-    other = bayes.predict(rows(5), 10, chunk=4, coupling=vi.couplings.paired, generator=generator(4))
-    assert not torch.allclose(program.module()(rows(5)), other.mean, atol=1e-3)
-
-
-def test_it_is_saved_and_runs_without_structvi(tmp_path):
+def test_it_is_saved_without_the_users_data_and_runs_without_structvi(tmp_path):
+    """The example is a view of a data set; draws of several chunks."""
     bayes = posterior(lambda: mlp(1), vi.likelihoods.Gaussian("random"))
-    torch.export.save(export_predictive(bayes, rows(4), DRAWS, generator=generator()), tmp_path / "q.pt2")
+    data = 10 + torch.randn(50_000, 3)
+    torch.export.save(export_predictive(bayes, data[:4], DRAWS, chunk=4, generator=generator()), tmp_path / "q.pt2")
+    stored = (tmp_path / "q.pt2").read_bytes()
+    assert len(stored) < 300_000  # of 600 kB of data
+    assert not any(data[row].numpy().tobytes() in stored for row in range(4))
     torch.save(rows(7), tmp_path / "x.pt")
     code = (
         "import sys, torch\n"
@@ -129,8 +125,20 @@ def test_it_is_saved_and_runs_without_structvi(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
     mean, variance = torch.load(tmp_path / "out.pt")
-    pred = bayes.predict(rows(7), DRAWS, generator=generator())
+    pred = bayes.predict(rows(7), DRAWS, chunk=4, generator=generator())
     torch.testing.assert_close((mean, variance), (pred.mean, pred.variance))
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch's own
+@pytest.mark.parametrize("name", ["labels", "images", "attention", "keywords"])
+def test_a_linearised_posterior_at_one_batch_size(name):
+    """Also after the decompositions by which other formats are made."""
+    make, likelihood, _, inputs = CASES[name]
+    bayes = posterior(make, likelihood, linearise=True)
+    program = export_predictive(bayes, inputs(5), DRAWS, dynamic_batch=False, generator=generator())
+    expected = bayes.predict(inputs(5), DRAWS, generator=generator()).mean
+    for one in (program, program.run_decompositions()):
+        torch.testing.assert_close(called(one, inputs(5)), expected)
 
 
 def test_what_all_draws_share_is_held_once():
@@ -171,6 +179,7 @@ def plain(output, target):
         ({"make": lambda: Branching(3, 2)}, rows(4), ValueError, "torch.export cannot trace Branching"),
         ({}, (rows(4), rows(3)), ValueError, "one B"),
         ({}, torch.tensor(1.0), ValueError, "one B"),
+        ({"linearise": True}, rows(4), ValueError, "dynamic_batch=False"),
     ],
 )
 def test_what_cannot_be_exported_is_said(options, x, error, message):

@@ -69,7 +69,7 @@ class Recording(BayesianModule):
         state = torch.get_rng_state()
         before = {name: p.detach().clone() for name, p in self.posterior.named_parameters()}
         out = super().training_step(batch, batch_idx)
-        self.seen.append((state, before, batch, out["temperature"], out["lr"]))
+        self.seen.append((state, before, batch, out["kl_weight"], out["lr"]))
         return out
 
     def on_before_optimizer_step(self, optimizer):
@@ -113,8 +113,7 @@ def test_a_fit_finds_the_posterior(tmp_path):
     """Bayesian linear regression in closed form; the rate falls to zero, and the mean ends within 0.2 of its spread."""
     x, t = regression().tensors
     bayes = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian(noise=0.5), vi.FullNormal())
-    callback = PosteriorCallback()
-    fitted = trainer(tmp_path, max_epochs=200, gradient_clip_val=10.0, callbacks=[callback])
+    fitted = trainer(tmp_path, max_epochs=200, gradient_clip_val=10.0)
     fitted.fit(BayesianModule(bayes, lr=0.05), DataLoader(regression(), batch_size=N))
     design = torch.cat([x, torch.ones(N, 1)], 1).double()
     covariance = torch.linalg.inv(design.mT @ design / 0.25 + torch.eye(4))
@@ -122,9 +121,6 @@ def test_a_fit_finds_the_posterior(tmp_path):
     spread = covariance.diagonal().sqrt()
     assert ((q.mean - mean).abs() < 0.2 * spread).all()
     torch.testing.assert_close(q.variance.double().sqrt(), spread, rtol=0.1, atol=0.0)
-    assert len(callback.history) == 200
-    assert callback.verdict == "converged"
-    assert fitted.logged_metrics["elbo_trend"] == pytest.approx(callback.trend()[0], rel=1e-5)
 
 
 def test_validation_is_that_of_evaluate(tmp_path):
@@ -155,7 +151,6 @@ def test_the_callback_logs_and_keeps_the_posterior(tmp_path):
     assert len(callback.history) == 2
     assert fitted.logged_metrics["elbo"] == pytest.approx(callback.history["elbo"][-1].item(), rel=1e-6)
     assert torch.isfinite(fitted.logged_metrics["kl"])
-    assert callback.verdict == "too few steps to tell whether it has converged"
     loaded = vi.load(tmp_path / "q.safetensors", posterior().net)
     x = regression().tensors[0]
     outputs = [q.predict(x, generator=torch.Generator().manual_seed(2)).outputs for q in (module.posterior, loaded)]

@@ -62,12 +62,8 @@ def test_tensorboard(tmp_path):
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-@pytest.mark.filterwarnings("ignore:'area' is missing in 1 rows")
 def test_the_page_runs_as_written(tmp_path, monkeypatch):
     import matplotlib
-
-    monkeypatch.setattr("structvi_tables.members.STEPS", 20)
-    monkeypatch.setattr("structvi_tables.members.MOST_STEPS", 20)
 
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)

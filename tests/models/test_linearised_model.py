@@ -231,22 +231,6 @@ def test_threads_take_turns():
     assert not wrong
 
 
-def test_exported_at_one_batch_size():
-    from structvi.integrations.export import export_predictive
-
-    net, (x, _) = network(dtype=torch.float32), data(dtype=torch.float32)
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    with pytest.raises(ValueError, match="dynamic_batch=False"):
-        export_predictive(bayes, x[:4])
-    if torch.__version__.startswith("2.6."):  # its programs of forward-mode derivatives cannot be called
-        with pytest.raises(ValueError, match=r"does not run.*take a newer torch"):
-            export_predictive(bayes, x[:4], draws=3, dynamic_batch=False)
-        return
-    program = export_predictive(bayes, x[:4], draws=3, dynamic_batch=False, generator=seeded())
-    expected = bayes.predict(x[:4], draws=3, generator=seeded()).mean
-    assert torch.allclose(program.module()(x[:4]), expected, atol=1e-6)
-
-
 def test_no_network_has_the_draws_of_a_linearised_one():
     bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
     with pytest.raises(ValueError, match="no network has its draws"):

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical
 from torch.export import Dim, ExportedProgram
-from torch.func import functional_call
+from torch.func import functional_call, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling, naive
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
-from ..networks.linearised import Linearised
 from ..posterior import Posterior
 from ..predict.draws import DrawChunks, on_device
 from ..predict.predictive import Predictive
@@ -31,51 +32,43 @@ class FixedPredictive(nn.Module):
     Args:
         chunks: the draws, of a posterior that is copied, not changed.
         calibration: of the predictions, if any.
+        inputs: arguments and keywords of the network, at the only batch size that a linearised network then takes.
     """
 
-    def __init__(self, chunks: DrawChunks, calibration: Calibration | None):
+    def __init__(self, chunks: DrawChunks, calibration: Calibration | None, inputs: tuple[Any, dict[str, Any]]):
         super().__init__()
-        posterior = chunks.posterior
+        posterior, model = chunks.posterior, chunks.posterior.model
         with torch.no_grad():
-            every = [chunks.draw(index)[0] for index in range(len(chunks))]
-            theta = torch.cat([one.theta for one in every])  # [S, P]
-            weight = torch.cat([chunks.share(index) * one.weight for index, one in enumerate(every)])
-            fixed = every[0].fixed
-            values = posterior.model.likelihood_values(theta, fixed)
-            random = dict(posterior.model.with_padding(posterior.space.without(fixed).unravel(theta)))
-            own = set(posterior.model.likelihood_names)
+            draws = [chunks.draw(index)[0] for index in range(len(chunks))]
+            theta, fixed = torch.cat([one.theta for one in draws]), draws[0].fixed  # theta [S, P]
+            drawn = dict(model.with_padding(posterior.space.without(fixed).unravel(theta)))
+            values = model.likelihood_values(theta, fixed)
             with posterior.network_mode() as net:
                 self.net = copy.deepcopy(net).requires_grad_(False)
-            linear = {} if chunks.around is None else posterior.model.net_space.unravel(chunks.around)
-            if linear:
-                random |= {name: tensor.expand(len(theta), *tensor.shape) for name, tensor in fixed.items()}
             for name, parameter in self.net.named_parameters():
-                if name in linear:
-                    parameter.copy_(linear[name])
-                elif name in fixed:
+                if name in fixed:
                     parameter.copy_(fixed[name])
-                elif name in random:
+                elif name in drawn and chunks.around is None:
                     parameter.zero_()  # a draw takes its place at every call
-        self.linearised = bool(linear)
-        self.likelihood = copy.deepcopy(posterior.model.likelihood)
-        self.calibration = calibration
-        self.names = [name for name in random if name not in own]
+            self.call: Callable[..., Any] = functional_call
+            if chunks.around is not None:
+                drawn |= {name: tensor.expand(len(theta), *tensor.shape) for name, tensor in fixed.items()}
+                self.call = linear_graph(self.net, model.net_space.unravel(chunks.around), inputs)
+        self.likelihood, self.calibration = copy.deepcopy(model.likelihood), calibration
+        self.names = [name for name in drawn if name not in model.likelihood_names]
         self.value_names = list(values)
-        self.register_buffer("weight", weight)
+        shares = [chunks.share(index) * one.weight for index, one in enumerate(draws)]
+        self.register_buffer("weight", torch.cat(shares))
         for index, name in enumerate(self.names):
-            self.register_buffer(f"draws_{index}", random[name].clone())
+            self.register_buffer(f"draws_{index}", drawn[name].clone())
         for index, name in enumerate(self.value_names):
             self.register_buffer(f"value_{index}", values[name].clone())
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         weight = self.get_buffer("weight")
-        drawn = {name: self.get_buffer(f"draws_{index}").unbind() for index, name in enumerate(self.names)}
-        call = functional_call
-        if self.linearised:
-            own = dict(self.net.named_parameters())
-            call = Linearised({name: own[name] for name in self.names})
+        drawn = {name: self.get_buffer(f"draws_{index}") for index, name in enumerate(self.names)}
         outputs = [
-            call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
+            self.call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
             for s in range(weight.shape[0])
         ]
         stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), outputs[0], *outputs[1:])
@@ -84,6 +77,24 @@ class FixedPredictive(nn.Module):
         if isinstance(pred.components, Categorical | Bernoulli):
             return pred.mean
         return pred.mean, pred.variance
+
+
+def linear_graph(net: nn.Module, at: Mapping[str, Tensor], inputs: tuple[Any, dict[str, Any]]) -> Callable[..., Any]:
+    """Return `functional_call` of the network linearised at θ₀ as a graph, y(θ₀) + J(θ − θ₀), for inputs of this shape.
+
+    Jᵀu is linear in u, and the transpose of that map is Jv: two backward passes, whose graph has plain operations only.
+    Forward-mode derivatives do not survive `run_decompositions`, and so no conversion of the program.
+    """
+
+    def linear(tensors: dict[str, Tensor], arguments: Any, keywords: dict[str, Any]) -> Any:
+        y, back = vjp(lambda own: functional_call(net, own, arguments, keywords), dict(at))
+        _, forth = vjp(lambda u: back(u)[0], pytree.tree_map(torch.zeros_like, y))
+        (slope,) = forth({name: tensors[name] - at[name] for name in at})
+        return pytree.tree_map(torch.add, y, slope)
+
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
+        graph = make_fx(linear)({name: tensor.clone() for name, tensor in at.items()}, *inputs)
+    return lambda _, tensors, arguments, keywords: graph({name: tensors[name] for name in at}, arguments, keywords)
 
 
 def export_predictive(
@@ -96,12 +107,12 @@ def export_predictive(
     dynamic_batch: bool = True,
     generator: torch.Generator | None = None,
 ) -> ExportedProgram:
-    """The predictive mixture at fixed draws as a program: `torch.export.save` it, and load it without structvi.
+    """Return the predictive mixture at fixed draws as a program: `torch.export.save` it, and load it without structvi.
 
     Called as the network is, it gives what `posterior.predict` does with the same arguments and a generator of the same
     seed: of labels the class probabilities, `mean`, otherwise the pair (`mean`, `variance`). It takes S times the work
     of the network, and S times the memory of what is random in it. A temperature or scale that `calibrate` found is
-    in it, conformal sets are not.
+    in it, conformal sets are not. Of the example inputs only the shapes are in it.
 
     Args:
         posterior: what `variationalize` returns; or `posterior.predictor(..)`, whose draws are those of the program.
@@ -126,24 +137,27 @@ def export_predictive(
         calibration = posterior.calibration
     if dynamic_batch and chunks.around is not None:
         raise ValueError(
-            "torch traces forward-mode derivatives for one batch size alone: export a linearised posterior with "
-            "dynamic_batch=False, at the batch size it will be called with"
+            "derivatives are traced at one batch size: export a linearised posterior with dynamic_batch=False, at the "
+            "batch size it will be called with"
         )
-    module = FixedPredictive(chunks, calibration)
-    example = on_device(example_inputs, module.get_buffer("weight").device)
+    example = on_device(example_inputs, chunks.device)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
         came = [tuple(leaf.shape) for leaf in tensors]
         raise ValueError(f"example_inputs must be tensors [B, ..] of one B, as predict takes them, got shapes {came}")
-    if dynamic_batch and tensors[0].shape[0] < 2:  # a size of one would be taken for a constant
-        example = pytree.tree_map(
-            lambda leaf: leaf.repeat_interleave(2, 0) if isinstance(leaf, Tensor) else leaf, example
-        )
+
+    def blank(leaf: Any) -> Any:
+        """Return zeros of the same form: a program keeps its example inputs, with all of the memory they are a view of.
+
+        A free batch size is two: one would be taken for a constant.
+        """
+        rows = 2 if dynamic_batch else tensors[0].shape[0]
+        return leaf.new_zeros(rows, *leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf
+
+    example = pytree.tree_map(blank, example)
     arguments, keywords = ((), dict(example)) if isinstance(example, dict) else (_tuple(example), {})
     # an end: where a dimension is sliced, torch 2.6 asks that the size is not the largest number there is
     batch = {0: Dim("batch", max=2**31 - 1)} if dynamic_batch else None
-    if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
-        module.forward = _with_signature(module.forward, keywords)
     given = keywords or {"arguments": arguments}  # as `forward` names them
     shapes = pytree.tree_map(lambda leaf: batch if isinstance(leaf, Tensor) else None, given)
     try:
@@ -151,26 +165,14 @@ def export_predictive(
         with torch.no_grad(), warnings.catch_warnings():
             # an LSTM keeps a list of its weights, and gets it back after every draw
             warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-            program = torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
+            module = FixedPredictive(chunks, calibration, (arguments, keywords))
+            if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
+                module.forward = _with_signature(module.forward, list(keywords))
+            return torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
     except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks
         raise ValueError(
             f"torch.export cannot trace {type(chunks.posterior.net).__name__}: {error}\nIt takes networks without "
             "branches on the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
-        ) from error
-    if chunks.around is not None:
-        _check_it_runs(program, arguments, keywords)
-    return program
-
-
-def _check_it_runs(program: ExportedProgram, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Of forward-mode derivatives torch 2.6 makes programs that cannot be called."""
-    try:
-        with torch.no_grad():
-            program.module()(*arguments, **keywords)
-    except RuntimeError as error:
-        raise ValueError(
-            f"torch {torch.__version__} makes a program of a linearised posterior that does not run ({error}): take a "
-            "newer torch, 2.13 for example; or a posterior that is not linearised"
         ) from error
 
 
@@ -178,7 +180,7 @@ def _tuple(example: Any) -> tuple[Any, ...]:
     return tuple(example) if isinstance(example, tuple | list) else (example,)
 
 
-def _with_signature(forward: Callable[..., Any], keywords: Iterable[str]) -> Callable[..., Any]:
+def _with_signature(forward: Callable[..., Any], keywords: list[str]) -> Callable[..., Any]:
     def named(**inputs: Any) -> Any:
         return forward(**inputs)
 

@@ -1,4 +1,4 @@
-"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N, and a callback that records and keeps it.
+"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N, and a callback that records and saves it.
 
 Of the two packages that are Lightning, `lightning` is taken where it is installed, else `pytorch_lightning`: import
 your Trainer from the same one, for neither knows the other's modules.
@@ -7,7 +7,6 @@ your Trainer from the same one, for neither knows the other's modules.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +15,12 @@ from torch.nn import Parameter
 
 from ..models.batch import rows
 from ..objective import Estimate, Estimator
+from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
-from ..result import Status
-from ..train.adam import DEFAULT_LR
 from ..train.batches import Batches
-from ..train.optimizers import make_optimizer
 from ..train.options import KL_WARMUP
 from ..train.result import History
 from ..train.schedule import Schedule
-from ..train.verdict import LAST_PART, SHORTEST_PART, TOO_SHORT, Trend
 from ..util.checks import check_fraction
 
 if TYPE_CHECKING:
@@ -47,8 +43,7 @@ class BayesianModule(LightningModule):
     The loss is that of `posterior.loss`, −(E log lik − λ KL[q‖prior])/N, and the optimizer and its schedule are those
     of `posterior.fit`: Adam with a smaller rate for factors, a linear warm-up and a cosine decay. N is the length of
     the training data set unless the posterior has it. `posterior.fit` does more: it starts the factor late, averages
-    the last steps, leaves out batches that are not finite and keeps the best; take this where a Trainer is what you
-    have.
+    the last steps, skips batches that are not finite and selects the best candidate. Use this where you need a Trainer.
 
     Validation and test log the predictive's `nlpd` (nats per observation) and, of labels, `accuracy` and `brier`, of
     numbers `mse` and `crps`, with "val_" and "test_" in front. `Trainer(precision="bf16-mixed")` runs the network, and
@@ -88,8 +83,7 @@ class BayesianModule(LightningModule):
         check_fraction("warmup", warmup)
         check_fraction("kl_warmup", kl_warmup)
         self.posterior = posterior
-        self.lr, self.warmup, self.kl_warmup = lr, warmup, kl_warmup
-        self.estimator = estimator
+        self.lr, self.warmup, self.kl_warmup, self.estimator = lr, warmup, kl_warmup, estimator
         self.draws, self.reference = draws, reference
         self._rows, self._batches = 0, 0
         # the network's own tensors get no gradient, and DistributedDataParallel would wait for one
@@ -99,51 +93,45 @@ class BayesianModule(LightningModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
-        """What is learned: `posterior.named_parameters()`, without the network's own tensors."""
-        return self.posterior.named_parameters(
-            f"{prefix}.posterior" if prefix else "posterior", recurse, remove_duplicate
-        )
+        """Yield what is learned: `posterior.named_parameters()`, without the network's own tensors."""
+        prefix = f"{prefix}.posterior" if prefix else "posterior"
+        return self.posterior.named_parameters(prefix, recurse, remove_duplicate)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """`posterior.predict`: a `Predictive`."""
+        """Return `posterior.predict`: a `Predictive`."""
         return self.posterior.predict(*inputs, **options)
 
     def on_train_start(self) -> None:
         model, loader = self.posterior.model, self.trainer.train_dataloader
         if model.known_num_data is None:
+            assert loader is not None
             model.num_data = _num_data(loader)
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(list(self.posterior.parameters()), None, self.lr, self.posterior.family)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = Schedule(optimizer, None, self.warmup, steps)
+        optimizer = torch.optim.Adam(adam_groups(self.posterior, self.lr))
+        schedule = Schedule(optimizer, None, self.warmup, self._steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property
-    def temperature(self) -> float:
+    def _steps(self) -> int:
+        return int(self.trainer.estimated_stepping_batches)
+
+    @property
+    def kl_weight(self) -> float:
         """λ at this step."""
-        rise = self.kl_warmup * int(self.trainer.estimated_stepping_batches)
-        return min(1.0, (self.global_step + 1) / (rise + 1))
+        return min(1.0, (self.global_step + 1) / (self.kl_warmup * self._steps + 1))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor | float]:
         with self._mixed_precision():
             terms = self.posterior.terms(batch, estimator=self.estimator)
-        loss = -(terms.fit - self.temperature * terms.complexity).mean() / self.posterior.model.num_data
-        loss = loss * self._weight(batch)
-        return {
-            "loss": loss,
-            "elbo": (terms.fit - terms.complexity).detach(),  # [groups]
-            "kl": terms.complexity.detach().mean(),
-            "temperature": self.temperature,
-            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
-        }
-
-    def _weight(self, batch: Any) -> float:
-        """B over the mean of it so far: all observations count the same, those of a short last batch too."""
         B = rows(batch)
         self._rows, self._batches = self._rows + B, self._batches + 1
-        return B * self._batches / self._rows
+        weight = B * self._batches / self._rows  # all observations count the same, those of a short last batch too
+        loss = -weight * terms.objective(self.kl_weight).mean() / self.posterior.model.num_data
+        lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+        elbo, kl = terms.objective().detach(), terms.complexity.detach().mean()
+        return {"loss": loss, "elbo": elbo, "kl": kl, "kl_weight": self.kl_weight, "lr": lr}
 
     def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
         self._evaluate(batch, "val")
@@ -155,8 +143,7 @@ class BayesianModule(LightningModule):
         generator = torch.Generator(self.device).manual_seed(0)
         with self._mixed_precision():
             metrics = self.posterior.evaluate([batch], self.draws, reference=self.reference, generator=generator)
-        measured = dict(metrics)
-        means = {key: measured[key] for key in ("nlpd", "accuracy", "brier", "crps") if key in measured}
+        means = {key: value for key, value in dict(metrics).items() if key in ("nlpd", "accuracy", "brier", "crps")}
         if metrics.rmse is not None:
             means["mse"] = metrics.rmse**2
         for key, value in means.items():
@@ -164,7 +151,7 @@ class BayesianModule(LightningModule):
 
     @contextmanager
     def _mixed_precision(self) -> Iterator[None]:
-        """The Trainer's autocast is for the network alone: log densities in bfloat16 would be wrong."""
+        """Inside, the Trainer's autocast is for the network alone: log densities in bfloat16 would be wrong."""
         kind, model = self.device.type, self.posterior.model
         if not torch.is_autocast_enabled(kind):
             yield
@@ -172,16 +159,16 @@ class BayesianModule(LightningModule):
         dtype = torch.get_autocast_dtype(kind)
         if dtype == torch.float16:
             raise ValueError('float16 needs scaled gradients inside the network: use "bf16-mixed", or posterior.fit')
-        before, model.precision = model.precision, dtype
+        previous, model.precision = model.precision, dtype
         try:
             with torch.autocast(kind, enabled=False):
                 yield
         finally:
-            model.precision = before
+            model.precision = previous
 
 
 class PosteriorCallback(Callback):
-    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1), trend and held-out density, and keeps the file.
+    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1) and the held-out density, and saves the file.
 
     Args:
         save: a file to which `posterior.save` writes at the end of every epoch; None for none.
@@ -192,15 +179,14 @@ class PosteriorCallback(Callback):
 
     Example:
         >>> callback = PosteriorCallback(save="posterior.safetensors")
-        >>> callback.verdict
-        'too few steps to tell whether it has converged'
+        >>> len(callback.history)
+        0
     """
 
     def __init__(self, save: str | os.PathLike[str] | None = None):
         super().__init__()
         self.save: str | os.PathLike[str] | None = save
         self.history = History()
-        self._num_data = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, BayesianModule):
@@ -213,7 +199,7 @@ class PosteriorCallback(Callback):
         pl_module.log_dict({"elbo": estimate.value, "kl": outputs["kl"]})
         self.history.append(
             step=len(self.history), epoch=trainer.current_epoch, stage=0, elbo=estimate.value,
-            standard_error=estimate.standard_error, temperature=outputs["temperature"], lr=outputs["lr"],
+            standard_error=estimate.standard_error, temperature=outputs["kl_weight"], lr=outputs["lr"],
         )  # fmt: skip
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -223,39 +209,11 @@ class PosteriorCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, BayesianModule)  # as on_train_start has it
-        posterior = pl_module.posterior
-        self._num_data = posterior.model.num_data
-        held_out = float(self.history.recent("held_out", 1)[-1])
-        if not isnan(held_out):
+        held_out = self.history.recent("held_out", 1)[-1]
+        if bool(held_out.isfinite()):
             pl_module.log("held_out", held_out)
-        if self._part:
-            pl_module.log("elbo_trend", self.trend()[0])
         if self.save is not None and trainer.is_global_zero:
-            posterior.save(self.save)
-
-    @property
-    def _part(self) -> int:
-        """The length of the last part of the steps; 0 where it is too short to tell a trend."""
-        part = round(LAST_PART * len(self.history))
-        return part if part >= SHORTEST_PART else 0
-
-    def trend(self) -> tuple[float, float]:
-        """The slope of the ELBO over the last half of the steps, nats a step at the highest rate, and its error."""
-        trend = self._trend()
-        return trend.slope, trend.error
-
-    def _trend(self) -> Trend:
-        return Trend.of(self.history, 2 * self._part, self._part, self._num_data)
-
-    @property
-    def status(self) -> Status:
-        """Whether the ELBO still rises, as `FitResult.status` has it."""
-        return self._trend().judge()[0] if self._part else Status.TOO_SHORT
-
-    @property
-    def verdict(self) -> str:
-        """The status in words."""
-        return self._trend().judge()[1] if self._part else TOO_SHORT
+            pl_module.posterior.save(self.save)
 
 
 def _num_data(loader: Any) -> int:
