@@ -13,7 +13,7 @@ from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.checks import check_generator, check_integer
 from ..util.random_streams import borrowed_stream
-from .numerics.fused import LowRankGradient
+from .numerics.detached import LowRankGradient
 
 #: `covariance()` builds a dense P×P matrix up to this P.
 MAX_DENSE = 8192

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..couplings import Coupling, Noise, naive, paired
 from .density import Density, Detached, Draws, NormalPart, check_draw
-from .numerics import fused, mirrored
+from .numerics import detached, fused, mirrored
 from .numerics.algebra import sum_weights
 
 
@@ -96,20 +96,20 @@ class Gaussian(Density):
     ) -> Detached | None:
         if (state := self.state()) is None:
             return None
-        squares, pairs = None, coupling is paired and mirrored.serve(state)
+        squares, pairs = None, coupling is paired and mirrored.serve(detached.State(*state))
         with torch.no_grad():
             noise = self._noise(groups, naive if pairs else coupling, generator)
             if pairs:
-                theta, log_q, saved = mirrored.forward(state, *noise)
+                theta, log_q, saved = mirrored.forward(detached.State(*state), *noise)
             else:
-                theta, log_q, squares, saved = fused.forward(state, *noise)
+                theta, log_q, squares, saved = detached.forward(detached.State(*state), *noise)
         draws = Draws(theta.requires_grad_(), theta.new_full((len(theta),), 1 / len(theta)))
         sources = state.mean, state.log_scale, state.factor
 
         def pull(
             g: Tensor, g_q: Tensor, slope: Tensor | None = None
-        ) -> list[tuple[Tensor, Tensor | fused.LowRankGradient]]:
-            backward = mirrored.backward if pairs else fused.backward
+        ) -> list[tuple[Tensor, Tensor | detached.LowRankGradient]]:
+            backward = mirrored.backward if pairs else detached.backward
             *vectors, factor = backward(saved, g, g_q, theta.detach(), slope)
             return list(zip(sources, (*vectors, factor._replace(vectors=sources[:2])), strict=True))
 

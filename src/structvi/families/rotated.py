@@ -17,7 +17,7 @@ from .family import Family
 from .gaussian import Gaussian
 from .gaussian import LowRank as LowRankCovariance
 from .normal import Diagonal, LowRank, NormalForm, Triangle
-from .numerics.fused import LowRankGradient
+from .numerics.detached import LowRankGradient
 
 #: rows of Q that are made at a time
 CHUNK = 256

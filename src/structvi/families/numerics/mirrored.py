@@ -11,7 +11,7 @@ and of g±' = g± + σ± θ± + c± ∇ log q(θ±), the gradients at its draws 
 import torch
 from torch import Tensor
 
-from . import fused
+from . import detached as fused
 from .way_back import sloped
 
 
