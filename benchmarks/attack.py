@@ -29,7 +29,7 @@ STAGES = ("_write_bytes", "_fsync", "_rename", "_fsync_directory")
 CASES = {
     "structured": (lambda: vi.LowRankNormal(3), {}),
     "mixture": (lambda: vi.Mixture(vi.LowRankPrecision(2), 2), {}),
-    "accumulated": (lambda: vi.LowRankPrecision(2), {"accumulate": 3, "groups": 2}),
+    "accumulated": (lambda: vi.LowRankPrecision(2), {"accumulate": 3, "estimator": vi.Estimator(groups=2)}),
     "blocks and noise": (lambda: vi.PerLayer({"0.*": vi.MAP(), "*": vi.FullNormal()}), {}),
 }
 
@@ -43,8 +43,8 @@ def fit(case: str, folder: Path | None, callback=None) -> dict[str, torch.Tensor
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian("random"), recipe(), dropout="on", generator=generator)
-    keep = {} if folder is None else {"checkpoint": folder, "resume": folder, "every": EVERY}
-    result = bayes.fit(loader, steps=STEPS, progress=False, restarts=0, callback=callback, **options, **keep)
+    keep = {} if folder is None else {"checkpoint": vi.Checkpoint(folder, every=EVERY, resume=True)}
+    result = bayes.fit(loader, steps=STEPS, progress=False, callback=callback, **options, **keep)
     history = result.history.to_tensor()[:, :-1].nan_to_num(-1.0)  # but for seconds
     return {**{name: x.detach().clone() for name, x in bayes.learned().items()}, "history": history}
 

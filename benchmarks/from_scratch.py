@@ -64,7 +64,6 @@ class Setting:
     warmup: float = 0.05
     hold: float = 0.0  # part of the steps after which rates fall
     rise: float = 0.25  # part of the steps in which λ rises
-    paced: bool = False  # λ waits where the likelihood falls, and rises in a tenth to a half of the steps
     average: bool = True
     watch: bool = False  # the last step or the average by validation images; else by the ELBO
     rank: int = 4
@@ -239,14 +238,14 @@ def fit(setting: Setting, shop: Shop, path: Path | None = None) -> tuple[Predict
             optimizer = vi.optim.Soap(bayes, setting.lr, setting.scale_lr, **own)
     loader = shop.loader(setting.batch)
     clock = Clock(setting, setting.epochs * len(loader), path) if setting.limit or setting.power != 1 else None
+    schedule = vi.Schedule(setting.warmup, setting.hold, setting.rise, stop=False)
     result = bayes.fit(
-        loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, temperature=setting.lam, coupling=vi.couplings.naive,
-        warmup=setting.warmup, hold=setting.hold, kl_warmup="paced" if setting.paced else setting.rise,
-        average=setting.average, stop=False, restarts=0, compare=2.0, callback=clock,
-        scheduler=None if clock is None else clock.scheduler, progress=False, seed=setting.seed,
-        validation=shop.held_out() if setting.watch else None, keep="best",
+        loader, epochs=setting.epochs, optimizer=optimizer, lr=lr, kl_weight=setting.lam,
+        estimator=vi.Estimator(coupling=vi.couplings.naive),
+        schedule=schedule if clock is None else clock.scheduler, callback=clock, progress=False, seed=setting.seed,
+        validation=shop.held_out() if setting.watch else None,
     )  # fmt: skip
-    seconds, lam = result.history["seconds"], result.history["temperature"]
+    seconds, lam = result.history["seconds"], result.history["kl_weight"]
     details: dict[str, Any] = {
         "kept": result.kept,
         "risen": float((lam < lam[-1]).double().mean()),  # after which part of the steps λ has its value

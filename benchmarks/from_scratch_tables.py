@@ -66,7 +66,6 @@ def steps_runs(setting: Callable[..., Any]) -> list[Any]:
         {"lr": 0.01, "scale_lr": 0.05},
         *({"optimizer": "newton", "lr": lr, "scale_lr": 0.1, "beta1": 0.9} for lr in (0.1, 0.3)),
         *({"lr": 0.01, "scale_lr": 0.05, "rise": rise} for rise in (0.02, 0.1, 0.5)),
-        {"lr": 0.01, "scale_lr": 0.05, "paced": True},
     ]
     common = {"epochs": 100, "draws": 64}
     return [setting(seed=seed, lam=lam, **way, **common) for seed in SEEDS for way in ways for lam in (1.0, 0.1)]

@@ -57,7 +57,7 @@ def ratio(options: argparse.Namespace) -> tuple[float, float]:
     """Seconds of all at once, and of all one after another, medians over turns."""
     kind, count = torch.float32, options.fits
     data = loaders(count, kind)
-    given = {"steps": options.steps, "progress": False, "stop": False, "restarts": 0}
+    given = {"steps": options.steps, "progress": False, "schedule": vi.Schedule(stop=False)}
     together, alone = [], []
     for turn in range(options.turns):
         many = posteriors(count, options.rank, options.device, kind)
@@ -78,7 +78,7 @@ def difference(options: argparse.Namespace, steps: int = 50) -> float:
     """The largest difference of what the first fits learn, at once and alone, in float64."""
     kind, count = torch.float64, min(8, options.fits)
     data = loaders(count, kind)
-    given = {"steps": steps, "progress": False, "average": False}
+    given = {"steps": steps, "progress": False}
     a, b = (posteriors(count, options.rank, options.device, kind) for _ in range(2))
     vi.fit_many(a, data, at_once=True, **given)
     for m, one in enumerate(b):

@@ -56,7 +56,9 @@ def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pa
     optimizer = make_optimizer(list(bayes.parameters()), None, LR, bayes.family)
     generator = torch.Generator(device).manual_seed(0)
     coupling, groups = (vi.couplings.paired, draws // 2) if pairs else (vi.couplings.naive, draws)
-    made = stepping.Step(bayes, optimizer, generator, groups=groups, coupling=coupling, capture=captured)
+    made = stepping.Step(
+        bayes, optimizer, generator, estimator=vi.Estimator(groups=groups, coupling=coupling), capture=captured
+    )
     made([problem.batch])
     if captured and not made.captured:
         raise RuntimeError(made.reason)
@@ -67,7 +69,7 @@ def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pa
 def stepper(problem: Problem, recipe: vi.Family, draws: int) -> Step:
     """`step = bayes.stepper()`, `loss = step(batch)`: captured where it can be, the batch copied in, the loss read."""
     bayes = vi.variationalize(problem.net, vi.likelihoods.Categorical(), recipe, num_data=N).to(problem.batch[0].device)
-    step = bayes.stepper(lr=LR, groups=draws, coupling=vi.couplings.naive)
+    step = bayes.stepper(lr=LR, estimator=vi.Estimator(groups=draws, coupling=vi.couplings.naive))
     return lambda: step(problem.batch)
 
 

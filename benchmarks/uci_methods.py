@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.network_mixture import stacking as stacking
-from structvi.train.restarts import elsewhere
 
 from .uci_data import Split
 
@@ -133,7 +132,9 @@ def template(inputs: int, method: Method, one: Candidate) -> vi.Posterior:
 def started(template: vi.Posterior, seed: int) -> vi.Posterior:
     """A copy at a fresh draw of the network's initialisation."""
     one = copy.deepcopy(template)
-    elsewhere(one, {}, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for family in one.family.families():
+        family.begin_again(generator)
     return one
 
 
@@ -144,12 +145,13 @@ def fit(splits: Splits, jobs: Sequence[Job], method: Method, device: str) -> lis
     """
     inputs, seeds = next(iter(splits.values())).x.shape[1], [100 * job.split + job.member for job in jobs]
     known = {one: template(inputs, method, one) for one in {job.candidate for job in jobs}}
-    posteriors = [started(known[job.candidate], seed) for job, seed in zip(jobs, seeds, strict=True)]
+    posteriors = [started(known[job.candidate], seed).to(device) for job, seed in zip(jobs, seeds, strict=True)]
     data = {r: _loader(splits[r]) for r in {job.split for job in jobs}}
     results = vi.fit_many(
         posteriors, [data[job.split] for job in jobs], seeds=seeds,
-        each={"temperature": [method.temperature(job.candidate) for job in jobs]}, steps=method.steps, lr=method.lr,
-        groups=method.groups, kl_warmup=0.1, restarts=0, stop=False, progress=False, device=device,
+        each={"kl_weight": [method.temperature(job.candidate) for job in jobs]}, steps=method.steps, lr=method.lr,
+        estimator=vi.Estimator(groups=method.groups), 
+        schedule=vi.Schedule(kl_warmup=0.1, stop=False), progress=False,
     )  # fmt: skip
     found = [
         predict(one, splits[job.split], method.draws if job.candidate.temperature else 1)

@@ -65,7 +65,7 @@ def fit(method: str, problem: Problem, settings: Settings, seed: int) -> vi.Post
     bayes = posterior(problem, net, settings, family(), problem.select)
     epochs = (budget - first) // (2 * problem.groups)
     bayes.fit(
-        loader(problem), epochs=epochs, lr=settings.lr, groups=problem.groups, start="trained", stop=False,
+        loader(problem), epochs=epochs, lr=settings.lr, estimator=vi.Estimator(groups=problem.groups), schedule=vi.Schedule(stop=False),
         progress=False, seed=seed,
     )  # fmt: skip
     return bayes
@@ -76,7 +76,9 @@ def trained(problem: Problem, settings: Settings, epochs: int, seed: int, dropou
     torch.manual_seed(seed)
     net = problem.network(settings.drop)
     point = posterior(problem, net, settings, vi.MAP(), dropout=dropout)
-    point.fit(loader(problem), epochs=epochs, lr=settings.lr, stop=False, progress=False, seed=seed)
+    point.fit(
+        loader(problem), epochs=epochs, lr=settings.lr, schedule=vi.Schedule(stop=False), progress=False, seed=seed
+    )
     return point
 
 

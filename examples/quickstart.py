@@ -48,7 +48,11 @@ def fit(steps=2500):
         family=vi.LowRankPrecision(rank=10),
         prior=vi.priors.NormalPrior(2.0),
     )
-    result = bayes.fit(DataLoader(TensorDataset(x, t), batch_size=len(x)), steps=steps, groups=4, start="trained")
+    result = bayes.fit(
+        DataLoader(TensorDataset(x, t), batch_size=len(x)),
+        steps=steps,
+        estimator=vi.Estimator(groups=4),
+    )
     print(result)
     return x, t, bayes
 

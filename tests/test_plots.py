@@ -88,7 +88,7 @@ def test_temperature_path_returns_axes():
     net = nn.Linear(2, 2)
     bayes = vi.variationalize(net, lk.Categorical(), num_data=40)
     result = bayes.fit(
-        [(x[:40], t[:40])], validation=[(x[40:], t[40:])], temperature="validated", epochs=1, progress=False
+        [(x[:40], t[:40])], validation=[(x[40:], t[40:])], kl_weight="validated", epochs=1, progress=False
     )
     _, own = plt.subplots()
     assert plots.temperature_path(result, ax=own) is own

@@ -92,7 +92,7 @@ def test_a_killed_fit_goes_on_where_it_was(tmp_path):
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        cut.fit(loader(), epochs=4, progress=False, checkpoint=tmp_path, every=6, callback=kill)
+        cut.fit(loader(), epochs=4, progress=False, checkpoint=vi.Checkpoint(tmp_path, every=6), callback=kill)
     again = made()
-    again.fit(loader(), epochs=4, progress=False, checkpoint=tmp_path, resume=tmp_path)
+    again.fit(loader(), epochs=4, progress=False, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))

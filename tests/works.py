@@ -184,8 +184,8 @@ class Case:
 
     def fitted(self, posterior, steps=3, **options):
         loader = DataLoader(self.data, batch_size=B, shuffle=True)
-        settings = {"average": False, "stop": False, "progress": False, "device": self.device}
-        result = posterior.fit(loader, steps=steps, **settings | options)
+        settings = {"schedule": vi.Schedule(stop=False), "progress": False}
+        result = posterior.to(self.device).fit(loader, steps=steps, **settings | options)
         assert torch.isfinite(result.history["elbo"]).all(), "the ELBO is not finite"
         return result
 

@@ -97,8 +97,7 @@ print(f"{'family':>15} {'learned':>8} {'ms a step':>10} {'ELBO':>7} {'near':>6} 
 for name, family in families.items():
     bayes = posteriors[name] = vi.variationalize(net, vi.likelihoods.Gaussian(0.1), family, vi.priors.NormalPrior(1.5))
     began = time.process_time()
-    start = None if name == "MC dropout" else "trained"
-    result = bayes.fit(batches(x, t), steps=STEPS, groups=4, start=start, progress=False)
+    result = bayes.fit(batches(x, t), steps=STEPS, estimator=vi.Estimator(groups=4), progress=False)
     milliseconds = 1e3 * (time.process_time() - began) / STEPS
     learned = sum(p.numel() for p in bayes.parameters())
     elbo = f"{result.elbo.value:.1f}" if result.bound else "–"

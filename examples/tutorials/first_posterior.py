@@ -40,7 +40,7 @@ bayes = vi.variationalize(
     family=vi.LowRankPrecision(rank=10),
     prior=vi.priors.NormalPrior(2.0),
 )
-result = bayes.fit(loader, steps=STEPS, groups=4, start="trained", progress=False)
+result = bayes.fit(loader, steps=STEPS, estimator=vi.Estimator(groups=4), progress=False)
 print(result)
 
 # The first words are the verdict. "converged" is one; others say how fast the fit still improves, or that the noise

@@ -59,17 +59,17 @@ print(head.extra_repr())
 # | memory of activations, S draws at once | `evaluation="loop"` or `chunk=2` | time, for small networks |
 # | memory of activations, one draw | `checkpoint_activations=True` | about a third more time |
 # | memory of parameters | a lower rank; `PerLayer`; `structvi.distributed.shard` over processes | |
-# | time of the network | `precision=torch.bfloat16`, `compile=True` | |
+# | time of the network | `compute=vi.Compute(precision=torch.bfloat16, compile=True)` | |
 # | time of Python, on a GPU | nothing: the step is one CUDA graph where the network allows | |
-# | noise of gradients | `accumulate=4`, `groups=4`, `parallel="draws"` | time, or processes |
+# | noise of gradients | `accumulate=4`, `vi.Estimator(groups=4)`, `vi.Compute(parallel="draws")` | time, or processes |
 
 bayes = vi.variationalize(net, likelihood, vi.LowRankNormal(rank=4), checkpoint_activations=True)
-result = bayes.fit(loader, steps=STEPS, precision=torch.bfloat16, accumulate=2, progress=False)
+result = bayes.fit(loader, steps=STEPS, compute=vi.Compute(precision=torch.bfloat16), accumulate=2, progress=False)
 print(result.evaluation)
 
 # ## A fit that is killed
 #
-# With `checkpoint=` all of a fit's state is written as it goes, and the same call with `resume=` goes on. Here a fit is
+# With `checkpoint=` all of a fit's state is written as it goes, and the same call with `resume=True` in it goes on. Here a fit is
 # stopped half way, as Ctrl-C does, and resumed by a new posterior; the result is that of a fit that was never stopped,
 # bit for bit.
 
@@ -86,8 +86,8 @@ def posterior():
 options = {"steps": STEPS, "seed": 1, "progress": False}
 whole, stopped, resumed = posterior(), posterior(), posterior()
 whole.fit(loader, **options)
-print(stopped.fit(loader, **options, checkpoint="fits", callback=stop_half_way).verdict)
-resumed.fit(loader, **options, checkpoint="fits", resume="fits")
+print(stopped.fit(loader, **options, checkpoint=vi.Checkpoint("fits"), callback=stop_half_way).verdict)
+resumed.fit(loader, **options, checkpoint=vi.Checkpoint("fits", resume=True))
 print("the same bits:", all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)))
 
 # ## Several processes
@@ -98,7 +98,7 @@ print("the same bits:", all(torch.equal(a, b) for a, b in zip(whole.parameters()
 # import torch.distributed as dist
 #
 # dist.init_process_group()
-# bayes.fit(loader, epochs=20, parallel="data", checkpoint="fits", resume="fits")  # or parallel="draws"
+# bayes.fit(loader, epochs=20, checkpoint=vi.Checkpoint("fits", resume=True))  # or compute=vi.Compute(parallel="draws")
 # ```
 #
 # ```bash

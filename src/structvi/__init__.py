@@ -33,6 +33,7 @@ from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
 from .train.fit_many import fit_many
+from .train.options import Checkpoint, Compute, Schedule
 from .train.result import FitResult, History
 from .util.later import later
 from .util.version import __version__
@@ -62,7 +63,9 @@ __getattr__ = later(
 __all__ = [
     "MAP",
     "BayesianModel",
+    "Checkpoint",
     "CheckpointError",
+    "Compute",
     "Density",
     "DensityFit",
     "Draws",
@@ -89,6 +92,7 @@ __all__ = [
     "Result",
     "Rotated",
     "ScaleMixture",
+    "Schedule",
     "Status",
     "Summary",
     "Tempered",

@@ -4,7 +4,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from .files.posterior_file import check_calibration
 from .models.calibration import Calibration
 from .models.priors.base import Prior
 from .objective import Estimate, NonFiniteError
-from .posterior import EnsembleBase, Posterior, load, variationalize
+from .posterior import EnsembleBase, load, variationalize
 from .predict.calibration import calibrate
 from .predict.metrics import evaluate
 from .predict.predict import predict
@@ -27,10 +27,11 @@ from .result import Result, Status
 from .train.around import Together, calibration_of
 from .train.at_once import fit_each
 from .train.batches import Batches
-from .train.before import held_out_of
 from .train.fit_many import options_of
 from .train.held_out import member_log_probs
+from .train.laplace import Placing, laplace
 from .train.result import FitResult
+from .train.seen import warn_of_seen
 from .train.together import fit_together
 from .util.checks import check_one_of
 
@@ -146,7 +147,7 @@ class Ensemble(EnsembleBase):
         self,
         loader: Iterable[Any],
         *,
-        validation: Iterable[Any] | float | None = None,
+        validation: Iterable[Any] | None = None,
         weights: Literal["equal", "stacked"] = "equal",
         **options: Any,
     ) -> MixtureResult:
@@ -154,13 +155,11 @@ class Ensemble(EnsembleBase):
 
         Args:
             loader: as `Posterior.fit` takes it.
-            validation: held-out data. Around trained networks, where no prior is given, one width is chosen for all
-                members, that which suits the mixture; the average over the networks themselves is a candidate. Else
-                each member's choices are made on them; also a fraction of the loader's data set, the same for all.
+            validation: held-out data, on which each member's choices are made.
             weights: "equal", or "stacked": those with the highest held-out log density of the mixture (a concave
                 problem), drawn to equal ones as by three more observations. By their ELBOs they would be zero but for
                 one.
-            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c. `temperature` may be a
+            **options: of `Posterior.fit`, the same for all; the seed of member c is seed + c. `kl_weight` may be a
                 list, one for each member.
 
         Example:
@@ -176,38 +175,32 @@ class Ensemble(EnsembleBase):
                 "fit needs a length: give epochs= or steps=. Around networks that are trained already: "
                 "mixture.laplace(loader, validation=held_out)"
             )
-        return self._fit(loader, validation=validation, weights=weights, **options)
+        weighs = self._kl_weights(options)
+        seed = options.pop("seed", 0)
+        own = [
+            options_of(**options, validation=validation, seed=seed + c, kl_weight=one) for c, one in enumerate(weighs)
+        ]
+        self._begin(weights, validation)
+        if validation is not None:
+            warn_of_seen(loader, validation)
+        results = fit_each(self.posteriors, [loader] * len(own), own, label=f"{len(own)} members")
+        return self._finish(None, results, validation, weights, seed)
 
-    def _fit(
-        self,
-        loader: Iterable[Any],
-        *,
-        validation: Iterable[Any] | float | None = None,
-        weights: Literal["equal", "stacked"] = "equal",
-        **options: Any,
-    ) -> MixtureResult:
+    def _begin(self, weights: str, validation: Iterable[Any] | None) -> None:
         check_one_of("weights", weights, ("equal", "stacked"))
         if weights == "stacked" and validation is None:
             raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
-        device, seed = options.pop("device", None), options.pop("seed", 0)
-        temperatures = self._temperatures(options)
-        # one split for all
-        loader, chosen = held_out_of(loader, options_of(**options, validation=validation, seed=seed))
-        if device is not None:
-            self.to(device)
         self.calibration = None  # it was that of another mixture
         self.weights.fill_(1 / len(self.members))  # those of a fit before are not asked for
-        together = fit_together(self.posteriors, loader, chosen, may_temper=weights == "equal")
-        if together is None:
-            own = [replace(chosen, seed=seed + c, temperature=one) for c, one in enumerate(temperatures)]
-            results = fit_each(self.posteriors, [loader] * len(own), own, label=f"{len(own)} members")
-        else:
-            results, self.calibration = together.members, calibration_of(together.kept)
+
+    def _finish(
+        self, together: Together | None, results: list[FitResult], validation: Iterable[Any] | None, weights: str,
+        seed: int,
+    ) -> MixtureResult:  # fmt: skip
         held_out = None
         self.chosen_on = self.posteriors[0].chosen_on
-        if chosen.validation is not None:
-            assert not isinstance(chosen.validation, int | float)
-            batches = list(Batches(chosen.validation, seed, self.device).everything())
+        if validation is not None:
+            batches = list(Batches(validation, seed, self.device).everything())
             log_probs, count = member_log_probs(self.posteriors, batches, seed)  # [C, elements]
             if weights == "stacked":
                 self.weights.copy_(stacking(log_probs))
@@ -238,18 +231,27 @@ class Ensemble(EnsembleBase):
         progress: bool = True,
     ) -> MixtureResult:
         """Place a posterior around each trained network, of one width for all, selected on the validation set."""
-        return self._fit(loader, validation=validation, weights=weights, keep=keep, seed=seed, progress=progress)
+        self._begin(weights, validation)
+        if validation is not None:
+            warn_of_seen(loader, validation)
+        options = Placing(validation, keep, seed, progress)
+        together = fit_together(self.posteriors, loader, options, may_temper=weights == "equal")
+        if together is None:
+            results = [
+                laplace(one, loader, validation=validation, keep=keep, seed=seed + c, progress=progress)
+                for c, one in enumerate(self.posteriors)
+            ]
+        else:
+            results, self.calibration = together.members, calibration_of(together.kept)
+        return self._finish(together, results, validation, weights, seed)
 
-    def _temperatures(self, options: dict[str, Any]) -> list[Any]:
-        """λ of each member; in the options the first of several stays."""
-        given = options.get("temperature", 1.0)
+    def _kl_weights(self, options: dict[str, Any]) -> list[Any]:
+        """λ of each member."""
+        given = options.pop("kl_weight", 1.0)
         if not isinstance(given, list | tuple):
             return [given] * len(self.members)
         if len(given) != len(self.members):
-            raise ValueError(
-                f"temperature must have one entry for each of {len(self.members)} members, got {len(given)}"
-            )
-        options["temperature"] = given[0]
+            raise ValueError(f"kl_weight must have one entry for each of {len(self.members)} members, got {len(given)}")
         return list(given)
 
     def _elbo(self, results: Sequence[FitResult]) -> Estimate:
@@ -377,6 +379,3 @@ def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
 def copy_of(part: Any) -> Any:
     """Of a module: each member learns its own noise and scales."""
     return copy.deepcopy(part) if isinstance(part, nn.Module) else part
-
-
-Posterior.mixed_by = Ensemble

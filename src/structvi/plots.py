@@ -15,36 +15,10 @@ from .predict.predictive import Predictive
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .train.result import FitResult
 
 BLUE, ORANGE, GREY = "#2f6db5", "#d9722e", "#6b6b6b"
 #: of structures, beyond the first two
 COLOURS = (BLUE, ORANGE, "#4b9b54", "#9457a3", "#b59a2f", "#4aa3a8", "#c2557a", "#6b6b6b")
-
-
-def temperature_path(result: "FitResult", ax: "Axes | None" = None) -> "Axes":
-    """What each λ is worth: held-out log density, and the ELBO beside it; of a fit with temperature="validated".
-
-    Args:
-        result: what `fit` returned.
-        ax: where to draw; a new figure by default.
-    """
-    if not result.path:
-        raise ValueError('the fit has no path: give fit(.., temperature="validated", validation=held_out)')
-    ax = axes_of(ax)
-    at = [point.temperature for point in result.path]
-    ax.plot(at, [point.held_out for point in result.path], "o-", color=BLUE, label="held-out log density")
-    if result.network is not None:
-        ax.axhline(result.network, color=GREY, linestyle="--", label="the network")
-    ax.axvline(1.0, color=GREY, linewidth=0.8)
-    ax.plot([result.temperature], [result.held_out[result.kept]], "o", color=ORANGE, markersize=9, label="kept")
-    ax.set_xscale("log")
-    ax.set_xlabel("λ (1 is the posterior)")
-    ax.set_ylabel("nats for each number", color=BLUE)
-    other = ax.twinx()
-    other.plot(at, [point.elbo.value for point in result.path], "s:", color=GREY, markersize=4, label="ELBO")
-    other.set_ylabel("ELBO (nats)", color=GREY)
-    return finish(ax, loc="best")
 
 
 def predictive_band(

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +63,6 @@ class Posterior(nn.Module):
         dropout: "off", or "on": the network's own dropout layers stay active in `fit` and `predict`.
         batch_norm: "frozen", "deterministic" or "reestimated", see `variationalize`.
     """
-
-    #: the ensemble that mixes posteriors of several networks, set by the room above
-    mixed_by: ClassVar[Callable[..., Any]]
 
     def __init__(
         self, model: BayesianModel, family: Family, *, dropout: Dropout = "off", batch_norm: BatchNorm = "frozen"

@@ -123,7 +123,7 @@ def fit_network(recipe: Family, data: Data, seed: int) -> Family:
     generator = torch.Generator().manual_seed(seed)
     bayes = variationalize(data.build(), data.likelihood, recipe, data.prior, generator=generator, evaluation="vmap")
     loader = DataLoader(TensorDataset(data.x, data.t), batch_size=len(data.x))
-    bayes.fit(loader, steps=STEPS, groups=4, seed=seed, progress=False)
+    bayes.fit(loader, steps=STEPS, estimator=Estimator(groups=4), seed=seed, progress=False)
     return bayes.family
 
 

@@ -56,7 +56,9 @@ def passes_of(bayes, call):
 def test_the_passes_of_a_fit_are_counted(nothing_free):
     """200 steps of a pair of draws on 10 of 200 observations: 20 passes forward, three times that with backward."""
     bayes = make()
-    seen, result = passes_of(bayes, lambda: bayes.fit(loader(), steps=200, progress=False, restarts=0, stop=False))
+    seen, result = passes_of(
+        bayes, lambda: bayes.fit(loader(), steps=200, progress=False, schedule=vi.Schedule(stop=False))
+    )
     assert result.passes == pytest.approx(3 * 20)
     comparison = seen - 20 - 4 / N  # two items, twice, before the first step: which weights a gradient reaches
     # three candidates, 16 draws each: 48 draws of an eighth of the batches, 2 of 20
@@ -67,15 +69,15 @@ def test_the_passes_of_a_fit_are_counted(nothing_free):
 
 @pytest.mark.parametrize(("compare", "batches"), [(48.0, "all data"), (12.0, "5 of 20 batches"), (0.1, "1 of 20")])
 def test_a_comparison_takes_what_it_is_given(compare, batches, nothing_free):
-    result = make().fit(loader(), steps=40, compare=compare, progress=False, restarts=0, stop=False)
+    result = make().fit(loader(), steps=40, progress=False, schedule=vi.Schedule(stop=False))
     assert batches in result.comparison
     with pytest.raises(ValueError, match="compare must be a positive number"):
-        make().fit(loader(), steps=4, compare=0.0)
+        make().fit(loader(), steps=4)
 
 
 def test_small_problems_are_free():
     """200 observations and 41 weights: over a thousand passes are 10⁷ products, and everything is read."""
-    result = make().fit(loader(), steps=40, progress=False, restarts=0)
+    result = make().fit(loader(), steps=40, progress=False)
     assert result.comparison == "8 groups of draws, all data"
     assert budget.default_passes(1.0, N, 41) == pytest.approx(1e7 / (N * 41))
 
@@ -84,7 +86,7 @@ def test_small_problems_are_free():
 def test_a_diagnosis_spends_no_more_than_it_may(passes, nothing_free):
     """Forward passes, those with gradients three times; the least of each part, a batch, may be more than its share."""
     bayes = make()
-    bayes.fit(loader(), steps=40, progress=False, restarts=0)
+    bayes.fit(loader(), steps=40, progress=False)
     forward, report = passes_of(bayes, lambda: bayes.diagnose(loader(), passes=passes, gradients=False))
     assert forward <= passes
     assert forward >= passes / 5  # and it uses it
@@ -96,7 +98,7 @@ def test_a_diagnosis_spends_no_more_than_it_may(passes, nothing_free):
 
 def test_the_default_is_a_tenth_of_the_last_fit(nothing_free):
     bayes = make()
-    result = bayes.fit(loader(), steps=200, progress=False, restarts=0, stop=False)
+    result = bayes.fit(loader(), steps=200, progress=False, schedule=vi.Schedule(stop=False))
     own = Allowance.of(Problem.of(bayes, loader()), result, None, None)
     assert own.passes == pytest.approx(6.0)
     assert "a tenth of the 60 of the fit" in own.source
@@ -109,7 +111,7 @@ def test_the_default_is_a_tenth_of_the_last_fit(nothing_free):
 
 def test_draws_that_are_asked_for_are_taken(nothing_free):
     bayes = make()
-    bayes.fit(loader(), steps=40, progress=False, restarts=0)
+    bayes.fit(loader(), steps=40, progress=False)
     report = bayes.diagnose(loader(), draws=30, gradients=False, passes=5.0)
     assert "of 30 draws" in report["k̂"].value
     with pytest.raises(ValueError, match="passes must be a positive number"):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,7 @@ class Recorder:
 #: plain descent: after one step the parameters say what the gradient was
 PLAIN = {
     "clip": None,
-    "warmup": 0.0,
-    "kl_warmup": 0.0,
-    "average": False,
-    "stop": False,
-    "staged": False,
+    "schedule": vi.Schedule(warmup=0.0, kl_warmup=0.0, staged=False, stop=False),
     "progress": False,
 }
 
@@ -92,7 +89,14 @@ def plain_fit(posterior, loader, steps=3, **options):
     return posterior.fit(loader, steps=steps, optimizer=descent, **PLAIN, **options)
 
 
-ADAM = {"epochs": 10, "accumulate": 2, "groups": 2, "lr": 0.05, "staged": True, "progress": False}
+ADAM = {
+    "epochs": 10,
+    "accumulate": 2,
+    "estimator": vi.Estimator(groups=2),
+    "lr": 0.05,
+    "schedule": vi.Schedule(staged=True),
+    "progress": False,
+}
 
 
 def fit_naturally(posterior, data):
@@ -159,11 +163,8 @@ def ranks_of_a_fit(rank, size):
     posterior = make(vi.Rotated(vi.MeanField()), seed=rank)
     fit_naturally(posterior, loader(size))
     out["natural"] = learned(posterior)
-    paced = {**ADAM, "epochs": 20, "kl_warmup": "paced"}
-    out["paced"] = make(seed=rank).fit(loader(size), **paced).history
-    out["paced draws"] = make(seed=rank).fit(loader(), **paced, parallel="draws").history
     with pytest.raises(ValueError, match=r"the same options.*groups: 1 on rank 0, 2 on rank 1"):
-        plain_fit(make(), loader(size), groups=1 + rank)
+        plain_fit(make(), loader(size), estimator=vi.Estimator(groups=1 + rank))
     posterior = make()
     sequential = DataLoader(broken().dataset, batch_size=BATCH // size)
     out["broken result"], out["broken"] = plain_fit(posterior, sequential), learned(posterior)
@@ -176,7 +177,7 @@ def ranks_of_a_fit(rank, size):
     posterior.model.likelihood = Interrupting("point").double()
     posterior.model.likelihood.rank = rank
     out["stopped result"], out["stopped"] = posterior.fit(loader(size), **ADAM), learned(posterior)
-    out["alone"] = make(seed=rank).fit(loader(), **ADAM, parallel=None).elbo.value
+    out["alone"] = make(seed=rank).fit(loader(), **ADAM, compute=vi.Compute(parallel=None)).elbo.value
     return out
 
 
@@ -244,15 +245,6 @@ def test_natural_gradients_and_their_coordinates_agree_with_those_of_one_process
     for out in ranks:
         close(out["natural"], ranks[0]["natural"], 0.0)
         close(out["natural"], learned(posterior), 1e-6)  # rounding, over 18 steps and 4 turns
-
-
-def test_a_rise_that_waits_for_the_likelihood_waits_on_all(ranks):
-    """By the likelihood of all parts, which one process has too."""
-    alone = make().fit(loader(), **{**ADAM, "epochs": 20, "kl_warmup": "paced"}).history["temperature"]
-    for out in ranks:
-        torch.testing.assert_close(out["paced"]["temperature"], alone)
-        for name in ("paced", "paced draws"):
-            assert torch.equal(out[name]["temperature"], ranks[0][name]["temperature"])
 
 
 def test_what_is_not_finite_on_one_rank_is_undone_on_all(ranks):
@@ -370,19 +362,18 @@ def test_a_loader_with_an_order_of_its_own_gives_each_rank_its_part(loops):
 
 
 def with_a_death(rank, directory, who, at):
-    class Dying(vi.likelihoods.Gaussian):
-        calls = 0
-
-        def forward(self, output, target):
-            self.calls += 1
-            if rank == who and self.calls == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().forward(output, target)
-
     posterior = make(seed=rank, evaluation="loop")  # loop: a call a draw
-    posterior.model.likelihood = Dying("point").double()
+    likelihood, calls = posterior.model.likelihood, count(1)
+    forward = likelihood.forward
+
+    def dying(output, target):
+        if rank == who and next(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(output, target)
+
+    likelihood.forward = dying
     with pytest.raises(LostRankError) as caught:
-        posterior.fit(loader(2), checkpoint=directory, every=4, **ADAM)
+        posterior.fit(loader(2), checkpoint=vi.Checkpoint(directory, every=4), **ADAM)
     return str(caught.value), caught.value.__notes__
 
 
@@ -397,8 +388,7 @@ def test_a_killed_rank_ends_the_fit_and_it_can_be_resumed(tmp_path, who, step):
     assert f"fit-{step:010d}" in notes[-1]
     whole, resumed = make(), make()
     expected = whole.fit(loader(), **ADAM)
-    # what is resumed has a likelihood that does not kill: another one, and said to be as good
-    result = resumed.fit(loader(), resume=tmp_path, resume_anyway=True, **ADAM)
+    result = resumed.fit(loader(), checkpoint=vi.Checkpoint(tmp_path, resume=True), **ADAM)
     assert f"resumed at step {step} from fit-{step:010d}.safetensors" in result.notes
     assert result.steps == expected.steps
     close(learned(resumed), learned(whole), 1e-6)
@@ -439,9 +429,9 @@ def test_the_parts_of_every_batch_make_it_up(size, drop_last):
 
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match='parallel must be "auto", "data", "draws" or None'):
-        make().fit(loader(), epochs=1, parallel="model")
+        make().fit(loader(), epochs=1, compute=vi.Compute(parallel="model"))
     with pytest.raises(ValueError, match="start the script with torchrun"):
-        make().fit(loader(), epochs=1, parallel="data")
+        make().fit(loader(), epochs=1, compute=vi.Compute(parallel="data"))
     with pytest.raises(ValueError, match="4 ranks share 3 observations"):
         Batches(loader(n=3), part=(0, 4))
     with pytest.raises(TypeError, match="without tensors"):

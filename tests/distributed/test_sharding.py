@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import count
 
 import pytest
 import torch
@@ -85,8 +86,8 @@ def measured(posterior):
 
 
 #: plain descent: after a step the parameters say what the gradient was; clipped, so that its norm counts too
-PLAIN = {"steps": 3, "clip": 0.5, "warmup": 0.0, "average": False, "stop": False, "staged": False, "progress": False}
-ADAM = {"epochs": 4, "groups": 2, "staged": False, "progress": False}
+PLAIN = {"steps": 3, "clip": 0.5, "schedule": vi.Schedule(warmup=0.0, staged=False, stop=False), "progress": False}
+ADAM = {"epochs": 4, "estimator": vi.Estimator(groups=2), "schedule": vi.Schedule(staged=False), "progress": False}
 
 
 def descent(parameters):
@@ -111,24 +112,24 @@ def ranks_of_a_fit(rank, size, directory):
         out[family, "measured"] = measured(posterior)
         for estimator in ESTIMATORS:
             posterior = shard(make(family, seed=rank))
-            history = posterior.fit(loader(size), optimizer=descent, estimator=estimator, **PLAIN).history
+            history = posterior.fit(loader(size), optimizer=descent, estimator=vi.Estimator(estimator), **PLAIN).history
             out[family, estimator] = copied(gather(posterior)), history
         posterior, saved = shard(make(family, seed=rank)), directory / f"fit-{family}-{size}"
         optimizer = adam(posterior.parameters())
-        result = posterior.fit(loader(size), optimizer=optimizer, checkpoint=saved, every=7, **ADAM)
+        result = posterior.fit(loader(size), optimizer=optimizer, checkpoint=vi.Checkpoint(saved, every=7), **ADAM)
         out[family, "fit"] = copied(gather(posterior)), result.elbo.value, result.kept
         out[family, "moments"] = moments(optimizer)
         if rank == 0:
             (saved / "fit-0000000012.safetensors").unlink()  # of the end: what is resumed is the one before
         dist.barrier()
         posterior = shard(make(family, seed=rank))
-        posterior.fit(loader(size), optimizer=adam, resume=saved, **ADAM)
+        posterior.fit(loader(size), optimizer=adam, checkpoint=vi.Checkpoint(saved, resume=True), **ADAM)
         out[family, "resumed"] = copied(gather(posterior))
     posterior = shard(make("covariance", seed=rank))
-    history = posterior.fit(loader(size), **{**ADAM, "staged": True}).history
+    history = posterior.fit(loader(size), **{**ADAM, "schedule": vi.Schedule(staged=True)}).history
     out["staged"] = history["elbo"], posterior.family.factor.detach()
     posterior = shard(make("covariance", seed=rank))
-    posterior.fit(loader(size), optimizer=descent, start="trained", **PLAIN)
+    posterior.fit(loader(size), optimizer=descent, **PLAIN)
     out["trained"] = copied(gather(posterior))
     # from rank 0's values to two ranks, to four, and below to one process
     posterior = shard(make("precision", seed=rank if size == 2 else 5))
@@ -137,7 +138,7 @@ def ranks_of_a_fit(rank, size, directory):
     save_sharded(posterior, directory / f"{size} ranks")
     out["loaded"] = copied(gather(posterior))
     with pytest.raises(ValueError, match="parallel='draws' does not go with it"):
-        shard(make("covariance")).fit(loader(size), epochs=1, parallel="draws")
+        shard(make("covariance")).fit(loader(size), epochs=1, compute=vi.Compute(parallel="draws"))
     with pytest.raises(ValueError, match="gather"):
         posterior.save(f"{directory}/whole.safetensors")
     return out
@@ -185,7 +186,7 @@ def test_a_sharded_density_says_what_the_whole_one_says(ranks, family):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_values_and_gradients_are_those_of_one_process(ranks, family, estimator):
     posterior = make(family)
-    history = posterior.fit(loader(), optimizer=descent, estimator=estimator, **PLAIN).history
+    history = posterior.fit(loader(), optimizer=descent, estimator=vi.Estimator(estimator), **PLAIN).history
     assert bool((history["gradient_norm"] > 0.5).all())
     for out in ranks:
         theirs, their_history = out[family, estimator]
@@ -217,7 +218,7 @@ def test_a_factor_that_starts_later_starts_differently_on_each_rank(ranks):
 
 def test_a_start_at_the_trained_network_is_that_of_one_process(ranks):
     posterior = make("covariance")
-    posterior.fit(loader(), optimizer=descent, start="trained", **PLAIN)
+    posterior.fit(loader(), optimizer=descent, **PLAIN)
     for out in ranks:
         close(out["trained"], copied(posterior))
 
@@ -238,26 +239,30 @@ def test_checkpoints_load_on_another_number_of_ranks(four, directory):
 def test_a_fit_goes_on_whole_in_one_process(ranks, directory):
     """A fit's checkpoint is one file whatever the number of ranks."""
     posterior = make("precision")
-    result = posterior.fit(loader(), optimizer=adam, resume=directory / f"fit-precision-{len(ranks)}", **ADAM)
+    result = posterior.fit(
+        loader(),
+        optimizer=adam,
+        checkpoint=vi.Checkpoint(directory / f"fit-precision-{len(ranks)}", resume=True),
+        **ADAM,
+    )
     assert "resumed at step 7 from fit-0000000007.safetensors" in result.notes
     close(copied(posterior), ranks[0]["precision", "fit"][0], 1e-9)
 
 
 def with_a_death(rank, directory):
-    class Dying(vi.likelihoods.Gaussian):
-        calls = 0
-
-        def forward(self, output, target):
-            self.calls += 1
-            if rank == 1 and self.calls == 26:  # groups of two draws, two of them: in the seventh step
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().forward(output, target)
-
     posterior = make("precision")
-    posterior.model.likelihood = Dying("point").double()
+    likelihood, calls = posterior.model.likelihood, count(1)
+    forward = likelihood.forward
+
+    def dying(output, target):
+        if rank == 1 and next(calls) == 26:  # groups of two draws, two of them: in the seventh step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(output, target)
+
+    likelihood.forward = dying
     posterior.model.evaluation = Evaluation("loop")
     with pytest.raises(LostRankError) as caught:
-        shard(posterior).fit(loader(2), optimizer=adam, checkpoint=directory, every=4, **ADAM)
+        shard(posterior).fit(loader(2), optimizer=adam, checkpoint=vi.Checkpoint(directory, every=4), **ADAM)
     return caught.value.__notes__
 
 
@@ -267,7 +272,7 @@ def test_a_killed_rank_leaves_the_last_checkpoint_of_all_rows(tmp_path):
     assert "fit-0000000004" in notes[-1]
     whole, resumed = make("precision"), make("precision")
     whole.fit(loader(), optimizer=adam, **ADAM)
-    resumed.fit(loader(), optimizer=adam, resume=tmp_path, resume_anyway=True, **ADAM)
+    resumed.fit(loader(), optimizer=adam, checkpoint=vi.Checkpoint(tmp_path, resume=True), **ADAM)
     close(copied(resumed), copied(whole), 1e-6)
 
 

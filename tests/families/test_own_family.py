@@ -150,7 +150,7 @@ def test_vi_fit_searches_for_others_where_they_stand():
 def test_a_start_at_a_trained_network_is_that_of_mean_field(family):
     own, ours = posterior(family()), posterior(vi.MeanField())
     for bayes in (own, ours):
-        bayes.fit(loader(), steps=1, lr=1e-12, start="trained", average=False, progress=False)
+        bayes.fit(loader(), steps=1, lr=1e-12, progress=False)
     assert torch.allclose(own.family().mean, ours.family().mean)
     assert torch.allclose(own.family().variance, ours.family().variance)
 
@@ -160,8 +160,7 @@ def test_stages_are_the_familys_own():
     start = bayes.family.more.detach().clone()
     moved = []
     bayes.fit(
-        loader(), steps=40, progress=False, restarts=0,
-        callback=lambda history: moved.append(not torch.equal(bayes.family.more, start)),
+        loader(), steps=40, progress=False, callback=lambda history: moved.append(not torch.equal(bayes.family.more, start)),
     )  # fmt: skip
     assert bayes.family.seen == ["first", "second"]
     assert moved == [False] * 16 + [True] * 24  # stage two begins after 40 % of the steps
@@ -172,7 +171,7 @@ def test_stages_are_the_familys_own():
 
 @pytest.mark.parametrize("family", [ByTorch, ByDensity])
 def test_a_normal_without_stages_is_fitted_in_one(family):
-    result = posterior(family()).fit(loader(), steps=20, staged=True, progress=False)
+    result = posterior(family()).fit(loader(), steps=20, schedule=vi.Schedule(staged=True), progress=False)
     assert set(result.history["stage"].tolist()) == {2.0}
 
 
@@ -180,9 +179,9 @@ def test_a_normal_without_stages_is_fitted_in_one(family):
 def test_fresh_scales_get_the_warm_up_and_restarts(family):
     bayes = posterior(family())
     assert bayes.family.is_fresh()
-    assert bayes.fit(loader(), steps=20, progress=False).history["temperature"][0] < 0.2
+    assert bayes.fit(loader(), steps=20, progress=False).history["kl_weight"][0] < 0.2
     assert not bayes.family.is_fresh()
-    assert bayes.fit(loader(), steps=20, progress=False).history["temperature"][0] == 1.0
+    assert bayes.fit(loader(), steps=20, progress=False).history["kl_weight"][0] == 1.0
     generator = torch.Generator().manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 3, generator=generator), torch.randn(64, 1))
     noise = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
@@ -228,7 +227,7 @@ def test_save_and_load(family, tmp_path):
 
 @pytest.mark.parametrize("family", [ByTorch, ByDensity, Waiting])
 def test_a_fit_that_was_stopped_goes_on_bit_for_bit(family, tmp_path):
-    options = {"steps": 40, "progress": False, "restarts": 0}
+    options = {"steps": 40, "progress": False}
 
     def stop(history):
         if len(history) == 25:
@@ -236,9 +235,9 @@ def test_a_fit_that_was_stopped_goes_on_bit_for_bit(family, tmp_path):
 
     whole = posterior(family())
     whole.fit(loader(), **options)
-    posterior(family()).fit(loader(), **options, checkpoint=tmp_path, every=10, callback=stop)
+    posterior(family()).fit(loader(), **options, checkpoint=vi.Checkpoint(tmp_path, every=10), callback=stop)
     resumed = posterior(family())
-    result = resumed.fit(loader(), **options, resume=tmp_path)
+    result = resumed.fit(loader(), **options, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert any("resumed at step 25" in note for note in result.notes)
     for name, tensor in values(whole).items():
         assert torch.equal(tensor, values(resumed)[name])
@@ -279,7 +278,7 @@ def test_what_does_not_apply_is_refused_with_what_to_write(family):
     bayes = posterior(family())
     before = values(bayes)
     with pytest.raises(TypeError, match=f"not for {family.__name__}; .*writes `place_at"):
-        bayes.fit(loader(), steps=1, start="trained", progress=False)
+        bayes.fit(loader(), steps=1, progress=False)
     with pytest.raises(TypeError, match=f"`mean` and `log_scale` alone, not for {family.__name__}"):
         bayes.grow(loader(), rank=2, steps=1, progress=False)
     bayes.model.num_data = 64

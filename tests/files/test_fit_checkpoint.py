@@ -49,7 +49,7 @@ def fit(directory=None, callback=None, **options):
     """The run of all these tests: staged, with accumulation, dropout, averaging and a learned noise and prior."""
     bayes = posterior()
     result = bayes.fit(
-        loader(), steps=STEPS, accumulate=2, checkpoint=directory, resume=directory, every=EVERY, progress=False,
+        loader(), steps=STEPS, accumulate=2, checkpoint=vi.Checkpoint(directory, every=EVERY, resume=True), progress=False,
         callback=callback, **options,
     )  # fmt: skip
     return bayes, result
@@ -206,7 +206,11 @@ def test_ctrl_c_and_on_again(unbroken, tmp_path):
     assert result.verdict == "stopped by you"
     # the same object, no longer fresh, goes on as well as a new one
     result = bayes.fit(
-        loader(), steps=STEPS, accumulate=2, checkpoint=tmp_path, resume=tmp_path, every=EVERY, progress=False
+        loader(),
+        steps=STEPS,
+        accumulate=2,
+        checkpoint=vi.Checkpoint(tmp_path, every=EVERY, resume=True),
+        progress=False,
     )
     assert_same(state(bayes), unbroken[0])
     assert any(note == "resumed at step 20 from fit-0000000020.safetensors" for note in result.notes)
@@ -239,10 +243,8 @@ def test_undone_steps_and_own_optimizer_and_scheduler_come_back(tmp_path):
             DataLoader(TensorDataset(x, t), batch_size=8),
             steps=14,
             optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
-            scheduler=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 9]),
-            checkpoint=directory,
-            resume=directory,
-            every=4,
+            schedule=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 9]),
+            checkpoint=vi.Checkpoint(directory, every=4, resume=True),
             progress=False,
             callback=stop,
         )
@@ -285,7 +287,7 @@ def test_other_settings_and_other_posteriors_are_refused(tmp_path):
         fit(tmp_path, lr=0.5)
     other = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2))
     with pytest.raises(ValueError, match=r"another posterior; these tensors differ: .*family\.factor"):
-        other.fit(loader(), steps=STEPS, accumulate=2, resume=tmp_path, progress=False)
+        other.fit(loader(), steps=STEPS, accumulate=2, checkpoint=vi.Checkpoint(tmp_path, resume=True), progress=False)
     (tmp_path / "other").mkdir()
     checkpoint.write(tmp_path / "other" / "fit-0000000001.safetensors", {}, {"kind": "posterior"})
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of a fit"):

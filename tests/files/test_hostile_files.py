@@ -114,7 +114,7 @@ def checkpoint(tmp_path_factory):
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(12, 3, generator=g), torch.randn(12, 2, generator=g))
     posterior = vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), num_data=12)
-    posterior.fit(DataLoader(data, batch_size=6), epochs=1, checkpoint=folder, progress=False)
+    posterior.fit(DataLoader(data, batch_size=6), epochs=1, checkpoint=vi.Checkpoint(folder), progress=False)
     (path, *_) = sorted(folder.glob("fit-*.safetensors"))
     return path.read_bytes()
 

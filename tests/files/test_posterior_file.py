@@ -797,7 +797,7 @@ def test_a_network_in_half_precision_has_a_posterior_in_it(tmp_path):
 
 def fitted(folder):
     posterior = vi.variationalize(network(), vi.likelihoods.Gaussian(0.3), vi.MeanField(), num_data=12)
-    posterior.fit([data()], epochs=1, checkpoint=folder, progress=False)
+    posterior.fit([data()], epochs=1, checkpoint=vi.Checkpoint(folder), progress=False)
     (path, *_) = folder.glob("fit-*.safetensors")
     return path.read_bytes()
 

@@ -87,8 +87,8 @@ def make(name, dtype=torch.float32, **options):
 
 
 def fitted(bayes, device, data, steps=9, **options):
-    settings = {"progress": False, "stop": False, "seed": 3, "restarts": 0, **options}
-    return bayes.fit(loader(data), steps=steps, device=device, **settings)
+    settings = {"progress": False, "schedule": vi.Schedule(stop=False), "seed": 3, **options}
+    return bayes.to(device).fit(loader(data), steps=steps, **settings)
 
 
 def values(bayes):

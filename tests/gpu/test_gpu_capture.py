@@ -39,7 +39,13 @@ def test_in_float64_too(name, device):
 @pytest.mark.parametrize("name", ["mean field", "covariance", "precision", "mixture"])
 def test_clipped_tempered_and_in_stages_too(name, device):
     """A gradient that is clipped at every step, λ < 1, and a change of what learns on the way."""
-    options = {"clip": 1e-3, "temperature": 0.3, "staged": True, "steps": 15, "groups": 2, "kl_warmup": 0.5}
+    options = {
+        "clip": 1e-3,
+        "kl_weight": 0.3,
+        "steps": 15,
+        "estimator": vi.Estimator(groups=2),
+        "schedule": vi.Schedule(kl_warmup=0.5, staged=True),
+    }
     (captured, own), (eager, others) = both(name, device, **options)
     assert bool((eager.history["gradient_norm"] > 1e-3).all())
     assert device.type != "cuda" or was_captured(captured), captured.notes
@@ -51,7 +57,7 @@ def test_with_a_rise_that_waits_for_the_likelihood_too(name, device):
     """What the graph tells of the likelihood decides λ of the next steps."""
     (captured, own), (eager, others) = both(name, device, steps=40, kl_warmup="paced")
     assert device.type != "cuda" or was_captured(captured), captured.notes
-    assert torch.equal(captured.history["temperature"], eager.history["temperature"])
+    assert torch.equal(captured.history["kl_weight"], eager.history["kl_weight"])
     check_same_bits(own, others)
 
 
@@ -105,11 +111,11 @@ def test_a_stepper_is_the_step_of_fit(name, device):
     def falling(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    plain = {"staged": False, "average": False, "kl_warmup": 0.0, "scheduler": falling, "clip": 0.1}
+    plain = {"schedule": falling, "clip": 0.1}
     one, two = make(name), make(name)
     result = fitted(one, device, data(), steps=3, **plain)
     two.to(device)
-    step = two.stepper(scheduler=falling, clip=0.1, observations=7, seed=3)
+    step = two.stepper(schedule=falling, clip=0.1, observations=7, seed=3)
     losses = [step(batch) for batch in Batches(loader(), seed=3).epoch(0)]
     assert step.captured == (device.type == "cuda")
     assert [-loss * 21 for loss in losses] == pytest.approx(result.history["elbo"].tolist(), rel=1e-9)

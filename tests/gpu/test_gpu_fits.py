@@ -83,8 +83,8 @@ def test_the_fit_on_the_device_comes_to_the_elbo_of_the_cpus(device):
     """Other random numbers, the same optimum: both ELBOs within the noise of their estimates and of the steps."""
     elbos = []
     for where in ("cpu", device):
-        bayes = make("covariance")
-        bayes.fit(loader(), steps=600, device=where, progress=False, restarts=0)
+        bayes = make("covariance").to(where)
+        bayes.fit(loader(), steps=600, progress=False)
         elbos.append(bayes.elbo(loader(), groups=256, generator=torch.Generator(where).manual_seed(0)))
     assert elbos[0].value == pytest.approx(elbos[1].value, abs=1.0 + 3 * sum(one.standard_error for one in elbos))
 
@@ -100,7 +100,7 @@ def test_around_a_trained_network(family, device):
         torch.nn.functional.cross_entropy(net(x), t).backward()
         optimizer.step()
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), family)
-    result = bayes.fit(loader(), steps=9, start="trained", progress=False)
+    result = bayes.fit(loader(), steps=9, progress=False)
     assert torch.isfinite(result.history["elbo"]).all()
     around = vi.variationalize(net, vi.likelihoods.Categorical())
     train, held_out = (DataLoader(Subset(data(), part), 16) for part in (range(N // 2), range(N // 2, N)))

@@ -45,14 +45,20 @@ def test_a_posterior_that_is_too_large(gpu, tmp_path):
     bayes = make(2000, 2000, 16, gpu)
     before, data = values(bayes), loader(32, 2000, 8)
     with at_most(300), pytest.raises(torch.OutOfMemoryError, match="a step does not fit into memory") as caught:
-        bayes.fit(data, steps=3, progress=False, checkpoint=tmp_path, staged=False)
+        bayes.fit(data, steps=3, progress=False, checkpoint=vi.Checkpoint(tmp_path), schedule=vi.Schedule(staged=False))
     said = str(caught.value)
     assert re.search(r"needs about 1\.\d+ GB", said), said
     assert "rank " in said.split("What would fit")[1], said
     assert any("after step 0" in note for note in caught.value.__notes__)
     check_same_bits(before, values(bayes))
     # with the memory there it goes on from the checkpoint
-    result = bayes.fit(data, steps=3, progress=False, resume=tmp_path, staged=False)
+    result = bayes.fit(
+        data,
+        steps=3,
+        progress=False,
+        checkpoint=vi.Checkpoint(tmp_path, resume=True),
+        schedule=vi.Schedule(staged=False),
+    )
     assert result.steps == 3
     assert torch.isfinite(result.history["elbo"]).all()
 
@@ -65,5 +71,5 @@ def test_a_batch_that_is_too_large_and_one_that_is_said_to_fit(gpu):
             bayes.fit(loader(n, 64, n), steps=2, progress=False)
         size = int(re.search(r"batches of (\d+)", str(caught.value)).group(1))
         assert size < n
-        result = bayes.fit(loader(n, 64, size), steps=2, progress=False, average=False, capture=False)
+        result = bayes.fit(loader(n, 64, size), steps=2, progress=False, compute=vi.Compute(capture=False))
         assert result.steps == 2

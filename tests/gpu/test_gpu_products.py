@@ -50,7 +50,7 @@ def stepped(capture, device):
     bayes = vi.variationalize(
         net, vi.likelihoods.Categorical(), vi.LowRankNormal(16), num_data=640, evaluation="vmap"
     ).to(device)
-    step = bayes.stepper(lr=0.01, groups=2, capture=capture)
+    step = bayes.stepper(lr=0.01, estimator=vi.Estimator(groups=2), compute=vi.Compute(capture=capture))
     batch = torch.randn(64, 100, device=device), torch.randint(10, (64,), device=device)
     losses = [step(batch) for _ in range(4)]
     return losses, [p.detach().clone() for p in bayes.parameters()], step.captured

@@ -8,12 +8,14 @@ import torch
 from gpu_cases import N, data, fitted, loader, make, values
 from gpu_device import DEVICE
 
+import structvi as vi
+
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from launching import launch
 
 pytestmark = pytest.mark.gpu
 
-STEPS = {"steps": 9, "progress": False, "stop": False, "seed": 3, "restarts": 0, "staged": False}
+STEPS = {"steps": 9, "progress": False, "seed": 3, "schedule": vi.Schedule(staged=False, stop=False)}
 NAMES = ("mean field", "covariance", "precision")
 
 
@@ -27,12 +29,12 @@ def fits(rank, size, device, names):
     out = {}
     for name in names:
         own = data(torch.float64)
-        bayes = make(name, torch.float64)
-        result = bayes.fit(loader(own, size), device=device, **STEPS)
+        bayes = make(name, torch.float64).to(device)
+        result = bayes.fit(loader(own, size), **STEPS)
         out[name, "data"] = values(bayes), result.history["elbo"], result.notes
         if size > 1:
-            bayes = make(name, torch.float64)
-            out[name, "draws"] = bayes.fit(loader(own), device=device, parallel="draws", **STEPS).history["elbo"]
+            bayes = make(name, torch.float64).to(device)
+            out[name, "draws"] = bayes.fit(loader(own), compute=vi.Compute(parallel="draws"), **STEPS).history["elbo"]
         bayes = shard(make(name, torch.float64).to(device))
         history = bayes.fit(loader(own, size), **STEPS).history
         out[name, "sharded"] = values(gather(bayes)), history["elbo"], None
@@ -46,7 +48,7 @@ def fits(rank, size, device, names):
 
 
 def expected(name, device):
-    bayes = make(name, torch.float64)
+    bayes = make(name, torch.float64).to(device)
     return bayes, fitted(bayes, device, data(torch.float64), capture=False, staged=False)
 
 

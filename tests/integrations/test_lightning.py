@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import structvi as vi
 from structvi.integrations.lightning import BayesianModule, PosteriorCallback
-from structvi.train.schedule import Schedule
+from structvi.train.schedule import LearningRate
 
 pytestmark = [  # Lightning's own
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
@@ -102,7 +102,7 @@ def test_optimizer_and_schedule_are_those_of_fit(tmp_path):
     module = Recording(posterior(), lr=0.1, warmup=0.4)
     trainer(tmp_path, max_epochs=2).fit(module, loader(regression()))
     twin = posterior(num_data=N)
-    highest = Schedule(torch.optim.Adam(twin.parameters(), lr=0.1), None, 0.4, 10)
+    highest = LearningRate(torch.optim.Adam(twin.parameters(), lr=0.1), None, 0.4, 10)
     assert [seen[4] for seen in module.seen] == pytest.approx([0.1 * highest.factor(step) for step in range(10)])
     factor = module.optimizers().optimizer.param_groups[1]  # has a rate of its own
     assert factor["params"] == [module.posterior.family.factor]

@@ -64,7 +64,7 @@ def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
             linearise=linearise,
             generator=seeded(),
         )
-        result = bayes.fit(loader(data()), steps=10, coupling=coupling, progress=False)
+        result = bayes.fit(loader(data()), steps=10, estimator=vi.Estimator(coupling=coupling), progress=False)
         prediction = bayes.predict(data()[0], 64, generator=seeded())
         found.append((result.elbo.value, prediction.mean, torch.cat([p.flatten() for p in bayes.family.parameters()])))
     (elbo, prediction, state), (elbo2, prediction2, state2) = found
@@ -81,7 +81,7 @@ def test_logistic_regression_is_that_of_vi_fit():
         net, vi.likelihoods.Bernoulli(), vi.FullNormal(), vi.priors.NormalPrior(1.0), linearise=True, num_data=60
     )
     batches = [(x, t.double().unsqueeze(1))]
-    result = bayes.fit(batches, steps=800, groups=8, lr=0.05, progress=False)
+    result = bayes.fit(batches, steps=800, estimator=vi.Estimator(groups=8), lr=0.05, progress=False)
     space = vi.Parameters({"w": torch.zeros(4, dtype=torch.float64)})
 
     def log_density(p):
@@ -113,9 +113,9 @@ def test_fitted_saved_loaded_and_resumed(family, tmp_path):
         if len(history) == 5:
             raise KeyboardInterrupt
 
-    stopped.fit(loader(pair), steps=12, checkpoint=tmp_path / "fit", callback=stop, progress=False)
+    stopped.fit(loader(pair), steps=12, checkpoint=vi.Checkpoint(tmp_path / "fit"), callback=stop, progress=False)
     again = begun()
-    again.fit(loader(pair), steps=12, resume=tmp_path / "fit", progress=False)
+    again.fit(loader(pair), steps=12, checkpoint=vi.Checkpoint(tmp_path / "fit", resume=True), progress=False)
     for one, two in zip(bayes.family.parameters(), again.family.parameters(), strict=True):
         assert torch.equal(one, two)
     bayes.save(tmp_path / "posterior.safetensors")
@@ -132,7 +132,7 @@ def test_resume_knows_where_the_network_was_linearised(tmp_path):
     pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
     family = vi.MeanField()
     vi.variationalize(net, vi.likelihoods.Categorical(), family, linearise=True).fit(
-        loader(pair), steps=6, checkpoint=tmp_path, progress=False
+        loader(pair), steps=6, checkpoint=vi.Checkpoint(tmp_path), progress=False
     )
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_resume_knows_where_the_network_was_linearised(tmp_path):
     for one, linearise in ((other, True), (net, False)):
         bayes = vi.variationalize(one, vi.likelihoods.Categorical(), family, linearise=linearise)
         with pytest.raises(ValueError, match="where the network is linearised"):
-            bayes.fit(loader(pair), steps=6, resume=tmp_path, progress=False)
+            bayes.fit(loader(pair), steps=6, checkpoint=vi.Checkpoint(tmp_path, resume=True), progress=False)
 
 
 def test_a_prediction_may_be_linearised_or_not():
@@ -182,7 +182,7 @@ def test_half_precision_and_grow_and_diagnose():
         linearise=True,
         generator=seeded(),
     )
-    half = other.fit(loader(pair), steps=40, precision=torch.bfloat16, progress=False).elbo.value
+    half = other.fit(loader(pair), steps=40, compute=vi.Compute(precision=torch.bfloat16), progress=False).elbo.value
     assert half == pytest.approx(full, abs=0.02 * abs(full))  # bfloat16 has three digits
     grown = bayes.grow(loader(pair), rank=1, steps=20, progress=False)
     assert grown.elbo.value > full - 1
@@ -236,7 +236,7 @@ def test_no_network_has_the_draws_of_a_linearised_one():
     with pytest.raises(ValueError, match="no network has its draws"):
         bayes.sample_network()
     with pytest.raises(ValueError, match="compile=True is for the network itself"):
-        bayes.fit(loader(data()), steps=1, compile=True)
+        bayes.fit(loader(data()), steps=1, compute=vi.Compute(compile=True))
 
 
 def test_activations_may_be_left_out():

@@ -177,7 +177,7 @@ def test_the_whole_way(tmp_path, name, training):
 
     posterior = vi.variationalize(net, CATEGORICAL, family, **options)
     start = [parameter.detach().clone() for parameter in posterior.parameters()]
-    result = posterior.fit(DataLoader(TensorDataset(x, t), batch_size=8), steps=4, average=False, progress=False)
+    result = posterior.fit(DataLoader(TensorDataset(x, t), batch_size=8), steps=4, progress=False)
     assert result.steps == 4
     assert any(not torch.equal(a, b) for a, b in zip(start, posterior.parameters(), strict=True))
     assert posterior.model.num_data == 24

@@ -156,7 +156,13 @@ class TestFit:
     def test_ends_where_float32_does(self, precision):
         ends = []
         for choice in (None, precision):
-            result = self.posterior().fit(self.batches(), steps=150, precision=choice, stop=False, progress=False)
+            result = self.posterior().fit(
+                self.batches(),
+                steps=150,
+                compute=vi.Compute(precision=choice),
+                schedule=vi.Schedule(stop=False),
+                progress=False,
+            )
             assert len(result.skipped) < (10 if choice == torch.float16 else 1)  # until the scale has been found
             ends.append(result.elbo)
         # in nats, far below the hundreds that the fit gains: two runs whose rounding differs are two paths
@@ -167,7 +173,7 @@ class TestFit:
         posterior = self.posterior(noise=1e-3)
         start = {name: p.detach().clone() for name, p in posterior.named_parameters()}
         seen = []
-        options = {"steps": 40, "precision": torch.float16, "progress": False, "clip": None}
+        options = {"steps": 40, "compute": vi.Compute(precision=torch.float16), "progress": False, "clip": None}
 
         def watch(history):
             seen.append(posterior.model.scale.value)
@@ -188,9 +194,9 @@ class TestFit:
                 raise KeyboardInterrupt
 
         broken = self.posterior(noise=1e-3)
-        broken.fit(self.batches(), callback=stop, checkpoint=tmp_path, **options)
+        broken.fit(self.batches(), callback=stop, checkpoint=vi.Checkpoint(tmp_path), **options)
         resumed = self.posterior(noise=1e-3)
-        resumed.fit(self.batches(), resume=tmp_path, **options)
+        resumed.fit(self.batches(), checkpoint=vi.Checkpoint(tmp_path, resume=True), **options)
         assert resumed.model.scale.value == posterior.model.scale.value
         assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), posterior.parameters(), strict=True))
 
@@ -210,7 +216,7 @@ class TestFit:
 
         posterior.model.user_forward = lambda net, batch: (Broken.apply(net(batch[0])), batch[1])
         with pytest.raises(vi.NonFiniteError, match="5 batches in a row"):
-            posterior.fit([(x, t)], steps=10, precision=torch.float16, progress=False)
+            posterior.fit([(x, t)], steps=10, compute=vi.Compute(precision=torch.float16), progress=False)
 
 
 class TestRefused:
@@ -242,7 +248,12 @@ class TestRefused:
         net = nn.Linear(3, 1).double()
         bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(1), num_data=8)
         with pytest.raises(ValueError, match="mixed with float32"):
-            bayes.fit([(torch.zeros(8, 3), torch.zeros(8, 1))], steps=20, precision=torch.float16, progress=False)
+            bayes.fit(
+                [(torch.zeros(8, 3), torch.zeros(8, 1))],
+                steps=20,
+                compute=vi.Compute(precision=torch.float16),
+                progress=False,
+            )
         assert bayes.family.factor.requires_grad
         assert bool(bayes.family.factor.any())
 

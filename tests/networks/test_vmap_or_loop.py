@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, MeanField, Parameters, likelihoods, variationalize
+from structvi import BayesianModel, Checkpoint, LogDensity, MeanField, Parameters, likelihoods, variationalize
 from structvi.models.priors import NormalPrior
 from structvi.networks import vmap_or_loop as module
 from structvi.networks.vmap_or_loop import Evaluation
@@ -380,8 +380,11 @@ class TestRecord:
         # not what a probe would find: only the file can say so
         choices, last = bayes.model.evaluation.record
         bayes.model.evaluation.record = {key: ("loop", "recorded") for key in choices}, last
-        bayes.fit([(X, T)], checkpoint=tmp_path, **options)
-        assert posterior().fit([(X, T)], resume=tmp_path, **options).evaluation == "loop: recorded"
+        bayes.fit([(X, T)], checkpoint=Checkpoint(tmp_path), **options)
+        assert (
+            posterior().fit([(X, T)], checkpoint=Checkpoint(tmp_path, resume=True), **options).evaluation
+            == "loop: recorded"
+        )
 
 
 class TestForced:

@@ -215,8 +215,8 @@ def test_a_resumed_fit_has_the_same_bits(name, optimizer, tmp_path):
         if len(history) == 11:
             raise KeyboardInterrupt
 
-    cut.fit(data(), optimizer=optimizer(cut), **options, checkpoint=tmp_path, callback=at_eleven)
-    again.fit(data(), optimizer=optimizer(again), **options, checkpoint=tmp_path, resume=tmp_path)
+    cut.fit(data(), optimizer=optimizer(cut), **options, checkpoint=vi.Checkpoint(tmp_path), callback=at_eleven)
+    again.fit(data(), optimizer=optimizer(again), **options, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     for key, value in whole.learned().items():
         assert torch.equal(value, again.learned()[key]), key
 
@@ -241,10 +241,14 @@ def test_the_state_survives_torchs_own_state_dict():
 
 def test_a_fit_is_not_resumed_with_another_recipe(tmp_path):
     first, second = posterior(vi.MeanField()), posterior(vi.MeanField())
-    first.fit(data(), steps=4, optimizer=soap(first), checkpoint=tmp_path, progress=False)
+    first.fit(data(), steps=4, optimizer=soap(first), checkpoint=vi.Checkpoint(tmp_path), progress=False)
     with pytest.raises(ValueError, match="refresh"):
         second.fit(
-            data(), steps=4, optimizer=soap(second, refresh=7), checkpoint=tmp_path, resume=tmp_path, progress=False
+            data(),
+            steps=4,
+            optimizer=soap(second, refresh=7),
+            checkpoint=vi.Checkpoint(tmp_path, resume=True),
+            progress=False,
         )
 
 
@@ -271,7 +275,7 @@ def test_reaches_the_closed_form(kind):
     net, prior = nn.Linear(3, 1, bias=False), vi.priors.NormalPrior(1.0)
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.5), vi.MeanField(), prior, num_data=60)
     optimizer = vi.optim.Soap(bayes, 0.05, 0.05) if kind == "soap" else vi.optim.NaturalGradient(bayes, 0.3, 0.3)
-    bayes.fit([(x, t)], steps=600, optimizer=optimizer, progress=False, groups=4)
+    bayes.fit([(x, t)], steps=600, optimizer=optimizer, progress=False, estimator=vi.Estimator(groups=4))
     precision = (x.mT @ x / 0.25 + torch.eye(3)).double()
     mean = torch.linalg.solve(precision, (x.mT @ t).double() / 0.25)[:, 0]
     density = bayes.family()

@@ -182,7 +182,7 @@ def test_steps_of_zero_are_a_laplace_approximation(dense):
     bayes = vi.variationalize(
         dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(0.3), linearise=True
     )
-    result = bayes.fit(loader(TRAIN), steps=0, start="trained", progress=False)
+    result = bayes.fit(loader(TRAIN), steps=0, progress=False)
     assert result.status is vi.Status.PLACED
     with pytest.raises(ValueError, match="steps must be an integer ≥ 1"):
         bayes.fit(loader(TRAIN), steps=0)
@@ -273,7 +273,7 @@ def test_exact_and_drawn_held_out_densities_agree():
     bayes = vi.variationalize(
         net, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(0.5), linearise=True
     )
-    bayes.fit(loader(TRAIN), steps=0, start="trained", progress=False)
+    bayes.fit(loader(TRAIN), steps=0, progress=False)
     theta, batches = bayes.space.initial, list(loader(HELD_OUT))
     (exact,) = of_normals(bayes, theta, [bayes.family], batches, seed=0)
     drawn = of_posterior(bayes, batches, seed=0, draws=4000)

@@ -38,11 +38,7 @@ def narrow(family=None):
 GIVEN = {
     "steps": 300,
     "lr": 0.05,
-    "warmup": 0.999,
-    "kl_warmup": 0.0,
-    "compare": 1e3,
-    "stop": False,
-    "restarts": 0,
+    "schedule": vi.Schedule(warmup=0.999, kl_warmup=0.0, stop=False),
     "progress": False,
 }
 
@@ -64,7 +60,7 @@ def test_a_tempered_fit_keeps_what_its_own_objective_prefers():
     def keep(history):
         last.family.load_state_dict(bayes.family.state_dict())
 
-    result = bayes.fit(loader(), temperature=LAM, callback=keep, **GIVEN)
+    result = bayes.fit(loader(), kl_weight=LAM, callback=keep, **GIVEN)
     average = bayes
     assert result.kept == "average of the last 75"
     assert exact(average, LAM) > exact(last, LAM)
@@ -87,26 +83,12 @@ def test_at_one_the_elbo_decides_and_is_all_that_is_told():
     assert "compared on common draws: last step" in result.details
 
 
-def test_members_are_compared_as_single_fits_are():
-    bayes, single = narrow(), narrow()
-    mixture = bayes.fit(loader(), members=2, temperature=[LAM, 1.0], **GIVEN).mixture
-    expected = single.fit(loader(), temperature=LAM, **GIVEN)
-    first, second = (one.last_fit for one in mixture.posteriors)
-    assert any("one of 2 fits made at once" in note for note in first.notes)
-    assert first.kept == expected.kept == "average of the last 75"
-    assert second.objectives == {}
-    for name, value in expected.objectives.items():
-        assert first.objectives[name].value == pytest.approx(value.value, rel=1e-9)
-        assert first.candidates[name].value == pytest.approx(expected.candidates[name].value, rel=1e-9)
-    assert torch.allclose(mixture.posteriors[0].family.mean, single.family.mean, rtol=0, atol=1e-12)
-
-
 def test_growing_a_tempered_posterior():
     """The number that decides is the grown posterior's own objective; the ELBO is told beside it."""
     bayes = narrow()
-    bayes.fit(loader(), temperature=LAM, **GIVEN)
+    bayes.fit(loader(), kl_weight=LAM, **GIVEN)
     given = {key: value for key, value in GIVEN.items() if key != "steps"}
-    result = bayes.grow(loader(), rank=1, steps=20, temperature=LAM, **given)
+    result = bayes.grow(loader(), rank=1, steps=20, kl_weight=LAM, **given)
     best = max(result.objectives, key=lambda name: result.objectives[name].value)
     assert set(result.objectives) == {"before", "grown"}
     assert result.kept == best

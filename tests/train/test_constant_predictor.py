@@ -97,7 +97,7 @@ def wide(n=40):
 
 def test_a_fit_that_is_worse_says_so():
     bayes, loader = wide()
-    result = bayes.fit(loader, steps=120, progress=False, restarts=0)
+    result = bayes.fit(loader, steps=120, progress=False)
     assert result.constant is not None
     assert result.elbo.value < result.constant
     assert any(note.startswith("worse than knowing nothing") for note in result.notes)
@@ -110,6 +110,6 @@ def test_a_fit_that_learns_does_not():
     x = torch.randn(200, 2, generator=generator(7))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=50, shuffle=True)
     bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian(0.5), vi.MeanField(), vi.priors.NormalPrior(1.0))
-    result = bayes.fit(loader, steps=300, progress=False, restarts=0)
+    result = bayes.fit(loader, steps=300, progress=False)
     assert result.elbo.value > result.constant
     assert not any("knowing nothing" in note for note in result.notes)

@@ -17,7 +17,7 @@ from structvi.train.curvature import (
     rows_of_part,
     rows_used,
 )
-from structvi.train.warm_start import Laplace, start_trained
+from structvi.train.warm_start import Laplace
 
 N = 20
 
@@ -185,19 +185,6 @@ def test_families_are_placed_with_this_precision(family, temperature):
     assert torch.equal(bound().mean, theta)
 
 
-def test_a_start_at_lambda_is_the_curvature_over_lambda():
-    _, outputs, likelihood, (x, t), _ = next(cases())
-    net = network(outputs)
-    found = {}
-    for lam in (1.0, 0.01):
-        bayes = vi.variationalize(
-            net, likelihood, vi.MeanField(), vi.priors.NormalPrior(1.0), num_data=N, linearise=True
-        )
-        start_trained(bayes, Batches([(x, t)]), lam)
-        found[lam] = bayes.family().variance.detach()
-    assert torch.allclose(1 / found[0.01] - 1, 100 * (1 / found[1.0] - 1), rtol=1e-6, atol=1e-6)
-
-
 def test_the_estimate_does_not_depend_on_the_batch_size():
     """Labels are drawn for the same parts of the data, in their order."""
     _, outputs, likelihood, (x, t), _ = next(cases())
@@ -205,7 +192,7 @@ def test_the_estimate_does_not_depend_on_the_batch_size():
     for size in (1, 3, 7, 20):
         bayes = vi.variationalize(net, likelihood, vi.LowRankPrecision(2), vi.priors.NormalPrior(1.0))
         loader = DataLoader(TensorDataset(x, t), batch_size=size, shuffle=True)
-        bayes.fit(loader, steps=0, start="trained", progress=False)
+        bayes.fit(loader, steps=0, progress=False)
         found.append(bayes.family().variance.detach())
     assert all(torch.allclose(found[0], other, rtol=1e-9) for other in found[1:])
 

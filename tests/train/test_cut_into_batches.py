@@ -53,7 +53,7 @@ def posterior() -> vi.Posterior:
 
 def fitted(loader, steps: int = 600, **options) -> vi.Posterior:
     bayes = posterior()
-    bayes.fit(loader, steps=steps, lr=0.05, progress=False, restarts=0, seed=1, **options)
+    bayes.fit(loader, steps=steps, lr=0.05, progress=False, seed=1, **options)
     return bayes
 
 
@@ -101,7 +101,7 @@ def test_lists_of_batches():
     batches = list(zip(X.split([999, 1]), T.split([999, 1]), strict=True))
     bayes = posterior()
     bayes.model.num_data = 1000
-    bayes.fit(batches, steps=600, lr=0.05, progress=False, restarts=0)
+    bayes.fit(batches, steps=600, lr=0.05, progress=False)
     assert_true(bayes, X, T)
 
 
@@ -114,7 +114,7 @@ def test_a_stream_whose_last_batch_is_short():
     """How many rows a step has on average is learned on the way."""
     bayes = posterior()
     bayes.model.num_data = 100
-    bayes.fit(DataLoader(Stream(), batch_size=33), steps=800, lr=0.05, progress=False, restarts=0)
+    bayes.fit(DataLoader(Stream(), batch_size=33), steps=800, lr=0.05, progress=False)
     assert_true(bayes, X[:100], T[:100])
 
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_known_is_asked_for(loader, message, monkeypatch):
 def test_told_N_with_crops_is_right():
     bayes = posterior()
     bayes.model.num_data = 100
-    bayes.fit(DataLoader(Crops(), batch_size=7, collate_fn=flat), steps=600, lr=0.05, progress=False, restarts=0)
+    bayes.fit(DataLoader(Crops(), batch_size=7, collate_fn=flat), steps=600, lr=0.05, progress=False)
     assert_true(bayes, SMALL_X[:100], SMALL_T[:100])
 
 
@@ -286,7 +286,7 @@ def epoch_gradient(loader, n: int | None, steps: int, accumulate: int = 1, **opt
 
     bayes.fit(
         loader, steps=steps, accumulate=accumulate, optimizer=lambda p: Sum(p, lr=1e-3), progress=False, clip=None,
-        kl_warmup=0, restarts=0, coupling=exact, average=False, **options,
+        schedule=vi.Schedule(kl_warmup=0), estimator=vi.Estimator(coupling=exact), **options,
     )  # fmt: skip
     return {name: x / steps for name, x in total.items()}
 

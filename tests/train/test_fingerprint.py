@@ -70,7 +70,7 @@ def problem(
     return bayes, loader
 
 
-OPTIONS = {"steps": 12, "progress": False, "restarts": 0, "kl_warmup": 0.0}
+OPTIONS = {"steps": 12, "progress": False, "schedule": vi.Schedule(kl_warmup=0.0)}
 
 
 def stop_at(count):
@@ -84,7 +84,7 @@ def stop_at(count):
 @pytest.fixture
 def interrupted(tmp_path):
     bayes, loader = problem()
-    bayes.fit(loader, **OPTIONS, checkpoint=tmp_path, every=4, callback=stop_at(6))
+    bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, every=4), callback=stop_at(6))
     return tmp_path
 
 
@@ -131,40 +131,37 @@ def test_another_problem_is_refused(name, interrupted):
     bayes, loader = make()
     before = {key: tensor.clone() for key, tensor in bayes.learned().items()}
     with pytest.raises(ValueError, match=words.replace("(", "\\(")):
-        bayes.fit(loader, **OPTIONS, resume=interrupted)
+        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(interrupted, resume=True))
     assert all(torch.equal(tensor, bayes.learned()[key]) for key, tensor in before.items())
 
 
 def test_the_recommended_pair_does_not_give_the_old_posterior(tmp_path):
     bayes, loader = problem()
-    bayes.fit(loader, **OPTIONS, checkpoint=tmp_path, resume=tmp_path)
+    bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     bayes, loader = problem(data=rows(seed=3))
-    with pytest.raises(ValueError, match=r"another problem; these differ: .*the data.*resume_anyway=True"):
-        bayes.fit(loader, **OPTIONS, checkpoint=tmp_path, resume=tmp_path)
+    with pytest.raises(ValueError, match=r"another problem; these differ: .*the data"):
+        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
 
 
-def test_the_same_goes_on_bit_for_bit_and_a_word_overrides(interrupted):
+def test_the_same_goes_on_bit_for_bit(interrupted):
     whole, loader = problem()
     whole.fit(loader, **OPTIONS)
     again, loader = problem()
-    again.fit(loader, **OPTIONS, resume=interrupted)
+    again.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(interrupted, resume=True))
     assert all(torch.equal(tensor, again.learned()[key]) for key, tensor in whole.learned().items())
-    bayes, loader = problem(data=rows(seed=1))
-    result = bayes.fit(loader, **OPTIONS, resume=interrupted, resume_anyway=True)
-    assert any("resumed at step 6" in note for note in result.notes)
 
 
 def test_code_of_a_network_and_functions_of_ones_own(tmp_path):
     bayes, loader = problem(net=Held(), prior=own_prior)
-    bayes.fit(loader, **OPTIONS, checkpoint=tmp_path, every=4, callback=stop_at(6))
+    bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, every=4), callback=stop_at(6))
     other, loader = problem(net=Otherwise(), prior=own_prior)
     with pytest.raises(ValueError, match="the network's"):
-        other.fit(loader, **OPTIONS, resume=tmp_path)
+        other.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     other, loader = problem(net=Held(), prior=other_prior)
     with pytest.raises(ValueError, match="the prior"):
-        other.fit(loader, **OPTIONS, resume=tmp_path)
+        other.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     same, loader = problem(net=Held(), prior=own_prior)
-    result = same.fit(loader, **OPTIONS, resume=tmp_path)
+    result = same.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert any("without a look at what the prior calls or holds (own_prior)" in note for note in result.notes)
 
 
@@ -191,23 +188,21 @@ def test_augmented_data_count_by_length_and_labels(tmp_path):
         bayes, _ = problem()
         return bayes.fit(DataLoader(Augmented(labels), batch_size=10, shuffle=True), **OPTIONS, **options)
 
-    fit(T, checkpoint=tmp_path, every=4, callback=stop_at(6))
-    assert fit(T, resume=tmp_path).steps == 12
+    fit(T, checkpoint=vi.Checkpoint(tmp_path, every=4), callback=stop_at(6))
+    assert fit(T, checkpoint=vi.Checkpoint(tmp_path, resume=True)).steps == 12
     with pytest.raises(ValueError, match="the labels"):
-        fit(T + 1, resume=tmp_path)
+        fit(T + 1, checkpoint=vi.Checkpoint(tmp_path, resume=True))
 
 
-def test_streams_are_known_by_their_name(tmp_path):
+def test_a_stream_is_not_looked_at_and_the_notes_say_so(tmp_path):
     def fit(**options):
         bayes, _ = problem()
         bayes.model.num_data = N
         return bayes.fit(DataLoader(Stream(), batch_size=10), **OPTIONS, **options)
 
-    fit(checkpoint=tmp_path / "a", every=4, callback=stop_at(6), data_id="summer")
-    with pytest.raises(ValueError, match=r"data_id \(summer then, winter now\)"):
-        fit(resume=tmp_path / "a", data_id="winter")
-    fit(checkpoint=tmp_path / "b", every=4, callback=stop_at(6))
-    assert any("a stream: give it a name" in note for note in fit(resume=tmp_path / "b").notes)
+    fit(checkpoint=vi.Checkpoint(tmp_path, every=4), callback=stop_at(6))
+    resumed = fit(checkpoint=vi.Checkpoint(tmp_path, resume=True))
+    assert any("resumed without a look at the data, a stream" in note for note in resumed.notes)
 
 
 # ---------------------------------------------------------------------------------------------- folders and lengths
@@ -215,11 +210,11 @@ def test_streams_are_known_by_their_name(tmp_path):
 
 def test_a_folder_belongs_to_one_fit(tmp_path):
     bayes, loader = problem()
-    bayes.fit(loader, **{**OPTIONS, "steps": 30}, checkpoint=tmp_path)
+    bayes.fit(loader, **{**OPTIONS, "steps": 30}, checkpoint=vi.Checkpoint(tmp_path))
     names = sorted(path.name for path in tmp_path.iterdir())
     other, loader = problem(data=rows(seed=4))
     with pytest.raises(ValueError, match="holds checkpoints of another fit, up to fit-0000000030"):
-        other.fit(loader, **OPTIONS, checkpoint=tmp_path)
+        other.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -232,10 +227,10 @@ def test_two_fits_at_once_in_one_folder(tmp_path):
         if len(history) == 5:
             other, other_loader = problem(data=rows(seed=4))
             with pytest.raises(FolderInUse, match="in use by this process"):
-                other.fit(other_loader, **OPTIONS, checkpoint=tmp_path, resume=tmp_path)
+                other.fit(other_loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
             refused.append(True)
 
-    first.fit(loader, **OPTIONS, checkpoint=tmp_path, every=4, callback=second)
+    first.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, every=4), callback=second)
     assert refused
     assert len(list(tmp_path.glob("fit-*.safetensors"))) == 2
 
@@ -245,6 +240,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
     script = textwrap.dedent(f"""
         import os, signal, sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import structvi as vi
         from test_fingerprint import OPTIONS, problem
 
         def kill(history):
@@ -252,61 +248,54 @@ def test_the_lock_dies_with_its_process(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         bayes, loader = problem()
-        bayes.fit(loader, **OPTIONS, checkpoint={str(tmp_path)!r}, every=4, callback=kill)
+        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint({str(tmp_path)!r}, every=4), callback=kill)
     """)
     ended = python(script)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     whole, loader = problem()
     whole.fit(loader, **OPTIONS)
     bayes, loader = problem()
-    result = bayes.fit(loader, **OPTIONS, checkpoint=tmp_path, resume=tmp_path)
+    result = bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert any("resumed at step 4" in note for note in result.notes)
     assert all(torch.equal(tensor, bayes.learned()[key]) for key, tensor in whole.learned().items())
 
 
-def test_a_file_can_be_resumed(interrupted):
-    path = max(interrupted.glob("fit-*.safetensors"))
-    bayes, loader = problem()
-    result = bayes.fit(loader, **OPTIONS, resume=path)
-    assert any(f"resumed at step 6 from {path.name}" in note for note in result.notes)
-
-
 def test_a_finished_fit_is_extended(tmp_path):
     bayes, loader = problem()
-    bayes.fit(loader, **OPTIONS, checkpoint=tmp_path)
+    bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path))
     again, loader = problem()
-    result = again.fit(loader, **{**OPTIONS, "steps": 40}, checkpoint=tmp_path, resume=tmp_path)
+    result = again.fit(loader, **{**OPTIONS, "steps": 40}, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert result.steps == len(result.history) == 40
     assert any("extended from 12 to 40 steps" in note for note in result.notes)
     rate = result.history["lr"]
     assert rate[11] < 0.1 * rate.max()
     assert rate[12:26].max() == rate.max()  # a new cycle
     assert rate[39] < 0.1 * rate.max()
-    assert (result.history["temperature"] == 1).all()
+    assert (result.history["kl_weight"] == 1).all()
 
 
 def test_an_extended_fit_that_is_interrupted_goes_on_bit_for_bit(tmp_path):
     longer = {**OPTIONS, "steps": 40}
     for name in ("a", "b"):
         bayes, loader = problem()
-        bayes.fit(loader, **OPTIONS, checkpoint=tmp_path / name)
+        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path / name))
     whole, loader = problem()
-    whole.fit(loader, **longer, checkpoint=tmp_path / "a", resume=tmp_path / "a")
+    whole.fit(loader, **longer, checkpoint=vi.Checkpoint(tmp_path / "a", resume=True))
     half, loader = problem()
-    half.fit(loader, **longer, checkpoint=tmp_path / "b", resume=tmp_path / "b", every=5, callback=stop_at(27))
+    half.fit(loader, **longer, checkpoint=vi.Checkpoint(tmp_path / "b", every=5, resume=True), callback=stop_at(27))
     again, loader = problem()
-    again.fit(loader, **longer, checkpoint=tmp_path / "b", resume=tmp_path / "b")
+    again.fit(loader, **longer, checkpoint=vi.Checkpoint(tmp_path / "b", resume=True))
     assert all(torch.equal(tensor, again.learned()[key]) for key, tensor in whole.learned().items())
 
 
 def test_how_to_extend_is_said(interrupted, tmp_path_factory):
     bayes, loader = problem()
     with pytest.raises(ValueError, match=r"has made 6 of 12 steps: finish it with the same first, then extend it"):
-        bayes.fit(loader, **{**OPTIONS, "steps": 40}, resume=interrupted)
+        bayes.fit(loader, **{**OPTIONS, "steps": 40}, checkpoint=vi.Checkpoint(interrupted, resume=True))
     folder = tmp_path_factory.mktemp("done")
-    bayes.fit(loader, **OPTIONS, checkpoint=folder)
+    bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(folder))
     with pytest.raises(ValueError, match=r"has made 12 steps: give more than that to extend it"):
-        bayes.fit(loader, **{**OPTIONS, "steps": 10}, resume=folder)
+        bayes.fit(loader, **{**OPTIONS, "steps": 10}, checkpoint=vi.Checkpoint(folder, resume=True))
 
 
 # ------------------------------------------------------------------------------------------ resume is refused or exact
@@ -325,11 +314,11 @@ FAMILIES = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(1), vi.Mixt
     change=st.sampled_from([None, "data", "prior", "noise", "batch size"]),
 )
 def test_resume_is_refused_or_exact(family, steps, stop, every, accumulate, batch_size, change):
-    options = {"steps": steps, "progress": False, "restarts": 0, "accumulate": accumulate}
+    options = {"steps": steps, "progress": False, "accumulate": accumulate}
     made = {"family": FAMILIES[family], "batch_size": batch_size}
     with tempfile.TemporaryDirectory() as folder:
         bayes, loader = problem(**made)
-        bayes.fit(loader, **options, checkpoint=folder, every=every, callback=stop_at(min(stop, steps)))
+        bayes.fit(loader, **options, checkpoint=vi.Checkpoint(folder, every=every), callback=stop_at(min(stop, steps)))
         changes = {
             "data": {"data": rows(seed=9)},
             "prior": {"prior": vi.priors.NormalPrior(0.5)},
@@ -339,9 +328,9 @@ def test_resume_is_refused_or_exact(family, steps, stop, every, accumulate, batc
         again, loader = problem(**{**made, **changes.get(change, {})})
         if change is not None:
             with pytest.raises(ValueError, match=r"these differ|other settings|another length"):
-                again.fit(loader, **options, resume=folder)
+                again.fit(loader, **options, checkpoint=vi.Checkpoint(folder, resume=True))
             return
-        again.fit(loader, **options, resume=folder)
+        again.fit(loader, **options, checkpoint=vi.Checkpoint(folder, resume=True))
     whole, loader = problem(**made)
     whole.fit(loader, **options)
     assert all(torch.equal(tensor, again.learned()[key]) for key, tensor in whole.learned().items())

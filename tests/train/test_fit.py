@@ -16,7 +16,7 @@ from structvi.train.batches import Batches
 from structvi.train.optimizers import make_optimizer
 from structvi.train.options import KL_WARMUP
 from structvi.train.progress import Progress
-from structvi.train.schedule import Schedule
+from structvi.train.schedule import LearningRate
 from structvi.train.verdict import trend
 
 N, D, NOISE = 60, 3, 0.5
@@ -65,7 +65,7 @@ def same(a, b):
 def test_mean_field_reaches_the_closed_form():
     mean, precision, _ = exact()
     posterior = linear()
-    posterior.fit(loader(), steps=500, lr=0.05, groups=4, progress=False)
+    posterior.fit(loader(), steps=500, lr=0.05, estimator=vi.Estimator(groups=4), progress=False)
     # minibatch noise leaves the last iterates a few hundredths of a standard deviation from the optimum
     deviation = precision.diagonal().rsqrt()
     q = posterior.family()
@@ -78,7 +78,14 @@ def test_families_that_hold_the_posterior_reach_the_evidence(family):
     mean, precision, evidence = exact()
     posterior = linear(family)
     # full batches: with q = p the path estimator has no noise left, and the bound is tight
-    result = posterior.fit(loader(batch_size=N), steps=600, lr=0.05, groups=4, stop=False, progress=False)
+    result = posterior.fit(
+        loader(batch_size=N),
+        steps=600,
+        lr=0.05,
+        estimator=vi.Estimator(groups=4),
+        schedule=vi.Schedule(stop=False),
+        progress=False,
+    )
     assert result.elbo.value == pytest.approx(evidence, abs=1e-3)
     assert result.bound
     torch.testing.assert_close(posterior.family().mean.detach(), mean, atol=2e-3, rtol=0)
@@ -150,9 +157,7 @@ def test_accumulation_over_microbatches_is_the_larger_batch():
     for size, accumulate in ((20, 1), (10, 2)):
         torch.manual_seed(0)
         posterior = linear(vi.MAP())
-        result = posterior.fit(
-            loader(size, shuffle=False), epochs=10, accumulate=accumulate, average=False, progress=False
-        )
+        result = posterior.fit(loader(size, shuffle=False), epochs=10, accumulate=accumulate, progress=False)
         assert result.steps == 30
         runs.append(posterior.family.point.detach())
     torch.testing.assert_close(runs[0], runs[1], atol=1e-10, rtol=0)
@@ -168,33 +173,39 @@ def test_an_epoch_that_does_not_divide_by_accumulate_ends_with_a_smaller_step():
 def test_temperature_and_kl_warmup():
     posterior = linear(vi.FullNormal())
     result = posterior.fit(
-        loader(N), steps=500, lr=0.05, groups=4, temperature=0.25, kl_warmup=0.2, estimator="log_q", progress=False
+        loader(N),
+        steps=500,
+        lr=0.05,
+        kl_weight=0.25,
+        schedule=vi.Schedule(kl_warmup=0.2),
+        estimator=vi.Estimator("log_q", groups=4),
+        progress=False,
     )
     # E log lik − λ KL is maximal at the posterior of the data counted 1/λ times
     x, _ = data().tensors
     cold = 4 * x.mT @ x / NOISE**2 + torch.eye(D, dtype=x.dtype)
     torch.testing.assert_close(posterior.family().covariance().detach(), torch.linalg.inv(cold), atol=2e-4, rtol=0.15)
-    ladder = result.history["temperature"]
+    ladder = result.history["kl_weight"]
     assert ladder[0] < 0.01
     assert bool((ladder[:101].diff() > 0).all())
     assert bool((ladder[101:] == 0.25).all())
     assert any("not the posterior" in note for note in result.notes)
-    assert result.temperature == 0.25
+    assert result.kl_weight == 0.25
     # reported at λ = 1: below the evidence
     assert result.elbo.value < exact()[2]
 
 
 def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
     posterior = linear(vi.LowRankNormal(1))
-    first = posterior.fit(loader(), steps=40, progress=False).history["temperature"]
+    first = posterior.fit(loader(), steps=40, progress=False).history["kl_weight"]
     rise = round(KL_WARMUP * 40)
     assert bool((first[:rise] < 1).all())
     assert bool((first[rise:] == 1).all())
     # neither on the way on, nor with more columns, nor from a trained network
-    assert bool((posterior.fit(loader(), steps=4, progress=False).history["temperature"] == 1).all())
-    assert bool((posterior.grow(loader(), rank=2, steps=4, progress=False).history["temperature"] == 1).all())
-    trained = linear().fit(loader(), steps=4, start="trained", progress=False)
-    assert bool((trained.history["temperature"] == 1).all())
+    assert bool((posterior.fit(loader(), steps=4, progress=False).history["kl_weight"] == 1).all())
+    assert bool((posterior.grow(loader(), rank=2, steps=4, progress=False).history["kl_weight"] == 1).all())
+    trained = linear().fit(loader(), steps=4, progress=False)
+    assert bool((trained.history["kl_weight"] == 1).all())
 
 
 def test_a_factor_learns_slower_the_more_weights_there_are():
@@ -210,10 +221,14 @@ def test_optimizers_and_schedulers_of_the_users_own():
     posterior = linear()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 20])
-    result = posterior.fit(loader(), steps=30, optimizer=optimizer, scheduler=scheduler, stop=False, progress=False)
+    result = posterior.fit(loader(), steps=30, optimizer=optimizer, schedule=lambda _: scheduler, progress=False)
     assert result.history["lr"].tolist() == pytest.approx([0.01] * 10 + [0.001] * 10 + [0.0001] * 10)
     result = linear().fit(
-        loader(), steps=20, optimizer=lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0), warmup=0.5, progress=False
+        loader(),
+        steps=20,
+        optimizer=lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0),
+        schedule=vi.Schedule(warmup=0.5),
+        progress=False,
     )
     rates = result.history["lr"]
     assert rates[:10].tolist() == pytest.approx([0.01 * k for k in range(1, 11)])
@@ -223,7 +238,7 @@ def test_optimizers_and_schedulers_of_the_users_own():
 
 def test_default_schedule_and_cooling():
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
-    schedule = Schedule(optimizer, None, 0.1, 100)
+    schedule = LearningRate(optimizer, None, 0.1, 100)
     factors = [schedule.factor(step) for step in range(100)]
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[55] == pytest.approx(0.5)
@@ -233,15 +248,19 @@ def test_default_schedule_and_cooling():
 
 
 def test_the_rate_is_held_and_then_falls():
-    schedule = Schedule(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.1, 100, hold=0.5)
+    schedule = LearningRate(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.1, 100, hold=0.5)
     factors = [schedule.factor(step) for step in range(100)]
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[10:51] == [1.0] * 41
     assert factors[75] == pytest.approx(0.5)
     assert factors[99] < 0.01
-    late = Schedule(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.5, 100, hold=0.1)  # never before it has risen
+    late = LearningRate(
+        torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.5, 100, hold=0.1
+    )  # never before it has risen
     assert [late.factor(step) for step in (49, 50, 75)] == pytest.approx([1.0, 1.0, 0.5])
-    result = linear().fit(loader(), steps=40, lr=0.1, warmup=0.1, hold=0.5, stop=False, progress=False)
+    result = linear().fit(
+        loader(), steps=40, lr=0.1, schedule=vi.Schedule(warmup=0.1, hold=0.5, stop=False), progress=False
+    )
     assert result.history["lr"].tolist()[4:21] == pytest.approx([0.1] * 17)
     assert result.history["lr"][-1] < 0.001
 
@@ -250,7 +269,9 @@ def test_clipping():
     posterior = linear()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1.0)
     before = parameters(posterior)
-    result = posterior.fit(loader(), steps=1, optimizer=optimizer, clip=0.01, warmup=0, average=False, progress=False)
+    result = posterior.fit(
+        loader(), steps=1, optimizer=optimizer, clip=0.01, schedule=vi.Schedule(warmup=0), progress=False
+    )
     after = parameters(posterior)
     moved = torch.cat([(after[k] - before[k]).reshape(-1) for k in before]).norm().item()
     assert moved == pytest.approx(0.01, rel=1e-3)
@@ -265,7 +286,9 @@ def test_device_and_mixed_precision():
     posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField())
     x, t = (tensor.float() for tensor in data().tensors)
     batches = DataLoader(TensorDataset(x, t), batch_size=20, shuffle=True)
-    result = posterior.fit(batches, epochs=30, precision=torch.bfloat16, device="cpu", progress=False)
+    result = posterior.fit(
+        batches, epochs=30, compute=vi.Compute(precision=torch.bfloat16), device="cpu", progress=False
+    )
     assert torch.bfloat16 in seen
     assert posterior.model.precision is None
     assert all(tensor.dtype == torch.float32 for tensor in posterior.parameters())
@@ -325,7 +348,7 @@ def test_staged_fit_keeps_stage_one_where_the_factor_does_harm():
             with torch.no_grad():
                 posterior.family.factor.add_(5.0)
 
-    result = posterior.fit(loader(), steps=100, progress=False, average=False, callback=spoil)
+    result = posterior.fit(loader(), steps=100, progress=False, callback=spoil)
     assert result.kept == "rank 0 (mean field)"
     assert result.candidates["rank 0 (mean field)"].value > result.candidates["last step"].value
     assert bool((posterior.family.factor == 0).all())
@@ -341,7 +364,9 @@ def test_parts_and_blocks_are_staged_and_mean_field_is_not():
         result = regression_net(family).fit(loader(), steps=20, progress=False)
         assert result.history["stage"].tolist() == [1] * 8 + [2] * 12
     assert linear().fit(loader(), steps=20, progress=False).history["stage"].unique().tolist() == [2]
-    unstaged = regression_net(vi.LowRankNormal(2)).fit(loader(), steps=20, staged=False, progress=False)
+    unstaged = regression_net(vi.LowRankNormal(2)).fit(
+        loader(), steps=20, schedule=vi.Schedule(staged=False), progress=False
+    )
     assert unstaged.history["stage"].unique().tolist() == [2]
 
 
@@ -352,7 +377,7 @@ def test_average_is_kept_only_where_it_is_not_lower():
         posterior = linear()
         constant = lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)  # noqa: E731
         result = posterior.fit(
-            loader(5), steps=steps, optimizer=lambda p, r=rate: torch.optim.Adam(p, r), scheduler=constant, stop=False,
+            loader(5), steps=steps, optimizer=lambda p, r=rate: torch.optim.Adam(p, r), schedule=constant,
             progress=False,
         )  # fmt: skip
         average = f"average of the last {steps // 4}"
@@ -364,7 +389,7 @@ def test_average_is_kept_only_where_it_is_not_lower():
         assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
     # noise about the optimum is averaged away; on the way there the average lags behind
     assert kept == {"average", "last"}
-    assert len(linear().fit(loader(), steps=20, average=False, progress=False).candidates) == 1
+    assert len(linear().fit(loader(), steps=20, progress=False).candidates) == 1
 
 
 # ------------------------------------------------------------------------------------------------------- verdicts
@@ -398,7 +423,7 @@ def test_verdicts():
     assert done.verdict == "converged"
     assert done.steps < 2000  # stopped where the trend was gone, after a last quarter with a falling rate
     assert done.history["lr"][-1] < 1e-3
-    assert linear().fit(loader(), steps=400, lr=0.05, stop=False, progress=False).steps == 400
+    assert linear().fit(loader(), steps=400, lr=0.05, schedule=vi.Schedule(stop=False), progress=False).steps == 400
     assert "converged, after" in str(done)
 
 
@@ -456,8 +481,7 @@ def test_ctrl_c_inside_the_optimizer_leaves_no_half_step():
         posterior = linear()
         constant = lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)  # noqa: E731
         result = posterior.fit(
-            loader(), steps=steps, optimizer=lambda p, o=optimizer: o(p, 0.01), scheduler=constant, average=False,
-            kl_warmup=0.0, progress=False,
+            loader(), steps=steps, optimizer=lambda p, o=optimizer: o(p, 0.01), schedule=constant, progress=False,
         )  # fmt: skip
         assert result.steps == 6
         runs.append(parameters(posterior))
@@ -479,7 +503,7 @@ def test_a_step_that_is_not_finite_is_undone_and_its_batch_named():
     posterior = linear()
     states = []
     result = posterior.fit(
-        poisoned(slice(20, 30)), steps=4, average=False, progress=False,
+        poisoned(slice(20, 30)), steps=4, progress=False,
         callback=lambda history: states.append(parameters(posterior)),
     )  # fmt: skip
     (skipped,) = result.skipped
@@ -511,7 +535,7 @@ def test_after_two_steps_that_are_not_finite_an_older_state_is_gone_back_to():
     before = parameters(posterior)
     states = []
     result = posterior.fit(
-        loader(), steps=6, average=False, progress=False, optimizer=lambda p: Wild(p, 1e-3),
+        loader(), steps=6, progress=False, optimizer=lambda p: Wild(p, 1e-3),
         callback=lambda history: states.append(parameters(posterior)),
     )  # fmt: skip
     assert result.history["elbo"].isnan().tolist() == [False, False, True, True, False, False]
@@ -706,22 +730,15 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 1, "steps": 1}, "one of epochs= and steps="),
+        ({"epochs": 1, "steps": 1}, "a fit needs a length, got epochs=1 and steps=1"),
+        ({}, r"fit\(loader, epochs=20\) trains .* laplace\(loader, validation=held_out\)"),
         ({"epochs": 0}, "epochs must be an integer"),
         ({"steps": 1.5}, "steps must be an integer"),
         ({"epochs": 1, "accumulate": 0}, "accumulate must be"),
-        ({"epochs": 1, "every": 0}, "every must be"),
-        ({"epochs": 1, "warmup": 1.0}, "warmup is a fraction"),
-        ({"epochs": 1, "hold": -0.1}, "hold is a fraction"),
-        ({"epochs": 1, "kl_warmup": -1}, "kl_warmup is a fraction"),
-        ({"epochs": 1, "temperature": 0}, "temperature must be positive|temperature must be a positive"),
+        ({"epochs": 1, "kl_weight": 0}, "kl_weight must be a positive"),
         ({"epochs": 1, "clip": -1.0}, "clip must be a positive"),
-        ({"epochs": 1, "staged": "yes"}, "staged must be"),
-        ({"epochs": 1, "precision": torch.float32}, "torch.bfloat16 or torch.float16"),
-        ({"epochs": 1, "precision": torch.float16}, "the weights are torch.float64"),
-        ({"epochs": 1, "start": "cold"}, 'start must be None or "trained"'),
-        ({"epochs": 1, "groups": 0}, "groups must be"),
-        ({"epochs": 1, "estimator": "best"}, "kind of an Estimator"),
+        ({"epochs": 1, "compute": vi.Compute(precision=torch.float32)}, "torch.bfloat16 or torch.float16"),
+        ({"epochs": 1, "compute": vi.Compute(precision=torch.float16)}, "the weights are torch.float64"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p, weight_decay=0.1)}, "weight_decay=0.1.*prior"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "not posterior.parameters"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p), "lr": 0.1}, "lr=0.1 belongs"),
@@ -738,8 +755,11 @@ def test_bad_values(options, message):
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS"),
         ({"optimizer": lambda p: 3}, "torch optimizer"),
         ({"optimizer": "adam"}, "torch optimizer or a function .* got .adam"),
-        ({"scheduler": 3}, "LRScheduler"),
-        ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "metric"),
+        ({"schedule": 3}, "a function from the optimizer"),
+        ({"schedule": lambda _: 3}, "a scheduler of it"),
+        ({"estimator": "path"}, r"vi.Estimator\(\.\.\)"),
+        ({"validation": 0.2}, "split the data"),
+        ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "metric"),
     ],
 )
 def test_bad_types(options, message):
@@ -747,10 +767,19 @@ def test_bad_types(options, message):
         linear().fit(loader(), epochs=1, progress=False, **options)
 
 
-def test_a_scheduler_of_another_optimizer():
-    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], 0.1))
-    with pytest.raises(ValueError, match="another optimizer"):
-        linear().fit(loader(), epochs=1, scheduler=other, progress=False)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: vi.Schedule(warmup=1.0), "warmup is a fraction"),
+        (lambda: vi.Schedule(hold=-0.1), "hold is a fraction"),
+        (lambda: vi.Schedule(kl_warmup=-1), "kl_warmup is a fraction"),
+        (lambda: vi.Schedule(staged="yes"), "staged must be"),
+        (lambda: vi.Checkpoint("folder", every=0), "every must be"),
+    ],
+)
+def test_bad_values_of_frozen_options(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_one_batch_instead_of_a_loader_is_told():

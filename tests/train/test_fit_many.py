@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import structvi as vi
 from structvi.train.batches import Batches
-from structvi.train.members import members_of
 from structvi.train.stacked_batches import Feed
 
 
@@ -60,12 +59,12 @@ def assert_same(at_once, alone, results, singles):
     ("family", "options"),
     [
         (vi.MeanField(), {}),
-        (vi.LowRankNormal(2), {"groups": 2}),
-        (vi.LowRankPrecision(2), {"coupling": vi.couplings.naive}),
-        (vi.LowRankPrecision(2), {"coupling": vi.couplings.unscented}),
+        (vi.LowRankNormal(2), {"estimator": vi.Estimator(groups=2)}),
+        (vi.LowRankPrecision(2), {"estimator": vi.Estimator(coupling=vi.couplings.naive)}),
+        (vi.LowRankPrecision(2), {"estimator": vi.Estimator(coupling=vi.couplings.unscented)}),
         (vi.Mixture(vi.MeanField(), components=2), {}),
         (vi.PerLayer({"2.*": vi.MeanField(), "*": vi.MAP()}), {}),
-        (vi.MeanField(), {"estimator": "entropy", "temperature": 0.3}),
+        (vi.MeanField(), {"estimator": vi.Estimator("entropy"), "kl_weight": 0.3}),
     ],
 )
 def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
@@ -136,7 +135,7 @@ def test_a_fit_that_fails_leaves_the_others_alone():
     for one in (*a, *b):
         one.model.num_data = 8
     loaders = [[good], [good, bad, bad, good], [bad]]
-    given = {"steps": 12, "average": False, "compare": 1.0}
+    given = {"steps": 12, "average": False}
     results = vi.fit_many(a, loaders, at_once=True, progress=False, **given)
     singles = alone(b[:2], loaders[:2], **given)
     for m, single in enumerate(singles):
@@ -201,8 +200,7 @@ def test_what_is_held_is_not_learned_with_the_others():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"checkpoint": "somewhere"}, "checkpoint= is for one fit"),
-        ({"resume": "somewhere"}, "resume= is for one fit"),
+        ({"checkpoint": vi.Checkpoint("somewhere")}, "checkpoint= is for one fit"),
         ({"callback": print}, "callback= is for one fit"),
         ({"seeds": [1]}, "one entry for each of the 2"),
         ({"stepps": 3}, "no option stepps"),
@@ -253,84 +251,3 @@ def test_a_long_curve_is_thinned():
     points = result.history["held_out"].isfinite().nonzero().flatten()  # an epoch is a step
     assert 30 <= len(points) <= 34
     assert int(points.diff().max()) <= 7
-
-
-# ------------------------------------------------------------------------------------------------------------ members
-
-
-def test_members_are_independent_fits_and_a_mixture(tmp_path):
-    bayes, other = made(1)[0], made(1)[0]
-    loader, held_out = data(40), data(20, seed=9)
-    singles = members_of(other, 3, seed=4)
-    result = bayes.fit(loader, steps=50, members=3, validation=held_out, seed=4, progress=False)
-    assert isinstance(result, vi.MixtureResult)
-    assert result.weights == pytest.approx([1 / 3] * 3)
-    mixture = result.mixture
-    assert mixture.posteriors[0] is bayes
-    for c, (one, single) in enumerate(zip(mixture.posteriors, singles, strict=True)):
-        single.fit(loader, steps=50, seed=4 + c, validation=held_out, progress=False)
-        assert differ(one, single) < 1e-11
-    x = next(iter(held_out))[0]
-    mixture.save(tmp_path / "mixture")
-    again = vi.load_mixture(tmp_path / "mixture", [copy.deepcopy(one.net) for one in mixture.posteriors])
-    assert torch.equal(*(one.predict(x, generator=torch.Generator().manual_seed(0)).mean for one in (again, mixture)))
-    rows = list(held_out)  # shuffled anew at each reading: sums would be taken in another order
-    metrics = [one.evaluate(rows, generator=torch.Generator().manual_seed(0)) for one in (again, mixture)]
-    assert metrics[0].nlpd == pytest.approx(metrics[1].nlpd, rel=1e-12)  # sums over memory that lies elsewhere
-
-
-def test_members_by_stacking_and_from_a_fraction():
-    result = made(1)[0].fit(data(60), steps=20, members=2, weights="stacked", validation=0.3, progress=False)
-    assert sum(result.weights) == pytest.approx(1.0)
-    assert result.held_out is not None
-    with pytest.raises(ValueError, match="give validation="):
-        made(1)[0].fit(data(60), steps=2, members=2, weights="stacked", progress=False)
-
-
-def test_members_at_several_temperatures():
-    bayes, loader = made(1)[0], data(60)
-    singles = members_of(copy.deepcopy(bayes), 3, seed=2)
-    mixture = bayes.fit(loader, steps=20, members=3, temperature=[1.0, 0.1], seed=2, progress=False).mixture
-    pairs = zip(mixture.posteriors, singles, (1.0, 0.1, 1.0), strict=True)
-    for c, (one, single, temperature) in enumerate(pairs):
-        single.fit(loader, steps=20, seed=2 + c, temperature=temperature, progress=False)
-        assert differ(one, single) < 1e-11
-    with pytest.raises(ValueError, match="temperature= has 2 entries, one for a member, and there are members=1"):
-        made(1)[0].fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
-    with pytest.raises(ValueError, match="one entry for each of 3 members, got 2"):
-        mixture.fit(loader, steps=2, temperature=[1.0, 0.1], progress=False)
-
-
-@pytest.mark.parametrize(
-    "family", [vi.MAP(), vi.MCDropout(), vi.FullNormal(), vi.Mixture(vi.MeanField(), components=2)]
-)
-def test_members_of_every_family_begin_elsewhere(family):
-    bayes = made(1, family, prior=vi.priors.NormalPrior(1.0))[0]
-    first, second, third = members_of(bayes, 3)
-    means = [one.family().mean for one in (first, second, third)]
-    assert not torch.equal(means[0], means[1])
-    assert not torch.equal(means[1], means[2])
-
-
-def test_members_of_a_family_that_knows_no_other_start():
-    class Still(vi.MAP):
-        def begin_again(self, generator):
-            pass
-
-    with pytest.raises(ValueError, match=r"Still knows of none: .* `begin_again"):
-        members_of(made(1, Still(), prior=vi.priors.NormalPrior(1.0))[0], 2)
-
-
-def test_members_begin_at_different_starts_of_what_has_not_learned():
-    bayes = made(1)[0]
-    first, second = members_of(bayes, 2, seed=1)
-    assert first is bayes
-    assert not torch.equal(first.family.mean, second.family.mean)
-    assert torch.equal(first.family.log_scale, second.family.log_scale)
-    bayes.fit(data(20), steps=2, progress=False)
-    with pytest.raises(ValueError, match="was fitted before"):
-        bayes.fit(data(20), steps=2, members=2)
-    with pytest.raises(ValueError, match="fit needs a length"):
-        made(1)[0].fit(data(20), members=2)
-    with pytest.raises(ValueError, match="checkpoint= is for one fit"):
-        made(1)[0].fit(data(20), steps=2, members=2, checkpoint="somewhere")

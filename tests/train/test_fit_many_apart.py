@@ -120,4 +120,4 @@ def test_a_linearised_network_with_a_part_that_is_a_point():
     net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
     blocks = vi.PerLayer({"0.*": vi.MAP(), "*": vi.MeanField()})
     bayes = vi.variationalize(net, vi.likelihoods.Gaussian(0.1), blocks, linearise=True)
-    assert torch.isfinite(bayes.fit(loader(60, 16), start="trained", steps=3, progress=False).history["elbo"]).all()
+    assert torch.isfinite(bayes.fit(loader(60, 16), steps=3, progress=False).history["elbo"]).all()

@@ -7,9 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.families.growth import with_components
-from structvi.train.batches import Batches
-from structvi.train.curvature import curvature_roots, diagonal_curvature
-from structvi.train.warm_start import diagonal_fisher, prior_precision, start_trained
+from structvi.train.warm_start import diagonal_fisher, prior_precision
 
 N, D, NOISE = 40, 3, 0.5
 
@@ -92,26 +90,6 @@ def test_prior_precision():
     assert bool((prior_precision(laplace, theta) == 0).all())
 
 
-@pytest.mark.parametrize(
-    "family", [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()], ids=repr
-)
-def test_start_at_a_trained_network(family):
-    net = network()
-    posterior = bayes(family, net)
-    with torch.no_grad():  # trained after the posterior was made
-        for tensor in net.parameters():
-            tensor.mul_(1.5)
-    start_trained(posterior, Batches(loader()))
-    q = posterior.family
-    for module in q.modules():
-        if isinstance(module, vi.LowRankNormal | vi.LowRankPrecision):
-            module.first_stage()
-    torch.testing.assert_close(q().mean.detach(), values(net))
-    roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
-    curvature = diagonal_curvature(posterior.model, roots)
-    check_scales(q().variance.detach(), curvature, posterior.space)
-
-
 def check_scales(variance, curvature, space):
     """1/(curvature + prior precision), the prior no wider than a tensor starts; and one factor for all scales."""
     expected = 1 / (curvature + (space.scale**-2).clamp(min=1.0))
@@ -119,46 +97,6 @@ def check_scales(variance, curvature, space):
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=0, rtol=1e-9)
     halvings = 0.5 * ratio[0].log2().item()
     assert halvings == pytest.approx(round(halvings), abs=1e-6)
-
-
-def test_start_with_blocks_and_without_a_curved_prior():
-    net = network()
-    posterior = bayes(vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.MeanField()}), net)
-    start_trained(posterior, Batches(loader()))
-    torch.testing.assert_close(posterior.family().mean.detach(), values(net))
-    roots = curvature_roots(posterior.model, values(net), Batches(loader()).in_order(1))
-    curvature = diagonal_curvature(posterior.model, roots)
-    check_scales(
-        posterior.family().variance.detach()[16:], curvature[16:], posterior.space.subset(["2.weight", "2.bias"])
-    )
-    posterior = bayes(vi.MeanField(), net, vi.priors.LaplacePrior(1.0))
-    with torch.no_grad():
-        net[2].weight.zero_()  # no information about the first layer
-    start_trained(posterior, Batches(loader()))
-    scale = posterior.family.log_scale.exp()
-    ratio = scale[:12].detach() / posterior.space.scale[:12]
-    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
-    assert ratio[0] <= 1
-    with pytest.raises(TypeError, match=r"Mixture\.from_networks"):
-        start_trained(bayes(vi.Mixture(vi.MeanField(), 2)), Batches(loader()))
-
-
-def test_fit_from_a_trained_network_starts_well():
-    net = network()
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(40):
-        for x, t in loader():
-            optimizer.zero_grad()
-            (net(x) - t).square().mean().backward()
-            optimizer.step()
-    before = values(net)
-    warm = bayes(vi.LowRankNormal(2), net).fit(loader(), steps=20, start="trained", progress=False)
-    torch.manual_seed(0)
-    cold = bayes(vi.LowRankNormal(2)).fit(loader(), steps=20, progress=False)
-    assert warm.history["elbo"][0] > cold.history["elbo"][0]
-    assert warm.elbo.value > cold.elbo.value
-    assert torch.equal(values(net), before)
-    assert warm.history["stage"].tolist() == [1] * 8 + [2] * 12
 
 
 # ----------------------------------------------------------------------------------------------------------- grow
@@ -203,7 +141,7 @@ def test_what_grows_worse_is_not_kept():
     before = {name: tensor.detach().clone() for name, tensor in posterior.named_parameters()}
     for options in ({"rank": 2}, {"components": 2}):
         # far too high a rate: it can only do harm
-        wild = {"optimizer": lambda p: torch.optim.SGD(p, 0.5), "clip": None, "warmup": 0, "average": False}
+        wild = {"optimizer": lambda p: torch.optim.SGD(p, 0.5), "clip": None, "schedule": vi.Schedule(warmup=0)}
         result = posterior.grow(loader(), steps=3, progress=False, **wild, **options)
         assert result.kept == "before"
         assert result.elbo.value > result.candidates["grown"].value
@@ -229,7 +167,7 @@ def test_grow_components():
     [
         (vi.MeanField(), {}, ValueError, "one of rank= and components="),
         (vi.MeanField(), {"rank": 1, "components": 2}, ValueError, "one of rank= and components="),
-        (vi.MeanField(), {"rank": 1, "staged": True}, ValueError, "neither staged= nor start="),
+        (vi.MeanField(), {"rank": 1, "schedule": vi.Schedule(staged=True)}, ValueError, "neither staged= nor start="),
         (vi.MeanField(), {"rank": 0}, ValueError, "the rank is 0 already"),
         (vi.LowRankNormal(2), {"rank": 2}, ValueError, "the rank is 2 already"),
         (vi.FullNormal(), {"rank": 2}, TypeError, "not for FullNormal"),
@@ -264,27 +202,6 @@ def test_mixture_from_networks():
         vi.Mixture.from_networks([], part=vi.MeanField())
 
 
-@pytest.mark.parametrize("noise", ["point", "random"])
-def test_an_unknown_noise_starts_at_the_trained_networks_residuals(noise):
-    """Left at 1, a noise of 0.1 makes every scale ten times too wide, and the fit forgets what was trained."""
-    torch.manual_seed(0)
-    x = torch.randn(400, 2)
-    net = torch.nn.Linear(2, 1)
-    t = net(x).detach() + 0.1 * torch.randn(400, 1)
-    t[:50] = 100.0  # masked: a tenth of the data that must not count
-    mask = torch.ones_like(t, dtype=torch.bool)
-    mask[:50] = False
-    batches = [(x[i : i + 100], (t[i : i + 100], mask[i : i + 100])) for i in range(0, 400, 100)]
-    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise), vi.MeanField(), num_data=400)
-    start_trained(posterior, Batches(batches, 0, torch.device("cpu")))
-    if noise == "point":
-        found = posterior.model.likelihood.log_noise.exp().item()
-    else:
-        found = posterior.space.unravel(posterior.family().mean)["likelihood.log_noise"].exp().item()
-    assert found == pytest.approx(0.1, rel=0.15)  # 350 residuals: a standard error of 4 %
-    assert posterior.family().variance.sqrt()[:2].max() < 0.02  # 0.1/√350 = 0.005, and not 1/√350 = 0.05
-
-
 def test_new_parts_of_a_mixture_weigh_a_tenth_together():
     space = vi.Parameters({"z": torch.zeros(3)})
     generator = torch.Generator().manual_seed(0)
@@ -292,9 +209,3 @@ def test_new_parts_of_a_mixture_weigh_a_tenth_together():
     torch.testing.assert_close(two.proportions, torch.tensor([0.9, 0.1]))
     four = with_components(two, 4, generator)
     torch.testing.assert_close(four.proportions, torch.tensor([0.81, 0.09, 0.05, 0.05]))
-
-
-def test_growth_needs_steps():
-    posterior = bayes(vi.MeanField())
-    with pytest.raises(ValueError, match="give one of epochs= and steps="):
-        posterior.grow(loader(), rank=1)

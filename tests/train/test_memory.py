@@ -79,7 +79,7 @@ def no_memory(*_):
 
 def test_nothing_is_lost(tmp_path, monkeypatch):
     """The posterior is that of the last step, and a fit resumed from the checkpoint ends as one never stopped."""
-    options = {"steps": 12, "progress": False, "stop": False}
+    options = {"steps": 12, "progress": False, "schedule": vi.Schedule(stop=False)}
     whole = make()
     whole.fit(loader(), **options)
     bayes, seen = make(), {}
@@ -93,13 +93,13 @@ def test_nothing_is_lost(tmp_path, monkeypatch):
     with pytest.raises(
         torch.OutOfMemoryError, match=r"a step does not fit into memory.*would fit.*torch said"
     ) as caught:
-        bayes.fit(loader(), **options, checkpoint=tmp_path, every=5, callback=fail_later)
+        bayes.fit(loader(), **options, checkpoint=vi.Checkpoint(tmp_path, every=5), callback=fail_later)
     assert any("after step 7" in note and str(tmp_path) in note for note in caught.value.__notes__)
     assert all(torch.equal(seen[name], p) for name, p in bayes.named_parameters())
     assert all(p.grad is None for p in bayes.parameters())
     monkeypatch.undo()
     again = make()
-    result = again.fit(loader(), **options, resume=tmp_path)
+    result = again.fit(loader(), **options, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert any("resumed at step 7" in note for note in result.notes)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 

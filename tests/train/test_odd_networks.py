@@ -269,9 +269,9 @@ def test_candidates_are_compared_row_by_row_whatever_the_order():
     assert found.kept == expected.kept
     assert found.against_network == pytest.approx(expected.against_network, rel=0.1, abs=1e-4)  # of other draws
     watched = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
-    result = watched.fit(train, epochs=2, start="trained", validation=Shuffled(), progress=False)
+    result = watched.fit(train, epochs=2, validation=Shuffled(), progress=False)
     again = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
-    same = again.fit(train, epochs=2, start="trained", validation=held_out, progress=False)
+    same = again.fit(train, epochs=2, validation=held_out, progress=False)
     assert result.against_network == pytest.approx(same.against_network, rel=1e-4, abs=1e-6)
 
 

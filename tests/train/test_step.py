@@ -153,7 +153,7 @@ def test_a_compiled_network_gives_the_same(monkeypatch):
     runs = []
     for option in (False, True):
         bayes = posterior(vi.LowRankNormal(2))
-        bayes.fit(loader, steps=6, groups=2, compile=option, progress=False)
+        bayes.fit(loader, steps=6, estimator=vi.Estimator(groups=2), compute=vi.Compute(compile=option), progress=False)
         runs.append(flat(bayes))
     torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-10)
     assert asked == [torch.func.functional_call]

@@ -48,7 +48,7 @@ def batches(step, steps, accumulate=1):
         epoch += 1
 
 
-PLAIN = {"warmup": 0.0, "kl_warmup": 0.0, "staged": False, "average": False, "stop": False, "progress": False}
+PLAIN = {"schedule": vi.Schedule(warmup=0.0, kl_warmup=0.0, staged=False, stop=False), "progress": False}
 FAMILIES = {
     "mean field": vi.MeanField(),
     "covariance": vi.LowRankNormal(2),
@@ -64,8 +64,8 @@ FAMILIES = {
 def test_it_is_the_step_of_fit_bit_for_bit(name, accumulate):
     """Adam with a rate that falls, clipped gradients, dropout on, batches of two sizes: 7 steps."""
     fitted, stepped = (make(FAMILIES[name], dropout="on") for _ in range(2))
-    common = {"lr": 0.05, "scheduler": falling, "clip": 0.5, "groups": 2, "seed": 5}
-    result = fitted.fit(loader(), steps=7, accumulate=accumulate, restarts=0, **common, **PLAIN)
+    common = {"lr": 0.05, "schedule": falling, "clip": 0.5, "estimator": vi.Estimator(groups=2), "seed": 5}
+    result = fitted.fit(loader(), steps=7, accumulate=accumulate, **common, **PLAIN)
     step = stepped.stepper(observations=N / math.ceil(3 / accumulate), **common)
     losses, norms = [], []
     for several in batches(step, 7, accumulate):
@@ -86,8 +86,12 @@ def test_with_an_optimizer_of_the_users_own(precision):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    fitted.fit(loader(), steps=5, optimizer=sgd, scheduler=falling, seed=5, restarts=0, precision=precision, **PLAIN)
-    step = stepped.stepper(optimizer=sgd, scheduler=falling, observations=7, seed=5, precision=precision)
+    fitted.fit(
+        loader(), steps=5, optimizer=sgd, schedule=falling, seed=5, compute=vi.Compute(precision=precision), **PLAIN
+    )
+    step = stepped.stepper(
+        optimizer=sgd, schedule=falling, observations=7, seed=5, compute=vi.Compute(precision=precision)
+    )
     for (batch,) in batches(step, 5):
         step(batch)
     assert all(torch.equal(a, b) for a, b in zip(fitted.parameters(), stepped.parameters(), strict=True))
@@ -97,7 +101,7 @@ def test_with_an_optimizer_of_the_users_own(precision):
 def test_the_rates_of_the_optimizer_are_read_at_every_step():
     """A scheduler of the loop's own over step.optimizer is the same as scheduler=."""
     given, own = (make(vi.LowRankNormal(2)) for _ in range(2))
-    one, two = given.stepper(scheduler=falling), own.stepper()
+    one, two = given.stepper(schedule=falling), own.stepper()
     scheduler = falling(two.optimizer)
     for (batch,) in batches(one, 3):
         one(batch)
@@ -143,7 +147,7 @@ def test_a_float16_step_that_overflows_is_left_out():
     """A scale that cannot hold: halved at every step, and the posterior stays until one fits."""
     bayes = make(vi.MeanField())
     bayes.model.scale.value = 2.0**40
-    step = bayes.stepper(precision=torch.float16)
+    step = bayes.stepper(compute=vi.Compute(precision=torch.float16))
     before = [p.detach().clone() for p in bayes.parameters()]
     assert math.isnan(step(loader().dataset[:8]))
     assert step.steps == 0
@@ -176,4 +180,4 @@ def test_what_it_refuses():
     unknown = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.MeanField())
     with pytest.raises(ValueError, match="num_data"):
         unknown.stepper()
-    assert repr(bayes.stepper(capture=False)) == "Stepper(Adam, 0 steps, not captured: as asked)"
+    assert repr(bayes.stepper(compute=vi.Compute(capture=False))) == "Stepper(Adam, 0 steps, not captured: as asked)"

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from ..result import Result
 from ..train.result import FitResult
-from ..train.stuck import DRAWS as EXPLAINED_DRAWS
 from ..util.budget import STEP, batches_within, default_passes
 from ..util.checks import check_positive
+from .explained import DRAWS as EXPLAINED_DRAWS
 from .gradients import couplings_of
 from .problem import Problem
 

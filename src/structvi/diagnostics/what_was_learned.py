@@ -14,9 +14,9 @@ from ..models.priors.base import MixturePrior, Prior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
 from ..parameters import Parameters
-from ..train.stuck import Explained, explained
 from ..util.checks import check_seed
 from ..util.patterns import assign
+from .explained import Explained, explained
 
 if TYPE_CHECKING:
     from ..posterior import Posterior

@@ -20,7 +20,7 @@ from ..posterior import Posterior
 from ..train.batches import Batches
 from ..train.options import KL_WARMUP
 from ..train.result import History
-from ..train.schedule import Schedule
+from ..train.schedule import LearningRate
 from ..util.checks import check_fraction
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class BayesianModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(adam_groups(self.posterior, self.lr))
-        schedule = Schedule(optimizer, None, self.warmup, self._steps)
+        schedule = LearningRate(optimizer, None, self.warmup, self._steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -199,7 +199,7 @@ class PosteriorCallback(Callback):
         pl_module.log_dict({"elbo": estimate.value, "kl": outputs["kl"]})
         self.history.append(
             step=len(self.history), epoch=trainer.current_epoch, stage=0, elbo=estimate.value,
-            standard_error=estimate.standard_error, temperature=outputs["kl_weight"], lr=outputs["lr"],
+            standard_error=estimate.standard_error, kl_weight=outputs["kl_weight"], lr=outputs["lr"],
         )  # fmt: skip
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,7 +18,6 @@ maximum. Where the network is not sure enough already, a posterior must gain to 
 held-out data c = `WIDTH`, linearised.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..couplings import naive, paired
-from ..families.family import Family
 from ..families.precision import LowRankPrecision
 from ..families.scale_mixture import ScaleMixture
 from ..models.calibration import Calibration
@@ -43,14 +41,14 @@ from .held_out import DRAWS, OUTPUT_DRAWS, HeldOut, of_network
 from .measuring import chosen
 from .noise import Noise
 from .notes import notes_on_bound
-from .options import FitOptions
 from .probing import linear_obstacle
-from .result import FitResult, History, PathPoint
+from .result import FitResult, History
 from .validation import PREFERRED
 from .warm_start import curvature_of, trained_values, with_residual_noise
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
+    from .laplace import Placing
 
 UNCERTAIN = (
     "of every posterior the held-out data allow that it is worse than the network: what is kept is a narrow normal "
@@ -60,7 +58,7 @@ UNCERTAIN = (
 GROUPS, BATCHES, SHARE = 2, 4, 0.1
 
 
-def fit_around(posterior: "Posterior", batches: Batches, options: FitOptions, notes: list[str]) -> FitResult:
+def fit_around(posterior: "Posterior", batches: Batches, options: "Placing", notes: list[str]) -> FitResult:
     """Place the posterior, choose what is open, and say what came of it."""
     with by_rule(posterior.model.evaluation, posterior.device):
         around = _prepared(posterior, batches, options)
@@ -71,10 +69,7 @@ def fit_around(posterior: "Posterior", batches: Batches, options: FitOptions, no
         else:
             kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
             network = alone.held_out
-        path, at_one = _path(around, candidates, kept, batches, options)
-        result = _placed(around, batches, options, notes, candidates, kept, network)
-        result.path, result.at_one = path, at_one
-        return result
+        return _placed(around, batches, options, notes, candidates, kept, network)
 
 
 @contextmanager
@@ -100,7 +95,7 @@ class Together(NamedTuple):
 
 
 def fit_around_together(
-    members: "Sequence[tuple[Posterior, Batches, list[str]]]", options: FitOptions, may_temper: bool = True
+    members: "Sequence[tuple[Posterior, Batches, list[str]]]", options: "Placing", may_temper: bool = True
 ) -> Together:
     """Place a posterior around each network, of one width for all: that which suits their mixture.
 
@@ -120,16 +115,15 @@ def fit_around_together(
         return Together(results, kept, ensemble, candidates)
 
 
-def _held_out(options: FitOptions, posterior: "Posterior") -> Reread:
+def _held_out(options: "Placing", posterior: "Posterior") -> Reread:
     assert options.validation is not None
-    assert not isinstance(options.validation, int | float)
     return held_out_batches(options.validation, options.seed, posterior.device)
 
 
 def _placed(
     around: Around,
     batches: Batches,
-    options: FitOptions,
+    options: "Placing",
     notes: list[str],
     candidates: list[Candidate],
     kept: Candidate,
@@ -147,7 +141,7 @@ def _placed(
     return _result(posterior, batches, options, notes, candidates, kept, network, trained)
 
 
-def _prepared(posterior: "Posterior", batches: Batches, options: FitOptions) -> Around:
+def _prepared(posterior: "Posterior", batches: Batches, options: "Placing") -> Around:
     """The curvature at the trained weights, with the family and a first prior where they are open."""
     model = posterior.model
     theta = trained_values(posterior, present="linearise" in posterior.left_open)
@@ -167,30 +161,12 @@ def _prepared(posterior: "Posterior", batches: Batches, options: FitOptions) -> 
     return Around(posterior, laplace, Noise.of(posterior), obstacle)
 
 
-def _path(
-    around: Around, candidates: list[Candidate], kept: Candidate, batches: Batches, options: FitOptions
-) -> tuple[list[PathPoint], Family | None]:
-    """ELBO and held-out density at every λ that was tried, and the family at λ = 1."""
-    if options.temperature != "validated":
-        return [], None
-    path, at_one, posterior = [], None, around.posterior
-    for one in candidates:
-        if (one.linearised, one.noise) == (kept.linearised, kept.noise) and one.held_out is not None:
-            around.place(one)
-            if one.temperature == 1.0:
-                at_one = copy.deepcopy(posterior.family)
-            path.append(
-                PathPoint(one.temperature, _elbo(posterior, batches.everything(_few(batches)), options), one.density)
-            )
-    return path, at_one
-
-
 def _few(batches: Batches) -> int:
     """How many batches the ELBO is measured on: its price is a share of a pass."""
     return BATCHES if batches.length is None else max(1, min(BATCHES, int(SHARE * batches.length)))
 
 
-def _elbo(posterior: "Posterior", batches: Iterable[Any], options: FitOptions) -> Estimate:
+def _elbo(posterior: "Posterior", batches: Iterable[Any], options: "Placing") -> Estimate:
     try:
         # of a mixture a group has a draw of each part
         coupling = paired if posterior.family.scale_count == 1 else naive
@@ -202,7 +178,7 @@ def _elbo(posterior: "Posterior", batches: Iterable[Any], options: FitOptions) -
 def _result(
     posterior: "Posterior",
     batches: Batches,
-    options: FitOptions,
+    options: "Placing",
     notes: list[str],
     candidates: list[Candidate],
     kept: Candidate,
@@ -226,13 +202,11 @@ def _result(
     notes += notes_on_bound(model)
     if kept.temperature != 1:
         notes.append(f"λ = {kept.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1")
-    if options.temperature == "validated":
-        notes.append("λ was chosen by held-out density; result.at_one is the family at λ = 1, the posterior itself")
     evaluation = model.evaluation
     return FitResult(
         status=Status.PLACED, verdict=_verdict(kept), elbo=elbo, kept=kept.name,
         candidates={kept.name: elbo}, comparison=f"{GROUPS} groups of draws", history=History(), steps=0, epochs=0.0,
-        temperature=kept.temperature, bound=posterior.family().bound, exact=posterior.device.type == "cpu",
+        kl_weight=kept.temperature, bound=posterior.family().bound, exact=posterior.device.type == "cpu",
         notes=notes, evaluation=str(evaluation), constant=read.log_likelihood,
         held_out={one.name: one.density for one in candidates if one.held_out is not None},
         network=None if network is None else network.mean,
@@ -256,7 +230,7 @@ def _verdict(kept: Candidate) -> str:
     return f"placed around the network: {kept.name}"
 
 
-def _explain(kept: Candidate, options: FitOptions, parts: int) -> str:
+def _explain(kept: Candidate, options: "Placing", parts: int) -> str:
     text = (
         "the mean is held at the trained weights, which have seen the data, and the precision is the curvature there: "
         "a Laplace approximation. No ELBO was maximised"

@@ -15,26 +15,25 @@ from ..util.random_streams import borrowed_stream
 from .averaging import assign, copied
 from .batches import Batches
 from .before import notes_before, with_held_out
-from .begin import begin, leave, may_restart
+from .begin import begin, leave
 from .fingerprint import form_of
 from .loop import Run
 from .many import Together
 from .options import FitOptions
 from .progress import Progress
 from .result import FitResult
-from .running import restarted, run_fit
+from .running import run_fit
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 #: What is refused: it belongs to one fit.
-OF_ONE = ("checkpoint", "resume", "callback", "every")
+OF_ONE = ("checkpoint", "callback")
 #: Options that fits at once have the same; the others are each one's own.
-SHARED = ("groups", "coupling", "estimator", "clip", "capture")
+SHARED = ("estimator", "clip", "compute")
 #: Options under which fits are made one after another, and the values at which they are not.
 ALONE: dict[str, tuple[Any, ...]] = {
-    "optimizer": (None,), "scheduler": (None,), "accumulate": (1,), "precision": (None,), "compile": (False,),
-    "start": (None,), "mean": ("learned",),
+    "optimizer": (None,), "scheduler": (None,), "accumulate": (1,),
 }  # fmt: skip
 
 
@@ -60,7 +59,7 @@ def fit_each(
                 f"{name}= is for one fit, and these are {len(posteriors)}: fit one after another, each with its own"
             )
     learned = [id(parameter) for one in posteriors for parameter in one.parameters()]
-    if len(set(learned)) < len(learned) and not options[0].is_around:
+    if len(set(learned)) < len(learned):
         raise ValueError(
             "two of the posteriors share something that is learned, a likelihood's noise or a prior's scales: make a "
             "likelihood and a prior for each"
@@ -78,7 +77,7 @@ def fit_each(
                 run_fit(one, data, own, f"{label} {m + 1} of {len(posteriors)}".strip())
                 for m, (one, data, own) in zip(members, chosen, strict=True)
             ]
-            for result in () if options[0].is_around else found:
+            for result in found:
                 result.notes.append(f"one of {len(posteriors)} fits, made one after another: {reason}")
         for m, result in zip(members, found, strict=True):
             results[m] = result
@@ -112,14 +111,13 @@ def _groups(
 
 
 def _against_options(options: FitOptions) -> str | None:
-    if options.is_around or options.temperature == "validated":
-        return "they are no fits of so many steps"
-    if options.kl_warmup == "paced":
-        return "kl_warmup='paced'"
+    computing = options.computing
+    if computing.compile or computing.precision is not None:
+        return f"compute={computing!r}"
     for name, usual in ALONE.items():
         if getattr(options, name) not in usual:
             return f"{name}={getattr(options, name)!r}"
-    if options.parallel is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if computing.parallel is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "the work is shared with other ranks"
     return None
 
@@ -145,19 +143,16 @@ class Prepared(NamedTuple):
     options: FitOptions
     #: what it learns, as it was
     before: dict[str, Tensor]
-    #: likelihood and prior, as they were; None where it is not begun again if it ends stuck
-    begun: dict[str, Tensor] | None
 
 
 def _prepared(posterior: "Posterior", loader: Iterable[Any], options: FitOptions) -> Prepared:
-    loader, options = with_held_out(posterior, loader, options)
+    with_held_out(posterior, loader, options)
     batches = Batches(loader, options.seed, posterior.device)
     notes = notes_before(posterior, batches, options)
-    begun = copied(posterior.outside_family()) if may_restart(posterior, options, None) else None
     before = copied(posterior.learned())
     run = begin(posterior, batches, options, Ranks(None), None)
     run.notes = notes + run.notes
-    return Prepared(run, loader, options, before, begun)
+    return Prepared(run, loader, options, before)
 
 
 def _at_once(
@@ -185,11 +180,7 @@ def _at_once(
             leave(one.run.posterior)
             if why is not None:  # nothing has been fitted
                 assign(one.run.posterior.learned(), one.before)
-    results = together.finish(stopped)
-    for m, (one, own) in enumerate(zip(fits, together.members, strict=True)):
-        if one.begun is not None and not stopped and not own.failed:
-            results[m] = restarted(one.run, one.loader, one.options, one.begun)
-    return results, None
+    return together.finish(stopped), None
 
 
 def _vmap_cannot(run: Run, others: Sequence[Run]) -> str | None:

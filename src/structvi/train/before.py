@@ -1,7 +1,6 @@
 """What has to be known before a fit: N, batch norm that has seen no data, on which data choices are made."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,75 +10,45 @@ from ..models.batch import batch_size
 from ..networks.mixed_precision import check_precision
 from ..networks.modes import BATCH_NORMS
 from ..predict.cases import fingerprint
-from ..result import Status
 from .batches import Batches
-from .options import OF_STEPS, FitOptions
+from .options import FitOptions
 from .probing import check_held_out, probed
 from .seen import warn_of_seen
-from .validation import split_off
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 
-def check_around(posterior: "Posterior", options: FitOptions) -> None:
-    """ValueError where a posterior cannot be placed around its network."""
-    if posterior.last_fit is not None and options.steps is None and posterior.last_fit.status is not Status.PLACED:
-        raise ValueError(
-            "fit without epochs= and steps= places a posterior around the network, and this one was fitted before: "
-            "give epochs= to go on, or variationalize the network again"
-        )
-    if posterior.space.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: give "
-            "net.float(), and inputs of that dtype"
-        )
-    unused = {"checkpoint": (None,), "resume": (None,), **({} if options.steps == 0 else OF_STEPS)}
-    for name, silent in unused.items():
-        if getattr(options, name) not in silent:
-            raise ValueError(
-                f"{name}= is for fits of many steps: a posterior is placed around a network without steps. Leave it "
-                "out, or give epochs="
-            )
-
-
-def held_out_of(loader: Iterable[Any], options: FitOptions) -> tuple[Iterable[Any], FitOptions]:
-    """The data that are fitted, and options whose held-out data are a loader: the rows of a fraction change sides."""
-    if isinstance(options.validation, int | float):
-        loader, held_out = split_off(loader, options.validation, options.validation_groups, options.seed)
-        return loader, replace(options, validation=held_out, validation_groups=None)
+def with_held_out(posterior: "Posterior", loader: Iterable[Any], options: FitOptions) -> None:
+    """Check precision and held-out data; the posterior remembers these. On an error nothing has changed."""
+    check_precision(options.computing.precision, posterior.net, posterior.space.dtype, posterior.device)
     if options.validation is not None:
         warn_of_seen(loader, options.validation)
-    return loader, options
+    remember_choice(posterior, options.validation, options.seed)
 
 
-def with_held_out(
-    posterior: "Posterior", loader: Iterable[Any], options: FitOptions
-) -> tuple[Iterable[Any], FitOptions]:
-    """`held_out_of`, remembered by the posterior; where a precision is refused, nothing has changed."""
-    check_precision(options.precision, posterior.net, posterior.space.dtype, posterior.device)
-    loader, options = held_out_of(loader, options)
-    remember_choice(posterior, options)
-    return loader, options
-
-
-def remember_choice(posterior: "Posterior", options: FitOptions) -> None:
+def remember_choice(posterior: "Posterior", validation: Iterable[Any] | None, seed: int) -> None:
     """On which data choices are made; a calibration was that of another posterior."""
     posterior.calibration = None
     posterior.chosen_on = None
-    if options.validation is not None:
-        assert not isinstance(options.validation, int | float)  # it has been split off
-        posterior.chosen_on = fingerprint(Batches(options.validation, options.seed).everything())
+    if validation is not None:
+        posterior.chosen_on = fingerprint(Batches(validation, seed).everything())
 
 
 def notes_before(posterior: "Posterior", batches: Batches, options: FitOptions) -> list[str]:
-    """N is set; what there is to say of it and of the network, and a warning of weights that cannot be learned."""
+    """Set N; return what there is to say of it and of the network, and warn of weights that cannot be learned."""
+    check = options.computing.precision is None  # which casts inputs
+    return notes_on_data(posterior, batches, options.validation if check else None, options.estimator.kind != "log_q")
+
+
+def notes_on_data(
+    posterior: "Posterior", batches: Batches, validation: Iterable[Any] | None, needs_gradients: bool = True
+) -> list[str]:
+    """Set N; return what there is to say of data and network."""
     notes = set_num_data(posterior, batches) + notes_on_network(posterior)
-    own = options.validation
-    if own is not None and not isinstance(own, int | float) and options.precision is None:  # which casts inputs
-        check_held_out(posterior, batches, Batches(own, options.seed))
+    if validation is not None:
+        check_held_out(posterior, batches, Batches(validation))
     batches.told = posterior.model.num_data
-    needs_gradients = options.estimator != "log_q" or options.is_around
     return notes + probed(posterior, batches, needs_gradients)
 
 

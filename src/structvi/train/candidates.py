@@ -18,13 +18,12 @@ from ..models.priors.base import MixturePrior
 from ..models.priors.scale import NormalPrior
 from .held_out import HeldOut
 from .noise import Noise
-from .options import FitOptions
-from .temperature_path import temperature_path
 from .validation import narrowed
 from .warm_start import Laplace, prior_precision
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
+    from .laplace import Placing
 
 #: the prior's width is not known but for its largest value c: PARTS widths, equally likely, each 1/RATIO of the one
 #: before
@@ -112,7 +111,7 @@ def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalP
 
 
 def candidates_of(
-    arounds: "Sequence[Around]", options: FitOptions, elements: float = 1.0, noises: Sequence[float] = (1.0,)
+    arounds: "Sequence[Around]", options: "Placing", elements: float = 1.0, noises: Sequence[float] = (1.0,)
 ) -> list[Candidate]:
     """In the order in which they are tried; the first is what is taken without held-out data.
 
@@ -128,10 +127,7 @@ def candidates_of(
     widths: tuple[float | None, ...] = (None,)
     if "prior" in posterior.left_open:
         widths = (WIDTH,) if options.validation is None else WIDTHS
-    temperatures = (options.temperature,)
-    if options.temperature == "validated":
-        widths = (None,) if widths == (None,) else (PATH_WIDTH,)
-        temperatures = temperature_path(elements)
+    temperatures = (1.0,)
     found, several = [], posterior.family.scale_count > 1
     for linearised in linear:
         for width in widths:

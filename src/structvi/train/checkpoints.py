@@ -17,7 +17,7 @@ from ..networks.mixed_precision import GradientScale
 from .adam import Adam, optimizer_state, set_optimizer_state
 from .averaging import assign
 from .fingerprint import differences
-from .schedule import Schedule
+from .schedule import LearningRate
 from .state import FitState
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Running(Protocol):
     posterior: "Posterior"
     named: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    schedule: LearningRate
     generator: torch.Generator
     ranks: Ranks
 
@@ -65,17 +65,16 @@ def save_alone(run: Running, directory: str | os.PathLike[str]) -> str:
     return f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}"
 
 
-def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
+def restore(run: Running, found: Found) -> list[str]:
     """Put a freshly made run into the state of a checkpoint; returns what there is to say.
 
     Args:
         run: about to begin, with what it is a fit of in its state.
         found: the checkpoint.
-        anyway: also where it is a fit of something else.
     """
     tensors = {path: run.ranks.own(path, x) for path, x in found.tensors.items()}
     saved = FitState.unpack(tensors, found.description)
-    extended = _check_same(run.state, saved, found.path, anyway)
+    extended = _check_same(run.state, saved, found.path)
     assign(run.state.learned, saved.learned)
     if saved.stage == 2:
         for parameter in run.named.values():
@@ -93,7 +92,7 @@ def restore(run: Running, found: Found, anyway: bool = False) -> list[str]:
     model.evaluation.record = saved.evaluation
     if saved.gradient_scale is not None:
         model.scale = GradientScale(*saved.gradient_scale)
-    settings = replace(saved.settings, total=run.state.settings.total, num_data=run.state.settings.num_data)
+    settings = replace(saved.settings, total=run.state.settings.total)
     run.state = replace(
         saved,
         settings=settings,
@@ -131,7 +130,7 @@ def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Ten
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _check_same(now: FitState, then: FitState, path: Any, anyway: bool) -> bool:
+def _check_same(now: FitState, then: FitState, path: Any) -> bool:
     """Refuse another posterior, other settings and another problem; whether a finished fit is to be extended."""
     learned, saved = now.learned, then.learned
     differ = sorted(
@@ -141,18 +140,16 @@ def _check_same(now: FitState, then: FitState, path: Any, anyway: bool) -> bool:
     if differ:
         raise ValueError(f"{path} belongs to another posterior; these tensors differ: {', '.join(differ)}")
     others = differences(then.problem, now.problem)
-    if others and not anyway:
+    if others:
         raise ValueError(
             f"{path} belongs to another problem; these differ: {'; '.join(others)}. Resume with what the fit was begun "
-            "with, begin anew with another folder, or, where you know that it is the same, say resume_anyway=True"
+            "with, or begin anew with another folder"
         )
     here, there = (
         {**asdict(state.settings), "optimizer": state.optimizer, "learning rates": list(state.rates)}
         for state in (now, then)
     )
     names = [key for key in here if there[key] != here[key]]
-    if others and anyway:
-        names = [key for key in names if key != "num_data"]
     differ = [f"{key}: {there[key]!r} then, {here[key]!r} now" for key in names]
     finished = then.step >= then.end
     if names == ["total"] and finished and now.settings.total > then.step:

@@ -2,7 +2,7 @@
 
 Everything here is cheap and stated. Of the data at most `ITEMS` items are read, spread evenly over them, and two of
 them twice: where these differ, an item is made anew at each reading (augmentation), and only length and labels count.
-Of large tensors a sample of `ELEMENTS` numbers counts. Streams are known by what the user calls them, `fit(data_id=)`.
+Of large tensors a sample of `ELEMENTS` numbers counts.
 What cannot be described, such as the code that a function calls, is listed as unchecked.
 """
 
@@ -41,11 +41,11 @@ class Fingerprint(NamedTuple):
     unchecked: list[str]
 
 
-def fingerprint(posterior: "Posterior", batches: Batches, data_id: str | None) -> Fingerprint:
+def fingerprint(posterior: "Posterior", batches: Batches) -> Fingerprint:
     """Of a fit of this posterior to these data, before it begins or goes on."""
     own = form_of(posterior)
     with borrowed_stream(torch.Generator().manual_seed(0)):
-        data, questions = _data(batches, data_id)
+        data, questions = _data(batches)
     number = {"the number of observations": str(posterior.model.num_data)}
     return Fingerprint({**number, **own.parts, **data}, own.unchecked + questions)
 
@@ -92,9 +92,8 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- data
 
 
-def _data(batches: Batches, data_id: str | None) -> tuple[dict[str, str], list[str]]:
+def _data(batches: Batches) -> tuple[dict[str, str], list[str]]:
     loader = batches.loader
-    parts = {} if data_id is None else {"data_id": data_id}
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         size = None if loader.batch_size is None else loader.batch_size * batches.part[1]  # of all ranks together
         own = {"batches": f"{type(loader.sampler).__name__}, {size}, drop_last={loader.drop_last}"}
@@ -105,13 +104,11 @@ def _data(batches: Batches, data_id: str | None) -> tuple[dict[str, str], list[s
         chosen = _spread(indices, ITEMS)
         items = [loader.dataset[i] for i in chosen]
         again = [loader.dataset[i] for i in chosen[:2]]
-        return {**parts, **own, **_items(items, again)}, []
+        return {**own, **_items(items, again)}, []
     if isinstance(loader, Sequence):
         own = {"batches": str(len(loader))}
-        return {**parts, **own, "the data (a sample)": _leaves(_spread(loader, ITEMS))}, []
-    if data_id is not None:
-        return parts, []
-    return parts, ["the data, a stream: give it a name, fit(data_id=)"]
+        return {**own, "the data (a sample)": _leaves(_spread(loader, ITEMS))}, []
+    return {}, ["the data, a stream"]
 
 
 def _items(items: list[Any], again: list[Any]) -> dict[str, str]:

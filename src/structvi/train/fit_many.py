@@ -38,9 +38,9 @@ def fit_many(
         loaders: the data of each, or one for all.
         seeds: of each, `range(len(posteriors))` if not given.
         validation: held-out data of each.
-        each: options of `posterior.fit` that differ, one value for each: `each={"temperature": [1.0, 0.3]}`.
+        each: options of `posterior.fit` that differ, one value for each: `each={"kl_weight": [1.0, 0.3]}`.
         at_once: False for one after another; True for an error where that is not possible.
-        **options: of `posterior.fit`, the same for all; `checkpoint=`, `resume=` and `callback=` are refused.
+        **options: of `posterior.fit`, the same for all; `checkpoint=` and `callback=` are refused.
 
     Example:
         >>> import torch
@@ -61,21 +61,16 @@ def fit_many(
     data = list(loaders) if same is not None else [loaders] * M
     own: dict[str, Sequence[Any]] = {"seed": range(M) if seeds is None else seeds, **(each or {})}
     if validation is not None:
-        if not isinstance(validation, int | float | list | tuple):
+        if not isinstance(validation, list | tuple):
             raise TypeError(
-                f"validation must be a list of the held-out data of each posterior, or a fraction for all, got "
-                f"{type(validation).__name__}"
+                f"validation must be a list of the held-out data of each posterior, got {type(validation).__name__}"
             )
-        own["validation"] = [validation] * M if isinstance(validation, int | float) else validation
+        own["validation"] = validation
     for name, values in own.items():
         if len(values) != M:
             raise ValueError(f"{name} must have one entry for each of the {M} posteriors, got {len(values)}")
         if name in options:
             raise ValueError(f"{name} is given for all and for each: give one of them")
-    device = options.pop("device", None)
-    if device is not None:
-        for posterior in posteriors:
-            posterior.to(device)
     rows = zip(*own.values(), strict=True)
     asked = [options_of(**options, **dict(zip(own, row, strict=True))) for row in rows]
     return fit_each(posteriors, data, asked, at_once)
@@ -87,8 +82,4 @@ def options_of(**given: Any) -> FitOptions:
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         raise TypeError(f"fit has no option {', '.join(unknown)}")
-    return FitOptions(**{name: value for name, value in (defaults | given).items() if name not in NOT_OPTIONS})
-
-
-#: arguments of `fit` that are no options of one run
-NOT_OPTIONS = ("device", "members", "weights")
+    return FitOptions(**(defaults | given))

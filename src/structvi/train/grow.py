@@ -1,6 +1,7 @@
 """From a fitted posterior to a richer one, never worse."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from .averaging import assign, copied
 from .batches import Batches
 from .comparing import worth_on_seed
 from .fit import fit
+from .options import Schedule
 from .result import FitResult
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ def grow(
     rank: int | None = None,
     components: int | None = None,
     seed: int = 0,
-    device: torch.device | str | None = None,
     **options: Any,
 ) -> FitResult:
     """Give a fitted posterior more freedom and fit on; keep that only where it is not worse on common draws.
@@ -40,7 +41,7 @@ def grow(
 
     Args:
         posterior: fitted; its family is replaced where the grown one is kept.
-        loader, device, options: as for `fit`.
+        loader, options: as for `fit`.
         rank: the new rank, above the present one.
         components: the new number of parts, above the present one.
         seed: of all randomness.
@@ -61,13 +62,10 @@ def grow(
     check_seed(seed)
     if (rank is None) == (components is None):
         raise ValueError(f"give one of rank= and components=, got rank={rank!r} and components={components!r}")
-    if "staged" in options or "start" in options:
-        raise ValueError("grow goes on from a fitted posterior: it takes neither staged= nor start=")
-    if options.get("epochs") is None and not options.get("steps"):
-        raise ValueError("grow fits what it adds: give one of epochs= and steps=")
+    schedule = options.pop("schedule", None) or Schedule()
+    if isinstance(schedule, Schedule):
+        schedule = replace(schedule, staged=False)
     posterior.check_whole()
-    if device is not None:
-        posterior.to(device)
     generator = torch.Generator().manual_seed(seed)
     old = posterior.family
     if rank is not None:
@@ -78,14 +76,12 @@ def grow(
     others = posterior.outside_family()
     fitted = copied(others)
     batches = Batches(loader, seed, posterior.device)
-    lam = options.get("temperature", 1.0)
-    if not isinstance(lam, int | float):  # of a path the ends are compared by the ELBO
-        lam = 1.0
+    lam = options.get("kl_weight", 1.0)
     before = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
     posterior.family = grown
     kept = False
     try:
-        result = fit(posterior, loader, staged=False, seed=seed, **options)
+        result = fit(posterior, loader, schedule=schedule, seed=seed, **options)
         after = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
         kept = after.objective.value >= before.objective.value
     finally:

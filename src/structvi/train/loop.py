@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
-from ..couplings import Coupling
 from ..distributed.ranks import Counted, Ranks, Taken
-from ..objective import Estimate, Kind, NonFiniteError, not_finite
+from ..objective import Estimate, Estimator, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
@@ -28,10 +27,10 @@ from .comparing import LAST_STEP, WITHOUT_FACTOR, Worth, average_of, worth_on_se
 from .constant_predictor import Watched, explain, worse_than_nothing
 from .notes import notes_of
 from .optimizers import OptimizerLike, described, make_optimizer
-from .options import Settings
+from .options import MakeScheduler, Settings
 from .progress import Progress
 from .result import FitResult, History, Skipped
-from .schedule import Schedule, SchedulerLike
+from .schedule import LearningRate
 from .state import FitState
 from .step import OverflowingError, Step
 from .validation import FEW_DRAWS, Choice, Watch
@@ -59,11 +58,10 @@ class Run:
         posterior: N must be known.
         batches: what it is fitted to.
         settings: what the run is defined by.
-        coupling, estimator: as in `elbo`.
+        estimator: of the ELBO and its gradient.
         ranks: the processes that share the work.
         optimizer, scheduler, lr, capture: as in `fit`.
-        watch, keep: held-out data, and how they choose.
-        compare: passes over the data for the comparison at the end; None for a share of the fit's.
+        watch: held-out data.
     """
 
     def __init__(
@@ -71,22 +69,19 @@ class Run:
         posterior: "Posterior",
         batches: Batches,
         settings: Settings,
-        coupling: Coupling,
-        estimator: Kind,
+        estimator: Estimator,
         ranks: Ranks,
         optimizer: OptimizerLike | None,
-        scheduler: SchedulerLike | None,
+        scheduler: MakeScheduler | None,
         lr: float | None,
         capture: bool,
         watch: Watch | None = None,
-        keep: str = "widest",
-        compare: float | None = None,
     ):
         self.posterior, self.batches, self.settings, self.ranks = posterior, batches, settings, ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         self.generator = torch.Generator(posterior.device).manual_seed(settings.seed)
         self.notes: list[str] = []
-        self.watch, self.keep, self.compare = watch, keep, compare
+        self.watch = watch
         #: whether a bar shows how far the comparison is
         self.show = False
         #: the posterior as it begins and the network, where that is trained: candidates of a fit with held-out data
@@ -100,11 +95,11 @@ class Run:
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
         self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
-        self.schedule = Schedule(self.optimizer, scheduler, settings.warmup, total, settings.hold)
+        self.schedule = LearningRate(self.optimizer, scheduler, settings.warmup, total, settings.hold)
         self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(
-            posterior, self.optimizer, self.generator, groups=settings.groups, coupling=coupling,
-            estimator=estimator, clip=settings.clip, capture=capture, ranks=ranks,
+            posterior, self.optimizer, self.generator, estimator=estimator, clip=settings.clip, capture=capture,
+            ranks=ranks,
         )  # fmt: skip
         self.state: FitState = FitState(
             settings, described(self.optimizer), tuple(self.schedule.highest), posterior.learned(),
@@ -135,8 +130,8 @@ class Run:
         draws = candidates * COMPARISON_GROUPS * max(1, self.make_step.draws // self.settings.groups)
         default = default_passes(self.passes, self.settings.num_data, self.posterior.space.size)
         length = self.batches.length and self.batches.length * self.ranks.part[1]  # batches of all ranks
-        most = None if self.compare and length else max(32, self.settings.total // 40)  # a stream may have no end
-        return batches_within(default if self.compare is None else self.compare, draws, length, most)
+        most = max(32, self.settings.total // 40)  # a stream may have no end
+        return batches_within(default, draws, length, most)
 
     @property
     def steps_an_epoch(self) -> int | None:
@@ -186,8 +181,8 @@ class Run:
     def _advanced(self, state: FitState, taken: Taken, started: float) -> FitState:
         """The state after one step of the optimizer, or after none where something is not finite."""
         settings = self.settings
-        lam = self._temperature(state)
-        row = {"step": state.step, "epoch": state.epoch, "temperature": lam, "stage": state.stage}
+        lam = settings.kl_weight if state.begun else settings.kl_weight_at(state.step)
+        row = {"step": state.step, "epoch": state.epoch, "kl_weight": lam, "stage": state.stage}
         begun, cooling = state.begun, state.cooling
         rate = self.schedule.before(
             state.step - begun, self.cycle, None if cooling is None else cooling - begun, state.end - begun
@@ -198,11 +193,7 @@ class Run:
         state = replace(state, rows=state.rows + taken.whole)
         # observations a step, or as far as is known yet
         mean = self.mean_rows or state.rows / (state.step + 1)
-        if (
-            isinstance(self.optimizer, CoordinateOptimizer)
-            and settings.average
-            and state.step >= state.end - self.last_part
-        ):
+        if isinstance(self.optimizer, CoordinateOptimizer) and state.step >= state.end - self.last_part:
             self.optimizer.settled = True
         try:
             values, norm = self.make_step(taken.batches, [rows / mean for rows in taken.rows], lam, taken.whole / mean)
@@ -226,25 +217,14 @@ class Run:
                 **row, elbo=estimate.value, standard_error=estimate.standard_error, lr=rate, gradient_norm=norm,
                 seconds=time.monotonic() - started,
             )  # fmt: skip
-            if settings.paced and not state.begun:
-                fit = self.make_step.fit / settings.num_data
-                state = replace(state, pace=state.pace.after(state.step, settings.total, fit))
             stride = max(1, self.last_part // AVERAGED)
-            if settings.average and state.step >= state.end - self.last_part and state.step % stride == 0:
+            if state.step >= state.end - self.last_part and state.step % stride == 0:
                 iterates = averaged(state.average, state.averaged, self.named)
                 state = replace(state, average=iterates, averaged=state.averaged + 1)
             state = replace(state, failures=0)
         return replace(
             state, step=state.step + 1, index=state.index + len(taken.batches), stream=self.generator.get_state()
         )
-
-    def _temperature(self, state: FitState) -> float:
-        """λ of the next step."""
-        if state.begun:
-            return self.settings.temperature
-        if self.settings.paced:
-            return self.settings.temperature * state.pace.at(state.step, self.settings.total)
-        return self.settings.temperature_at(state.step)
 
     def _left_out(self, state: FitState, reason: str) -> FitState:
         """A batch without a finite loss changes nothing; from the second in a row on an older state is gone back to."""
@@ -335,7 +315,7 @@ class Run:
                 self.notes.append("the ELBO over the full data is not finite: some observation has none at some draw")
                 status, verdict = Status.DIVERGED, words.NOT_FINITE
         evaluation = self.posterior.model.evaluation
-        tempered = self.settings.temperature != 1.0
+        tempered = self.settings.kl_weight != 1.0
         on_cpu, timed = self.generator.device.type == "cpu", evaluation.times(self.generator.device)
         return FitResult(
             status=status, verdict=verdict, elbo=elbo, kept=kept, comparison=comparison,
@@ -343,7 +323,7 @@ class Run:
             objectives={name: one.objective for name, one in worths.items()} if tempered else {},
             history=state.history, steps=state.step, passes=self.passes,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
-            temperature=self.settings.temperature, bound=bound, exact=self.batches.exact and on_cpu and not timed,
+            kl_weight=self.settings.kl_weight, bound=bound, exact=self.batches.exact and on_cpu and not timed,
             skipped=list(state.skipped), notes=notes_of(self, bound), evaluation=str(evaluation),
             constant=self.constant,
             held_out={name: one.mean for name, one in self.choice.held_out.items()},
@@ -374,7 +354,7 @@ class Run:
             if own - best > 0 or (own == best and name not in simpler):
                 kept = name
         if self.watch is not None:
-            kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.keep, self.trained, kept)
+            kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.trained, kept)
             self.notes += self.choice.notes
         if kept in states:
             assign(state.learned, states[kept])
@@ -388,7 +368,7 @@ class Run:
         batches = Counted(shown(read, self.compared, label, self.show))
         try:
             settings = self.settings
-            worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings.seed, settings.temperature)
+            worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings.seed, settings.kl_weight)
         except (NonFiniteError, LinAlgError):
             worth = Worth(not_finite(COMPARISON_GROUPS), not_finite(COMPARISON_GROUPS))
         else:

@@ -42,7 +42,7 @@ class Member:
         self.told: list[list[float]] = []  # rows of the history that it does not have yet
         self.every, self.last_part = run.snapshots.every, run.last_part
         self.stride, self.check = max(1, self.last_part // AVERAGED), max(1, self.last_part // 4)
-        self.average, self.stop = run.settings.average, run.settings.stop
+        self.stop = run.settings.stop
         self.num_data, self.mean_rows = run.settings.num_data, run.mean_rows
         #: members for which this is the same have the same learning rate and λ at every step
         self.pace = self._pace()
@@ -50,16 +50,16 @@ class Member:
     def _pace(self) -> tuple[Any, ...]:
         settings = self.run.settings
         times = settings.total, self.cooling, self.end, settings.warmup, settings.hold, settings.kl_warmup
-        return *times, settings.temperature, self.run.schedule.highest[0]
+        return *times, settings.kl_weight, self.run.schedule.highest[0]
 
     def at(self, step: int) -> tuple[float, float]:
         """λ, and the learning rate."""
         schedule = self.run.schedule
         rate = schedule.highest[0] * schedule.factor(step, self.run.cycle, self.cooling, self.end)
-        return self.run.settings.temperature_at(step), rate
+        return self.run.settings.kl_weight_at(step), rate
 
     def averages(self, step: int) -> bool:
-        return self.average and step >= self.end - self.last_part and step % self.stride == 0
+        return step >= self.end - self.last_part and step % self.stride == 0
 
     def settle(self, step: int) -> bool:
         """After a step: whether the fit has just been found converged, and now ends earlier."""
@@ -283,7 +283,7 @@ class Together:
         settings = [run.settings for run in runs]
         worth = StackedElbo(
             posterior, table[0], rows, [own.num_data for own in settings], [own.seed for own in settings],
-            COMPARISON_GROUPS, [own.temperature for own in settings],
+            COMPARISON_GROUPS, [own.kl_weight for own in settings],
         )  # fmt: skip
         states = [run.state for run in runs]
         for run, found in zip(runs, worth(self.step.stack.views()), strict=True):

@@ -14,7 +14,6 @@ from .batches import Reread
 from .candidates import FEW_WIDTHS, WIDTHS, Around, Candidate, candidates_of, noise_name
 from .held_out import HeldOut, of_mixed_normals, of_networks, of_posteriors, outputs_of
 from .noise import between, factors_around, network_factor, pull
-from .options import FitOptions
 from .rule import HARM, MIXED, ONE_WIDTH, Rule
 from .validation import NETWORK
 
@@ -66,7 +65,7 @@ class Measuring:
         arounds: one, or the members of an equal mixture, each placed as the candidate says.
     """
 
-    def __init__(self, arounds: Sequence[Around], held_out: Reread, options: FitOptions, rule: Rule):
+    def __init__(self, arounds: Sequence[Around], held_out: Reread, options: Any, rule: Rule):
         self.arounds, self.held_out, self.options, self.rule = arounds, held_out, options, rule
         self.network, self.was_exact = rule.network, False
         #: of drawn weights, where linearised candidates were measured exactly, what is better for certain
@@ -75,7 +74,7 @@ class Measuring:
     def __call__(self, candidates: list[Candidate]) -> None:
         linear = [one for one in candidates if one.linearised]
         drawn = [one for one in candidates if not one.linearised]
-        if self.options.temperature == "validated" or candidates[0].width is None:  # each is asked for
+        if candidates[0].width is None:  # each is asked for
             self.on_draws(candidates, self.held_out)
         elif linear and all(self.is_exact(one) for one in self.arounds):
             self.was_exact = True
@@ -183,7 +182,7 @@ class Measuring:
 
 
 def chosen(
-    arounds: Sequence[Around], held_out: Reread, options: FitOptions, may_temper: bool = True
+    arounds: Sequence[Around], held_out: Reread, options: Any, may_temper: bool = True
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
     """What is kept of the candidates, the network or the average over several, and what was measured.
 
@@ -211,7 +210,7 @@ def chosen(
         rows, expected = len(alone.held_out.total), arounds[0].noise.expected
         kept = max([kept, *finer], key=lambda one: one.density + pull(one.noise, rows, expected))
         candidates = [*candidates, *finer]
-    if may_temper and open_prior and options.temperature != "validated":
+    if may_temper and open_prior:
         known = [one for one in candidates if one.is_exact or one is measuring.certain] or candidates
         tempered = rule.tempered(known, options.keep)
         if tempered is not None:

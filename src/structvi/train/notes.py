@@ -38,10 +38,8 @@ def notes_of(run: Ended, bound: bool) -> list[str]:
         bound: whether the posterior has an ELBO that is a lower bound.
     """
     notes, model, kind = list(run.notes), run.posterior.model, run.generator.device.type
-    if run.settings.temperature != 1:
-        notes.append(
-            f"λ = {run.settings.temperature:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1"
-        )
+    if run.settings.kl_weight != 1:
+        notes.append(f"λ = {run.settings.kl_weight:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1")
     if kind == "cuda" and run.make_step.reason is not None:
         notes.append(f"the step was not captured as a CUDA graph: {run.make_step.reason}")
     if run.ranks.size > 1:

@@ -1,31 +1,97 @@
-"""What `fit` is asked for, checked; and the settings by which a run is defined, which a resumed one must share."""
+"""The options of `fit`, checked, and the settings that a resumed fit must share."""
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..couplings import Coupling, paired
 from ..distributed.ranks import Parallel
-from ..objective import Kind
-from ..util.checks import check_fraction, check_integer, check_one_of, check_positive, check_seed
+from ..objective import Estimator
+from ..util.checks import check_fraction, check_integer, check_positive, check_seed
 from .optimizers import OptimizerLike
 from .result import History
-from .schedule import SchedulerLike
 
-#: The part of the steps in which λ rises to one, measured on UCI networks: see docs/optimisation.md.
+#: part of the steps in which λ rises to its value, where nothing has been learned yet: measured on UCI networks
 KL_WARMUP = 0.25
-#: Fewer steps are not cut into stages.
+#: steps below which a fit is not cut into stages
 FEWEST_STAGED = 10
-#: Options that only steps use: the default, and values that ask for nothing.
-OF_STEPS: dict[str, tuple[Any, ...]] = {
-    "lr": (None,), "optimizer": (None,), "scheduler": (None,), "precision": (None,), "callback": (None,),
-    "warmup": (0.05, 0.0), "hold": (0.0,), "clip": (10.0, None), "accumulate": (1,), "kl_warmup": ("auto", 0.0),
-    "groups": (1,), "coupling": (paired,), "estimator": ("path",), "staged": ("auto", False), "compile": (False,),
-    "restarts": (1, 0), "compare": (None,), "every": (None,),
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The course of learning rate, λ and stages over the steps of a fit.
+
+    Args:
+        warmup: fraction of the steps in which the learning rate rises.
+        hold: fraction of the steps after which the rate falls; 0.5 for deep networks from scratch with `Soap`.
+        kl_warmup: fraction of the steps in which λ rises from zero. "auto" is a quarter for a posterior that was never
+            fitted, and none otherwise. With λ = 1 from the start, units are switched off before they have learned.
+        staged: of families with a low-rank factor fit mean and scales first, and the factor after 40 % of the steps.
+            "auto" does so for a posterior that was never fitted.
+        stop: end the fit early where the ELBO no longer rises.
+    """
+
+    warmup: float = 0.05
+    hold: float = 0.0
+    kl_warmup: float | Literal["auto"] = "auto"
+    staged: bool | Literal["auto"] = "auto"
+    stop: bool = True
+
+    def __post_init__(self) -> None:
+        check_fraction("warmup", self.warmup)
+        check_fraction("hold", self.hold)
+        if self.kl_warmup != "auto":
+            check_fraction("kl_warmup", self.kl_warmup)
+        if self.staged not in (True, False, "auto"):
+            raise ValueError(f'staged must be True, False or "auto", got {self.staged!r}')
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory to which a fit writes its whole state, atomically, and from which it resumes.
+
+    Args:
+        directory: belongs to one fit; one that holds checkpoints is refused unless you resume.
+        every: steps between checkpoints; an epoch by default. The end of the fit is always written.
+        resume: go on from the newest checkpoint in the directory, with the same posterior, data and options; without
+            one the fit begins. A finished fit goes on if more epochs or steps are asked for.
+    """
+
+    directory: str | os.PathLike[str]
+    every: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        os.fspath(self.directory)
+        if self.every is not None:
+            check_integer("every", self.every)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a step is computed.
+
+    Args:
+        precision: `torch.bfloat16` or `torch.float16` runs the network, and nothing else, in mixed precision.
+        compile: run the network through `torch.compile`, one draw at a time: for many large steps.
+        capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph where the network allows.
+        parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch, of
+            w times the loader's batch size. "draws": each draws its own weights for the same batch. None: they do not
+            share the work. "auto" is "data" where there is a group.
+    """
+
+    precision: torch.dtype | None = None
+    compile: bool = False
+    capture: bool = True
+    parallel: Parallel = "auto"
+
+
+#: a function from the optimizer to a torch scheduler, which is called after every step
+MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
@@ -36,97 +102,65 @@ class FitOptions:
     steps: int | None
     lr: float | None
     optimizer: OptimizerLike | None
-    scheduler: SchedulerLike | None
-    warmup: float
-    hold: float
+    schedule: Schedule | MakeScheduler | None
     clip: float | None
     accumulate: int
-    kl_warmup: float | Literal["auto", "paced"]
-    temperature: float | Literal["validated"]
-    groups: int
-    coupling: Coupling
-    estimator: Kind
-    staged: bool | Literal["auto"]
-    average: bool
-    precision: torch.dtype | None
-    parallel: Parallel
-    capture: bool
-    compile: bool
-    stop: bool
-    restarts: int
-    start: Literal["trained"] | None
-    mean: Literal["learned", "held"]
-    validation: Iterable[Any] | float | None
-    validation_groups: Sequence[Hashable] | None
-    keep: Literal["widest", "best"]
-    compare: float | None
-    checkpoint: str | os.PathLike[str] | None
-    every: int | None
-    resume: str | os.PathLike[str] | None
-    resume_anyway: bool
-    data_id: str | None
+    kl_weight: float
+    estimator: Estimator
+    validation: Iterable[Any] | None
+    checkpoint: Checkpoint | None
+    compute: Compute | None
     progress: bool
     seed: int
     callback: Callable[[History], None] | None
 
     def __post_init__(self) -> None:
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"give one of epochs= and steps=, got epochs={self.epochs!r} and steps={self.steps!r}")
-        for name in ("epochs", "steps", "accumulate", "every"):
-            value: Any = getattr(self, name)
-            if value is not None:
-                check_integer(name, value, least=0 if name == "steps" and self.start == "trained" else 1)
-        if isinstance(self.validation, int | float):
-            if not 0 < self.validation < 1:
-                raise ValueError(f"validation must be held-out data or a fraction inside (0, 1), got {self.validation}")
-            if self.start == "trained" or self.is_around:
-                raise ValueError(
-                    "validation= as a fraction is for fits that start untrained: a trained network has seen these "
-                    "data. Give it data that were held out of its training"
-                )
-        elif self.validation_groups is not None:
-            raise ValueError("validation_groups= is for validation= as a fraction")
-        check_one_of("mean", self.mean, ("learned", "held"))
-        check_one_of("keep", self.keep, ("widest", "best"))
-        check_integer("restarts", self.restarts, least=0)
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                f"a fit needs a length, got epochs={self.epochs!r} and steps={self.steps!r}: "
+                "fit(loader, epochs=20) trains the posterior; around a network that is trained already use "
+                "laplace(loader, validation=held_out)"
+            )
+        for name in ("epochs", "steps", "accumulate"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        for name in ("clip", "kl_weight"):
+            if getattr(self, name) is not None:
+                check_positive(getattr(self, name), name)
         check_seed(self.seed)
-        check_fraction("warmup", self.warmup)
-        check_fraction("hold", self.hold)
-        if isinstance(self.kl_warmup, str):
-            check_one_of("kl_warmup", self.kl_warmup, ("auto", "paced"))
-        else:
-            check_fraction("kl_warmup", self.kl_warmup)
-        if self.temperature == "validated":
-            if self.validation is None:
-                raise ValueError('temperature="validated" is chosen on held-out data: give validation=')
-            if self.checkpoint is not None or self.resume is not None:
-                raise ValueError('temperature="validated" is a path of fits: checkpoint= and resume= are for one')
-        else:
-            check_positive(self.temperature, "temperature", 'or "validated"')
-        if self.compare is not None:
-            check_positive(self.compare, "compare")
-        if self.clip is not None:
-            check_positive(self.clip, "clip")
-        if self.staged not in (True, False, "auto"):
-            raise ValueError(f'staged must be True, False or "auto", got {self.staged!r}')
-        if self.start not in (None, "trained"):
-            raise ValueError(f'start must be None or "trained", got {self.start!r}')
+        if isinstance(self.validation, int | float):
+            raise TypeError(f"validation must be held-out data, as the loader, got {self.validation!r}: split the data")
+        for name, kind in (("estimator", Estimator), ("checkpoint", Checkpoint), ("compute", Compute)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be vi.{kind.__name__}(..), got {value!r}")
+        if not isinstance(self.schedule, Schedule | None) and not callable(self.schedule):
+            raise TypeError(
+                f"schedule must be vi.Schedule(..) or a function from the optimizer to a torch scheduler, "
+                f"got {self.schedule!r}"
+            )
 
     @property
-    def is_around(self) -> bool:
-        """Whether the posterior is placed around a trained network, without a step."""
-        return self.epochs is None and not self.steps
+    def times(self) -> Schedule:
+        """The schedule; of a scheduler of the user's the rest of it: the whole length is its own."""
+        if self.schedule is None:
+            return Schedule()
+        return self.schedule if isinstance(self.schedule, Schedule) else Schedule(stop=False)
 
-    def number(self) -> float:
-        """λ of one fit."""
-        assert self.temperature != "validated"
-        return float(self.temperature)
+    @property
+    def scheduler(self) -> MakeScheduler | None:
+        return None if isinstance(self.schedule, Schedule | None) else self.schedule
+
+    @property
+    def computing(self) -> Compute:
+        return self.compute or Compute()
 
     def settings(self, total: int, kl_warmup: float, staged: bool, num_data: int) -> "Settings":
+        times, estimator = self.times, self.estimator
         return Settings(
-            total, self.accumulate, self.groups, name_of(self.coupling), self.estimator, self.number(),
-            kl_warmup, self.warmup, self.clip, staged, self.average, self.stop, str(self.precision), self.seed,
-            num_data, self.mean, self.kl_warmup == "paced", self.hold,
+            total, self.accumulate, estimator.groups, name_of(estimator.coupling), estimator.kind,
+            float(self.kl_weight), kl_warmup, times.warmup, self.clip, staged, times.stop,
+            str(self.computing.precision), self.seed, num_data, times.hold,
         )  # fmt: skip
 
 
@@ -139,27 +173,23 @@ class Settings:
     groups: int
     coupling: str
     estimator: str
-    temperature: float
+    kl_weight: float
     kl_warmup: float
     warmup: float
     clip: float | None
     staged: bool
-    average: bool
     stop: bool
     precision: str
     seed: int
     num_data: int
-    mean: str = "learned"
-    #: whether λ waits for the likelihood: its rise then takes at most `kl_warmup` of the steps
-    paced: bool = False
     hold: float = 0.0
 
-    def temperature_at(self, step: int) -> float:
+    def kl_weight_at(self, step: int) -> float:
         """λ at this step: it rises to its value."""
         rise = self.kl_warmup * self.total
-        return self.temperature * ((step + 1) / (rise + 1)) if rise > step else self.temperature
+        return self.kl_weight * ((step + 1) / (rise + 1)) if rise > step else self.kl_weight
 
 
 def name_of(function: Any) -> str:
-    """A function by its name, an object by what it prints: equal for equal settings."""
+    """Name a function by its name, an object by what it prints: equal for equal settings."""
     return getattr(function, "__qualname__", repr(function))

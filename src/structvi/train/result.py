@@ -5,12 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..families.family import Family
 from ..models.calibration import Calibration
 from ..objective import Estimate
 from ..result import Result, Status
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 #: What is recorded of every step.
 COLUMNS = (
-    "step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "temperature", "stage", "held_out", "seconds"
+    "step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "kl_weight", "stage", "held_out", "seconds"
 )  # fmt: skip
 
 #: What to do after a fit that ended so.
@@ -164,14 +163,6 @@ class History:
         return ax
 
 
-class PathPoint(NamedTuple):
-    """One λ of a path: the ELBO at λ = 1 of the posterior found there, and the log density of held-out data."""
-
-    temperature: float
-    elbo: Estimate
-    held_out: float
-
-
 @dataclass
 class Skipped:
     """A step that was undone: which batch, and what was not finite."""
@@ -199,7 +190,7 @@ class FitResult(Result):
         history: the steps.
         steps, epochs: how many were made, all in all.
         passes: over the data, of one draw each: three for each draw of a step, forward and backward.
-        temperature: λ of the objective E log lik − λ KL; one but for a tempered posterior.
+        kl_weight: λ of the objective E log lik − λ KL; one but for a tempered posterior.
         bound: whether the ELBO is a lower bound on the evidence: False with point masses.
         exact: whether the same seed gives the same bits, and a resumed run those of one never stopped.
         skipped: the steps that were undone because something was not finite.
@@ -210,9 +201,7 @@ class FitResult(Result):
         held_out: of every candidate the log density of the held-out data, the average over draws, in nats for each
             observed number; where `validation=` was given.
         network: the same of the network that the fit started from.
-        path: with temperature="validated" what each λ came to, from narrow to wide; `plots.temperature_path` shows it.
         calibration: a temperature on top, where held-out data asked for one around a trained network.
-        at_one: then the family at λ = 1: `bayes.with_family(result.at_one)` is the posterior itself.
         against_network: how much higher that of the posterior that was kept is, and its standard error over rows.
         is_of_mixture: whether held-out data chose it for a mixture of networks, whose result has their densities.
     """
@@ -223,7 +212,7 @@ class FitResult(Result):
     history: History
     steps: int
     epochs: float
-    temperature: float
+    kl_weight: float
     bound: bool
     exact: bool
     objectives: dict[str, Estimate] = field(default_factory=dict[str, Estimate])
@@ -234,8 +223,6 @@ class FitResult(Result):
     held_out: dict[str, float] = field(default_factory=dict)
     network: float | None = None
     against_network: tuple[float, float] | None = None
-    path: list[PathPoint] = field(default_factory=list)
-    at_one: Family | None = None
     calibration: Calibration | None = None
     is_of_mixture: bool = False
 
@@ -290,7 +277,7 @@ class FitResult(Result):
     def _kept(self) -> str:
         if len(self.candidates) < 2:
             return ""
-        by = f" by E log lik − λ KL at λ = {self.temperature:g}" if self.objectives else ""
+        by = f" by E log lik − λ KL at λ = {self.kl_weight:g}" if self.objectives else ""
         compared = ", ".join(f"{key} {value}" for key, value in (self.objectives or self.candidates).items())
         return f"kept: {self.kept}; compared on common draws{by}: {compared}"
 

@@ -6,33 +6,33 @@ from math import cos, pi
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
-
-class Schedule:
+class LearningRate:
     """Linear warm-up, the highest rate for a while, then cosine decay to zero at the last step; or the user's
     scheduler, a call a step.
 
     Args:
         optimizer: its groups' learning rates are the highest.
-        scheduler: the user's, or a function of the optimizer to one; None for the default.
+        scheduler: the user's, a function from the optimizer to one; None for the default.
         warmup: the fraction of the steps in which the rate rises.
         total: steps in all.
         hold: the fraction of the steps after which the rate falls; none before the end of the warm-up.
     """
 
     def __init__(
-        self, optimizer: Optimizer, scheduler: SchedulerLike | None, warmup: float, total: int, hold: float = 0.0
+        self,
+        optimizer: Optimizer,
+        scheduler: Callable[[Optimizer], LRScheduler] | None,
+        warmup: float,
+        total: int,
+        hold: float = 0.0,
     ):
-        if callable(scheduler) and not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-            scheduler = scheduler(optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
+        made = None if scheduler is None else scheduler(optimizer)
+        if isinstance(made, ReduceLROnPlateau):
             raise TypeError("ReduceLROnPlateau waits for a metric that a noisy ELBO is not; use one that counts steps")
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise TypeError(f"scheduler must be a torch LRScheduler or a function to one, got {scheduler!r}")
-        if scheduler is not None and scheduler.optimizer is not optimizer:
-            raise ValueError("the scheduler belongs to another optimizer; make it from the one you pass to fit")
-        self.optimizer, self.scheduler, self.warmup, self.total = optimizer, scheduler, warmup, total
+        if made is not None and (not isinstance(made, LRScheduler) or made.optimizer is not optimizer):
+            raise TypeError(f"schedule must be a function from this optimizer to a scheduler of it, got {made!r}")
+        self.optimizer, self.scheduler, self.warmup, self.total = optimizer, made, warmup, total
         self.hold = hold
         self.highest = [group["lr"] for group in optimizer.param_groups]
 

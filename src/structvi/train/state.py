@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..files.describe import decode, encode
 from .options import Settings
-from .pace import Pace
 from .result import History, Skipped
 
 
@@ -39,8 +38,6 @@ class FitState:
     index: int = 0
     #: observations of all steps
     rows: int = 0
-    #: of a fit whose λ waits for the likelihood: how far it has risen, and why
-    pace: Pace = field(default_factory=Pace)
     #: batches in a row without a finite loss
     failures: int = 0
     #: the step from which the learning rate falls to its end, once the fit has been found converged
@@ -78,8 +75,6 @@ class FitState:
                 tensors |= {f"{one.name}/{name}": x for name, x in value.items() if isinstance(x, Tensor)}
             elif isinstance(value, Settings):
                 plain[one.name] = asdict(value)
-            elif isinstance(value, Pace):
-                plain[one.name] = list(value)
             elif one.name == "skipped":
                 plain[one.name] = [asdict(row) for row in value]
             else:
@@ -99,8 +94,6 @@ class FitState:
                 values[one.name] = Settings(**plain[one.name])
             elif one.name == "skipped":
                 values[one.name] = tuple(Skipped(**row) for row in plain[one.name])
-            elif one.name == "pace":
-                values[one.name] = Pace(*plain.get(one.name, ()))  # checkpoints of older versions have none
             elif one.name == "learned" or one.default_factory is dict:
                 under = f"{one.name}/"
                 own = {path.removeprefix(under): x for path, x in tensors.items() if path.startswith(under)}

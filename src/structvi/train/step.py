@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 from torch.utils import _pytree as pytree
 
-from ..couplings import Coupling, paired
 from ..distributed.ranks import Ranks
 from ..families.density import Density, Detached
 from ..families.numerics.fused import LowRankGradient
 from ..models.batch import rows
 from ..networks.vmap_or_loop import training_key
-from ..objective import Estimator, Kind, NonFiniteError, check_estimator, check_spaces, scored_draws, terms_at
+from ..objective import Estimator, NonFiniteError, check_estimator, check_spaces, scored_draws, terms_at
 from ..util.host_reads import unread
 from .adam import Adam, Thin, gradient_norm
 from .by_hand import AtDraws, gradient_at, rounded
@@ -55,7 +54,7 @@ class Step:
         posterior: what is fitted; N must be known.
         optimizer: over `posterior.parameters()`; `train.adam.Adam` can be captured.
         generator: of the draws, on the posterior's device.
-        groups, coupling, estimator: as in `elbo`.
+        estimator: of the ELBO and its gradient.
         clip: the largest norm of the gradient; None for no limit.
         capture: capture on a GPU where possible; `captured` and `reason` say what came of it.
         ranks: the processes that share the work.
@@ -74,28 +73,26 @@ class Step:
         optimizer: torch.optim.Optimizer,
         generator: torch.Generator,
         *,
-        groups: int = 1,
-        coupling: Coupling = paired,
-        estimator: Kind = "path",
+        estimator: Estimator = Estimator(),
         clip: float | None = None,
         capture: bool = True,
         ranks: Ranks | None = None,
     ):
         self.posterior, self.optimizer, self.generator = posterior, optimizer, generator
-        self.groups, self.coupling = groups, coupling
-        self.estimator = Estimator(estimator, groups, coupling)
+        self.groups, self.coupling = estimator.groups, estimator.coupling
+        self.estimator = estimator
         self.clip = inf if clip is None else clip
         self.ranks = Ranks() if ranks is None else ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         #: S of the last step; before the first, of a pair to a group
-        self.draws = 2 * groups
+        self.draws = 2 * estimator.groups
         #: log likelihood of the last step, in nats for the whole data set
         self.fit = nan
         #: why the step is not captured; None where it is, or will be
         self.reason = self._why_not(capture)
         self._graphs: dict[Hashable, CapturedStep] = {}
         # the factor's gradient as two thin sides, where the optimizer can take it and it need not travel
-        thin = isinstance(optimizer, Adam) and self.ranks.size == 1 and estimator == "path"
+        thin = isinstance(optimizer, Adam) and self.ranks.size == 1 and estimator.kind == "path"
         self._thin: set[Tensor] | None = optimizer.thin if isinstance(optimizer, Adam) and thin else None
         self._moves_unread = isinstance(optimizer, Adam) and self.ranks.size == 1 and generator.device.type == "cuda"
         check_spaces(posterior.family, posterior.model)

@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ..couplings import Coupling, paired
 from ..models.batch import rows
 from ..networks.mixed_precision import check_precision
-from ..objective import Estimate, Kind
+from ..objective import Estimate, Estimator
 from ..util.checks import check_integer, check_positive, check_seed
 from ..util.interrupts import uninterrupted
 from ..util.random_streams import borrowed_stream
 from .optimizers import OptimizerLike, make_optimizer
-from .schedule import Schedule, SchedulerLike
+from .options import Compute
 from .step import OverflowingError, Step
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ class Stepper:
         self,
         posterior: "Posterior",
         optimizer: torch.optim.Optimizer,
-        scheduler: SchedulerLike | None,
         make_step: Step,
         observations: float | None,
         precision: torch.dtype | None,
@@ -51,7 +49,6 @@ class Stepper:
         self.steps, self.gradient_norm = 0, nan
         self._values: Tensor | None = None
         self._parameter = next(posterior.parameters())
-        self._schedule = Schedule(optimizer, scheduler, 0.0, 1)
         self._step, self._compiled = make_step, compiled
 
     @property
@@ -69,13 +66,13 @@ class Stepper:
         """Why steps are not captured; None where they are, or will be."""
         return self._step.reason
 
-    def __call__(self, *batches: Any, temperature: float = 1.0) -> float:
+    def __call__(self, *batches: Any, kl_weight: float = 1.0) -> float:
         """One step of the optimizer; returns −elbo/N, in nats per observation, at λ = 1 and before the step.
 
         Args:
             batches: one; or several, whose gradients are accumulated and which share the step. Each observation counts
                 the same, whatever the sizes of the batches.
-            temperature: λ in E log lik − λ KL[q‖prior], for a warm-up of your own; the returned loss is at λ = 1.
+            kl_weight: λ in E log lik − λ KL[q‖prior], for a warm-up of your own; the returned loss is at λ = 1.
 
         Raises:
             NonFiniteError: loss or gradient are not finite. Nothing has changed: leave the batch out, or stop.
@@ -83,7 +80,7 @@ class Stepper:
         """
         if not batches:
             raise ValueError("step(batch) takes a batch, or several that share the step; got none")
-        check_positive(temperature, "temperature")
+        check_positive(kl_weight, "kl_weight")
         posterior, device = self.posterior, self._parameter.device
         if device != self.generator.device:
             raise ValueError(
@@ -96,10 +93,9 @@ class Stepper:
         as_it_is = self.precision is None and self._compiled is None
         with borrowed_stream(self.generator), nullcontext() if as_it_is else self._network(), uninterrupted():
             try:
-                values, norm = self._step(moved, [one / mean for one in counts], temperature, sum(counts) / mean)
+                values, norm = self._step(moved, [one / mean for one in counts], kl_weight, sum(counts) / mean)
             except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
                 return nan
-        self._schedule.after()
         if posterior.calibration is not None:  # it was one of the posterior before
             posterior.calibration = None
         self.steps, self._values, self.gradient_norm = self.steps + 1, values, norm
@@ -126,15 +122,10 @@ def stepper(
     *,
     optimizer: OptimizerLike | None = None,
     lr: float | None = None,
-    scheduler: SchedulerLike | None = None,
     observations: float | None = None,
     clip: float | None = 10.0,
-    groups: int = 1,
-    coupling: Coupling = paired,
-    estimator: Kind = "path",
-    precision: torch.dtype | None = None,
-    capture: bool = True,
-    compile: bool = False,
+    estimator: Estimator = Estimator(),
+    compute: Compute | None = None,
     seed: int = 0,
 ) -> Stepper:
     """The step that `fit` makes, for a loop of your own: `step = bayes.stepper()`, then `loss = step(batch)`.
@@ -148,12 +139,11 @@ def stepper(
         posterior: N must be known: `variationalize(.., num_data=N)`. Move it to its device first.
         optimizer: a torch optimizer over `posterior.parameters()`, or a function from parameters to one; without weight
             decay. By default Adam, the only one that can be captured.
-        lr: of the default optimizer; 0.02 if not given. It stays as it is: `fit` lets it rise and fall.
-        scheduler: a torch scheduler of that optimizer, or a function from it to one, called after every step; or call
-            one of your own over `step.optimizer`. Steps that are left out do not count.
+        lr: of the default optimizer; 0.02 if not given. It stays as it is unless a scheduler of yours over
+            `step.optimizer` changes it.
         observations: in a step, on average over an epoch: a step with fewer then counts for less, as in `fit`, so that
             all observations count the same. None: every step counts the same, whatever its size.
-        clip, groups, coupling, estimator, precision, capture, compile, seed: as in `fit`.
+        clip, estimator, compute, seed: as in `fit`; a stepper knows no other ranks.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -166,22 +156,22 @@ def stepper(
         Stepper(Adam, 100 steps, not captured: not on a CUDA device)
     """
     check_seed(seed)
-    check_precision(precision, posterior.net, posterior.space.dtype, posterior.device)
+    compute = compute or Compute()
+    check_precision(compute.precision, posterior.net, posterior.space.dtype, posterior.device)
     if observations is not None:
         check_positive(observations, "observations")
     if clip is not None:
         check_positive(clip, "clip")
-    if compile and posterior.model.linearised_at is not None:
+    if compute.compile and posterior.model.linearised_at is not None:
         raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
     check_integer("num_data", posterior.model.num_data)  # which says what to do where it is not known
-    nats = float(posterior.model.num_data)
-    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family, nats)
+    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family)
     make_step = Step(
-        posterior, made, torch.Generator(posterior.device).manual_seed(seed), groups=groups, coupling=coupling,
-        estimator=estimator, clip=clip, capture=capture,
+        posterior, made, torch.Generator(posterior.device).manual_seed(seed), estimator=estimator, clip=clip,
+        capture=compute.capture,
     )  # fmt: skip
-    compiled = torch.compile(functional_call) if compile else None
-    return Stepper(posterior, made, scheduler, make_step, observations, precision, compiled)
+    compiled = torch.compile(functional_call) if compute.compile else None
+    return Stepper(posterior, made, make_step, observations, compute.precision, compiled)
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

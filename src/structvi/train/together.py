@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from .around import Together, fit_around_together
 from .batches import Batches
-from .before import check_around, notes_before, remember_choice
-from .options import FitOptions
+from .before import notes_on_data, remember_choice
+from .laplace import Placing, check_around
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 
 def fit_together(
-    posteriors: "Sequence[Posterior]", loader: Iterable[Any], options: FitOptions, may_temper: bool = True
+    posteriors: "Sequence[Posterior]", loader: Iterable[Any], options: Placing, may_temper: bool = True
 ) -> Together | None:
     """Place a posterior around each network, of the width that suits the mixture; None where no width is to be chosen.
 
@@ -24,7 +24,7 @@ def fit_together(
         may_temper: whether a temperature may be put on top: it is that of equal weights.
     """
     is_open = all("prior" in one.left_open for one in posteriors)
-    if not options.is_around or options.validation is None or options.temperature == "validated" or not is_open:
+    if options.validation is None or not is_open:
         return None
     dtypes = [one.space.dtype for one in posteriors]
     if len(set(dtypes)) > 1:
@@ -34,10 +34,10 @@ def fit_together(
         )
     members = []
     for c, posterior in enumerate(posteriors):
-        check_around(posterior, options)
-        remember_choice(posterior, options)
+        check_around(posterior)
+        remember_choice(posterior, options.validation, options.seed)
         batches = Batches(loader, options.seed + c, posterior.device)
-        members.append((posterior, batches, notes_before(posterior, batches, options)))
+        members.append((posterior, batches, notes_on_data(posterior, batches, options.validation)))
     together = fit_around_together(members, options, may_temper)
     for posterior, result in zip(posteriors, together.members, strict=True):
         posterior.last_fit = result

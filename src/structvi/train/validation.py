@@ -1,15 +1,12 @@
-"""Held-out data of a fit: split off where a fraction is asked for, watched while it runs, and used to choose."""
+"""Held-out data of a fit: watched while it runs, and used to select."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from ..models.likelihoods import split_mask
-from ..util.checks import check_iterable
 from .averaging import assign
 from .batches import held_out_batches
 from .held_out import DRAWS, HeldOut, of_network, of_posterior
@@ -76,7 +73,6 @@ class Choice:
         watch: Watch,
         states: Mapping[str, Mapping[str, Tensor]],
         learned: Mapping[str, Tensor],
-        keep: str,
         trained: Tensor | None,
         otherwise: str,
     ) -> str:
@@ -100,8 +96,6 @@ class Choice:
         if best == -inf:
             self.notes.append(UNKNOWN)
             return otherwise
-        if keep == "best":
-            return max(self.held_out, key=lambda name: self.held_out[name].mean)
         leader = max(self.held_out.values(), key=lambda one: one.mean)
         good = [name for name, one in self.held_out.items() if as_good(one, leader)]
         return max(good, key=lambda name: widths[name])
@@ -136,61 +130,3 @@ def narrowed(posterior: "Posterior", trained: Tensor, batches: Iterable[Any]) ->
         if of_posterior(posterior, first, 0, FEW_DRAWS).mean >= network - MARGIN / 2:
             break
     return True
-
-
-def elements_of(posterior: "Posterior", data: Iterable[Any]) -> float:
-    """Observed numbers in a row of the target: the pixels of an image."""
-    if posterior.model.user_forward is not None:
-        return 1.0
-    target, mask = split_mask(posterior.model.split(next(iter(data)))[1])
-    return float((torch.ones_like(target, dtype=torch.bool) if mask is None else mask).sum()) / len(target)
-
-
-def split_off(
-    loader: Iterable[Any], fraction: float, groups: Sequence[Hashable] | None, seed: int
-) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """A loader of the rest and one of a random part of its data set; rows of one group stay on one side.
-
-    Args:
-        loader: a `DataLoader` over a map-style data set with torch's own order.
-        fraction: of the groups, or of the items where there are none; one at least.
-        groups: for each item of the data set what must not be cut apart: its patient.
-        seed: of the choice.
-
-    Example:
-        >>> data = torch.utils.data.TensorDataset(torch.arange(10.0))
-        >>> rest, held_out = split_off(DataLoader(data, batch_size=2), 0.2, None, seed=0)
-        >>> len(rest.dataset), len(held_out.dataset)
-        (8, 2)
-    """
-    check_iterable(loader)
-    if (
-        not isinstance(loader, DataLoader)
-        or isinstance(loader.dataset, IterableDataset)
-        or not isinstance(loader.sampler, RandomSampler | SequentialSampler)
-        or loader.batch_size is None
-    ):
-        raise ValueError(
-            "validation= as a fraction needs a DataLoader over a map-style data set with torch's own order: split the "
-            "data yourself, and give validation= a loader of the part that is held out"
-        )
-    N = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    if groups is not None and len(groups) != N:
-        raise ValueError(f"validation_groups must name a group for each of the {N} items, got {len(groups)}")
-    owners = list(range(N)) if groups is None else list(groups)
-    names = list(dict.fromkeys(owners))
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = max(1, round(fraction * len(names)))
-    if count >= len(names):
-        raise ValueError(f"a fraction of {fraction} of {len(names)} groups leaves nothing to fit to")
-    chosen = {names[i] for i in order[:count]}
-    sides = [[i for i in range(N) if (owners[i] in chosen) is held] for held in (False, True)]
-    shuffled = isinstance(loader.sampler, RandomSampler)
-    rest, held_out = (
-        DataLoader(
-            Subset(loader.dataset, side), loader.batch_size, shuffle=shuffle, num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn, drop_last=drop,
-        )
-        for side, shuffle, drop in zip(sides, (shuffled, False), (loader.drop_last, False), strict=True)
-    )  # fmt: skip
-    return rest, held_out

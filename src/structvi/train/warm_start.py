@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import inf, isfinite, log
+from math import isfinite, log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,17 +13,14 @@ from torch.utils._pytree import tree_map
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, Likelihood, StudentT, split_mask
-from ..objective import Estimator, NonFiniteError
 from ..parameters import Parameters
 from ..util.batch_rows import rows_of
-from .averaging import copied
 from .batches import Batches
 from .curvature import (
     Roots,
     Where,
     curvature_roots,
     diagonal_curvature,
-    draws_of,
     leading_columns,
     rows_of_part,
     rows_used,
@@ -34,77 +31,6 @@ if TYPE_CHECKING:
 
 #: Per-sample gradients are made for as many samples at once as fit into so many numbers.
 GRADIENT_NUMBERS = 2**26
-#: by which all scales of a start are multiplied
-FACTORS = tuple(2.0**-k for k in range(8))
-#: on which these are compared
-FEW_BATCHES = 4
-#: of a linearised fit: how often its scales go towards their fixed point before the first step
-ROUNDS = 2
-
-
-def start_trained(
-    posterior: "Posterior", batches: Batches, temperature: float = 1.0, seed: int = 0, rounds: int = 0
-) -> None:
-    """Start at the network's present values with the curvature's scales: a Laplace approximation.
-
-        Λ = G/λ + diag(π), with G the generalised Gauss–Newton matrix and π the prior's precision −∂² log p(θ)/∂θ_i²
-
-    of which the family takes what it has room for: the diagonal; in the precision form the leading directions of G
-    too, in the metric of that diagonal. The covariance form starts without its factor: its best one lies in the flat
-    directions. One pass over the data, or one for each of both where gradients are too many to be kept
-    (`curvature.py`); an unknown noise, "point" or "random", starts at the root mean square of the network's residuals,
-    in a pass of its own.
-
-    Drawn weights of a network leave the range of its linearisation before that normal is reached. So without
-    `linearise` scales are at most the tensor's initialisation scale, and the precision form starts with the diagonal
-    alone, its factor in the second stage of the fit. Then all scales are made smaller by one factor, the best of
-    `FACTORS` by the objective on a few batches. (Quickstart example, nats: with directions and no limit −145, with the
-    limit −127, as now −94; digits, mean field, 60 epochs: −1919 without the limit, −1770 with it.)
-
-    Args:
-        posterior: of a network.
-        batches: its data.
-        temperature: λ.
-        seed: of labels and draws.
-        rounds: of a linearised network, how often the scales then go towards their fixed point under q (`settle`).
-    """
-    model = posterior.model
-    theta = trained_values(posterior)
-    with posterior.network_mode():
-        theta = with_residual_noise(model, theta, batches.everything())
-        laplace = curvature_of(posterior, theta, batches, seed, takes_directions(posterior))
-    prior = prior_precision(model, theta)
-    floor = model.space.scale.to(prior) ** -2
-    prior = torch.where(prior > 0, prior, floor) if model.linearised_at is not None else torch.maximum(prior, floor)
-    values = []
-    for factor in FACTORS:
-        laplace.place(posterior.family, temperature, prior, factor)
-        values.append(_objective(posterior, batches, temperature, seed))
-        if values[-1] < max(values):
-            break
-    factor = FACTORS[values.index(max(values))]
-    laplace.place(posterior.family, temperature, prior, factor)
-    if model.linearised_at is not None and rounds:
-        settle(posterior, batches, temperature, seed, rounds, prior, laplace, factor)
-
-
-def takes_directions(posterior: "Posterior") -> int:
-    """How many leading directions a fit starts with: of drawn weights none, their factor starts in the second stage."""
-    return posterior.family.precision_columns if posterior.model.linearised_at is not None else 0
-
-
-def _objective(posterior: "Posterior", batches: Batches, temperature: float, seed: int) -> float:
-    """E log lik − λ KL on a few batches, −∞ where it is not finite."""
-    generator = torch.Generator(posterior.device).manual_seed(seed + 1)
-    total, count = 0.0, 0
-    try:
-        with torch.no_grad():
-            for batch in batches.everything(FEW_BATCHES):
-                terms = posterior.terms(batch, estimator=Estimator(groups=2), generator=generator)
-                total, count = total + float((terms.fit - temperature * terms.complexity).mean()), count + 1
-    except NonFiniteError:
-        return -inf
-    return total / count if isfinite(total) else -inf
 
 
 class Laplace(NamedTuple):
@@ -130,45 +56,6 @@ class Laplace(NamedTuple):
         """Those of Λ without its leading directions: [P]."""
         rest = (self.diagonal - self.columns.double().square().sum(1)).clamp(min=0.0)
         return (rest / temperature + family.diagonal_to_axes(prior)).rsqrt().to(self.theta)
-
-
-def settle(
-    posterior: "Posterior",
-    batches: Batches,
-    temperature: float,
-    seed: int,
-    rounds: int,
-    prior: Tensor,
-    laplace: Laplace,
-    factor: float,
-) -> None:
-    """Scales of a linearised network towards the fixed point that is their optimum around a given mean,
-
-        diag Λ = diag E_q[G]/λ + π, with G at draws of q; the precision form takes the leading directions of E_q[G] too.
-
-    At weights that fit their data G is far smaller than under q: the start is too wide, and the first rounds do most.
-    Each goes half the way, in the logarithm: the whole way jumps to and fro between too wide and too narrow. A pass
-    over the data for each, and one for the directions. The best of all rounds by the objective is kept.
-
-    What it gains: docs/around.md, "Linearised fits: scales at their fixed point".
-    """
-    family, model = posterior.family, posterior.model
-    if not isinstance(model.likelihood, Likelihood) or not family().has_density:
-        return
-    pi = family.diagonal_to_axes(prior)
-    diagonal = (laplace.diagonal / temperature + pi) / factor**2  # of Λ
-    best, kept = _objective(posterior, batches, temperature, seed), copied(family.state_dict())
-    for k in range(1, rounds + 1):
-        with posterior.network_mode():
-            where = draws_of(family(), model.space, seed + k)
-            found = curvature_of(posterior, laplace.theta, batches, seed + k, takes_directions(posterior), where)
-        new = found.diagonal / temperature + pi
-        diagonal = (diagonal * new).sqrt()
-        found.place(family, temperature, prior, (new / diagonal).sqrt().to(laplace.theta))
-        value = _objective(posterior, batches, temperature, seed)
-        if value > best:
-            best, kept = value, copied(family.state_dict())
-    family.load_state_dict(kept)
 
 
 def trained_values(posterior: "Posterior", present: bool = False) -> Tensor:

@@ -13,6 +13,7 @@ from structvi.families import MAP, Density, Family, LowRankPrecision, MeanField,
 from structvi.families.mean_field import DiagonalNormal
 from structvi.optim import Soap
 from structvi.posterior import variationalize
+from structvi.train.options import Schedule
 
 from ..adapters import Adapter
 from ..peers import SWAG, DeepEnsemble, DropoutNetwork
@@ -78,8 +79,8 @@ class FromScratch(WithDensity):
         )
         start = _log_scales(bayes)
         bayes.fit(
-            loader(data), epochs=EPOCHS, optimizer=Soap(bayes, 0.01, 0.05), temperature=self.temperature, restarts=0,
-            stop=False, progress=False, seed=seed,
+            loader(data), epochs=EPOCHS, optimizer=Soap(bayes, 0.01, 0.05), kl_weight=self.temperature,
+            schedule=Schedule(stop=False), progress=False, seed=seed,
         )  # fmt: skip
         self.moved = float((_log_scales(bayes) - start).abs().mean())
         self.density = bayes.family.requires_grad_(False)()
@@ -122,8 +123,8 @@ class Laplace(WithDensity):
         data = problem.data
         assert data is not None
         net = optimum(data, seed)
-        bayes = variationalize(net, data.likelihood, LowRankPrecision(RANK), data.prior)
-        bayes.fit(loader(data), steps=0, start="trained", progress=False, seed=seed)
+        bayes = variationalize(net, data.likelihood, LowRankPrecision(RANK), data.prior, linearise=False)
+        bayes.laplace(loader(data), progress=False, seed=seed)
         self.density = bayes.family.requires_grad_(False)()
 
 
@@ -131,7 +132,12 @@ def optimum(data: Data, seed: int) -> nn.Module:
     """The mode of the posterior, by the same steps as ours."""
     bayes = variationalize(data.build(), data.likelihood, MAP(), data.prior)
     bayes.fit(
-        loader(data), epochs=EPOCHS, optimizer=Soap(bayes, 0.01), restarts=0, stop=False, progress=False, seed=seed
+        loader(data),
+        epochs=EPOCHS,
+        optimizer=Soap(bayes, 0.01),
+        schedule=Schedule(stop=False),
+        progress=False,
+        seed=seed,
     )
     return bayes.mean_network()
 

@@ -89,7 +89,7 @@ def network():
 
 def fitted(prior, steps=500):
     bayes = vi.variationalize(network(), likelihoods.Gaussian(noise=0.1), vi.MeanField(), prior)
-    bayes.fit(DataLoader(TensorDataset(*data()), batch_size=60), steps=steps, restarts=0, progress=False)
+    bayes.fit(DataLoader(TensorDataset(*data()), batch_size=60), steps=steps, progress=False)
     return bayes
 
 

@@ -1,4 +1,4 @@
-"""Fits that learned nothing, recognised: predictions that ignore the input, or noise at the targets' own spread."""
+"""What predictions explain of the targets."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical
 from ..models.likelihoods import Gaussian
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.predictive import Predictive, observed_target
-from .batches import Batches
+from ..train.batches import Batches
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
