@@ -235,16 +235,6 @@ def test_one_width_is_chosen_for_the_mixture():
     assert all(one.last_fit is kept for one, kept in zip(mixture.posteriors, result.members, strict=True))
 
 
-def test_a_fraction_is_held_out_of_all_members_alike():
-    torch.manual_seed(0)
-    nets = [nn.Linear(4, 2) for _ in range(3)]
-    mixture = vi.Ensemble.of(nets, vi.likelihoods.Categorical(), vi.MeanField())
-    result = mixture.fit(loader(), epochs=2, validation=0.25, progress=False)
-    assert result.held_out is not None
-    assert [one.model.num_data for one in mixture.posteriors] == [30, 30, 30]
-    assert all(one.chosen_on == mixture.chosen_on for one in mixture.posteriors)
-
-
 def test_priors_that_are_given_stay():
     mixture = vi.Ensemble.of(networks(), vi.likelihoods.Categorical(), prior=vi.priors.NormalPrior(0.3))
     result = mixture.laplace(loader(), validation=loader(40, 60), progress=False)

@@ -82,21 +82,6 @@ def test_risk_coverage(make, label):
         plots.risk_coverage(bare.evaluate([(torch.zeros(3, 2), torch.zeros(3, 1))], draws=2))
 
 
-def test_temperature_path_returns_axes():
-    x = torch.randn(60, 2, generator=seeded())
-    t = (x[:, 0] > 0).long()
-    net = nn.Linear(2, 2)
-    bayes = vi.variationalize(net, lk.Categorical(), num_data=40)
-    result = bayes.fit(
-        [(x[:40], t[:40])], validation=[(x[40:], t[40:])], kl_weight="validated", epochs=1, progress=False
-    )
-    _, own = plt.subplots()
-    assert plots.temperature_path(result, ax=own) is own
-    assert list(own.lines[0].get_xdata()) == [point.temperature for point in result.path]
-    with pytest.raises(ValueError, match="no path"):
-        plots.temperature_path(bayes.fit([(x[:40], t[:40])], epochs=1, progress=False))
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("likelihood", [lk.Categorical(), lk.Gaussian(1.0)])
 def test_uncertainty_map(channels, likelihood):

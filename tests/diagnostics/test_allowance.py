@@ -67,14 +67,6 @@ def test_the_passes_of_a_fit_are_counted(nothing_free):
     assert comparison <= budget.SHARE * result.passes
 
 
-@pytest.mark.parametrize(("compare", "batches"), [(48.0, "all data"), (12.0, "5 of 20 batches"), (0.1, "1 of 20")])
-def test_a_comparison_takes_what_it_is_given(compare, batches, nothing_free):
-    result = make().fit(loader(), steps=40, progress=False, schedule=vi.Schedule(stop=False))
-    assert batches in result.comparison
-    with pytest.raises(ValueError, match="compare must be a positive number"):
-        make().fit(loader(), steps=4)
-
-
 def test_small_problems_are_free():
     """200 observations and 41 weights: over a thousand passes are 10⁷ products, and everything is read."""
     result = make().fit(loader(), steps=40, progress=False)

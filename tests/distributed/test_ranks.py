@@ -151,10 +151,12 @@ def ranks_of_a_fit(rank, size):
     out = {}
     # networks and factors start differently on each rank: those of rank 0 hold
     posterior, coupling = make(seed=rank), Recorder()
-    out["data result"] = plain_fit(posterior, loader(size), coupling=coupling).history
+    out["data result"] = plain_fit(posterior, loader(size), estimator=vi.Estimator(coupling=coupling)).history
     out["data"], out["data noise"] = learned(posterior), coupling.noise
     posterior, coupling = make(seed=rank), Recorder()
-    out["draws result"] = plain_fit(posterior, loader(), steps=1, parallel="draws", coupling=coupling).history
+    out["draws result"] = plain_fit(
+        posterior, loader(), steps=1, compute=vi.Compute(parallel="draws"), estimator=vi.Estimator(coupling=coupling)
+    ).history
     out["draws"], out["draws noise"] = learned(posterior), coupling.noise
     posterior = make(seed=rank)
     out["fit result"], out["fit"] = posterior.fit(loader(size), **ADAM), learned(posterior)
@@ -188,7 +190,7 @@ def ranks(request):
 
 def test_the_same_weights_and_the_union_of_the_parts_give_the_gradient_of_one_process(ranks):
     posterior, coupling = make(), Recorder()
-    history = plain_fit(posterior, loader(), coupling=coupling).history
+    history = plain_fit(posterior, loader(), estimator=vi.Estimator(coupling=coupling)).history
     for out in ranks:
         close(out["data"], learned(posterior))
         for theirs, ours in zip(out["data noise"], coupling.noise, strict=True):

@@ -123,7 +123,7 @@ def ranks_of_a_fit(rank, size, directory):
             (saved / "fit-0000000012.safetensors").unlink()  # of the end: what is resumed is the one before
         dist.barrier()
         posterior = shard(make(family, seed=rank))
-        posterior.fit(loader(size), optimizer=adam, checkpoint=vi.Checkpoint(saved, resume=True), **ADAM)
+        posterior.fit(loader(size), optimizer=adam, checkpoint=vi.Checkpoint(saved, every=7, resume=True), **ADAM)
         out[family, "resumed"] = copied(gather(posterior))
     posterior = shard(make("covariance", seed=rank))
     history = posterior.fit(loader(size), **{**ADAM, "schedule": vi.Schedule(staged=True)}).history
@@ -238,11 +238,12 @@ def test_checkpoints_load_on_another_number_of_ranks(four, directory):
 
 def test_a_fit_goes_on_whole_in_one_process(ranks, directory):
     """A fit's checkpoint is one file whatever the number of ranks."""
-    posterior = make("precision")
+    posterior, saved = make("precision"), directory / f"fit-precision-{len(ranks)}"
+    (saved / "fit-0000000012.safetensors").unlink()
     result = posterior.fit(
         loader(),
         optimizer=adam,
-        checkpoint=vi.Checkpoint(directory / f"fit-precision-{len(ranks)}", resume=True),
+        checkpoint=vi.Checkpoint(saved, every=7, resume=True),
         **ADAM,
     )
     assert "resumed at step 7 from fit-0000000007.safetensors" in result.notes

@@ -121,7 +121,7 @@ def test_around_a_network_the_curvature_is_that_along_the_axes(part):
     bayes = vi.variationalize(
         net, vi.likelihoods.Categorical(), vi.Rotated(part), vi.priors.NormalPrior(1.0), linearise=True
     )
-    bayes.fit(loader, steps=0, progress=False)
+    bayes.laplace(loader, progress=False)
     family, model = bayes.family, bayes.model
     theta, batches = trained_values(bayes), list(Batches(loader).in_order(1))
     found = Roots(lambda: curvature_roots(model, theta, batches))
@@ -141,7 +141,7 @@ def test_around_a_network_the_curvature_is_that_along_the_axes(part):
 def test_outputs_have_the_covariance_of_the_dense_one():
     net, loader = network()
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(vi.LowRankPrecision(2)), linearise=True)
-    bayes.fit(loader, steps=0, progress=False)
+    bayes.laplace(loader, progress=False)
     x = torch.randn(4, 3, generator=generator()).double()
     _, found = bayes.output_moments(x)
     ((_, J),) = list(jacobians(bayes, bayes.family().mean.detach(), x))

@@ -45,11 +45,15 @@ def loader(dataset=Noisy, **options):
     return DataLoader(dataset(x, t), batch_size=8, shuffle=True, **options)
 
 
+def kept(directory, every):
+    return None if directory is None else vi.Checkpoint(directory, every, resume=True)
+
+
 def fit(directory=None, callback=None, **options):
     """The run of all these tests: staged, with accumulation, dropout, averaging and a learned noise and prior."""
     bayes = posterior()
     result = bayes.fit(
-        loader(), steps=STEPS, accumulate=2, checkpoint=vi.Checkpoint(directory, every=EVERY, resume=True), progress=False,
+        loader(), steps=STEPS, accumulate=2, checkpoint=kept(directory, EVERY), progress=False,
         callback=callback, **options,
     )  # fmt: skip
     return bayes, result
@@ -244,7 +248,7 @@ def test_undone_steps_and_own_optimizer_and_scheduler_come_back(tmp_path):
             steps=14,
             optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
             schedule=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 9]),
-            checkpoint=vi.Checkpoint(directory, every=4, resume=True),
+            checkpoint=kept(directory, 4),
             progress=False,
             callback=stop,
         )

@@ -201,11 +201,9 @@ def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
     rise = round(KL_WARMUP * 40)
     assert bool((first[:rise] < 1).all())
     assert bool((first[rise:] == 1).all())
-    # neither on the way on, nor with more columns, nor from a trained network
+    # neither on the way on, nor with more columns
     assert bool((posterior.fit(loader(), steps=4, progress=False).history["kl_weight"] == 1).all())
     assert bool((posterior.grow(loader(), rank=2, steps=4, progress=False).history["kl_weight"] == 1).all())
-    trained = linear().fit(loader(), steps=4, progress=False)
-    assert bool((trained.history["kl_weight"] == 1).all())
 
 
 def test_a_factor_learns_slower_the_more_weights_there_are():
@@ -278,7 +276,7 @@ def test_clipping():
     assert result.history["gradient_norm"][0] > 0.01
 
 
-def test_device_and_mixed_precision():
+def test_mixed_precision():
     # without a bias: vmap adds one in float32, and the hook would see that
     net = nn.Sequential(nn.Linear(D, 8, bias=False), nn.Tanh(), nn.Linear(8, 1))
     seen = []
@@ -286,9 +284,7 @@ def test_device_and_mixed_precision():
     posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField())
     x, t = (tensor.float() for tensor in data().tensors)
     batches = DataLoader(TensorDataset(x, t), batch_size=20, shuffle=True)
-    result = posterior.fit(
-        batches, epochs=30, compute=vi.Compute(precision=torch.bfloat16), device="cpu", progress=False
-    )
+    result = posterior.fit(batches, epochs=30, compute=vi.Compute(precision=torch.bfloat16), progress=False)
     assert torch.bfloat16 in seen
     assert posterior.model.precision is None
     assert all(tensor.dtype == torch.float32 for tensor in posterior.parameters())
@@ -389,7 +385,7 @@ def test_average_is_kept_only_where_it_is_not_lower():
         assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
     # noise about the optimum is averaged away; on the way there the average lags behind
     assert kept == {"average", "last"}
-    assert len(linear().fit(loader(), steps=20, progress=False).candidates) == 1
+    assert len(linear().fit(loader(), steps=5, progress=False).candidates) == 1
 
 
 # ------------------------------------------------------------------------------------------------------- verdicts

@@ -135,7 +135,7 @@ def test_a_fit_that_fails_leaves_the_others_alone():
     for one in (*a, *b):
         one.model.num_data = 8
     loaders = [[good], [good, bad, bad, good], [bad]]
-    given = {"steps": 12, "average": False}
+    given = {"steps": 12}
     results = vi.fit_many(a, loaders, at_once=True, progress=False, **given)
     singles = alone(b[:2], loaders[:2], **given)
     for m, single in enumerate(singles):

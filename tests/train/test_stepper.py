@@ -48,7 +48,7 @@ def batches(step, steps, accumulate=1):
         epoch += 1
 
 
-PLAIN = {"schedule": vi.Schedule(warmup=0.0, kl_warmup=0.0, staged=False, stop=False), "progress": False}
+PLAIN = {"schedule": falling, "progress": False}
 FAMILIES = {
     "mean field": vi.MeanField(),
     "covariance": vi.LowRankNormal(2),
@@ -62,20 +62,21 @@ FAMILIES = {
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_is_the_step_of_fit_bit_for_bit(name, accumulate):
-    """Adam with a rate that falls, clipped gradients, dropout on, batches of two sizes: 7 steps."""
+    """Adam with a rate that falls, clipped gradients, dropout on, batches of two sizes: 5 steps."""
     fitted, stepped = (make(FAMILIES[name], dropout="on") for _ in range(2))
-    common = {"lr": 0.05, "schedule": falling, "clip": 0.5, "estimator": vi.Estimator(groups=2), "seed": 5}
-    result = fitted.fit(loader(), steps=7, accumulate=accumulate, **common, **PLAIN)
+    common = {"lr": 0.05, "clip": 0.5, "estimator": vi.Estimator(groups=2), "seed": 5}
+    result = fitted.fit(loader(), steps=5, accumulate=accumulate, **common, **PLAIN)
     step = stepped.stepper(observations=N / math.ceil(3 / accumulate), **common)
-    losses, norms = [], []
-    for several in batches(step, 7, accumulate):
-        losses.append(step(*several))
+    losses, norms, scheduler = [], [], falling(step.optimizer)
+    for n, several in enumerate(batches(step, 5, accumulate)):
+        losses.append(step(*several, kl_weight=result.history["kl_weight"][n].item()))
+        scheduler.step()
         norms.append(step.gradient_norm)
     assert [-loss * N for loss in losses] == pytest.approx(result.history["elbo"].tolist(), rel=1e-12)
     assert norms == result.history["gradient_norm"].tolist()
     for (key, a), b in zip(fitted.named_parameters(), stepped.parameters(), strict=True):
         assert torch.equal(a, b), key
-    assert step.steps == 7
+    assert step.steps == 5
     assert step.elbo.value == result.history["elbo"][-1].item()
 
 
@@ -86,28 +87,15 @@ def test_with_an_optimizer_of_the_users_own(precision):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    fitted.fit(
-        loader(), steps=5, optimizer=sgd, schedule=falling, seed=5, compute=vi.Compute(precision=precision), **PLAIN
-    )
-    step = stepped.stepper(
-        optimizer=sgd, schedule=falling, observations=7, seed=5, compute=vi.Compute(precision=precision)
-    )
-    for (batch,) in batches(step, 5):
-        step(batch)
+    compute = vi.Compute(precision=precision)
+    result = fitted.fit(loader(), steps=5, optimizer=sgd, seed=5, compute=compute, **PLAIN)
+    step = stepped.stepper(optimizer=sgd, observations=7, seed=5, compute=compute)
+    scheduler = falling(step.optimizer)
+    for n, (batch,) in enumerate(batches(step, 5)):
+        step(batch, kl_weight=result.history["kl_weight"][n].item())
+        scheduler.step()
     assert all(torch.equal(a, b) for a, b in zip(fitted.parameters(), stepped.parameters(), strict=True))
     assert stepped.model.precision is None
-
-
-def test_the_rates_of_the_optimizer_are_read_at_every_step():
-    """A scheduler of the loop's own over step.optimizer is the same as scheduler=."""
-    given, own = (make(vi.LowRankNormal(2)) for _ in range(2))
-    one, two = given.stepper(schedule=falling), own.stepper()
-    scheduler = falling(two.optimizer)
-    for (batch,) in batches(one, 3):
-        one(batch)
-        two(batch)
-        scheduler.step()
-    assert all(torch.equal(a, b) for a, b in zip(given.parameters(), own.parameters(), strict=True))
 
 
 def test_without_observations_every_step_counts_the_same():
@@ -125,7 +113,7 @@ def test_the_loss_is_at_temperature_one_and_the_step_at_its_own():
     batch = loader().dataset[:8]
     cold, warm = (make(vi.MeanField()) for _ in range(2))
     one, two = cold.stepper(seed=3), warm.stepper(seed=3)
-    assert one(batch, temperature=0.1) == two(batch)
+    assert one(batch, kl_weight=0.1) == two(batch)
     assert one.gradient_norm != two.gradient_norm
 
 

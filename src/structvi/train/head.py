@@ -205,7 +205,7 @@ class _Run:
 
     def _record(self) -> None:
         elbo = self.elbo
-        self.history.append(step=len(self.history), epoch=0, elbo=elbo, temperature=self.temperature)
+        self.history.append(step=len(self.history), epoch=0, elbo=elbo, kl_weight=self.temperature)
         if len(self.history) > 1:
             self.bar.update(elbo, 0.0)
 
@@ -334,7 +334,7 @@ class _Run:
             how = "by quadrature over the logits"
         return FitResult(
             status=status, verdict=verdict, elbo=elbo, kept=name, candidates={name: elbo}, comparison=how,
-            history=self.history, steps=steps, epochs=1.0, temperature=self.temperature, bound=True,
+            history=self.history, steps=steps, epochs=1.0, kl_weight=self.temperature, bound=True,
             exact=batches.exact and self.head.posterior.device.type == "cpu", notes=self._notes(),
             evaluation="none: the features of one pass", constant=constant,
         )  # fmt: skip
