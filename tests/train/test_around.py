@@ -178,16 +178,6 @@ def test_what_the_user_asked_for_stays(dense):
     assert list(result.held_out) == ["drawn weights"]
 
 
-def test_steps_of_zero_are_a_laplace_approximation(dense):
-    bayes = vi.variationalize(
-        dense, vi.likelihoods.Categorical(), vi.MeanField(), vi.priors.NormalPrior(0.3), linearise=True
-    )
-    result = bayes.laplace(loader(TRAIN), progress=False)
-    assert result.status is vi.Status.PLACED
-    with pytest.raises(ValueError, match="steps must be an integer ≥ 1"):
-        bayes.laplace(loader(TRAIN))
-
-
 def test_the_held_out_data_take_no_part(dense):
     """Other labels of the held-out rows change which posterior is kept, and nothing of the posteriors themselves."""
     x, t = HELD_OUT

@@ -64,7 +64,7 @@ def by_autograd(bayes, batches):
 def by_step(bayes, batches):
     generator = torch.Generator().manual_seed(3)
     adam = Adam(bayes.parameters(), lr=0.01, factors=bayes.family.factors())
-    step = Step(bayes, adam, generator, groups=GROUPS)
+    step = Step(bayes, adam, generator, estimator=vi.Estimator(groups=GROUPS))
     (elbo, fit), norm, thin = step._gradient(batches, [WEIGHT] * len(batches), TEMPERATURE, generator)
     return (elbo, fit), norm, {n: thin[p].dense() if p in thin else p.grad for n, p in bayes.named_parameters()}
 

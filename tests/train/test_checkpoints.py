@@ -27,8 +27,8 @@ def test_a_fit_goes_on_with_a_stream_of_its_own(tmp_path, monkeypatch):
     other = found._replace(tensors={**found.tensors, name: torch.arange(16, dtype=torch.uint8)})
     monkeypatch.setattr(fit_checkpoint, "latest", lambda folder: other)
     twice = [make(), make()]
-    for bayes in twice:
-        result = fit(bayes, steps=9, checkpoint=vi.Checkpoint(tmp_path, resume=True))
+    for n, bayes in enumerate(twice):
+        result = fit(bayes, steps=9, checkpoint=vi.Checkpoint(tmp_path / str(n), resume=True))
         assert any("another kind of device" in note for note in result.notes)
         assert torch.isfinite(result.history["elbo"]).all()
     assert all(torch.equal(a, b) for a, b in zip(*(one.parameters() for one in twice), strict=True))

@@ -471,14 +471,17 @@ def test_ctrl_c_inside_the_optimizer_leaves_no_half_step():
                 signal.raise_signal(signal.SIGINT)
             return super().step(closure)
 
+    def between_steps(history):
+        if len(history) == 6:
+            raise KeyboardInterrupt
+
     runs = []
-    for steps, optimizer in ((6, torch.optim.Adam), (50, Interrupted)):
+    for optimizer, callback in ((torch.optim.Adam, between_steps), (Interrupted, None)):
         torch.manual_seed(0)
         posterior = linear()
-        constant = lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)  # noqa: E731
         result = posterior.fit(
-            loader(), steps=steps, optimizer=lambda p, o=optimizer: o(p, 0.01), schedule=constant, progress=False,
-        )  # fmt: skip
+            loader(), steps=50, optimizer=lambda p, o=optimizer: o(p, 0.01), callback=callback, progress=False
+        )
         assert result.steps == 6
         runs.append(parameters(posterior))
     assert result.verdict == "stopped by you"

@@ -167,7 +167,6 @@ def test_grow_components():
     [
         (vi.MeanField(), {}, ValueError, "one of rank= and components="),
         (vi.MeanField(), {"rank": 1, "components": 2}, ValueError, "one of rank= and components="),
-        (vi.MeanField(), {"rank": 1, "schedule": vi.Schedule(staged=True)}, ValueError, "neither staged= nor start="),
         (vi.MeanField(), {"rank": 0}, ValueError, "the rank is 0 already"),
         (vi.LowRankNormal(2), {"rank": 2}, ValueError, "the rank is 2 already"),
         (vi.FullNormal(), {"rank": 2}, TypeError, "not for FullNormal"),

@@ -18,7 +18,7 @@ def history(steps=100):
     for step in range(steps):
         elbo = float("nan") if step == 7 else -100.0 / (step + 1)
         record.append(
-            step=step, epoch=step // 10, elbo=elbo, standard_error=0.5, lr=0.01, gradient_norm=1.0, temperature=1.0,
+            step=step, epoch=step // 10, elbo=elbo, standard_error=0.5, lr=0.01, gradient_norm=1.0, kl_weight=1.0,
             stage=1 if step < 40 else 2, seconds=0.1,
         )  # fmt: skip
     return record
@@ -124,7 +124,7 @@ def a_result(**changes):
     values = dict(
         status=vi.Status.CONVERGED, verdict="converged", elbo=after, kept="grown",
         candidates={"before": before, "grown": after}, comparison="2 groups of draws", history=history(), steps=100,
-        epochs=10.0, temperature=1.0, bound=True, exact=True, skipped=[Skipped(0, 7, "x")], notes=["a note"],
+        epochs=10.0, kl_weight=1.0, bound=True, exact=True, skipped=[Skipped(0, 7, "x")], notes=["a note"],
     )  # fmt: skip
     return FitResult(**(values | changes))
 

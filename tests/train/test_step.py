@@ -33,7 +33,7 @@ def test_equals_a_loop_by_hand(family, knows, clip):
     factors = ours.family.factors() if knows else []
     adam = Adam(list(ours.parameters()), lr=0.01, factors=factors)
     assert len(adam.thin) == len(factors)
-    step = Step(ours, adam, torch.Generator().manual_seed(5), groups=3, clip=clip)
+    step = Step(ours, adam, torch.Generator().manual_seed(5), estimator=vi.Estimator(groups=3), clip=clip)
     assert step.reason == "not on a CUDA device"
     rates = {id(p): group["lr"] for group in adam.param_groups for p in group["params"]}
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)

@@ -159,8 +159,8 @@ def test_what_it_refuses():
     bayes = make(vi.MeanField())
     with pytest.raises(ValueError, match="got none"):
         bayes.stepper()()
-    with pytest.raises(ValueError, match="temperature must be a positive number"):
-        bayes.stepper()(loader().dataset[:8], temperature=0.0)
+    with pytest.raises(ValueError, match="kl_weight must be a positive number"):
+        bayes.stepper()(loader().dataset[:8], kl_weight=0.0)
     with pytest.raises(ValueError, match="observations must be a positive number"):
         bayes.stepper(observations=-1)
     with pytest.raises(ValueError, match="weight_decay"):
