@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -20,6 +20,7 @@ from .models.calibration import Calibration
 from .models.likelihoods import Bernoulli, Categorical
 from .models.priors.base import Prior
 from .models.priors.scale import NormalPrior
+from .networks.call import in_modes
 from .networks.modes import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, is_in_training
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
@@ -40,6 +41,7 @@ from .train.head_rows import head_tensors
 from .train.laplace import laplace
 from .train.stepper import stepper
 from .util.checks import check_one_of
+from .util.random_streams import borrowed_stream
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -157,14 +159,15 @@ class Posterior(nn.Module):
             )
 
     @contextmanager
-    def network_mode(self) -> Iterator[nn.Module]:
-        """Inside, `model` calls the network in eval mode but for what `dropout` and `batch_norm` ask, in this thread.
+    def network_mode(self, generator: torch.Generator | None = None) -> Iterator[nn.Module]:
+        """Hold the network for this thread, in eval mode but for what `dropout` and `batch_norm` ask.
 
-        The network itself keeps its mode: what is called, and given here, is a twin that shares its tensors
-        (`networks/twins.py`).
+        Args:
+            generator: with dropout="on" the random numbers of the network come from it, not from the global stream.
         """
-        with self.model.twins.borrowed(lambda module: is_in_training(module, self.dropout, self.batch_norm)) as twin:
-            yield twin.net
+        stream = nullcontext() if generator is None or self.dropout == "off" else borrowed_stream(generator)
+        with stream, in_modes(self.net, lambda module: is_in_training(module, self.dropout, self.batch_norm)) as net:
+            yield net
 
     @property
     def mixes_rows(self) -> bool:

@@ -1,5 +1,6 @@
 """f(x; θ₀) + J(x)(θ − θ₀) against dense Jacobians, for the operations that networks are made of."""
 
+import copy
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.functional import affine_grid, grid_sample, scaled_dot_product_attention
 
-from structvi.networks.linearised import WAYS, Linearised, Ways
+from structvi.networks.linearised import Linearised
 
 
 class Sine(torch.autograd.Function):
@@ -190,14 +191,6 @@ def test_of_outputs_in_a_dict_and_whole_numbers_stay():
     assert torch.equal(found["label"], net(x)["label"])
 
 
-def test_the_way_that_a_network_can_go_is_kept():
-    net, x = network("custom function", torch.float64)
-    at, _ = pieces(net)
-    ways = Ways()
-    Linearised(at, ways)(net, at, (x,))
-    assert str(ways) == WAYS[2][0]
-
-
 def test_an_operation_without_derivatives_is_named():
     net = Calls(lambda net, x: net.bag(x), bag=nn.EmbeddingBag(5, 2))
     at, _ = pieces(net)
@@ -212,29 +205,35 @@ def test_what_is_wrong_with_the_input_is_told_as_it_is():
         Linearised(at)(net, at, (torch.zeros(2, 7),))
 
 
-def test_fused_kernels_are_on_again_whatever_threads_do():
-    net, x = network("transformer", torch.float32)
+def flags():
+    """What torch knows of kernels for the whole process."""
+    cuda, mha = torch.backends.cuda, torch.backends.mha
+    on = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, mha.get_fastpath_enabled()
+    return *on, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", ["transformer", "LSTM"])
+def test_no_flag_of_the_process_changes_and_threads_do_not_meet(name):
+    net, x = network(name, torch.float32)
     at, _ = pieces(net)
-    ways, failed = Ways(), []
+    theta = {name: tensor + 0.1 for name, tensor in at.items()}
+    before, seen, found = flags(), set(), []
+    expected = Linearised(at)(net, theta, (x,))
+    nets = [copy.deepcopy(net) for _ in range(4)]
 
-    def work():
-        for _ in range(20):
-            try:
-                Linearised(at, ways)(net, at, (x,))
-            except Exception as error:
-                failed.append(error)
+    def work(own):
+        own.register_forward_hook(lambda *_: seen.add(flags()))
+        found.extend(Linearised(at)(own, theta, (x,)) for _ in range(5))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(own,)) for own in nets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed
-    assert ways.first == 1
-    assert torch.backends.mha.get_fastpath_enabled()
-    assert torch.backends.cuda.flash_sdp_enabled()
-    assert torch.backends.mkldnn.enabled
-    assert torch.backends.cudnn.enabled
+    assert seen == {before}
+    assert len(found) == 20
+    for one in found:
+        torch.testing.assert_close(one, expected)
 
 
 def test_the_jacobian_is_that_of_functorch_too():

@@ -223,7 +223,7 @@ def _gradients(
     for repeat in range(repeats):
         total = [torch.zeros_like(value) for value in values]
         for batch, share in next(portions):
-            with torch.enable_grad(), problem.mode(), borrowed_stream(problem.generator(seed + repeat)):
+            with torch.enable_grad(), borrowed_stream(problem.generator(seed + repeat)), problem.mode():
                 bound = elbo(
                     problem.family, problem.target, batch, Estimator(estimator, groups, coupling),
                     problem.generator(seed + repeat),  # the same draws for every batch

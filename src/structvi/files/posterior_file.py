@@ -17,6 +17,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
+from ..networks.call import alone_with
 from ..networks.modes import BatchNorm, Dropout
 from ..networks.padding import padding_rows
 from ..parameters import Parameters
@@ -56,8 +57,9 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     if network not in ("store", "hash"):
         raise ValueError(f'network must be "store" or "hash", got {network!r}')
     model = posterior.model
-    random, held = _tensors_of(model.net, model.net_space.names)
-    held |= _padding_of(model.net, random)
+    with alone_with(model.net):  # no call has drawn weights in it
+        random, held = _tensors_of(model.net, model.net_space.names)
+        held |= _padding_of(model.net, random)
     parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
     tensors = {
         f"{part}.{name}": tensor

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..families.numerics.algebra import sum_weights
-from ..networks.call import call_network
-from ..networks.linearised import Linearised, Ways
+from ..networks.call import alone_with, call_network
+from ..networks.linearised import Linearised
 from ..networks.mixed_precision import GradientScale, check_precision
 from ..networks.padding import padding_rows, with_padding
-from ..networks.twins import Twins
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 from ..util.checks import is_integer
@@ -32,9 +31,9 @@ _AROUND: ContextVar[Any] = ContextVar("around", default=...)
 class BayesianModel(nn.Module):
     """log p(T, θ | X) = (N/B) Σ_batch log p(t | y_θ(x)) + log p(θ) for a network y_θ, unbiased for uniform batches.
 
-    The network is never changed: it is called with the drawn weights in place of its own, and copies of the buffers
-    that a call changes, in a twin that shares its tensors (`networks/twins.py`). Trainable tensors that are not in
-    `parameters` are held at the values the network has.
+    A call puts the drawn weights, and copies of the buffers that a call may change, in place of the network's own, and
+    puts those back. Threads take turns with a network; while one of them is inside, do not call the network yourself.
+    Trainable tensors that are not in `parameters` are held at the values the network has.
 
     Args:
         net: the network.
@@ -102,15 +101,11 @@ class BayesianModel(nn.Module):
         self.evaluation = Evaluation(evaluation, chunk, deterministic)
         self.checkpoint_activations = checkpoint_activations
         self._precision: torch.dtype | None = None
-        parts = {"net": net, "likelihood": likelihood}
-        self._twins = {name: Twins(part) for name, part in parts.items() if isinstance(part, nn.Module)}
         #: `torch.func.functional_call` compiled, while a fit asks for it
         self.compiled: Callable[..., Any] | None = None
         #: of the gradients inside a network that runs in float16
         self.scale = GradientScale()
         known = dict(net.named_parameters())
-        every = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
-        self._tied = len({id(tensor) for _, tensor in every}) < len(every)
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
@@ -118,7 +113,6 @@ class BayesianModel(nn.Module):
         #: θ₀ of the network's random tensors, [P]; None where it is not linearised
         self.linearised_at: Tensor | None
         self.register_buffer("linearised_at", self.net_space.initial.clone() if linearise else None)
-        self._ways = Ways()
         if isinstance(prior, SeparablePrior):
             prior.check(self.net_space)
         own = likelihood.random_tensors() if isinstance(likelihood, Likelihood) else {}
@@ -128,16 +122,6 @@ class BayesianModel(nn.Module):
         if own:
             appended = {f"likelihood.{name}": tensor.detach().to(self.space.initial) for name, tensor in own.items()}
             self.space = self.net_space.append(appended, scale=1.0)
-
-    @property
-    def twins(self) -> Twins:
-        """Of the network: with `twins.borrowed(modes)` a thread has one to itself."""
-        return self._twins_of("net", self.net)
-
-    def _twins_of(self, part: str, module: nn.Module) -> Twins:
-        if self._twins[part].original is not module:  # another has been put in its place
-            self._twins[part] = Twins(module)
-        return self._twins[part]
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -250,8 +234,8 @@ class BayesianModel(nn.Module):
         if not own:
             return self.likelihood(output, target)
         assert isinstance(self.likelihood, nn.Module)
-        with self._twins_of("likelihood", self.likelihood).borrowed() as twin:
-            return functional_call(twin.net, dict(own), (output, target))
+        with alone_with(self.likelihood):
+            return functional_call(self.likelihood, dict(own), (output, target))
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
@@ -269,13 +253,11 @@ class BayesianModel(nn.Module):
         return self._evaluate(one, theta, fixed, "outputs")
 
     def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
-        if theta.shape[0] == 1:
-            with self.twins.borrowed():
-                return self.evaluation(one, theta)
         single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
         against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
-        with self.twins.borrowed() as twin:
-            key = (*what, frozenset(fixed), twin.modes, *(("linearised",) if self.is_linearised else ()))
+        with alone_with(self.net):
+            modes = tuple(module.training for module in self.net.modules())
+            key = (*what, frozenset(fixed), modes, *(("linearised",) if self.is_linearised else ()))
             return self.evaluation(
                 one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=_full_precision
             )
@@ -312,16 +294,16 @@ class BayesianModel(nn.Module):
 
     def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         precision = None if _EXACT.get() else self._precision
-        random = self.with_padding(random)
-        with self.twins.borrowed() as twin:
-            return call_network(
-                twin, random, arguments, keywords,
-                precision=precision,
-                scale=self.scale if precision == torch.float16 else None,
-                checkpointed=self.checkpoint_activations,
-                functional=self._functional(),
-                tied=self._tied,
-            )  # fmt: skip
+        return call_network(
+            self.net,
+            self.with_padding(random),
+            arguments,
+            keywords,
+            precision=precision,
+            scale=self.scale if precision == torch.float16 else None,
+            checkpointed=self.checkpoint_activations,
+            functional=self._functional(),
+        )
 
     def with_padding(self, random: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""
@@ -331,7 +313,7 @@ class BayesianModel(nn.Module):
         at = self._around()
         if at is None:
             return self.compiled or functional_call
-        return Linearised(self.net_space.unravel(at), self._ways)
+        return Linearised(self.net_space.unravel(at))
 
 
 @contextmanager

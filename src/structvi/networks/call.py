@@ -1,106 +1,197 @@
-"""One call of a network with given tensors in place of its own: in mixed precision, or without keeping activations."""
+"""One call of a network with given tensors in place of its own. A network has one lock, and calls take turns."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import get_ident
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from .fast_paths import forgotten, kernels_that_serve
 from .mixed_precision import GradientScale, is_floating, times_gradient
-from .twins import Twin
+
+#: layers that choose other kernels in eval mode: cuDNN's recurrence, which then has no backward pass, and fused
+#: attention, which reads drawn weights at addresses that it does not check
+FUSED_IN_EVAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+class _Turn:
+    """The lock of one network, and the thread that holds it."""
+
+    def __init__(self) -> None:
+        self.lock, self.owner, self.depth = threading.RLock(), 0, 0
+
+
+_TURNS: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
+_GUARD = threading.Lock()
+
+
+@contextmanager
+def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[nn.Module]:
+    """Hold the lock of the network; a thread may enter again.
+
+    Where a random stream is borrowed too, borrow it outside: two threads could otherwise wait for each other.
+
+    Args:
+        net: the network.
+        caller: a thread that waits for this one; the lock may be in its hands.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> with alone_with(net), alone_with(net):
+        ...     pass
+    """
+    with _GUARD:
+        turn = _TURNS.setdefault(net, _Turn())
+    if caller is not None and turn.owner == caller:  # autograd's thread on a GPU works for the thread with the lock
+        yield net
+        return
+    with turn.lock:
+        turn.owner, turn.depth = threading.get_ident(), turn.depth + 1
+        try:
+            yield net
+        finally:
+            turn.depth -= 1
+            turn.owner = turn.owner if turn.depth else 0
+
+
+@contextmanager
+def in_modes(
+    net: nn.Module, modes: Callable[[nn.Module], bool] | Sequence[bool], caller: int | None = None
+) -> Iterator[nn.Module]:
+    """Hold the network with its modules in these modes, and restore theirs at the end.
+
+    Args:
+        net: the network.
+        modes: whether a module is in training mode, by a function or in the order of `net.modules()`.
+        caller: as in `alone_with`.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> with in_modes(net, lambda module: False):
+        ...     net.training
+        False
+        >>> net.training
+        True
+    """
+    with alone_with(net, caller):
+        modules = list(net.modules())
+        had = [module.training for module in modules]
+        _set_modes(modules, map(modes, modules) if callable(modes) else modes)
+        try:
+            yield net
+        finally:
+            _set_modes(modules, had)
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Any) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        module.__dict__["training"] = mode  # nn.Module.__setattr__ takes longer than a small network
 
 
 def call_network(
-    twin: Twin,
+    net: nn.Module,
     tensors: Mapping[str, Tensor],
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
+    arguments: Sequence[Any] = (),
+    keywords: Mapping[str, Any] | None = None,
     *,
     precision: torch.dtype | None = None,
     scale: GradientScale | None = None,
     checkpointed: bool = False,
     functional: Callable[..., Any] = functional_call,
-    tied: bool = True,
 ) -> Any:
-    """The network's output; neither its tensors nor its buffers change, and every call sees the buffers as they are.
+    """Return the network's output; afterwards its tensors, buffers and modes are what they were.
 
     Args:
-        twin: the network, in modes of its own, as `Twins.borrowed` gives it.
+        net: the network.
         tensors: by name, in place of its own parameters; the others are held.
         arguments, keywords: what it is called with.
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
         scale: of gradients inside the network; None for one.
-        tied: whether a tensor may have several names: where none has, a look at all of them is saved.
-        functional: `torch.func.functional_call`, or that compiled.
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
+        functional: `torch.func.functional_call`, or another function of its signature.
 
     Example:
-        >>> from structvi.networks.twins import Twins
         >>> tensors = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
-        >>> with Twins(torch.nn.Linear(2, 1)).borrowed() as twin:
-        ...     call_network(twin, tensors, (torch.ones(3, 2),), {})
+        >>> call_network(nn.Linear(2, 1), tensors, (torch.ones(2, 2),))
         tensor([[3.],
-                [3.],
                 [3.]])
     """
     some = next(iter(tensors.values()))
-
-    def call(twin: Twin, tensors: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        held = {name: p.detach() for name, p in twin.parameters if name not in tensors}
-        buffers = twin.copied_buffers()
-        every = {**held, **buffers, **tensors}
-        direct = functional is functional_call and twin.private and not tied and every.keys() <= twin.places.keys()
-        with _around(twin, some, precision):
-            if direct:
-                output = twin.called(every, arguments, keywords)
-            else:
-                output = functional(twin.net, every, tuple(arguments), dict(keywords), tie_weights=tied)
-        if buffers:
-            twin.note_changes(buffers, every)
-        return output
-
-    inputs: Any = (dict(tensors), tuple(arguments), dict(keywords))
+    inputs: Any = (dict(tensors), tuple(arguments), dict(keywords or {}))
     up, down = (None, None) if scale is None else scale.factors(some.device)
     if down is not None:
         inputs = times_gradient(inputs, down)
-    try:
-        output = checkpoint(_again(twin, call), *inputs, use_reentrant=False) if checkpointed else call(twin, *inputs)
-    except Exception as error:  # whatever a network raises goes on its way, with what came to it
-        error.add_note(_called_with((arguments, keywords), some.dtype))
-        raise
+
+    def call(tensors: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        held = {name: tensor.detach() for name, tensor in net.named_parameters() if name not in tensors}
+        autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
+        with _unfused(net), autocast:
+            return functional(net, {**held, **_copied_buffers(net), **tensors}, arguments, keywords)
+
+    with alone_with(net):
+        try:
+            run = partial(checkpoint, _again(net, call), use_reentrant=False) if checkpointed else call
+            output = run(*inputs)
+        except Exception as error:  # whatever a network raises goes on its way, with what came to it
+            error.add_note(_called_with((arguments, keywords), some.dtype))
+            raise
     if precision is not None:
         output = tree_map(lambda x: x.to(some.dtype) if is_floating(x) else x, output)
     return output if up is None else times_gradient(output, up)
 
 
-def _around(twin: Twin, some: Tensor, precision: torch.dtype | None) -> AbstractContextManager[Any]:
-    """What some networks need around a call; most need nothing."""
-    recurs = twin.flattened or twin.recurrent or twin.attends
-    return _served(twin, some, precision) if recurs or precision is not None else nullcontext()
+def _again(net: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call in the modes of now: the backward pass repeats it later, and on a GPU in a thread of its own."""
+    modes, caller = [module.training for module in net.modules()], threading.get_ident()
+
+    def repeated(*inputs: Any) -> Any:
+        with in_modes(net, modes, caller):
+            return call(*inputs)
+
+    return repeated
+
+
+def _copied_buffers(net: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers that a call may change: of layers in training mode, and of modules that are not torch's."""
+    found: dict[int, tuple[str, Tensor]] = {}  # `functional_call` gives a buffer with two names the same copy
+    for prefix, module in net.named_modules():
+        if module._buffers and (module.training or not _of_torch(type(module))):
+            for key, tensor in module._buffers.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (f"{prefix}.{key}".removeprefix("."), tensor.clone()))
+    return dict(found.values())
 
 
 @contextmanager
-def _served(twin: Twin, some: Tensor, precision: torch.dtype | None) -> Iterator[None]:
-    autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
-    with forgotten(twin.flattened), kernels_that_serve(twin, some), autocast:
+def _unfused(net: nn.Module) -> Iterator[None]:
+    """Put layers of `FUSED_IN_EVAL` into training mode without dropout: the same numbers, and derivatives.
+
+    Recurrent layers keep a list of the weights of their last call: drawn ones would stay in memory with their graph.
+    """
+    own = ("training", "dropout", "_flat_weights", "_flat_weight_refs")
+    layers = [module for module in net.modules() if isinstance(module, FUSED_IN_EVAL)]
+    had = [{name: vars(layer)[name] for name in own if name in vars(layer)} for layer in layers]
+    try:
+        for layer in layers:
+            if not layer.training and _of_torch(layer):
+                layer.__dict__["training"] = True
+                if "dropout" in vars(layer):  # of an encoder layer it is a module, in a mode of its own
+                    layer.__dict__["dropout"] = 0.0
         yield
+    finally:
+        for layer, before in zip(layers, had, strict=True):
+            vars(layer).update(before)
 
 
-def _again(twin: Twin, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, in the modes of now: in the backward pass with another twin, and maybe in a thread of autograd's."""
-    twins, modes, caller = twin.twins, twin.modes, get_ident()
-
-    def repeated(*inputs: Any) -> Any:
-        with twins.borrowed(modes, caller) as now:
-            return call(now, *inputs)
-
-    return repeated
+def _of_torch(module: nn.Module | type[nn.Module]) -> bool:
+    """Whether its forward is torch's own: what another does in training mode is not known."""
+    return module.forward.__module__.startswith("torch.nn.modules.")
 
 
 def _called_with(inputs: Any, dtype: torch.dtype) -> str:

@@ -2,40 +2,25 @@
 
 `Linearised` has the signature of `torch.func.functional_call`, and stands in its place. The product J(x)v takes one
 pass with dual numbers, and its backward pass is a plain vector–Jacobian product at θ₀. Under vmap the pass at θ₀ itself
-is made once for all draws. Threads take turns: torch's forward mode has one state for the whole process.
-
-Not every operation has a rule for forward mode. The ways, in order, and the first that the network can go is kept:
-
-1. forward mode;
-2. forward mode with fused kernels off: attention from its parts, LSTM cells from theirs;
-3. two vector–Jacobian products: Jᵀu is linear in u, and the transpose of that is Jv.
+is made once for all draws.
 """
 
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..util.random_streams import alone
-from .fast_paths import plain_attention
+from .plain_kernels import PlainKernels
 
-
-class Ways:
-    """What has been found out about one network."""
-
-    def __init__(self) -> None:
-        #: the first of `WAYS` that it can go
-        self.first = 0
-
-    def __str__(self) -> str:
-        return WAYS[self.first][0]
+Network = Callable[[Mapping[str, Tensor]], Any]
+#: torch's forward mode has one state for the whole process
+_FORWARD_MODE = threading.RLock()
 
 
 class Linearised:
@@ -43,7 +28,6 @@ class Linearised:
 
     Args:
         at: θ₀ by name.
-        ways: which ways the network can go, as far as that is known; the same for all calls of one network.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh())
@@ -52,41 +36,36 @@ class Linearised:
         tensor([[2.]])
     """
 
-    def __init__(self, at: Mapping[str, Tensor], ways: "Ways | None" = None):
-        self.at, self.ways = at, Ways() if ways is None else ways
+    def __init__(self, at: Mapping[str, Tensor]):
+        self.at = at
 
     def __call__(
         self,
         net: nn.Module,
         tensors: Mapping[str, Tensor],
         arguments: Any = (),
-        keywords: dict[str, Any] | None = None,
-        *,
-        tie_weights: bool = True,
+        keywords: Mapping[str, Any] | None = None,
     ) -> Any:
         held = {name: tensor for name, tensor in tensors.items() if name not in self.at}
+        buffers = {name for name, _ in net.named_buffers()} & held.keys()
         at = {name: tensor for name, tensor in self.at.items() if name in tensors}
         tangent = {name: tensors[name] - tensor for name, tensor in at.items()}
 
-        changed = _changed_by_a_call(net) & held.keys()
-
         def network(at: Mapping[str, Tensor]) -> Any:
-            own = {name: held[name].clone() for name in changed}  # a transform refuses to change what it did not make
-            return functional_call(net, {**held, **own, **at}, arguments, keywords, tie_weights=tie_weights)
+            own = {name: held[name].clone() for name in buffers}  # a transform refuses to change what it did not make
+            return functional_call(net, {**held, **own, **at}, arguments, dict(keywords or {}))
 
         _load_rules()
         failed: list[str] = []
-        for index in range(self.ways.first, len(WAYS)):
-            name, context, product = WAYS[index]
+        for name, product in WAYS:
             try:
-                with alone(), context():  # torch counts the levels of forward mode for the whole process
+                with _FORWARD_MODE, PlainKernels():
                     output, change = product(network, at, tangent)
             except (RuntimeError, NotImplementedError) as error:
                 if not failed:
                     network(at)  # what is wrong with the network or its inputs is told as it is
                 failed.append(f"{name}: {str(error).strip().splitlines()[0][:300]}")
                 continue
-            self.ways.first = index
             return tree_map(lambda y, dy: y + dy if isinstance(y, Tensor) and _real(y) else y, output, change)
         raise NotImplementedError(
             f"{type(net).__name__} cannot be linearised: an operation in it has no derivative of the kind that is "
@@ -97,14 +76,11 @@ class Linearised:
 
 @cache
 def _load_rules() -> None:
-    """At its first use torch compiles rules of forward mode, by a means of its own that it warns of."""
+    """Compile torch's rules of forward mode, which warns at their first use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # of newer torch, a FutureWarning
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
-
-
-Network = Callable[[Mapping[str, Tensor]], Any]
 
 
 def _forward(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, Tensor]) -> tuple[Any, Any]:
@@ -113,7 +89,7 @@ def _forward(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, T
 
 
 def _two_vjps(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    # by autograd itself, which also takes custom functions that functorch does not
+    """Jv by autograd, which also takes custom functions that functorch does not: Jᵀu is linear in u."""
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tangent.values())
     with torch.enable_grad():
         leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in at.items()}
@@ -133,34 +109,11 @@ def _two_vjps(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, 
     return tree_unflatten(detached, layout), tree_unflatten(change, layout)
 
 
-@contextmanager
-def _fused_off() -> Iterator[None]:
-    """Fused kernels off, in the whole process: one thread at a time is inside."""
-    with ExitStack() as stack:
-        stack.enter_context(plain_attention())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for backend in (torch.backends.mkldnn, torch.backends.cudnn):
-            before, *_ = backend.set_flags(False)  # `flags` also sets, and warns of, what it was not asked for
-            stack.callback(backend.set_flags, before)
-        yield
-
-
-#: name, context and product (network, θ₀, v) → (f(θ₀), Jv), in the order in which they are tried
-WAYS: tuple[tuple[str, Callable[[], Any], Callable[..., tuple[Any, Any]]], ...] = (
-    ("forward mode", nullcontext, _forward),
-    ("forward mode without fused kernels", _fused_off, _forward),
-    ("two vector–Jacobian products", _fused_off, _two_vjps),
+#: name and product (network, θ₀, v) → (f(θ₀), Jv), in the order in which they are tried
+WAYS: tuple[tuple[str, Callable[..., tuple[Any, Any]]], ...] = (
+    ("forward mode", _forward),
+    ("two vector–Jacobian products", _two_vjps),
 )
-
-
-def _changed_by_a_call(net: nn.Module) -> set[str]:
-    """Buffers of modules in training mode: running statistics."""
-    return {
-        f"{prefix}.{name}".removeprefix(".")
-        for prefix, module in net.named_modules()
-        if module.training
-        for name, _ in module.named_buffers(recurse=False)
-    }
 
 
 def _real(tensor: Tensor) -> bool:

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 from ..couplings import Coupling, naive
 from ..families.density import Density, Draws, check_draw
 from ..models.calibration import Calibration
-from ..networks.quiet import with_stream
 from ..networks.vmap_or_loop import training_key
 from ..util.checks import check_integer
 from ..util.random_streams import seed_from
@@ -124,19 +123,16 @@ class DrawChunks:
         """The mixture over the draws of one chunk, its weights summing to one."""
         model = self.posterior.model
         around = model.linearised_around(self.around)
-        with torch.no_grad(), around, self.posterior.network_mode() as net:
-            draws, generator = self.draw(index)
+        draws, generator = self.draw(index)
+        with torch.no_grad(), around, self.posterior.network_mode(generator) as net:
             joined, rows = self._with_reference(inputs)
             modes = training_key(net)
 
-            def run() -> Any:
-                if model.user_forward is None:
-                    return model.outputs(draws.theta, joined, draws.fixed)
+            if model.user_forward is None:
+                outputs = model.outputs(draws.theta, joined, draws.fixed)
+            else:
                 key = ("prediction", frozenset(draws.fixed), modes, self.around is not None)
-                return model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
-
-            # the stream is that of dropout, and of whatever else is random in the network
-            outputs = with_stream(run, generator, model.twins.quiet, modes)
+                outputs = model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
             outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
             return Predictive(
                 outputs, draws.weight, model.likelihood, model.likelihood_values(draws.theta, draws.fixed), self.note
@@ -166,13 +162,11 @@ class DrawChunks:
 
     def target(self, batch: Any) -> Any:
         """The target that a user's `forward` makes of a batch; it takes a pass of the network."""
-        quiet = self.posterior.model.twins.quiet
-        with torch.no_grad(), self.posterior.network_mode() as net:
-            draws, generator = self.draw(0)
-            return with_stream(
-                lambda: self._call(draws, draws.theta[0], batch)[1], generator, quiet, ("target", training_key(net))
-            )
+        draws, generator = self.draw(0)
+        with torch.no_grad(), self.posterior.network_mode(generator):
+            return self._call(draws, draws.theta[0], batch)[1]
 
+    @torch.no_grad()
     def draw(self, index: int) -> tuple[Draws, torch.Generator]:
         """The draws of one chunk, and the stream of whatever else is random in it."""
         generator = torch.Generator(self.device)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..families.gaussian import Gaussian
 from ..families.normal_parts import weighted_normals
 from ..models.bayesian_model import BayesianModel
-from ..util.random_streams import alone
+from ..networks.call import alone_with
 from .draws import on_device
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def looked_at(posterior: "Posterior", theta: Tensor, x: Any, numbers: int) -> Lo
         return None
     some = torch.linspace(0, len(leaves[0]) - 1, min(LOOKED_AT, len(leaves[0]))).round().long().tolist()
     rows = on_device(tree_map(lambda leaf: leaf[some], x), theta.device)
-    with alone(), warnings.catch_warnings(record=True) as caught:
+    with alone_with(posterior.net), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with torch.no_grad(), posterior.network_mode(), model.linearised_around(None):

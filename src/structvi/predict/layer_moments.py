@@ -147,8 +147,6 @@ def has_layers(posterior: "Posterior", density: Gaussian) -> bool:
     if type(density).between is not Gaussian.between or density.low_rank().V.shape[1] > MOST_COLUMNS:
         return False
     with posterior.network_mode() as net:
-        if net is posterior.net:  # without a twin of its own; hooks on the user's network are seen by all
-            return False
         modules = dict(net.named_modules())
         owners = [name.rpartition(".") for name in posterior.space.names]
         return all(type(modules.get(owner)) in LAYERS and kind in ("weight", "bias") for owner, _, kind in owners)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..couplings import Coupling, naive
+from ..networks.call import alone_with
 from ..util.checks import check_integer
-from ..util.random_streams import alone, borrowed_stream
+from ..util.random_streams import borrowed_stream
 from .draws import IndependentDraws
 from .member_chunks import chunks_for
 from .predictive import Predictive
@@ -123,7 +124,7 @@ def mean_network(posterior: "Posterior") -> nn.Module:
 
 
 def _network_at(posterior: "Posterior", theta: Tensor) -> nn.Module:
-    with alone():  # drawn weights may be in a network without a twin
+    with alone_with(posterior.net):  # no call has drawn weights in it
         net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
     named = posterior.model.with_padding(posterior.space.unravel(theta))
     for name, parameter in net.named_parameters():

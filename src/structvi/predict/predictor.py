@@ -14,7 +14,7 @@ from ..families.density import Draws
 from ..families.mixture import Mixture
 from ..families.point import MAP
 from ..files import posterior_file
-from ..util.random_streams import alone
+from ..networks.call import alone_with
 from ..util.sizes import in_words
 from .draws import DrawChunks
 from .predictive import Predictive
@@ -176,7 +176,7 @@ def predictor(
 
 def _without_family(posterior: "Posterior") -> "Posterior":
     """The same model and modes in tensors of their own."""
-    with alone():  # drawn weights may be in a network without a twin
+    with alone_with(posterior.net):  # no call has drawn weights in it
         model = copy.deepcopy(posterior.model)
     return type(posterior)(
         model.requires_grad_(False), MAP(), dropout=posterior.dropout, batch_norm=posterior.batch_norm

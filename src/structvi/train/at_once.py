@@ -187,7 +187,7 @@ def _vmap_cannot(run: Run, others: Sequence[Run]) -> str | None:
     """Why the network is called one draw at a time; None where it need not be. What is found holds for the others."""
     posterior, model = run.posterior, run.posterior.model
     batch = next(iter(run.batches.everything(1)))
-    with posterior.network_mode(), borrowed_stream(torch.Generator().manual_seed(0)):
+    with borrowed_stream(torch.Generator().manual_seed(0)), posterior.network_mode():
         theta, _, fixed, _ = posterior.family().draw(2, naive, torch.Generator(posterior.device).manual_seed(0))
         model.batch_log_likelihood(theta, batch, fixed)
     for one in others:

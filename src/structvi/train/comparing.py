@@ -68,7 +68,7 @@ def worth_on_seed(
     """
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     stream = torch.Generator().manual_seed(seed + 2)
-    with posterior.network_mode(), borrowed_stream(stream):
+    with borrowed_stream(stream), posterior.network_mode():
         estimator = Estimator(groups=groups, coupling=coupling)
         terms = full_terms(posterior.family, posterior.model, batches, estimator, generator)
     return Worth(terms.estimate(), terms.estimate(temperature))

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from ..models.batch import arguments_of
 from ..networks.call import call_network
 from ..networks.padding import padding_rows
-from ..networks.quiet import with_stream
 from ..predict.draws import on_device
 from ..util.patterns import few
 from ..util.random_streams import borrowed_stream
@@ -128,7 +126,7 @@ def linear_obstacle(posterior: "Posterior", theta: Tensor, batches: Batches) -> 
     batch = next(iter(batches.everything(1)), None) if batch is None else batch
     stream = borrowed_stream(torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad(), posterior.network_mode(), model.linearised_around(at), stream:
+        with torch.no_grad(), stream, posterior.network_mode(), model.linearised_around(at):
             model.call(model.net_space.unravel(at), batch)
     except NotImplementedError as error:
         return str(error)
@@ -172,8 +170,8 @@ def used_padding(posterior: "Posterior", batch: Any) -> list[str]:
     arguments, keywords = arguments_of(model.net, model.split(batch)[0])
     leaves = {name: tensor.requires_grad_() for name, tensor in _own(posterior).items() if name in rows}
     generator = torch.Generator().manual_seed(0)
-    with posterior.network_mode(), model.twins.borrowed() as twin, torch.enable_grad(), borrowed_stream(generator):
-        found = tree_leaves(call_network(twin, leaves, arguments, keywords))
+    with borrowed_stream(generator), posterior.network_mode() as net, torch.enable_grad():
+        found = tree_leaves(call_network(net, leaves, arguments, keywords))
         outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             return []
@@ -185,11 +183,13 @@ def used_padding(posterior: "Posterior", batch: Any) -> list[str]:
 
 @torch.no_grad()
 def _draws_random_numbers(posterior: "Posterior", batch: Any) -> bool:
-    quiet: set[Any] = set()
-    with posterior.network_mode(), posterior.model.linearised_around(None):
-        call = partial(posterior.model.call, _own(posterior), batch)
-        with_stream(call, torch.Generator().manual_seed(0), quiet, "probe")
-    return "probe" not in quiet
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    streams = [torch.default_generator, *devices]
+    with borrowed_stream(torch.Generator().manual_seed(0)), posterior.network_mode():
+        before = [stream.get_state() for stream in streams]
+        with posterior.model.linearised_around(None):
+            posterior.model.call(_own(posterior), batch)
+        return any(not torch.equal(a, stream.get_state()) for a, stream in zip(before, streams, strict=True))
 
 
 @torch.no_grad()
@@ -218,5 +218,5 @@ def _own(posterior: "Posterior") -> dict[str, Tensor]:
 def _outputs(posterior: "Posterior", named: Mapping[str, Tensor], batch: Any) -> list[Tensor]:
     """Of the network itself, with the same random numbers at each call."""
     model = posterior.model
-    with posterior.network_mode(), model.linearised_around(None), borrowed_stream(torch.Generator().manual_seed(0)):
+    with borrowed_stream(torch.Generator().manual_seed(0)), posterior.network_mode(), model.linearised_around(None):
         return [leaf for leaf in tree_leaves(model.call(named, batch)[0]) if isinstance(leaf, Tensor)]
