@@ -13,6 +13,7 @@ from ..families.numerics.algebra import sum_weights
 from ..networks.call import alone_with, call_network
 from ..networks.linearised import Linearised
 from ..networks.mixed_precision import GradientScale, check_precision
+from ..networks.modes import draws
 from ..networks.padding import padding_rows, with_padding
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
@@ -47,7 +48,6 @@ class BayesianModel(nn.Module):
             (("image", "age"), "label").
         evaluation: how S weights are evaluated: "vmap", "loop", or "auto": vmap where it is right and pays.
         chunk: how many draws vmap takes at once.
-        deterministic: whether a rule or a clock decides what pays, see `Evaluation`.
         checkpoint_activations: keep no activations of the network: the backward pass computes those of one draw at a
             time again. Less memory, about a third more time; always the loop.
         linearise: y_θ(x) = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, with θ₀ the values that `parameters` have:
@@ -80,7 +80,6 @@ class BayesianModel(nn.Module):
         keys: Keys | None = None,
         evaluation: Mode = "auto",
         chunk: int | None = None,
-        deterministic: bool | None = None,
         checkpoint_activations: bool = False,
         linearise: bool = False,
     ):
@@ -98,7 +97,7 @@ class BayesianModel(nn.Module):
             self.num_data = num_data
         self.net_space = Parameters.of(net) if parameters is None else parameters
         self.user_forward, self.keys = forward, keys
-        self.evaluation = Evaluation(evaluation, chunk, deterministic)
+        self.evaluation = Evaluation(evaluation, chunk)
         self.checkpoint_activations = checkpoint_activations
         self._precision: torch.dtype | None = None
         #: `torch.func.functional_call` compiled, while a fit asks for it
@@ -110,6 +109,13 @@ class BayesianModel(nn.Module):
             if name not in known or known[name].shape != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
         self._padding = padding_rows(net, self.net_space.names)
+        #: the random tensors of convolutions
+        self._kernels = {
+            f"{prefix}.{name}".removeprefix(".")
+            for prefix, module in net.named_modules()
+            if isinstance(module, nn.modules.conv._ConvNd)
+            for name, _ in module.named_parameters()
+        } & set(self.net_space.names)
         #: θ₀ of the network's random tensors, [P]; None where it is not linearised
         self.linearised_at: Tensor | None
         self.register_buffer("linearised_at", self.net_space.initial.clone() if linearise else None)
@@ -227,7 +233,7 @@ class BayesianModel(nn.Module):
             check_log_prob(log_prob, output, target, B)
             return sum_weights(log_prob if log_prob.ndim == 1 else log_prob.reshape(-1)).to(log_prob.dtype)
 
-        return self._evaluate(one, theta, fixed), B
+        return self.at_draws(one, theta, batch, fixed), B
 
     def _log_prob(self, own: Mapping[str, Tensor], output: Any, target: Any) -> Any:
         """log p(t | y) with these values of the likelihood's random tensors."""
@@ -250,27 +256,40 @@ class BayesianModel(nn.Module):
             named = {name: tensor for name, tensor in named.items() if name not in self.likelihood_names}
             return self._network(named, arguments, keywords)
 
-        return self._evaluate(one, theta, fixed, "outputs")
+        return self.at_draws(one, theta, inputs, fixed, "outputs")
 
-    def _evaluate(self, one: Callable[[Tensor], Any], theta: Tensor, fixed: Mapping[str, Tensor], *what: str) -> Any:
-        single = {"activations are checkpointed": self.checkpoint_activations, "the network is compiled": self.compiled}
-        against = next((f"{why}, one draw at a time" for why, holds in single.items() if holds), "")
+    def at_draws(
+        self,
+        one: Callable[[Tensor], Any],
+        theta: Tensor,
+        batch: Any,
+        fixed: Mapping[str, Tensor] = NOTHING,
+        what: str = "",
+    ) -> Any:
+        """Return what a function of one θ gives at each row of [S, P], by vmap or a loop, with the network held.
+
+        Args:
+            one: of a row.
+            theta: the draws, of all random tensors but the fixed ones.
+            batch: what `one` looks at.
+            fixed: the tensors that all draws share.
+            what: tells functions apart that vmap may treat differently.
+        """
         with alone_with(self.net):
-            modes = tuple(module.training for module in self.net.modules())
-            key = (*what, frozenset(fixed), modes, *(("linearised",) if self.is_linearised else ()))
-            return self.evaluation(
-                one, theta, key, against=against, convolves=lambda: self._convolves(fixed), exactly=_full_precision
-            )
+            modules = list(self.net.modules())
+            against = {
+                "activations are checkpointed": self.checkpoint_activations,
+                "the network is compiled": self.compiled is not None,
+                "the network draws random numbers": any(map(draws, modules)),
+                "convolutions with a kernel for each draw are slow under vmap": self._convolves(fixed),
+            }
+            found = next((why for why, holds in against.items() if holds), "")
+            key = what, frozenset(fixed), tuple(module.training for module in modules), self.is_linearised
+            return self.evaluation(one, theta, key, batch=batch, against=found, exactly=_full_precision)
 
     def _convolves(self, fixed: Mapping[str, Tensor]) -> bool:
         """Whether a convolution has a kernel for each draw."""
-        random = {name for name in self.net_space.names if name not in fixed}
-        return any(
-            f"{prefix}.{name}".removeprefix(".") in random
-            for prefix, module in self.net.named_modules()
-            if isinstance(module, nn.modules.conv._ConvNd)
-            for name, _ in module.named_parameters()
-        )
+        return any(name not in fixed for name in self._kernels)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The inputs of a batch and its target, where there is no `forward=` that alone knows them."""

@@ -30,7 +30,6 @@ class LogDensity:
         parameters: the space.
         evaluation: "auto", "vmap" or "loop" over draws.
         chunk: how many draws vmap takes at once.
-        deterministic: whether a rule or a clock decides between vmap and loop, see `Evaluation`.
 
     Example:
         >>> import torch
@@ -50,7 +49,6 @@ class LogDensity:
         *,
         evaluation: Mode = "auto",
         chunk: int | None = None,
-        deterministic: bool | None = None,
     ):
         if not callable(fn):
             raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
@@ -61,7 +59,7 @@ class LogDensity:
             )
         self.fn: Callable[..., Tensor] = fn
         self.space = parameters
-        self.evaluation = Evaluation(evaluation, chunk, deterministic)
+        self.evaluation = Evaluation(evaluation, chunk)
 
     def __repr__(self) -> str:
         names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
@@ -79,7 +77,7 @@ class LogDensity:
             return value + self.space.log_jacobian(whole) if self.space.constraints else value
 
         try:
-            return self.evaluation(one, theta)
+            return self.evaluation(one, theta, batch=batch)
         except ValueError as error:
             raise _told(error) from error
         except KeyError as error:

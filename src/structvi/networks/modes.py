@@ -19,3 +19,9 @@ def is_in_training(module: nn.Module, dropout: Dropout, batch_norm: BatchNorm) -
     if dropout == "on" and isinstance(module, DROPOUTS):
         return True
     return batch_norm == "reestimated" and isinstance(module, BATCH_NORMS)
+
+
+def draws(module: nn.Module) -> bool:
+    """Return whether a layer draws random numbers when it is called in its present mode."""
+    share = getattr(module, "p", getattr(module, "dropout", 0.0))
+    return module.training and isinstance(module, DROPOUTS) and isinstance(share, float) and share > 0
