@@ -718,11 +718,6 @@ TABLE = {
     "model: evaluation": (lambda: model(evaluation="fast"), ValueError, r'"auto", "vmap" or "loop", got \'fast\''),
     "model: chunk zero": (lambda: model(chunk=0), ValueError, r"chunk must be None or an integer ≥ 1, got 0"),
     "model: chunk bool": (lambda: model(chunk=True), ValueError, r"chunk must be None or an integer ≥ 1, got True"),
-    "model: deterministic": (
-        lambda: model(deterministic="no"),
-        ValueError,
-        r"deterministic must be True, False or None, got 'no'",
-    ),
     "model: checkpointed vmap": (
         lambda: model(evaluation="vmap", checkpoint_activations=True),
         ValueError,

@@ -215,12 +215,8 @@ class Case:
         self.fitted(self.fresh(), precision=torch.bfloat16)
 
     def resume(self):
-        """Interrupted after two of four steps and resumed: the bits of a fit never stopped, on a GPU to 1e-3.
-
-        No clock chooses between vmap and loop: Adam moves what has no gradient, an attention's key biases at a point,
-        by its rate along rounding.
-        """
-        whole, first, again = (self.fresh(deterministic=True) for _ in range(3))
+        """Interrupted after two of four steps and resumed: the bits of a fit never stopped, on a GPU to 1e-3."""
+        whole, first, again = (self.fresh() for _ in range(3))
         self.fitted(whole, steps=4)
 
         def interrupt(history):

@@ -355,7 +355,6 @@ def variationalize(
     keys: Keys | None = None,
     evaluation: Mode = "auto",
     chunk: int | None = None,
-    deterministic: bool | None = None,
     checkpoint_activations: bool = False,
     linearise: bool | None = None,
     dropout: Dropout = "off",
@@ -375,7 +374,7 @@ def variationalize(
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
         keys: of dict batches with more in them the entries that count, ("image", "label"): as MONAI's. With
             `Categorical` labels [B, 1, ..] of floats then count as [B, ..] of integers.
-        evaluation, chunk, deterministic: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
+        evaluation, chunk: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
         checkpoint_activations: keep no activations of the network, for less memory and more time.
         linearise: y = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, θ₀ its present values: a generalised linear
             model around a trained network. It bears a posterior that drawn weights of a deep network do not. None: a
@@ -416,7 +415,6 @@ def variationalize(
         keys=keys,
         evaluation=evaluation,
         chunk=chunk,
-        deterministic=deterministic,
         checkpoint_activations=checkpoint_activations,
         linearise=bool(linearise),
     )

@@ -1,12 +1,13 @@
 """Evaluation at S weights: the loop is the truth, vmap is used where it is proven equal, and the choice is recorded."""
 
 import re
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, Checkpoint, LogDensity, MeanField, Parameters, likelihoods, variationalize
+from structvi import BayesianModel, LogDensity, Parameters, likelihoods
 from structvi.models.priors import NormalPrior
 from structvi.networks import vmap_or_loop as module
 from structvi.networks.vmap_or_loop import Evaluation
@@ -98,6 +99,28 @@ class WrongGradient(WrongRule):
         return x.detach().clone(), in_dims[0]
 
 
+class NoRule(torch.autograd.Function):
+    """A custom function in the older style."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.embed(x.unsqueeze(-1)).unsqueeze(1)  # one head
+        return self.head(nn.functional.scaled_dot_product_attention(x, x, x).squeeze(1).mean(1))
+
+
 class Custom(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]):
         super().__init__()
@@ -116,7 +139,7 @@ class TestChoice:
             (lambda: batch_norm().eval(), "vmap", "proven equal to the loop"),
             (batch_norm, "loop", "vmap cannot run it: Batch norm"),
             (Branch, "loop", "vmap cannot run it: .*data-dependent"),
-            (lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)), "loop", "gives other values"),
+            (lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)), "loop", "draws random numbers"),
             (lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval(), "vmap", "proven equal"),
             (lambda: Custom(WrongRule), "loop", "gives other values"),
             (lambda: Custom(WrongGradient), "loop", "gives other values"),
@@ -152,10 +175,28 @@ class TestChoice:
         assert (loop.evaluation.choice, loop.evaluation.reason) == ("loop", "as asked")
 
     def test_an_operation_without_batching_rule_is_looped_without_a_warning(self):
-        model = regression(Attention().train())
-        model.log_joint(draws(model), (X, T))
+        model = regression(Custom(NoRule))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.log_joint(draws(model), (X, T))
         assert model.evaluation.choice == "loop"
-        assert "batching rule for aten::_scaled_dot_product" in (model.evaluation.reason or "")
+        assert "vmap cannot run it" in (model.evaluation.reason or "")
+
+    @pytest.mark.parametrize("grad", [True, False])
+    @pytest.mark.parametrize("make", [lambda: Attention().eval(), lambda: Attention().train(), Scaled])
+    def test_attention_goes_by_vmap_with_plain_kernels_and_switches_nothing(self, make, grad):
+        """torch's fused attention for a CPU has no batching rule."""
+        net = make()
+        before, seen = torch.backends.cuda.flash_sdp_enabled(), []
+        net.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.flash_sdp_enabled()))
+        model, loop = regression(net), regression(net, evaluation="loop")
+        theta = draws(model)
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got, expected = model.log_joint(theta, (X, T)), loop.log_joint(theta, (X, T))
+        assert model.evaluation.choice == "vmap"
+        assert set(seen) == {before}
+        torch.testing.assert_close(got, expected)
 
     def test_outputs_whose_sum_has_no_gradient_are_proven_equal_all_the_same(self):
         model = regression(nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
@@ -226,16 +267,8 @@ def conv() -> nn.Sequential:
     return nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 1))
 
 
-def no_clock() -> float:
-    raise AssertionError("the rule reads no clock")
-
-
 class TestRule:
-    """Without a clock: what a seed gives depends on nothing but the seed."""
-
-    @pytest.fixture(autouse=True)
-    def clock(self, monkeypatch):
-        monkeypatch.setattr(module, "perf_counter", no_clock)
+    """Of the present batch: neither a clock nor what came before has a say."""
 
     def test_a_kernel_for_each_draw_is_looped(self):
         model = regression(conv())
@@ -270,56 +303,34 @@ class TestRule:
         head.outputs(draws(head, 2), x)
         assert head.evaluation.choice == "vmap"
 
-    def test_deterministic_everywhere(self):
-        assert [Evaluation().times(torch.device(d)) for d in ("cpu", "cuda")] == [False, True]
-        assert not Evaluation(deterministic=True).times(torch.device("cuda"))
-        assert not Evaluation("loop", deterministic=False).times(torch.device("cpu"))
+    def test_the_first_batch_does_not_decide_for_the_others(self):
+        """Product, bias and tanh make 24 kB of a row's: two rows go by vmap, a thousand do not."""
+        few, many = torch.randn(2, 3), torch.randn(1000, 3)
+        seen = []
+        for batches in ((few, many, few), (many, few, many)):
+            model = regression(nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1)))
+            for x in batches:
+                model.outputs(draws(model, 2), x)
+                seen.append((len(x), model.evaluation.choice, model.evaluation.reason))
+        assert {(rows, choice) for rows, choice, _ in seen} == {(2, "vmap"), (1000, "loop")}
+        assert len(set(seen)) == 2
+
+    def test_a_larger_batch_has_smaller_chunks(self, monkeypatch):
+        monkeypatch.setattr(module, "MEMORY", 2**18)
+        model = regression(nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 1)))
+        said = []
+        for rows in (100, 10, 100):
+            model.outputs(draws(model, 2), torch.randn(rows, 3))
+            said.append(str(model.evaluation).split(":")[0])
+        assert said == ["vmap, at most 4 draws at once", "vmap, at most 35 draws at once", said[0]]
 
     def test_checkpointed_activations_are_looped(self):
         model = regression(mlp(), checkpoint_activations=True)
         model.log_joint(draws(model), (X, T))
         assert (model.evaluation.choice, model.evaluation.reason) == (
             "loop",
-            "activations are checkpointed, one draw at a time",
+            "activations are checkpointed",
         )
-
-
-class TestTimed:
-    """With a clock that the function itself moves: no test waits, or depends on the machine."""
-
-    @pytest.mark.parametrize(("seconds", "choice"), [(0.9, "vmap"), (1.1, "loop")])
-    @pytest.mark.parametrize("gradient", [True, False])
-    def test_the_faster_one_at_all_draws(self, monkeypatch, seconds, choice, gradient):
-        now, backwards, S = 0.0, 0, 5
-
-        def function(row):
-            nonlocal now
-            # inside vmap a row hides all S of them; a call of the loop takes one S-th of a second
-            now += seconds if torch._C._functorch.is_batchedtensor(row) else 1 / S
-            out = row.sin().sum()
-            if out.requires_grad:
-                out.register_hook(count) if not torch._C._functorch.is_batchedtensor(row) else None
-            return out
-
-        def count(_):
-            nonlocal backwards
-            backwards += 1
-
-        monkeypatch.setattr(module, "perf_counter", lambda: now)
-        evaluation = Evaluation(deterministic=False)
-        with torch.set_grad_enabled(gradient):
-            evaluation(function, torch.randn(S, 3))
-        assert evaluation.choice == choice
-        expected = f"timed at 5 draws: loop 1e+03 ms, vmap {1000 * seconds:.3g} ms"
-        assert evaluation.reason == expected
-        # the loop: two draws to prove, then 1 + REPEATS times all of them
-        assert backwards == 2 + (S * (1 + module.REPEATS) if gradient else 0)
-
-    def test_a_fit_that_was_timed_is_not_exact(self):
-        bayes = variationalize(mlp(), likelihoods.Gaussian(0.5), MeanField(), num_data=6, deterministic=False)
-        result = bayes.fit([(X, T)], steps=2, progress=False)
-        assert not result.exact
-        assert any("deterministic=True" in note for note in result.notes)
 
 
 class TestChunk:
@@ -352,39 +363,6 @@ class TestChunk:
         model.log_joint(draws(model), (X, T))
         assert model.evaluation.choice == "loop"
         assert "memory for one at a time" in (model.evaluation.reason or "")
-
-
-class TestRecord:
-    def test_a_record_that_is_set_is_used_as_it_is(self):
-        first, second = regression(mlp()), regression(mlp())
-        first.log_joint(draws(first), (X, T))
-        choices, last = first.evaluation.record
-        second.evaluation.record = {key: ("loop", "recorded", None) for key in choices}, last
-        assert second.evaluation.choice == "vmap"
-        second.log_joint(draws(second), (X, T))
-        assert (second.evaluation.choice, second.evaluation.reason) == ("loop", "recorded")
-
-    def test_it_is_in_the_result_and_a_resumed_fit_goes_the_same_way(self, tmp_path):
-        def stop(history):
-            if len(history) == 4:
-                raise KeyboardInterrupt
-
-        def posterior():
-            return variationalize(mlp(), likelihoods.Gaussian(0.5), MeanField(), num_data=6)
-
-        bayes, options = posterior(), {"steps": 8, "progress": False, "callback": stop}
-        result = bayes.fit([(X, T)], **options)
-        assert result.evaluation == str(bayes.model.evaluation)
-        assert f"draws: {result.evaluation}" in result.details
-        assert result.evaluation.startswith("vmap")
-        # not what a probe would find: only the file can say so
-        choices, last = bayes.model.evaluation.record
-        bayes.model.evaluation.record = {key: ("loop", "recorded") for key in choices}, last
-        bayes.fit([(X, T)], checkpoint=Checkpoint(tmp_path), **options)
-        assert (
-            posterior().fit([(X, T)], checkpoint=Checkpoint(tmp_path, resume=True), **options).evaluation
-            == "loop: recorded"
-        )
 
 
 class TestForced:

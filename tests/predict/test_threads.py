@@ -59,19 +59,8 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
 
 
-class Noisy(nn.Module):
-    """Random in eval mode too, with no layer that says so."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.linear(x) + torch.randn(len(x), 2)
-
-
 class Closed(nn.Module):
-    """A function that knows a layer of this network by itself: it has no twin."""
+    """A function that knows a layer of this network by itself."""
 
     def __init__(self):
         super().__init__()
@@ -95,8 +84,7 @@ NETWORKS = {
     "re-estimated": (normed, {"batch_norm": "reestimated"}),
     "loop": (normed, {"evaluation": "loop"}),
     "LSTM": (Recurrent, {}),
-    "noisy": (Noisy, {}),
-    "without a twin": (Closed, {}),
+    "closure": (Closed, {}),
     "forward": (normed, {"forward": lambda net, batch: (net(batch["x"]), batch.get("t"))}),
 }
 
@@ -201,7 +189,7 @@ def test_everything_that_predicts_at_the_same_time(dropout):
 
 
 def test_a_random_noise_belongs_to_the_thread_too():
-    """The likelihood's own tensors are put in its twin, not in the likelihood."""
+    """The likelihood's own tensors are put back after each call."""
     bayes = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("random"), num_data=20)
     batch = torch.randn(4, 3, generator=seeded(0)), torch.randn(4, 1, generator=seeded(1))
     theta = [torch.randn(2, bayes.space.size, generator=seeded(i)) for i in range(THREADS * CALLS)]

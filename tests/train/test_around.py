@@ -14,8 +14,6 @@ from structvi.diagnostics.low_rank_spectrum import spectrum
 from structvi.diagnostics.what_was_learned import learned
 from structvi.families.growth import with_rank
 from structvi.families.normal_parts import weighted_normals
-from structvi.networks.vmap_or_loop import Evaluation
-from structvi.train.around import by_rule
 from structvi.train.candidates import FEW_WIDTHS, WIDTH, WIDTHS
 from structvi.train.held_out import HeldOut, of_network, of_normals, of_posterior
 from structvi.train.noise import PULL
@@ -556,21 +554,6 @@ def test_what_the_default_call_places_is_kept_in_a_file(dense, tmp_path):
     assert torch.equal(one, two)
     theta = bayes.family().draw(generator=torch.Generator().manual_seed(0)).theta
     assert torch.equal(again.model.log_prior(theta), bayes.model.log_prior(theta))
-
-
-def test_a_rule_decides_how_the_few_draws_are_evaluated():
-    """No clock inside; what it decided is not kept for what comes after, and a choice of the user's stays."""
-    evaluation = Evaluation(deterministic=False)
-    with by_rule(evaluation, torch.device("cpu")):
-        assert not evaluation.times(torch.device("cpu"))
-        evaluation(lambda row: row.sum(), torch.ones(3, 2))
-        assert "timed" not in evaluation.reason
-    assert evaluation.times(torch.device("cpu"))
-    assert evaluation.choice is None
-    asked = Evaluation("loop")
-    with by_rule(asked, torch.device("cpu")):
-        asked(lambda row: row.sum(), torch.ones(3, 2))
-    assert asked.choice == "loop"
 
 
 def test_the_default_call_takes_a_pass_for_the_curvature():

@@ -177,30 +177,10 @@ def _chosen_on(text: Any) -> str | None:
     return text
 
 
-def _evaluation(mode: Any, chunk: Any, deterministic: Any, record: Any) -> Evaluation:
-    for setting in (mode, chunk, deterministic):
+def _evaluation(mode: Any, chunk: Any) -> Evaluation:
+    for setting in (mode, chunk):
         check(setting, "plain")
-    if not isinstance(deterministic, bool | None):
-        raise ValueError(f"deterministic must be true, false or null, got {brief(deterministic)}")
-    evaluation = Evaluation(mode, chunk, deterministic)
-    choices, last = decode(record, "plain")
-    if not isinstance(choices, dict) or not all(map(_is_key, choices)):
-        raise ValueError(f"expected choices between vmap and loop, got {brief(choices)}")
-    for choice in [*choices.values(), *([] if last is None else [last])]:
-        way, reason, *rest = choice
-        good = isinstance(choice, tuple) and way in ("vmap", "loop") and isinstance(reason, str)
-        if not good or len(rest) > 1 or not all(chunk is None or is_integer(chunk) for chunk in rest):
-            raise ValueError(f'expected a choice ("vmap" or "loop", reason, chunk), got {brief(choice)}')
-    evaluation.record = choices, last
-    return evaluation
-
-
-def _is_key(key: Any) -> bool:
-    """Of a choice: what the caller told calls apart by, the kind of device, and whether steps were captured."""
-    match key:
-        case (_, str(), bool()):
-            return isinstance(key, tuple)
-    return False
+    return Evaluation(mode, chunk)
 
 
 def most_patterns(random: Sized) -> int:

@@ -92,7 +92,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
         "dropout": posterior.dropout,
         "batch_norm": posterior.batch_norm,
         "checkpoint_activations": model.checkpoint_activations,
-        "evaluation": [evaluation.mode, evaluation.chunk, evaluation.deterministic, encode(evaluation.record)],
+        "evaluation": [evaluation.mode, evaluation.chunk],
     }
     if model.linearised_at is not None:
         description["linearised"] = True

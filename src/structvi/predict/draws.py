@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 from ..couplings import Coupling, naive
 from ..families.density import Density, Draws, check_draw
 from ..models.calibration import Calibration
-from ..networks.vmap_or_loop import training_key
 from ..util.checks import check_integer
 from ..util.random_streams import seed_from
 from .predictive import Predictive
@@ -124,15 +123,16 @@ class DrawChunks:
         model = self.posterior.model
         around = model.linearised_around(self.around)
         draws, generator = self.draw(index)
-        with torch.no_grad(), around, self.posterior.network_mode(generator) as net:
+        with torch.no_grad(), around, self.posterior.network_mode(generator):
             joined, rows = self._with_reference(inputs)
-            modes = training_key(net)
 
             if model.user_forward is None:
                 outputs = model.outputs(draws.theta, joined, draws.fixed)
             else:
-                key = ("prediction", frozenset(draws.fixed), modes, self.around is not None)
-                outputs = model.evaluation(lambda row: self._call(draws, row, joined)[0], draws.theta, key)
+                call = self._call
+                outputs = model.at_draws(
+                    lambda row: call(draws, row, joined)[0], draws.theta, joined, draws.fixed, "prediction"
+                )
             outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
             return Predictive(
                 outputs, draws.weight, model.likelihood, model.likelihood_values(draws.theta, draws.fixed), self.note
@@ -263,9 +263,8 @@ def predictive_at(posterior: "Posterior", draws: Draws, batch: Any) -> tuple[Pre
         named = {**space.unravel(row), **draws.fixed}
         return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
 
-    with torch.no_grad(), posterior.network_mode() as net:
-        key = ("diagnostics", frozenset(draws.fixed), training_key(net))
-        outputs = model.evaluation(lambda row: call(row)[0], draws.theta, key)
+    with torch.no_grad(), posterior.network_mode():
+        outputs = model.at_draws(lambda row: call(row)[0], draws.theta, batch, draws.fixed, "diagnostics")
         values = model.likelihood_values(draws.theta, draws.fixed)
         return Predictive(outputs, draws.weight, model.likelihood, values), target_of(posterior, batch)
 

@@ -18,19 +18,15 @@ maximum. Where the network is not sure enough already, a posterior must gain to 
 held-out data c = `WIDTH`, linearised.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from ..couplings import naive, paired
 from ..families.precision import LowRankPrecision
 from ..families.scale_mixture import ScaleMixture
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
-from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..result import Status
 from .batches import Batches, Reread, held_out_batches
@@ -60,28 +56,15 @@ GROUPS, BATCHES, SHARE = 2, 4, 0.1
 
 def fit_around(posterior: "Posterior", batches: Batches, options: "Placing", notes: list[str]) -> FitResult:
     """Place the posterior, choose what is open, and say what came of it."""
-    with by_rule(posterior.model.evaluation, posterior.device):
-        around = _prepared(posterior, batches, options)
-        network = None
-        if options.validation is None:
-            candidates = candidates_of([around], options)
-            kept = candidates[0]
-        else:
-            kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
-            network = alone.held_out
-        return _placed(around, batches, options, notes, candidates, kept, network)
-
-
-@contextmanager
-def by_rule(evaluation: Evaluation, device: torch.device) -> Iterator[None]:
-    """Inside, a rule decides how draws are evaluated where a clock would: they are too few for that to pay."""
-    before, record = evaluation.deterministic, evaluation.record
-    evaluation.deterministic = evaluation.deterministic if not evaluation.times(device) else True
-    try:
-        yield
-    finally:
-        if evaluation.deterministic is not before:
-            evaluation.deterministic, evaluation.record = before, record
+    around = _prepared(posterior, batches, options)
+    network = None
+    if options.validation is None:
+        candidates = candidates_of([around], options)
+        kept = candidates[0]
+    else:
+        kept, alone, candidates = chosen([around], _held_out(options, posterior), options)
+        network = alone.held_out
+    return _placed(around, batches, options, notes, candidates, kept, network)
 
 
 class Together(NamedTuple):
@@ -103,16 +86,13 @@ def fit_around_together(
     mixture's, and no member has it.
     """
     own = [replace(options, seed=options.seed + c) for c in range(len(members))]
-    with ExitStack() as rules:
-        for one, _, _ in members:
-            rules.enter_context(by_rule(one.model.evaluation, one.device))
-        arounds = [_prepared(one, data, mine) for (one, data, _), mine in zip(members, own, strict=True)]
-        kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options, may_temper)
-        results = [
-            _placed(around, data, mine, notes, [], kept.untempered, None)
-            for around, (_, data, notes), mine in zip(arounds, members, own, strict=True)
-        ]
-        return Together(results, kept, ensemble, candidates)
+    arounds = [_prepared(one, data, mine) for (one, data, _), mine in zip(members, own, strict=True)]
+    kept, ensemble, candidates = chosen(arounds, _held_out(options, members[0][0]), options, may_temper)
+    results = [
+        _placed(around, data, mine, notes, [], kept.untempered, None)
+        for around, (_, data, notes), mine in zip(arounds, members, own, strict=True)
+    ]
+    return Together(results, kept, ensemble, candidates)
 
 
 def _held_out(options: "Placing", posterior: "Posterior") -> Reread:

@@ -47,7 +47,6 @@ def save(run: Running, directory: str | os.PathLike[str]) -> None:
         run.state,
         stream=run.generator.get_state(),
         moments=moments,
-        evaluation=model.evaluation.record,
         gradient_scale=(model.scale.value, model.scale.finite),
     )
     tensors, description = state.pack()
@@ -89,7 +88,6 @@ def restore(run: Running, found: Found) -> list[str]:
     set_optimizer_state(run.optimizer, run.named, moments)
     another = _set_stream(run.generator, saved.stream)
     model = run.posterior.model
-    model.evaluation.record = saved.evaluation
     if saved.gradient_scale is not None:
         model.scale = GradientScale(*saved.gradient_scale)
     settings = replace(saved.settings, total=run.state.settings.total)
@@ -103,7 +101,6 @@ def restore(run: Running, found: Found) -> list[str]:
         average=_moved(saved.average, device),
         without_factor=_moved(saved.without_factor, device),
         moments={},
-        evaluation=None,
     )
     _replay(run)
     said = [*found.damaged, f"resumed at step {run.state.step} from {found.path.name}", *another]

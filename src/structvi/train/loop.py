@@ -316,14 +316,14 @@ class Run:
                 status, verdict = Status.DIVERGED, words.NOT_FINITE
         evaluation = self.posterior.model.evaluation
         tempered = self.settings.kl_weight != 1.0
-        on_cpu, timed = self.generator.device.type == "cpu", evaluation.times(self.generator.device)
+        on_cpu = self.generator.device.type == "cpu"
         return FitResult(
             status=status, verdict=verdict, elbo=elbo, kept=kept, comparison=comparison,
             candidates={name: one.elbo for name, one in worths.items()},
             objectives={name: one.objective for name, one in worths.items()} if tempered else {},
             history=state.history, steps=state.step, passes=self.passes,
             epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
-            kl_weight=self.settings.kl_weight, bound=bound, exact=self.batches.exact and on_cpu and not timed,
+            kl_weight=self.settings.kl_weight, bound=bound, exact=self.batches.exact and on_cpu,
             skipped=list(state.skipped), notes=notes_of(self, bound), evaluation=str(evaluation),
             constant=self.constant,
             held_out={name: one.mean for name, one in self.choice.held_out.items()},

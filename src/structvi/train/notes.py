@@ -50,8 +50,6 @@ def notes_of(run: Ended, bound: bool) -> list[str]:
     notes += notes_on_bound(model)
     if not run.batches.exact:
         notes.append(f"not exact: {run.batches.inexact}; a resumed run differs from one never stopped")
-    elif model.evaluation.times(run.generator.device):
-        notes.append("not exact: a clock decides between vmap and loop; deterministic=True lets a rule do so")
     elif kind != "cpu":
         notes.append(f"not exact: kernels on {kind} may add in another order each time")
     if skipped := run.state.skipped:

@@ -57,7 +57,6 @@ class FitState:
     problem: Mapping[str, str] = field(default_factory=dict)
     # of what has a memory of its own, filled in for a checkpoint:
     moments: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Any = None
     gradient_scale: tuple[float, int] | None = None
 
     def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,7 +14,6 @@ from ..distributed.ranks import Ranks
 from ..families.density import Density, Detached
 from ..families.numerics.fused import LowRankGradient
 from ..models.batch import rows
-from ..networks.vmap_or_loop import training_key
 from ..objective import Estimator, NonFiniteError, check_estimator, check_spaces, scored_draws, terms_at
 from ..util.host_reads import unread
 from .adam import Adam, Thin, gradient_norm
@@ -132,18 +131,13 @@ class Step:
     def _made(
         self, batches: Sequence[Any], weights: Sequence[float], temperature: float, whole: float | None, stream: Tensor
     ) -> Outcome:
-        evaluation = self.posterior.model.evaluation
-        evaluation.captured = self.reason is None
-        try:
-            graph, told, norm, thin = self._gradients(batches, weights, temperature)
-            # where the host would wait for the device, the optimizer is launched before it does
-            moved = graph is None and self._moves_unread
-            read = _reading(told, norm, moved)
-            if moved:
-                assert isinstance(self.optimizer, Adam)
-                self.optimizer.step_clipped(told, norm, thin, self.clip)
-        finally:
-            evaluation.captured = False
+        graph, told, norm, thin = self._gradients(batches, weights, temperature)
+        # where the host would wait for the device, the optimizer is launched before it does
+        moved = graph is None and self._moves_unread
+        read = _reading(told, norm, moved)
+        if moved:
+            assert isinstance(self.optimizer, Adam)
+            self.optimizer.step_clipped(told, norm, thin, self.clip)
         whole = sum(weights) if whole is None else whole
         *values, size = read()  # the one time the host waits
         values = [value / whole for value in values]
@@ -322,7 +316,8 @@ class Step:
         model = self.posterior.model
         key = (
             str(form), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
-            tuple(p.requires_grad for p in self.named.values()), training_key(self.posterior.net), model.precision,
+            tuple(p.requires_grad for p in self.named.values()), tuple(m.training for m in model.net.modules()),
+            model.precision,
         )  # fmt: skip
         if key not in self._graphs:
             if len(self._graphs) == _GRAPHS:
