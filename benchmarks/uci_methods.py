@@ -186,7 +186,7 @@ def _loader(split: Split) -> DataLoader:
 def predict(posterior: vi.Posterior, split: Split, draws: int) -> Predicted:
     x, t = (tensor.to(posterior.device) for tensor in (split.x_test, split.t_test))
     generator = torch.Generator(posterior.device).manual_seed(7)
-    found = posterior.predict(x, draws, chunk=draws, generator=generator)
+    found = posterior.predict(x, draws, generator=generator)
     rows = [found.log_prob(t), *(_rescaled(found, t, factor) for factor in WIDTHS)]
     every = torch.stack(rows).flatten(1).double().cpu().nan_to_num(nan=LOST)
     return Predicted(every[0], found.mean.view(-1).double().cpu().nan_to_num(), every[1:])

@@ -62,7 +62,7 @@ def segment(bayes: vi.Posterior, folder: Path, tile: int) -> None:
         for name in ("probability", "epistemic")
     }
     generator = torch.Generator().manual_seed(0)
-    for where, predictive in predict_tiles(bayes, volume, (tile,) * 3, MARGIN, draws=8, chunk=2, generator=generator):
+    for where, predictive in predict_tiles(bayes, volume, (tile,) * 3, MARGIN, draws=8, generator=generator):
         results["probability"][where] = predictive.mean[0, 1]
         results["epistemic"][where] = predictive.mutual_information[0]
 

@@ -26,10 +26,9 @@ from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select
 from .predict.calibration import calibrate
-from .predict.function_space import output_moments
+from .predict.linearised import output_moments
 from .predict.metrics import evaluate
-from .predict.overview import summary
-from .predict.predict import mean_network, predict, sample, sample_network
+from .predict.predict import mean_network, predict, sample, sample_network, summary
 from .predict.predictor import predictor
 from .result import Result, Status
 from .train.batches import Batches
@@ -86,6 +85,8 @@ class Posterior(nn.Module):
         self._last_fit: Result | None = None
         #: how the last fit ended, also in another process: a file has it; None before any fit
         self.fit_status: Status | None = None
+        #: whether `predict` says that there was no fit; a loop of your own asks for `terms`, and is one
+        self.warns_unfitted = True
 
     def extra_repr(self) -> str:
         weights = sum(parameter.numel() for parameter in self.net.parameters())
@@ -191,6 +192,7 @@ class Posterior(nn.Module):
         self, batch: Any, *, estimator: Estimator = Estimator(), generator: torch.Generator | None = None
     ) -> Terms:
         """Return E log lik and KL[q‖prior] for each group of draws, in nats for the whole data set."""
+        self.warns_unfitted = False
         with self.network_mode():
             return elbo_terms(self.family, self.model, batch, estimator, generator)
 
@@ -226,7 +228,7 @@ class Posterior(nn.Module):
     """A temperature or scale, and conformal sets, from held-out data: see `predict.calibration.calibrate`."""
 
     output_moments = output_moments
-    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.function_space`."""
+    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.linearised`."""
 
     sample = sample
     """n independent draws of the weights, by tensor name: see `structvi.predict.predict.sample`."""

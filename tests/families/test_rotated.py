@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.families.basis import LONGEST, Basis
 from structvi.families.full import FullNormalDensity
-from structvi.predict.function_space import jacobians
+from structvi.predict.linearised import jacobians
 from structvi.train.batches import Batches
 from structvi.train.curvature import Roots, curvature_roots, diagonal_curvature, leading_columns
 from structvi.train.warm_start import trained_values

@@ -104,11 +104,9 @@ def test_of_a_posterior_on_a_loader_is_that_of_its_maps():
     bayes, x = posterior(), torch.randn(5, 1, 6, 7)
     t = torch.randint(3, (5, 6, 7))
     found = imaging.by_structure(
-        bayes, [(x[:2], t[:2]), (x[2:], t[2:])], draws=20, chunk=8, generator=torch.Generator().manual_seed(1)
+        bayes, [(x[:2], t[:2]), (x[2:], t[2:])], draws=20, generator=torch.Generator().manual_seed(1)
     )
-    maps = [
-        imaging.predict_maps(bayes, one, draws=20, chunk=8, generator=torch.Generator().manual_seed(1)) for one in x
-    ]
+    maps = [imaging.predict_maps(bayes, one, draws=20, generator=torch.Generator().manual_seed(1)) for one in x]
     other = imaging.structures_of(zip(maps, t, strict=True))
     for name in ("dice", "expected_dice", "volume", "ece", "missed", "entropy", "mutual_information"):
         torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=1e-5, atol=1e-6)

@@ -112,7 +112,7 @@ def test_it_is_saved_without_the_users_data_and_runs_without_structvi(tmp_path):
     """The example is a view of a data set; draws of several chunks."""
     bayes = posterior(lambda: mlp(1), vi.likelihoods.Gaussian("random"))
     data = 10 + torch.randn(50_000, 3)
-    torch.export.save(export_predictive(bayes, data[:4], DRAWS, chunk=4, generator=generator()), tmp_path / "q.pt2")
+    torch.export.save(export_predictive(bayes, data[:4], DRAWS, generator=generator()), tmp_path / "q.pt2")
     stored = (tmp_path / "q.pt2").read_bytes()
     assert len(stored) < 300_000  # of 600 kB of data
     assert not any(data[row].numpy().tobytes() in stored for row in range(4))
@@ -125,7 +125,7 @@ def test_it_is_saved_without_the_users_data_and_runs_without_structvi(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
     mean, variance = torch.load(tmp_path / "out.pt")
-    pred = bayes.predict(rows(7), DRAWS, chunk=4, generator=generator())
+    pred = bayes.predict(rows(7), DRAWS, generator=generator())
     torch.testing.assert_close((mean, variance), (pred.mean, pred.variance))
 
 

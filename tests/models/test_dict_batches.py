@@ -105,8 +105,7 @@ def test_around_a_trained_network_and_calibrated_with_keys():
     batch = next(iter(loader()))
     assert bayes.predict(batch, draws=2).mean.shape == (4, 2, 8, 8)  # a batch as it comes
     assert bayes.predict({"image": batch["image"]}, draws=2).mean.shape == (4, 2, 8, 8)
-    (first, *_) = bayes.predictor(draws=4).predict(loader())
-    assert first.mean.shape == (4, 2, 8, 8)
+    assert bayes.predictor(draws=4)(batch).mean.shape == (4, 2, 8, 8)
 
 
 def test_other_names_are_told(tmp_path):

@@ -9,14 +9,12 @@ from torch import nn
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.predict.metrics import evaluate, ood_auroc
-from structvi.predict.predictive import Predictive
-from structvi.predict.quantiles import count_quantile
-from structvi.predict.summary import Summary
+from structvi.predict.predictive import Predictive, _count_quantile
 
 LOGITS = (1e4, -1e4, 200.0, -200.0, 0.0, 20.0, 3.0)
 #: log rates: e⁸⁸ is the last that float32 has
 LOG_RATES = (-1e4, -200.0, 0.0, 20.0, 40.0, 80.0)
-DRAWS = (1, 3, 10, 64)
+DRAWS = (1, 3, 64)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -127,7 +125,7 @@ def test_small_rates_keep_their_logarithm():
 def test_the_median_of_a_count_beyond_all_whole_numbers():
     """Between two neighbours in float64 there is nothing to look for: it ends, within rounding of the truth."""
     truth = torch.tensor([3.0, 2.0**60, 1e200], dtype=torch.float64)
-    found = count_quantile(0.5, lambda t: (t >= truth).double(), torch.ones_like(truth))
+    found = _count_quantile(0.5, lambda t: (t >= truth).double(), torch.ones_like(truth))
     assert torch.equal(found, truth)
 
 
@@ -143,7 +141,7 @@ class Certain(nn.Module):
 
 
 @pytest.mark.parametrize(("likelihood", "outputs"), [(lk.Bernoulli(), 1), (lk.Categorical(), 2)])
-@pytest.mark.parametrize("draws", [3, 10, 41])
+@pytest.mark.parametrize("draws", [3, 10, 64])
 def test_an_unfamiliar_input_is_told_from_certain_ones(likelihood, outputs, draws):
     """Familiar inputs are certain, unfamiliar ones toss a coin: AUROC 1 by every score that sees noise."""
     bayes = vi.variationalize(Certain(outputs), likelihood, vi.MeanField(initial_scale=1e-3), num_data=9)
@@ -151,28 +149,10 @@ def test_an_unfamiliar_input_is_told_from_certain_ones(likelihood, outputs, draw
     familiar, unfamiliar = sign * torch.tensor([[1.0], [2.0], [-1.0]]), torch.zeros(4, outputs)
     for score in ("entropy", "expected_entropy", "max_probability", "variance"):
         seed = torch.Generator().manual_seed(0)
-        got = ood_auroc(bayes, [familiar], [unfamiliar], score, draws=draws, chunk=3, generator=seed)
+        got = ood_auroc(bayes, [familiar], [unfamiliar], score, draws=draws, generator=seed)
         assert got == 1.0, score
     seed = torch.Generator().manual_seed(0)
     assert ood_auroc(bayes, [familiar], [unfamiliar], "mutual_information", draws=draws, generator=seed) == 0.5
-
-
-@pytest.mark.parametrize("kind", ["label", "binary", "count"])
-def test_merged_summaries_stay_in_range(kind):
-    """Five chunks of three draws, merged one after the other: as one predictive of all, in [0, 1] and at most log 1."""
-    parts = [predictive(kind, 3, torch.float32, "equal", True) for _ in range(5)]
-    t = targets(parts[0], kind)[0]
-    merged = Summary.of(parts[0], t, 0.2)
-    for part in parts[1:]:
-        merged = merged.merge(Summary.of(part, t, 0.2))
-    assert (merged.log_prob <= 0).all()
-    if kind == "count":
-        assert ((merged.cdf >= 0) & (merged.cdf <= 1)).all()
-        assert not merged.epistemic.isnan().any()
-        return
-    assert ((merged.mean >= 0) & (merged.mean <= 1)).all()
-    for score in ("entropy", "mutual_information", "expected_entropy", "max_probability"):
-        assert (merged.score(score) >= 0).all(), score
 
 
 def test_scores_that_are_no_numbers_are_refused():

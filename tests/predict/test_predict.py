@@ -1,6 +1,8 @@
 """Predictions against closed forms, and the identities that hold exactly on the same draws."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,9 +12,8 @@ from torch.distributions import Normal
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.families.mixture import LOGIT_UNIT
-from structvi.predict.draws import DrawChunks
+from structvi.predict.draws import WeightDraws
 from structvi.predict.predictive import Predictive
-from structvi.predict.quantiles import normal_mixture_crps
 
 NOISE = 0.5
 
@@ -90,7 +91,7 @@ def test_joint_prediction_of_several_inputs():
     """Against the joint normal of t = y(x) + noise at three inputs; 5 standard errors of the draws' mean, S = 20000."""
     bayes, x, y, _ = exact_linear()
     S = 20000
-    pred = bayes.predict(x[:3], draws=S, chunk=S, generator=seeded())
+    pred = bayes.predict(x[:3], draws=S, generator=seeded())
     features = torch.cat([x[:3], torch.ones(3, 1, dtype=x.dtype)], 1)
     covariance = features @ bayes.family().covariance() @ features.T + NOISE**2 * torch.eye(3, dtype=x.dtype)
     t = y[:3] + 0.3
@@ -174,7 +175,8 @@ def test_crps_against_quadrature():
     mean, scale = randn(4, 3, seed=1), 0.3 + torch.rand(4, 3, generator=seeded(), dtype=torch.float64)
     weight = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     t = randn(3, seed=2)
-    got = normal_mixture_crps(mean, scale, weight, t)
+    head = torch.stack([mean, scale.log()], -1)  # [S, B, 2]
+    got = Predictive(head, weight, lk.Gaussian("head")).crps(t.unsqueeze(-1)).squeeze(-1)
     for e in range(3):
         sides = []
         for a, b, jump in ((-15.0, t[e].item(), 0.0), (t[e].item(), 15.0, 1.0)):
@@ -247,15 +249,11 @@ def test_weights_of_a_mixture_are_respected():
 def test_draws_are_rounded_to_whole_groups():
     bayes = classifier()
     x = randn(3, 2)
-    pred = bayes.predict(x, draws=5, coupling=vi.couplings.paired, generator=seeded())
-    assert (pred.draws, pred.note) == (6, "5 asked for, whole groups of 2 taken")
-    assert bayes.predict(x, draws=6, coupling=vi.couplings.paired).note == ""
     assert bayes.predict(x, draws=5).draws == 5
-    structured = vi.variationalize(
-        nn.Linear(2, 3).double(), lk.Categorical(), vi.LowRankNormal(rank=2), num_data=9
-    ).predict(x, draws=9, coupling=vi.couplings.unscented, chunk=3)
-    assert structured.draws == 16
-    torch.testing.assert_close(structured.weights.sum().item(), 1.0)
+    mixed = vi.variationalize(nn.Linear(2, 3).double(), lk.Categorical(), vi.Mixture(vi.MeanField(), 2), num_data=9)
+    pred = mixed.predict(x, draws=5)
+    assert (pred.draws, pred.note) == (6, "5 asked for, whole groups of 2 taken")
+    torch.testing.assert_close(pred.weights.sum().item(), 1.0)
     point = vi.variationalize(nn.Linear(2, 3).double(), lk.Categorical(), vi.MAP(), num_data=9).predict(x)
     assert point.draws == 1
     assert (point.epistemic == 0).all()
@@ -273,12 +271,40 @@ def test_families_with_a_random_noise(family):
     """log σ is part of θ: the noise variance is that of each draw, wherever the family keeps log σ."""
     bayes = vi.variationalize(nn.Linear(2, 1).double(), lk.Gaussian("random", initial=0.3), family, num_data=9)
     pred = bayes.predict(randn(3, 2), draws=8, generator=seeded())
-    chunks = DrawChunks(bayes, 8, vi.couplings.naive, 16, generator=seeded())
-    draws, _ = chunks.draw(0)
+    draws = WeightDraws(bayes, 8, generator=seeded()).every()
     theta = bayes.space.join(draws.theta, draws.fixed)
     noise = (2 * bayes.space.unravel(theta)["likelihood.log_noise"]).exp()
     torch.testing.assert_close(pred.aleatoric, (draws.weight * noise).sum().expand(3, 1))
     torch.testing.assert_close(pred.components.variance[:, 0, 0], noise)
+
+
+def test_before_any_fit_it_warns_once(recwarn):
+    bayes, x = classifier(), randn(3, 2)
+    with pytest.warns(UserWarning, match="never fitted"):
+        bayes.predict(x)
+    bayes.predict(x)
+    own = classifier()
+    own.loss((x, torch.tensor([0, 1, 2]))).backward()  # a loop of one's own
+    own.predict(x)
+    fitted = classifier()
+    fitted.fit([(x, torch.tensor([0, 1, 2]))], steps=1, progress=False)
+    recwarn.clear()
+    fitted.predict(x)
+    assert not len(recwarn)
+
+
+def test_the_same_prediction_in_every_call_and_process():
+    net = "torch.nn.Linear(2, 3)"
+    code = (
+        "import torch, structvi as vi, warnings; warnings.simplefilter('ignore'); torch.manual_seed({seed});"
+        f"net = {net}; torch.nn.init.constant_(net.weight, 0.3); torch.nn.init.zeros_(net.bias);"
+        "bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=9);"
+        "torch.rand({seed}); print(bayes.predict(torch.ones(1, 2)).mean.tolist(), bayes.predict(torch.ones(1, 2)).mean.tolist())"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code.format(seed=s)], capture_output=True, text=True) for s in (1, 2)]
+    assert runs[0].stdout == runs[1].stdout != ""
+    one, two = runs[0].stdout.strip().replace("]] [[", "]]|[[").split("|")
+    assert one == two
 
 
 def test_predict_leaves_mode_and_global_stream_alone():
@@ -444,8 +470,6 @@ def test_a_likelihood_of_ones_own():
     ("call", "error", "message"),
     [
         (lambda: classifier().predict(randn(3, 2), draws=0), ValueError, "draws must be an integer ≥ 1"),
-        (lambda: classifier().predict(randn(3, 2), chunk=2.5), ValueError, "chunk must be an integer ≥ 1"),
-        (lambda: classifier().predict(randn(3, 2), coupling="paired"), TypeError, "coupling must be a callable"),
         (lambda: classifier().predict(randn(3, 2), generator=3), TypeError, "generator must be a torch.Generator"),
         (lambda: classifier().predict(randn(3, 2)).quantile(0.5), TypeError, "no order"),
         (lambda: classifier().predict(randn(3, 2)).crps(torch.zeros(3)), TypeError, "Gaussian noise"),

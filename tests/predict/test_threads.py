@@ -134,20 +134,6 @@ def test_predictions_are_those_of_one_thread(kind):
     assert_untouched(shared.net, before, values)
 
 
-def test_the_global_stream_is_shared_out_once():
-    """Without generators every seed of the stream goes to one prediction, in whatever order."""
-    x = torch.ones(1, 3)
-    bayes = posterior(normed, {})
-    torch.manual_seed(3)
-    expected = {bayes.predict(x, draws=2).outputs.numpy().tobytes() for _ in range(THREADS * CALLS)}
-    left = torch.get_rng_state()
-    torch.manual_seed(3)
-    got = {outputs.numpy().tobytes() for outputs in together(lambda i: bayes.predict(x, draws=2).outputs)}
-    assert torch.equal(torch.get_rng_state(), left)
-    assert got == expected
-    assert len(got) == THREADS * CALLS
-
-
 def convolutions(dropout="off"):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Conv2d(3, 2, 1))

@@ -94,9 +94,7 @@ def test_wrong_tiles_are_refused_at_once(setting, tile, margin, message):
 
 def test_networks_that_shrink_are_refused():
     bayes = posterior(nn.Conv2d(1, 2, 3).double())
-    with pytest.raises(
-        ValueError, match=r"shape \(5, 5\) and gave \(2, 1, 2, 3, 3\).*nor does it keep the spatial shape"
-    ):
+    with pytest.raises(ValueError, match=r"of a tile \(5, 5\) it gave \(2, 1, 2, 3, 3\)"):
         next(predict_tiles(bayes, torch.zeros(1, 9, 9, dtype=torch.float64), (5, 5), 1, draws=2))
 
 
@@ -144,70 +142,19 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def test_a_tile_that_the_strides_do_not_divide_is_refused_with_one_that_they_do():
+def test_a_tile_that_the_strides_do_not_divide_is_refused():
     bayes, image = posterior(UNet().double()), torch.zeros(1, 40, 40, dtype=torch.float64)
-    message = r"shape \(18, 12\) and raised: Sizes of tensors must match.*multiples of 4: choose tile=\(20, 12\)"
-    with pytest.raises(ValueError, match=message):  # at once, not at the first tile
-        predict_tiles(bayes, image, (18, 12), 2, draws=2, generator=torch.Generator().manual_seed(0))
-    rounds = nn.Sequential(nn.Conv2d(1, 3, 2, stride=2), nn.ConvTranspose2d(3, 2, 2, stride=2)).double()
-    with pytest.raises(ValueError, match=r"shape \(7, 8\) and gave \(2, 1, 2, 6, 8\).*of 2: choose tile=\(8, 8\)"):
-        next(predict_tiles(posterior(rounds), image, (7, 8), 1, draws=2))
+    with pytest.raises(ValueError, match=r"shape \(18, 12\) \(Sizes of tensors must match.*give tile= sides"):
+        next(predict_tiles(bayes, image, (18, 12), 2, draws=2))
     assert len(list(predict_tiles(bayes, image, (20, 12), 2, draws=2))) == 15
-
-
-def test_errors_of_another_cause_are_the_networks_own():
-    bayes = posterior(UNet().double())
-    with pytest.raises(RuntimeError, match="to have 1 channels, but got 3 channels"):
-        next(predict_tiles(bayes, torch.zeros(3, 16, 16, dtype=torch.float64), (8, 8), 1, draws=2))
-
-
-class Counting(nn.Module):
-    """A U-Net that keeps the shapes it has seen."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.seen = UNet(), []
-
-    def forward(self, x):
-        self.seen.append(tuple(x.shape[2:]))
-        return self.net(x)
-
-
-def test_strides_are_tried_on_one_small_input():
-    net = Counting().double()
-    bayes, image = posterior(net), torch.zeros(1, 300, 300, dtype=torch.float64)
-    tiles = predict_tiles(bayes, image, (132, 260), 2, draws=2)
-    assert net.seen == [(36, 36)]  # the remainders by 32, and no tile yet
-    with pytest.raises(ValueError, match=r"multiples of 4: choose tile=\(136, 260\), for example, of sides 4, 8, 12"):
-        predict_tiles(bayes, image, (134, 260), 2, draws=2)
-    next(tiles)
-    assert (132, 260) in net.seen
-
-
-class OneSize(nn.Module):
-    """As with position embeddings: 96 pixels and no others."""
-
-    def __init__(self):
-        super().__init__()
-        self.place = nn.Parameter(torch.zeros(2, 96, 96, dtype=torch.float64))
-
-    def forward(self, x):
-        return x + self.place
-
-
-def test_a_network_for_one_size_is_tried_at_that_size():
-    image = torch.zeros(1, 100, 96, dtype=torch.float64)
-    assert len(list(predict_tiles(posterior(OneSize()), image, (96, 96), 2, draws=2))) == 2
-    with pytest.raises(ValueError, match=r"shape \(90, 90\) and raised.*; it takes tile=\(96, 96\)"):
-        predict_tiles(posterior(OneSize()), image, (90, 90), 2, draws=2)
 
 
 def test_short_axes_are_filled_up_on_request():
     """With a margin beyond what the network sees nothing changes but where padding by values replaces that by zeros."""
     torch.manual_seed(0)
     bayes, image = posterior(UNet().double()), torch.randn(1, 30, 40, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"shape \(30, 16\) and raised.*pad the volume, or give pad=True"):
-        predict_tiles(bayes, image, (32, 16), 2, draws=3)
+    with pytest.raises(ValueError, match=r"shape \(30, 16\).*pad=True"):
+        next(predict_tiles(bayes, image, (32, 16), 2, draws=3))
     parts = predict_tiles(bayes, image, (32, 16), 2, draws=3, pad=True, generator=torch.Generator().manual_seed(1))
     filled = torch.cat([image, image[:, -1:], image[:, -1:]], 1)
     whole = predict_tiles(bayes, filled, (32, 16), 2, draws=3, generator=torch.Generator().manual_seed(1))

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.couplings import naive, paired
-from structvi.predict.grid_fit import GRID, ONE
+from structvi.couplings import paired
+from structvi.predict.temperature import GRID, ONE
 from structvi.train.candidates import Candidate
 from structvi.train.held_out import (
     SETS_APART,
@@ -126,21 +126,6 @@ def test_networks_that_disagree_are_less_sure_than_each():
     assert too_sure(networks[1:], [(x, t)])
     both = torch.stack([p.log()[t], -(p * p.log()).sum().expand(400)])
     assert too_sure(networks, [(x, t)]) == bool((-both[0]).mean() > both[1].mean())
-
-
-def test_mirrored_pairs_tell_more_than_as_many_draws():
-    """Of a narrow posterior: the mean density over 8 draws lacks what 800 have by more than over four pairs."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    data = [(torch.randn(200, 2).double(), torch.randint(3, (200,)))]
-    family = vi.MeanField(initial_scale=0.3)
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), family, num_data=200)
-    truth = of_posteriors([bayes], data, 0, 2000).mean
-    errors = {
-        coupling: sum(abs(of_posteriors([bayes], data, seed, 8, coupling).mean - truth) for seed in range(10))
-        for coupling in (naive, paired)
-    }
-    assert errors[paired] < 0.5 * errors[naive]
 
 
 def small(scale):

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 import torch
 
-from structvi.predict.grid_fit import ONE, label_losses
+from structvi.predict.temperature import ONE, temperature_losses
 from structvi.train.candidates import Candidate
 from structvi.train.held_out import HeldOut
 from structvi.train.rule import HARM, Rule
@@ -98,7 +98,7 @@ def test_drawn_weights_must_be_better_than_the_network_on_the_rows_that_they_hav
 
 def of_labels(logits, labels):
     """As `of_networks` has it of such logits [B, C]."""
-    losses = torch.stack(list(label_losses(logits.double().log_softmax(-1), labels, False)), 1)
+    losses = temperature_losses(logits.double().log_softmax(-1), labels)
     return HeldOut(-losses[:, ONE], torch.ones(len(labels)).double(), losses)
 
 

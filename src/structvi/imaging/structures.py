@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..couplings import naive
-from ..predict.curves import CalibrationHistogram, Reliability
 from ..predict.draws import on_device
-from ..predict.member_chunks import chunks_of
-from ..predict.metrics import summary_of
+from ..predict.metrics import CalibrationHistogram, Reliability
+from ..predict.predict import draws_for
 from ..predict.predictive import observed_target
-from ..predict.probabilities import label_entropy
 from .maps import Maps
 
 if TYPE_CHECKING:
@@ -183,7 +180,6 @@ def by_structure(
     draws: int = 16,
     *,
     background: int | None = 0,
-    chunk: int = 16,
     generator: torch.Generator | None = None,
     calibrated: bool = True,
 ) -> StructureMetrics:
@@ -194,7 +190,7 @@ def by_structure(
         loader: batches as `fit` takes them, with targets; masks and `ignore_index` are left out.
         names: of the structures, without the background.
         background: the class that is none; None to count all. With `Bernoulli` there is none.
-        draws, chunk, generator, calibrated: as in `predict`.
+        draws, generator, calibrated: as in `predict`.
 
     Example:
         >>> from torch import nn
@@ -204,24 +200,25 @@ def by_structure(
         >>> found.dice.shape, len(found.reliability)
         (torch.Size([5, 2]), 2)
     """
-    chunks = chunks_of(posterior, draws, naive, chunk, None, generator, None, calibrated)
-    cases = _Cases(names, background)
+    cases, predict = _Cases(names, background), None
     for batch in loader:
-        inputs, target = chunks.split(on_device(batch, chunks.device))
-        summary = summary_of(chunks, inputs)
+        if predict is None:
+            inputs = batch if posterior.model.user_forward is not None else posterior.model.split(batch)[0]
+            predict = draws_for(posterior, inputs, draws, generator=generator, calibrated=calibrated)
+        inputs, target = predict.split(on_device(batch, predict.device))
+        pred = predict(inputs)
         t, observed = observed_target(posterior.model.likelihood, target)
-        if not summary.labels or summary.mean is None or summary.expected_entropy is None or t.ndim < 2:
+        if not pred.is_of_labels or t.ndim < 2:
             raise TypeError(
                 "by_structure is for labels of pixels: Categorical with labels [B, ..], or Bernoulli with labels "
                 f"[B, channels, ..]; the labels here are {tuple(t.shape)}"
             )
-        classes = summary.mean.ndim == t.ndim + 1
-        entropy = label_entropy(summary.mean, not classes)
-        mutual = (entropy - summary.expected_entropy).clamp(min=0)
+        mean, both = pred.mean, (pred.entropy, pred.mutual_information)
         for b in range(len(t)):
             seen = None if observed is None else observed[b]
-            means = [(one[b] if seen is None else one[b][seen]).mean().cpu() for one in (entropy, mutual)]
-            cases.add(*(None if x is None else x.cpu() for x in (summary.mean[b], t[b], seen)), classes, *means)  # pyright: ignore
+            means = [(one[b] if seen is None else one[b][seen]).mean().cpu() for one in both]
+            row = [None if x is None else x.cpu() for x in (mean[b], t[b], seen)]
+            cases.add(*row, mean.ndim == t.ndim + 1, *means)  # pyright: ignore[reportArgumentType]
     return cases.metrics()
 
 

@@ -15,11 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from ..couplings import Coupling, naive
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..posterior import Posterior
-from ..predict.draws import DrawChunks, on_device
+from ..predict.draws import WeightDraws, on_device
 from ..predict.predictive import Predictive
 from ..predict.predictor import Predictor
 
@@ -35,12 +34,11 @@ class FixedPredictive(nn.Module):
         inputs: arguments and keywords of the network, at the only batch size that a linearised network then takes.
     """
 
-    def __init__(self, chunks: DrawChunks, calibration: Calibration | None, inputs: tuple[Any, dict[str, Any]]):
+    def __init__(self, chunks: WeightDraws, calibration: Calibration | None, inputs: tuple[Any, dict[str, Any]]):
         super().__init__()
         posterior, model = chunks.posterior, chunks.posterior.model
         with torch.no_grad():
-            draws = [chunks.draw(index)[0] for index in range(len(chunks))]
-            theta, fixed = torch.cat([one.theta for one in draws]), draws[0].fixed  # theta [S, P]
+            theta, weight, fixed, _ = chunks.every()  # [S, P], [S]
             drawn = dict(model.with_padding(posterior.space.without(fixed).unravel(theta)))
             values = model.likelihood_values(theta, fixed)
             with posterior.network_mode() as net:
@@ -57,8 +55,7 @@ class FixedPredictive(nn.Module):
         self.likelihood, self.calibration = copy.deepcopy(model.likelihood), calibration
         self.names = [name for name in drawn if name not in model.likelihood_names]
         self.value_names = list(values)
-        shares = [chunks.share(index) * one.weight for index, one in enumerate(draws)]
-        self.register_buffer("weight", torch.cat(shares))
+        self.register_buffer("weight", weight)
         for index, name in enumerate(self.names):
             self.register_buffer(f"draws_{index}", drawn[name].clone())
         for index, name in enumerate(self.value_names):
@@ -102,8 +99,6 @@ def export_predictive(
     example_inputs: Any,
     draws: int = 8,
     *,
-    coupling: Coupling = naive,
-    chunk: int = 16,
     dynamic_batch: bool = True,
     generator: torch.Generator | None = None,
 ) -> ExportedProgram:
@@ -117,7 +112,7 @@ def export_predictive(
     Args:
         posterior: what `variationalize` returns; or `posterior.predictor(..)`, whose draws are those of the program.
         example_inputs: as `predict` takes them: a tensor [B, ..], a tuple of arguments or a dict of keywords.
-        draws, coupling, chunk, generator: as in `predict`; of a predictor they are its own.
+        draws, generator: as in `predict`; of a predictor they are its own.
         dynamic_batch: whether B may be another at every call; False where the network only takes the example's.
 
     Example:
@@ -129,11 +124,11 @@ def export_predictive(
         (torch.Size([7, 1]), torch.Size([7, 1]))
     """
     if isinstance(posterior, Predictor):
-        chunks, calibration = posterior.chunks, posterior.chunks.calibration
+        chunks, calibration = posterior.drawn, posterior.drawn.calibration
         _check(chunks.posterior)
     else:
         _check(posterior)
-        chunks = DrawChunks(posterior, draws, coupling, chunk, None, generator)
+        chunks = WeightDraws(posterior, draws, generator=generator)
         calibration = posterior.calibration
     if dynamic_batch and chunks.around is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """What held-out data say on top of a posterior: a temperature or a scale, and the scores of conformal sets.
 
-Plain data, kept with the posterior and in its file. It is fitted in `predict/calibrate.py`, applied in
-`predict/recalibrated.py` and `predict/conformal.py`.
+Plain data, kept with the posterior and in its file. It is fitted in `predict/calibration.py`, applied in
+`predict/predictive.py` and `predict/conformal.py`.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
-"""Draws of a posterior that can be made again from their seeds, chunk by chunk, and the network at them."""
+"""Draws of a posterior's weights, the same at every call, and the predictive of the network at them."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -8,50 +9,75 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..couplings import Coupling, naive
-from ..families.density import Density, Draws, check_draw
+from ..couplings import naive
+from ..families.density import Density, Draws
 from ..models.calibration import Calibration
-from ..util.checks import check_integer
+from ..util.checks import check_generator, check_integer
 from ..util.random_streams import seed_from
 from .predictive import Predictive
 
 if TYPE_CHECKING:
-    from ..posterior import Posterior
+    from ..posterior import EnsembleBase, Posterior
 
-#: So many numbers of drawn weights are held at once.
+#: numbers of drawn weights that are held at once
 DRAWN_NUMBERS = 2**26
+#: draws at which the network is evaluated at once
+CHUNK = 16
 
 
-class DrawChunks:
-    """The same S weighted draws of a posterior, chunk by chunk and as often as asked: each is made from a kept seed.
+class PredictiveDraws(ABC):
+    """Draws at which a posterior, or several, predict: called with inputs they give the predictive."""
+
+    posterior: "Posterior"
+    #: S
+    draws: int
+    device: torch.device
+    note: str
+    #: whether outputs are known at each input by itself only
+    by_input: bool = False
+    #: what the prediction is calibrated by
+    calibration: Calibration | None = None
+
+    def __call__(self, inputs: Any) -> Predictive:
+        """Return the mixture over all draws, calibrated where that is asked for."""
+        return self.mixture(inputs).calibrated(self.calibration)
+
+    @abstractmethod
+    def mixture(self, inputs: Any) -> Predictive:
+        """Return the mixture over all draws, not calibrated."""
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Return what `mixture` takes of a batch, and its target."""
+        model = self.posterior.model
+        return model.split(batch) if model.user_forward is None else (batch, target_of(self.posterior, batch))
+
+
+class WeightDraws(PredictiveDraws):
+    """S weighted draws of the weights; each chunk of them is made from a kept seed, as often as asked.
 
     Args:
         posterior: what to draw from.
-        draws: at least so many: S is the next whole number of the coupling's groups. Families with finitely many
-            states (MAP, ensembles, enumerated masks) give each of them once, with its weight.
-        coupling: how the draws of a group share noise.
-        chunk: how many draws are held at once, rounded to whole groups.
+        draws: at least so many: S is the next whole number of the density's groups. Families with finitely many
+            states (MAP, enumerated masks) give each of them once, with its weight.
         reference: inputs whose statistics batch norm uses, with batch_norm="reestimated".
-        generator: of the seeds.
+        generator: of the seeds; the same ones at every call if None.
         linearise: whether the network is linearised, around θ₀ of the model or, where it has none, around the mean;
             None for as the model is.
-        calibrated: whether `whole` gives what the posterior's calibration makes of the mixture.
+        calibrated: whether the posterior's calibration is used, where the function is the one that was fitted.
     """
 
     def __init__(
         self,
         posterior: "Posterior",
         draws: int,
-        coupling: Coupling,
-        chunk: int,
+        *,
         reference: Any = None,
         generator: torch.Generator | None = None,
         linearise: bool | None = None,
         calibrated: bool = False,
     ):
         check_integer("draws", draws)
-        check_integer("chunk", chunk)
-        check_draw(1, coupling, generator)
+        check_generator(generator)
         if posterior.batch_norm == "reestimated" and reference is None:
             raise ValueError(
                 'batch_norm="reestimated" takes the statistics of a batch, for every draw anew, and the inputs to be '
@@ -59,128 +85,69 @@ class DrawChunks:
             )
         if posterior.batch_norm != "reestimated" and reference is not None:
             raise ValueError(f'reference= is for batch_norm="reestimated"; here it is {posterior.batch_norm!r}')
-        self.posterior, self.coupling, self.reference = posterior, coupling, reference
+        self.posterior, self.reference = posterior, reference
         with torch.no_grad():
             self.density = posterior.family()
             self.device = self.density.mean.device
-            # how many draws a group has shows in drawing one
-            probe = self.density.draw(1, coupling, torch.Generator(self.device).manual_seed(0))
-        self.linearise = linearise
-        self.around = _around(posterior, self.density, linearise)
-        #: whether the function is the one that was fitted
-        self.is_as_fitted = as_fitted = (self.around is None) == (posterior.model.linearised_at is None)
-        #: None too where it is another function that is asked for than was calibrated
-        self.calibration: Calibration | None = posterior.calibration if calibrated and as_fitted else None
+            probe = self.density.draw(1, naive, torch.Generator(self.device).manual_seed(0))
+        self.around = _linearised_at(posterior, self.density, linearise)
         size = probe.weight.shape[0]
         finite = self.density.finite and posterior.dropout == "off"
         groups = 1 if finite else ceil(draws / size)
-        most = 1 if self.density.enumerates else max(1, chunk // size)
+        most = 1 if self.density.enumerates else max(1, min(CHUNK, DRAWN_NUMBERS // self.density.P) // size)
         self.groups = [min(most, groups - start) for start in range(0, groups, most)]
         self.draws = groups * size
         self.note = f"{draws} asked for, whole groups of {size} taken" if self.draws != draws else ""
         if finite:
             self.note = f"{draws} asked for, the family has {size} states" if size != draws else ""
-        if calibrated and not as_fitted and posterior.calibration is not None:
+        if calibrated and (self.around is None) == (posterior.model.linearised_at is None):
+            self.calibration = posterior.calibration
+        elif calibrated and posterior.calibration is not None:
             self.note += f"{', ' if self.note else ''}not calibrated: with linearise= it is another function"
-        self.seeds = seed_from(generator, len(self.groups))
-        self._kept: list[tuple[Draws, Tensor]] = []
-
-    def __len__(self) -> int:
-        return len(self.groups)
+        self.seeds = seed_from(torch.Generator().manual_seed(0) if generator is None else generator, len(self.groups))
+        self._kept: list[Draws] | None = None
 
     def keep(self, posterior: "Posterior") -> None:
         """Hold all draws, S·P numbers, and make none again; the network is from now on that of another posterior."""
-        made = [self.draw(index) for index in range(len(self))]
-        # points are the family's own tensors, and what is fixed is the same in all draws
-        fixed = {name: tensor.detach().clone() for name, tensor in made[0][0].fixed.items()}
-        self._kept = [
-            (Draws(one.theta.detach().clone(), one.weight.detach().clone(), fixed), generator.get_state())
-            for one, generator in made
-        ]
+        with torch.no_grad():
+            made = [self.chunk(index) for index in range(len(self.groups))]
+        fixed = {name: tensor.detach().clone() for name, tensor in made[0].fixed.items()}  # the same in all draws
+        self._kept = [Draws(one.theta.detach().clone(), one.weight.detach().clone(), fixed) for one in made]
         self.posterior = posterior
-        del self.density  # the family may go
+        del self.density
 
-    def move(self, device: torch.device) -> None:
-        """Kept draws to another device; of another kind of device dropout has another stream."""
-        self.device = device
-        moved = []
-        fixed = {name: tensor.to(device) for name, tensor in self._kept[0][0].fixed.items()}
-        for (draws, state), seed in zip(self._kept, self.seeds, strict=True):
-            own = torch.Generator(device).manual_seed(seed).get_state()
-            kept = Draws(draws.theta.to(device), draws.weight.to(device), fixed)
-            moved.append((kept, state if state.shape == own.shape else own))
-        self._kept = moved
-        self.around = None if self.around is None else self.around.to(device)
-        if self.reference is not None:
-            self.reference = on_device(self.reference, device)
+    def every(self) -> Draws:
+        """Return all draws as one, their weights summing to one."""
+        chunks = [self.chunk(index) for index in range(len(self.groups))]
+        shares = [groups / sum(self.groups) for groups in self.groups]
+        weight = torch.cat([share * one.weight for share, one in zip(shares, chunks, strict=True)])
+        return Draws(torch.cat([one.theta for one in chunks]), weight, chunks[0].fixed)
 
-    def share(self, index: int) -> float:
-        """The weight of all draws of a chunk together."""
-        return self.groups[index] / sum(self.groups)
+    def chunk(self, index: int) -> Draws:
+        """Return the draws of one chunk, their weights summing to one."""
+        if self._kept is not None:
+            return self._kept[index]
+        generator = torch.Generator(self.device).manual_seed(self.seeds[index])
+        return self.density.draw(self.groups[index], naive, generator)
 
-    def predictive(self, index: int, inputs: Any) -> Predictive:
-        """The mixture over the draws of one chunk, its weights summing to one."""
+    def mixture(self, inputs: Any) -> Predictive:
         model = self.posterior.model
-        around = model.linearised_around(self.around)
-        draws, generator = self.draw(index)
-        with torch.no_grad(), around, self.posterior.network_mode(generator):
-            joined, rows = self._with_reference(inputs)
-
-            if model.user_forward is None:
-                outputs = model.outputs(draws.theta, joined, draws.fixed)
-            else:
-                call = self._call
-                outputs = model.at_draws(
-                    lambda row: call(draws, row, joined)[0], draws.theta, joined, draws.fixed, "prediction"
-                )
-            outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
+        joined, rows = self._with_reference(inputs)
+        outputs, values, weights = [], [], []
+        with torch.no_grad(), model.linearised_around(self.around):
+            for index, seed in enumerate(self.seeds):
+                draws = self.chunk(index)
+                found = outputs_at(self.posterior, draws, joined, torch.Generator().manual_seed(seed))
+                outputs.append(pytree.tree_map(lambda leaf: leaf[:, rows:], found))
+                values.append(model.likelihood_values(draws.theta, draws.fixed))
+                weights.append(draws.weight * (self.groups[index] / sum(self.groups)))
             return Predictive(
-                outputs, draws.weight, model.likelihood, model.likelihood_values(draws.theta, draws.fixed), self.note
+                pytree.tree_map(lambda *leaves: torch.cat(leaves), *outputs),
+                torch.cat(weights),
+                model.likelihood,
+                {name: torch.cat([value[name] for value in values]) for name in values[0]},
+                self.note,
             )
-
-    def whole(self, inputs: Any) -> Predictive:
-        """The mixture over all draws; the calibrated one, where that is asked for."""
-        return self.uncalibrated(inputs).calibrated(self.calibration)
-
-    def uncalibrated(self, inputs: Any) -> Predictive:
-        """The mixture over all draws, as it is."""
-        parts = [self.predictive(index, inputs) for index in range(len(self))]
-        outputs = [part.outputs for part in parts]
-        values = [part.values for part in parts]
-        return Predictive(
-            pytree.tree_map(lambda *leaves: torch.cat(leaves), outputs[0], *outputs[1:]),
-            torch.cat([self.share(index) * part.weights for index, part in enumerate(parts)]),
-            self.posterior.model.likelihood,
-            {name: torch.cat([value[name] for value in values]) for name in values[0]},
-            self.note,
-        )
-
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        """The inputs of a batch, and its target."""
-        model = self.posterior.model
-        return model.split(batch) if model.user_forward is None else (batch, self.target(batch))
-
-    def target(self, batch: Any) -> Any:
-        """The target that a user's `forward` makes of a batch; it takes a pass of the network."""
-        draws, generator = self.draw(0)
-        with torch.no_grad(), self.posterior.network_mode(generator):
-            return self._call(draws, draws.theta[0], batch)[1]
-
-    @torch.no_grad()
-    def draw(self, index: int) -> tuple[Draws, torch.Generator]:
-        """The draws of one chunk, and the stream of whatever else is random in it."""
-        generator = torch.Generator(self.device)
-        if self._kept:
-            draws, state = self._kept[index]
-            generator.set_state(state)
-            return draws, generator
-        generator.manual_seed(self.seeds[index])
-        return self.density.draw(self.groups[index], self.coupling, generator), generator
-
-    def _call(self, draws: Draws, row: Tensor, batch: Any) -> tuple[Any, Any]:
-        model = self.posterior.model
-        named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
-        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
 
     def _with_reference(self, inputs: Any) -> tuple[Any, int]:
         """The inputs below the reference's rows, and how many those are."""
@@ -196,7 +163,57 @@ class DrawChunks:
         return pytree.tree_unflatten(joined, layout), rows
 
 
-def _around(posterior: "Posterior", density: Density, linearise: bool | None) -> Tensor | None:
+class MemberDraws(PredictiveDraws):
+    """The draws of several posteriors, each of a network of its own, with the weights of their ensemble."""
+
+    def __init__(self, ensemble: "EnsembleBase", members: Sequence[PredictiveDraws], calibrated: bool):
+        self.posterior, self.members = ensemble.posteriors[0], members
+        self.weights: list[float] = ensemble.weights.tolist()
+        self.device = members[0].device
+        self.draws = sum(one.draws for one in members)
+        own = {one.note for one in members} if all(one.by_input for one in members) else set()
+        self.note = ", ".join([f"{len(members)} networks", *own])
+        self.calibration = ensemble.calibration if calibrated else None
+
+    def mixture(self, inputs: Any) -> Predictive:
+        return Predictive.joined([one.mixture(inputs) for one in self.members], self.weights, self.note)
+
+
+def outputs_at(posterior: "Posterior", draws: Draws, inputs: Any, generator: torch.Generator | None = None) -> Any:
+    """Return the network's outputs [S, B, ..] at given draws; with `forward=` the inputs are a batch.
+
+    The generator is that of dropout.
+    """
+    model = posterior.model
+    with torch.no_grad(), posterior.network_mode(generator):
+        if model.user_forward is None:
+            return model.outputs(draws.theta, inputs, draws.fixed)
+
+        def call(row: Tensor) -> Any:
+            named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
+            return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, inputs)[0]
+
+        return model.at_draws(call, draws.theta, inputs, draws.fixed, "prediction")
+
+
+def predictive_at(posterior: "Posterior", draws: Draws, batch: Any) -> tuple[Predictive, Any]:
+    """Return p(t | y_s(x)) of a batch at given draws, and the batch's target."""
+    model = posterior.model
+    inputs, target = (batch, target_of(posterior, batch)) if model.user_forward is not None else model.split(batch)
+    values = model.likelihood_values(draws.theta, draws.fixed)
+    return Predictive(outputs_at(posterior, draws, inputs), draws.weight, model.likelihood, values), target
+
+
+def target_of(posterior: "Posterior", batch: Any) -> Any:
+    """Return the target of a batch; a user's `forward` takes a pass of the network to tell it."""
+    model = posterior.model
+    if model.user_forward is None:
+        return model.split(batch)[1]
+    with torch.no_grad(), posterior.network_mode(torch.Generator().manual_seed(0)):
+        return model.call(model.net_space.unravel(posterior.family().mean[: model.net_space.size]), batch)[1]
+
+
+def _linearised_at(posterior: "Posterior", density: Density, linearise: bool | None) -> Tensor | None:
     """θ₀ [P] of the network's tensors at which it is to be linearised; None where it is not."""
     model = posterior.model
     if linearise not in (None, True, False):
@@ -254,29 +271,6 @@ def _one_of_each(density: Density, count: int, generator: torch.Generator) -> Dr
     return Draws(draws.theta[which], draws.weight.new_full((count,), 1 / count), draws.fixed, latent)
 
 
-def predictive_at(posterior: "Posterior", draws: Draws, batch: Any) -> tuple[Predictive, Any]:
-    """p(t | y_s(x)) of a batch at given draws, and the batch's target."""
-    model = posterior.model
-    space = model.space.without(draws.fixed)
-
-    def call(row: Tensor) -> tuple[Any, Any]:
-        named = {**space.unravel(row), **draws.fixed}
-        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
-
-    with torch.no_grad(), posterior.network_mode():
-        outputs = model.at_draws(lambda row: call(row)[0], draws.theta, batch, draws.fixed, "diagnostics")
-        values = model.likelihood_values(draws.theta, draws.fixed)
-        return Predictive(outputs, draws.weight, model.likelihood, values), target_of(posterior, batch)
-
-
-def target_of(posterior: "Posterior", batch: Any) -> Any:
-    """The target of a batch, which a user's `forward` takes a pass of the network to tell."""
-    model = posterior.model
-    if model.user_forward is None:
-        return model.split(batch)[1]
-    with torch.no_grad(), posterior.network_mode():
-        return model.call(model.net_space.unravel(posterior.family().mean[: model.net_space.size]), batch)[1]
-
-
 def on_device(tensors: Any, device: torch.device) -> Any:
+    """Return the structure with its tensors on a device."""
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tensors)

@@ -1,39 +1,50 @@
 """How good predictions are, on a loader: likelihood, error, calibration, and what uncertainty is worth.
 
-Everything is streamed. A batch is seen by the draws chunk after chunk, which are made again from their seeds for every
-batch, so that all batches see the same weights and neither [S, B, ..] nor [S, P] is ever held: the predictive of a
-batch is the mixture of its chunks' predictives. Over batches only sums and histograms are kept.
+Batches are predicted one after the other, all at the same draws; over batches only sums and histograms are kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import reduce
 from itertools import chain, islice
-from math import floor, nan, sqrt
-from typing import TYPE_CHECKING, Any, cast, get_args
+from math import nan, sqrt
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from ..couplings import Coupling, naive
-from ..util.budget import batches_within, length_of
-from ..util.checks import check_iterable, check_positive
+from ..util.checks import check_iterable
 from ..util.shown import shown
-from .curves import CalibrationHistogram, Reliability, RiskCoverage, RiskHistogram
 from .draws import on_device
-from .member_chunks import DRAWS, Chunks, chunks_for
+from .predict import draws_for
 from .predictive import Predictive, observed_target
-from .quantiles import normal_mixture_crps
-from .summary import Score, Summary
 
 if TYPE_CHECKING:
     from ..posterior import EnsembleBase, Posterior
 
-#: So many means and scales of draws are held at once for the pairs of the CRPS.
-CRPS_NUMBERS = 2**22
-#: A budget of passes leaves so many draws: with fewer the mixture is another one.
-FEWEST_DRAWS = 16
+#: bins of the calibration error and the reliability diagram
+CALIBRATION_BINS = 15
+#: uncertainties of `ood_auroc`
+Score = Literal[
+    "entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic", "function_variance"
+]
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Per bin of confidence: how many labels, their mean confidence, and how often they were right."""
+
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """The mean risk of the most certain observations against the fraction that they are."""
+
+    coverage: Tensor
+    risk: Tensor
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,7 @@ class Metrics:
     risk_coverage: RiskCoverage | None = field(default=None, repr=False)
 
     def keys(self) -> list[str]:
-        shown = [f.name for f in fields(self) if f.repr]
-        return [name for name in shown if getattr(self, name) is not None]
+        return [f.name for f in fields(self) if f.repr and getattr(self, f.name) is not None]
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.keys():
@@ -93,33 +103,21 @@ def evaluate(
     loader: Iterable[Any],
     draws: int | None = None,
     *,
-    coupling: Coupling = naive,
-    chunk: int = 16,
     levels: Sequence[float] = (0.5, 0.9, 0.95),
     reference: Any = None,
     generator: torch.Generator | None = None,
     linearise: bool | None = None,
     calibrated: bool = True,
-    passes: float | None = None,
     progress: bool = True,
 ) -> Metrics:
-    """All metrics of a posterior's predictions on a loader, in memory that grows with neither draws nor batches.
-
-    The draws are those of `predict` with the same arguments. The CRPS needs all pairs of draws, S²/2 a number: of
-    each batch so many numbers are taken at a time as make `CRPS_NUMBERS` with S draws, and the network runs once more
-    over the batch for each further part (a batch of 1000 numbers: up to 4194 draws take one run).
+    """Return all metrics of a posterior's predictions on a loader; one batch of it is held at all draws.
 
     Args:
         posterior: what `variationalize` returns.
         loader: batches as `fit` takes them, with targets.
-        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`; with draws=None the first
-            batch tells whether outputs are few. In function space, and where a temperature or a scale is applied, all
-            draws of a batch are held at once.
+        draws, reference, generator, linearise, calibrated: as in `predict`; with draws=None the first batch tells
+            whether outputs are few.
         levels: the probabilities of the central intervals whose coverage is measured.
-        passes: how many passes over the loader, of one draw each, it may take: all draws by default. With fewer passes
-            than draws so many draws are taken, but not below 16; where 16 are still too many, of a loader with a
-            length, every second, third .. batch is read. `count` and `draws` of the answer say what it is made of; the
-            draws are of weights.
         progress: show a bar, in a terminal.
 
     Example:
@@ -134,47 +132,18 @@ def evaluate(
             "evaluate expects batches (input, target), got a tensor: write evaluate([(x, t)]), or a DataLoader"
         )
     check_iterable(loader)
-    if passes is not None:
-        check_positive(passes, "passes")
-        draws = min(DRAWS if draws is None else draws, max(FEWEST_DRAWS, floor(passes)))
-    length = length_of(loader)
-    first = _First(loader, posterior)
-    chunks = chunks_for(first, posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
-    loader, totals = first.all(), _Totals(tuple(levels))
-    most = None if passes is None else batches_within(passes, chunks.draws, length)
-    for batch in shown(_spread(loader, length, most), most or length, "evaluate", progress):
-        batch = on_device(batch, chunks.device)
-        inputs, target = chunks.split(batch)
-        totals.add(*_summary(chunks, inputs, target), posterior.model.likelihood, target)
-    return totals.metrics(chunks.draws)
-
-
-class _First:
-    """The inputs of a loader's first batch, where someone asks for them; `all` then has the batch nevertheless."""
-
-    def __init__(self, loader: Iterable[Any], posterior: "Posterior | EnsembleBase"):
-        self.loader, self.posterior = loader, posterior
-        self._seen: tuple[list[Any], Iterator[Any]] | None = None
-
-    def __call__(self) -> Any:
-        batches = iter(self.loader)
-        first = list(islice(batches, 1))
-        self._seen = (first, batches)
-        return self._inputs(first[0]) if first else None
-
-    def all(self) -> Iterable[Any]:
-        return self.loader if self._seen is None else chain(*self._seen)
-
-    def _inputs(self, batch: Any) -> Any:
-        return batch if isinstance(batch, Tensor) else self.posterior.model.split(batch)[0]
-
-
-def _spread(loader: Iterable[Any], length: int | None, most: int | None) -> Iterable[Any]:
-    """So many of the batches, at even distances: a loader may be sorted."""
-    if length is None or most is None:
-        return loader
-    chosen = {index * length // most for index in range(most)}
-    return (batch for index, batch in enumerate(loader) if index in chosen)
+    for level in levels:
+        if not 0 < level < 1:
+            raise ValueError(f"levels must be probabilities inside (0, 1), got {level!r}")
+    first, batches = _first(loader, posterior)
+    predict = draws_for(
+        posterior, first, draws, reference=reference, generator=generator, linearise=linearise, calibrated=calibrated
+    )
+    totals = _Totals(tuple(levels))
+    for batch in shown(batches, length_of(loader), "evaluate", progress):
+        inputs, target = predict.split(on_device(batch, predict.device))
+        totals.add(predict(inputs), target)
+    return totals.metrics(predict.draws)
 
 
 def ood_auroc(
@@ -183,25 +152,18 @@ def ood_auroc(
     out_loader: Iterable[Any] | Predictive,
     score: Score = "entropy",
     draws: int | None = None,
-    *,
-    coupling: Coupling = naive,
-    chunk: int = 16,
-    reference: Any = None,
-    generator: torch.Generator | None = None,
-    linearise: bool | None = None,
-    calibrated: bool = True,
+    **options: Any,
 ) -> float:
-    """P(score of an unfamiliar input > score of a familiar one): 1 tells them apart, ½ is chance.
+    """Return P(score of an unfamiliar input > score of a familiar one): 1 tells them apart, ½ is chance.
 
     Args:
         posterior: what `variationalize` returns; None where both sides are predictives.
         in_loader, out_loader: batches as `fit` takes them, or bare input tensors; targets are not used. Or predictives,
-            of which no more draws are made: the arguments from `draws` on are then not used.
+            of which no more draws are made.
         score: an uncertainty of `Predictive`, averaged over the elements of an input (pixels); "max_probability" is one
             minus the probability of the most probable label. "function_variance" is that of the network's output (of a
             classifier the logits): far from all data a softmax saturates, and every uncertainty of labels is then zero.
-        draws, coupling, chunk, reference, generator, linearise, calibrated: as in `predict`; both loaders see the same
-            draws.
+        draws, **options: as in `predict`; both loaders see the same draws.
 
     Example:
         >>> from torch import nn
@@ -210,118 +172,174 @@ def ood_auroc(
         >>> ood_auroc(bayes, [torch.zeros(5, 1)], [torch.full((5, 1), 9.0)], "epistemic")
         1.0
     """
-    try:
-        from torchmetrics.functional.classification import binary_auroc
-    except ImportError:
-        raise ImportError('ood_auroc needs torchmetrics: pip install "structvi[metrics]"') from None
-    known = get_args(Score)
-    if score not in known:
-        raise ValueError(f"score must be one of {known}, got {score!r}")
-    loaders = {"in_loader": in_loader, "out_loader": out_loader}
+    if score not in get_args(Score):
+        raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}")
     if isinstance(in_loader, Predictive) and isinstance(out_loader, Predictive):
-        sides = [Summary.of(one, None, 1.0).score(score).cpu() for one in (in_loader, out_loader)]
+        sides = [uncertainty(one, score) for one in (in_loader, out_loader)]
+    elif posterior is None or isinstance(in_loader, Predictive) or isinstance(out_loader, Predictive):
+        raise TypeError("ood_auroc takes a posterior and two loaders, or None and two predictives")
     else:
-        for name, one in loaders.items():
-            if posterior is None or isinstance(one, Predictive):
-                raise TypeError(
-                    "ood_auroc takes a posterior and two loaders, or None and two predictives; got "
-                    f"{type(posterior).__name__} and, as {name}, {type(one).__name__}"
-                )
-        assert posterior is not None
-        first = _First(cast(Iterable[Any], in_loader), posterior)
-        chunks = chunks_for(first, posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
-        every = (first.all(), cast(Iterable[Any], out_loader))
-        sides = [torch.cat(list(_scores(chunks, one, score))) for one in every]
-    for name, side in zip(loaders, sides, strict=True):
+        first, batches = _first(in_loader, posterior)
+        predict = draws_for(posterior, first, draws, **options)
+        sides = [
+            torch.cat([uncertainty(predict(on_device(_inputs(b, posterior), predict.device)), score) for b in loader])
+            for loader in (batches, out_loader)
+        ]
+    for name, side in zip(("in_loader", "out_loader"), sides, strict=True):
         if bad := int((~side.isfinite()).sum()):
             raise ValueError(
                 f"{bad} of {len(side)} scores ({score}) of {name} are not finite, and cannot be ranked: look at the "
                 "network's outputs there, predict(x).outputs, for inputs or weights that are not finite"
             )
-    # ranks: torchmetrics squashes scores beyond one, and makes ties of them
-    _, ranks = torch.cat(sides).unique(return_inverse=True)
-    unfamiliar = torch.cat([torch.full(side.shape, i) for i, side in enumerate(sides)])
-    return binary_auroc(ranks.double() / max(1, int(ranks.max())), unfamiliar).item()
+    familiar, strange = sides[0].sort().values, sides[1]
+    below, upto = (torch.searchsorted(familiar, strange, right=right).double() for right in (False, True))
+    return float((below + upto).mean() / (2 * len(familiar)))
 
 
-def _summary(chunks: Chunks, inputs: Any, target: Any) -> tuple[Summary, Tensor | None]:
-    """The summary of the predictive over all draws, and its CRPS [E] where the noise is Gaussian."""
-    if chunks.calibration is not None and chunks.calibration.applied is not None:
-        return _of_whole(chunks.whole(inputs), target)
-    summary: Summary | None = None
-    crps: list[Tensor] = []
-    E, done = 1, 0
-    while done < E:
-        t, means, scales, weights = None, [], [], []
-        for index in range(len(chunks)):
-            part = chunks.predictive(index, inputs)
-            if done == 0:
-                own = Summary.of(part, target, chunks.share(index))
-                summary = own if summary is None else summary.merge(own)
-            if part.is_function or not isinstance(part.components, Normal):
-                continue
-            t = observed_target(part.likelihood, target)[0].flatten()
-            E, size = t.numel(), max(1, CRPS_NUMBERS // chunks.draws)
-            block = slice(done, done + size)
-            own_weights, d = part.mixture
-            assert isinstance(d, Normal)
-            means.append(d.loc.flatten(1)[:, block].clone())
-            scales.append(d.scale.flatten(1)[:, block].clone())
-            weights.append(chunks.share(index) * own_weights)
-        if t is None:
-            break
-        mean = torch.cat(means)
-        crps.append(normal_mixture_crps(mean, torch.cat(scales), torch.cat(weights), t[done : done + mean.shape[1]]))
-        done += mean.shape[1]
-    assert summary is not None
-    return summary, torch.cat(crps) if crps else None
+def uncertainty(pred: Predictive, score: Score) -> Tensor:
+    """Return the uncertainty of every input, the mean over its elements: [B], float64."""
+    if score == "function_variance" and isinstance(pred.function_variance, Tensor):
+        value = pred.function_variance
+    elif score == "max_probability":
+        p = pred.probabilities
+        value = 1 - p.max(1).values if p.ndim == pred.entropy.ndim + 1 else torch.minimum(p, 1 - p)
+    elif score == "function_variance":
+        raise TypeError('score="function_variance" is for a network whose output is one tensor')
+    else:
+        value = getattr(pred, score)
+    return value.reshape(len(value), -1).mean(1).double().cpu()
 
 
-def _of_whole(predictive: Predictive, target: Any) -> tuple[Summary, Tensor | None]:
-    """The same of a predictive that is not the mixture of its chunks' predictives: a calibrated one."""
-    weights, d = predictive.mixture
-    if not isinstance(d, Normal):
-        return Summary.of(predictive, target, 1.0), None
-    t, size = observed_target(predictive.likelihood, target)[0].flatten(), max(1, CRPS_NUMBERS // predictive.draws)
-    parts = zip(d.loc.flatten(1).split(size, 1), d.scale.flatten(1).split(size, 1), t.split(size), strict=True)
-    crps = [normal_mixture_crps(mean, scale, weights, own) for mean, scale, own in parts]
-    return Summary.of(predictive, target, 1.0), torch.cat(crps)
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return how many batches a loader has; None where it does not know."""
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # a DataLoader has a length, and that of a stream raises
+        return None
+
+
+def _first(loader: Iterable[Any], posterior: "Posterior | EnsembleBase") -> tuple[Any, Iterator[Any]]:
+    """The inputs of the first batch, and all batches, the first one too."""
+    batches = iter(loader)
+    found = list(islice(batches, 1))
+    return _inputs(found[0], posterior) if found else None, chain(found, batches)
+
+
+def _inputs(batch: Any, posterior: "Posterior | EnsembleBase") -> Any:
+    whole = isinstance(batch, Tensor) or posterior.model.user_forward is not None
+    return batch if whole else posterior.model.split(batch)[0]
+
+
+class CalibrationHistogram:
+    """Confidences and how often they were right, in equal bins of [0, 1].
+
+    Example:
+        >>> histogram = CalibrationHistogram()
+        >>> histogram.add(torch.tensor([0.8, 0.8]), torch.tensor([1.0, 0.0]))
+        >>> round(histogram.error(), 4)
+        0.3
+    """
+
+    def __init__(self) -> None:
+        self.count, self.confidence, self.right = torch.zeros(3, CALIBRATION_BINS, dtype=torch.float64)
+
+    def add(self, confidence: Tensor, right: Tensor) -> None:
+        """Add [n] probabilities, and the outcomes 0 or 1 that they are of."""
+        _check_numbers(confidence, "probabilities are NaN, and in no bin")
+        bins = (confidence * CALIBRATION_BINS).floor().long().clamp(max=CALIBRATION_BINS - 1).cpu()
+        self.count.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
+        self.confidence.index_add_(0, bins, confidence.double().cpu())
+        self.right.index_add_(0, bins, right.double().cpu())
+
+    def error(self) -> float:
+        """Return the expected calibration error Σ_b (n_b/N) |mean confidence − frequency|."""
+        return ((self.confidence - self.right).abs().sum() / self.count.sum()).item()
+
+    def curve(self) -> Reliability:
+        """Return the bins that have any."""
+        filled = self.count > 0
+        count = self.count[filled]
+        return Reliability(count, self.confidence[filled] / count, self.right[filled] / count)
+
+
+class RiskHistogram:
+    """Risks by uncertainty, in constant memory: the area under the risk–coverage curve, ties in random order.
+
+    The bins are the leading bits of the uncertainty as a float32, whose order as integers is that of the numbers:
+    uncertainties within 2⁻¹² of each other, relatively, may count as ties.
+
+    Example:
+        >>> histogram = RiskHistogram()
+        >>> histogram.add(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 0.0, 1.0]))
+        >>> round(histogram.area(), 4)
+        0.1111
+    """
+
+    def __init__(self) -> None:
+        self.count, self.risk = torch.zeros(2, 2**20, dtype=torch.float64)
+
+    def add(self, uncertainty: Tensor, risk: Tensor) -> None:
+        """Add [n] uncertainties ≥ 0, and what relying on each of the n observations costs."""
+        _check_numbers(uncertainty, "uncertainties are NaN, and cannot be ranked")
+        bins = uncertainty.float().clamp(min=0).contiguous().view(torch.int32).long().cpu() >> 11
+        self.count.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float64))
+        self.risk.index_add_(0, bins, risk.double().cpu())
+
+    def area(self) -> float:
+        """Return (1/N) Σ_n (mean risk of the n most certain)."""
+        filled = self.count > 0
+        count, risk = self.count[filled], self.risk[filled]
+        n, R = count.cumsum(0) - count, risk.cumsum(0) - risk  # before each bin
+        mean = risk / count
+        # Σ_j (R + j r̄)/(n + j) over the bin's j = 1 … c
+        harmonic = torch.digamma(n + count + 1) - torch.digamma(n + 1)
+        return ((mean * count + (R - mean * n) * harmonic).sum() / count.sum()).item()
+
+    def curve(self) -> RiskCoverage:
+        """Return the bins that have any."""
+        filled = self.count > 0
+        count = self.count[filled].cumsum(0)
+        return RiskCoverage(count / count[-1], self.risk[filled].cumsum(0) / count)
+
+
+def _check_numbers(values: Tensor, what: str) -> None:
+    if bad := int(values.isnan().sum()):
+        raise ValueError(
+            f"{bad} of {len(values)} {what}: look at the network's outputs there, predict(x).outputs, for inputs or "
+            "weights that are not finite"
+        )
 
 
 class _Totals:
     """Sums and histograms over the batches."""
 
     def __init__(self, levels: tuple[float, ...]):
-        for level in levels:
-            if not 0 < level < 1:
-                raise ValueError(f"levels must be probabilities inside (0, 1), got {level!r}")
         self.levels = levels
         self.sums: dict[Any, float] = {}
         self.calibration = CalibrationHistogram()
         self.risk = RiskHistogram()
 
-    def add(self, summary: Summary, crps: Tensor | None, likelihood: Any, target: Any) -> None:
-        known = summary.mean is not None  # of a plain function only log p is, and its target may be anything
-        t, observed = observed_target(likelihood, target) if known else (summary.log_prob, None)
+    def add(self, pred: Predictive, target: Any) -> None:
+        log_prob = pred.log_prob(target)
+        # of a plain function only log p is known, and its target may be anything
+        t, observed = (log_prob, None) if pred.is_function else observed_target(pred.likelihood, target)
         if observed is None:
-            observed = torch.ones_like(summary.log_prob, dtype=torch.bool)
-        if observed.shape != summary.log_prob.shape:
+            observed = torch.ones_like(log_prob, dtype=torch.bool)
+        if observed.shape != log_prob.shape:
             raise ValueError(
-                f"the mask {tuple(observed.shape)} and log p(t | y) {tuple(summary.log_prob.shape)} differ in shape: "
+                f"the mask {tuple(observed.shape)} and log p(t | y) {tuple(log_prob.shape)} differ in shape: "
                 "elements of observations that are scored as a whole cannot be masked"
             )
         B = len(observed)
-        loss = -summary.log_prob.double().reshape(B, -1).sum(1)  # per row; 0 where not observed
+        loss = -log_prob.double().reshape(B, -1).sum(1)  # per row; 0 where not observed
         number = observed.reshape(B, -1).sum(1).double()
         self._sum(rows=B, number=number, loss=loss, loss2=loss**2, cross=loss * number, number2=number**2)
-        if summary.labels:
-            self._labels(summary, t, observed)
-        elif known and t.shape == observed.shape:
-            self._numbers(summary, crps, t, observed)
+        if pred.is_of_labels:
+            self._labels(pred.mean, t, observed)
+        elif not pred.is_function and t.shape == observed.shape:
+            self._numbers(pred, t, observed)
 
-    def _labels(self, summary: Summary, t: Tensor, observed: Tensor) -> None:
-        p = summary.mean
-        assert p is not None
+    def _labels(self, p: Tensor, t: Tensor, observed: Tensor) -> None:
         binary = p.shape == t.shape
         p, t = (p if binary else p.movedim(1, -1))[observed].double(), t[observed].long()
         if binary:
@@ -335,20 +353,20 @@ class _Totals:
         self.risk.add(1 - top, 1 - right)
         self.calibration.add(confidence, hit)
 
-    def _numbers(self, summary: Summary, crps: Tensor | None, t: Tensor, observed: Tensor) -> None:
-        assert summary.mean is not None
-        assert summary.epistemic is not None
-        assert summary.aleatoric is not None
-        square = (summary.mean.double() - t).square()[observed]
+    def _numbers(self, pred: Predictive, t: Tensor, observed: Tensor) -> None:
+        square = (pred.mean.double() - t).square()[observed]
         self._sum(square=square)
-        self.risk.add((summary.epistemic + summary.aleatoric)[observed], square)
-        if crps is not None:
-            self._sum(crps=crps.reshape(t.shape)[observed].double())
-        if summary.cdf is None or summary.cdf_below is None:
+        self.risk.add(pred.variance[observed], square)
+        if isinstance(pred.components, Normal):
+            self._sum(crps=pred.crps(t)[observed].double())
+        try:
+            cdf = pred.cdf(t)
+        except NotImplementedError:  # torch gives a Student t none
             return
+        below = pred.cdf(t - 1) if pred.is_discrete else cdf
         for level in self.levels:
             # inside [q(a), q(1 − a)]: P(T ≤ t) ≥ a, and P(T < t) < 1 − a
-            inside = (summary.cdf >= (1 - level) / 2) & (summary.cdf_below < (1 + level) / 2)
+            inside = (cdf >= (1 - level) / 2) & (below < (1 + level) / 2)
             self._sum(**{f"coverage {level}": inside[observed].double()})
 
     def _sum(self, **values: Any) -> None:
@@ -376,19 +394,3 @@ class _Totals:
         if "right" in s or "square" in s:
             result["aurc"], result["risk_coverage"] = self.risk.area(), self.risk.curve()
         return Metrics(count=int(n), draws=draws, **result)
-
-
-def _scores(chunks: Chunks, loader: Iterable[Any], score: Score) -> Iterator[Tensor]:
-    """The score of every input, batch by batch."""
-    for batch in loader:
-        whole = isinstance(batch, Tensor) or chunks.posterior.model.user_forward is not None
-        inputs = batch if whole else chunks.posterior.model.split(batch)[0]
-        yield summary_of(chunks, inputs).score(score).double().cpu()
-
-
-def summary_of(chunks: Chunks, inputs: Any) -> Summary:
-    """Of the predictive over all draws; a chunk of them is held at a time, where no calibration needs all."""
-    if chunks.calibration is not None and chunks.calibration.applied is not None:
-        return Summary.of(chunks.whole(inputs), None, 1.0)
-    parts = (Summary.of(chunks.predictive(index, inputs), None, chunks.share(index)) for index in range(len(chunks)))
-    return reduce(Summary.merge, parts)

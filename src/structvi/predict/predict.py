@@ -1,6 +1,7 @@
-"""From a posterior to predictions, to drawn weights, and to networks that have them."""
+"""From a posterior to predictions, to drawn weights, to networks that have them, and to a summary."""
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,16 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..couplings import Coupling, naive
 from ..networks.call import alone_with
 from ..util.checks import check_integer
 from ..util.random_streams import borrowed_stream
-from .draws import IndependentDraws
-from .member_chunks import chunks_for
+from .draws import IndependentDraws, MemberDraws, PredictiveDraws, WeightDraws
+from .linearised import POINTS, LinearisedDraws, is_normal
 from .predictive import Predictive
 
 if TYPE_CHECKING:
     from ..posterior import EnsembleBase, Posterior
+
+#: draws of weights where no number is asked for
+DRAWS = 64
 
 
 def predict(
@@ -25,36 +28,28 @@ def predict(
     x: Any,
     draws: int | None = None,
     *,
-    coupling: Coupling = naive,
-    chunk: int = 16,
     reference: Any = None,
     generator: torch.Generator | None = None,
     linearise: bool | None = None,
     calibrated: bool = True,
 ) -> Predictive:
-    """The mixture over draws, Σ_s w_s p(t | y_s(x)), without gradients and with the network's mode as it was.
+    """Return the mixture over draws, Σ_s w_s p(t | y_s(x)), without gradients and with the network's mode as it was.
 
     Args:
         posterior: what `variationalize` returns.
         x: a tensor [B, ..]; a tuple is passed to the network as several arguments, a dict as keywords. With
-            `variationalize(forward=)` the batch as your function sees it: what it returns as target is not used and
-            may be None, so write it to do without (`batch.get("y")`).
-        draws: of the weights, how many; S is rounded up to whole groups of the coupling, and families with finitely
-            many states give each once: see `Predictive.draws` and `note`. None: where the outputs of an input are few
-            and known to be normal, those of a linearised network, they are drawn themselves, at 256 evenly spread
-            points, without draws of weights: exact at every input, but how inputs go together is not told (`sample`
-            and `joint_log_prob` want draws of weights). Elsewhere 64 draws of the weights.
-        coupling: independent draws by default, for couplings that pay in a fit need not in a prediction. The variance
-            of mean, variance, 95 % quantile and log density at 64 draws, relative to theirs, fitted tanh network of 32
-            units: `paired` 1.1, 1.0, 1.0, 1.0, `unscented` 1.8, 1.9, 1.9, 1.7. Draws are used with their weights.
-        chunk: how many draws are evaluated at once; the seeds go by chunk, so another one gives other draws.
+            `variationalize(forward=)` the batch as your function sees it: what it returns as target is not used.
+        draws: of the weights, how many; S is rounded up to whole groups, and families with finitely many states give
+            each once: see `note`. None: where the outputs of an input are few and known to be normal, those of a
+            linearised network, there are no draws of weights: exact at every input, but how inputs go together is not
+            told (`sample` and `joint_log_prob` want draws of weights). Elsewhere 64.
         reference: for batch_norm="reestimated", inputs of the training data: the network sees them above x in one
             batch, and only x's rows are kept.
-        generator: of draws and dropout; the global stream is then left alone.
+        generator: of draws and dropout. None: the same draws in every call, thread and process.
         linearise: True for y = f(x; θ₀) + J(x)(θ − θ₀), θ₀ the posterior's mean (of a linearised posterior its own);
             False for the network at the drawn weights; None for what the posterior was fitted with. The other one is
             not the predictive of the posterior that was fitted, and often the better prediction.
-        calibrated: False for the mixture as it is, without what `calibrate` put on top of it; `note` tells which.
+        calibrated: False for the mixture without what `calibrate` put on top of it; `note` tells which.
 
     Example:
         >>> from structvi import likelihoods, variationalize
@@ -68,12 +63,50 @@ def predict(
             f"predict expects the network's inputs as tensors, got {type(x).__name__}; of an array make one with "
             "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
         )
-    arguments = (posterior, draws, coupling, chunk, reference, generator, linearise, calibrated)
-    return chunks_for(lambda: x, *arguments).whole(x)
+    return draws_for(
+        posterior, x, draws, reference=reference, generator=generator, linearise=linearise, calibrated=calibrated
+    )(x)
+
+
+def draws_for(
+    posterior: "Posterior | EnsembleBase",
+    inputs: Any,
+    draws: int | None,
+    *,
+    reference: Any = None,
+    generator: torch.Generator | None = None,
+    linearise: bool | None = None,
+    calibrated: bool = True,
+) -> PredictiveDraws:
+    """Return what predicts at inputs like these, with the arguments of `predict`."""
+    members = posterior.posteriors
+    if any(one.fit_status is None and one.warns_unfitted for one in members):
+        warnings.warn(
+            "this posterior was never fitted, so it predicts from its start: call bayes.fit(loader, epochs=..) or "
+            "bayes.laplace(loader) first",
+            stacklevel=3,
+        )
+    for one in members:
+        one.check_whole()
+        one.warns_unfitted = False  # once is enough
+    is_ensemble = posterior is not members[0]
+    own = calibrated and not is_ensemble
+    if draws is None and reference is None and all(is_normal(one, inputs, linearise) for one in members):
+        points = max(64, POINTS // 2 ** (len(members) - 1).bit_length())
+        found: list[PredictiveDraws] = [LinearisedDraws(one, generator, own, points) for one in members]
+    else:
+        each = DRAWS if draws is None else draws
+        each = -(-each // len(members)) if isinstance(each, int) else each
+        found = [
+            WeightDraws(one, each, reference=reference, generator=generator, linearise=linearise, calibrated=own)
+            for one in members
+        ]
+    as_fitted = linearise is None or all(linearise == (one.model.linearised_at is not None) for one in members)
+    return MemberDraws(posterior, found, calibrated and as_fitted) if is_ensemble else found[0]  # pyright: ignore
 
 
 def sample(posterior: "Posterior", n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-    """n independent draws of the weights, by tensor name: [n, *shape] each.
+    """Return n independent draws of the weights, by tensor name: [n, *shape] each.
 
     Args:
         posterior: what `variationalize` returns.
@@ -95,7 +128,7 @@ def sample(posterior: "Posterior", n: int = 1, generator: torch.Generator | None
 
 
 def sample_network(posterior: "Posterior", generator: torch.Generator | None = None) -> nn.Module:
-    """A copy of the network with drawn weights: an ordinary module with parameters of its own.
+    """Return a copy of the network with drawn weights: an ordinary module with parameters of its own.
 
     Example:
         >>> from structvi import likelihoods, variationalize
@@ -115,12 +148,45 @@ def sample_network(posterior: "Posterior", generator: torch.Generator | None = N
 
 
 def mean_network(posterior: "Posterior") -> nn.Module:
-    """A copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep.
+    """Return a copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep.
 
     Of a linearised posterior it is the network at that mean, not the linear function.
     """
     with torch.no_grad():
         return _network_at(posterior, posterior.family().mean)
+
+
+@torch.no_grad()
+def summary(posterior: "Posterior") -> str:
+    """Return a posterior on one page: what is random, how wide it is, and how its last fit ended.
+
+    A line for each tensor has its shape, the root mean square of its mean, the median of its standard deviations, and
+    the share of its weights that are more than two standard deviations from zero.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=100)
+        >>> print(bayes.summary().splitlines()[0])
+        MeanField over 8 numbers, likelihood Categorical, N = 100
+    """
+    posterior.check_whole()
+    model, space, density = posterior.model, posterior.space, posterior.family()
+    mean, sd = (space.unravel(x) for x in (density.mean, density.variance.clamp(min=0).sqrt()))
+    N = "not known yet" if model.known_num_data is None else model.known_num_data
+    names = f"{type(posterior.family).__name__} over {space.size} numbers, likelihood {type(model.likelihood).__name__}"
+    lines = [f"{names}, N = {N}", f"{'tensor':30} {'shape':>16} {'rms of mean':>12} {'median sd':>10} |mean| > 2 sd"]
+    for name in space.names:
+        m, s = mean[name].double(), sd[name].double()
+        shape = " × ".join(map(str, m.shape)) or "1"
+        clear, rms = 100 * (m.abs() > 2 * s).double().mean(), m.square().mean().sqrt()
+        lines.append(f"{name:30} {shape:>16} {rms:12.3g} {s.median():10.3g} {clear:11.0f} %")
+    held = [name for name, _ in posterior.net.named_parameters() if name not in space.names]
+    if held:
+        few = ", ".join(held[:4]) + (", .." if len(held) > 4 else "")
+        lines.append(f"held at the network's values: {len(held)} tensors ({few})")
+    fitted = posterior.last_fit
+    last = "not fitted in this session: bayes.fit(loader, ..)" if fitted is None else f"last fit: {fitted.verdict}"
+    return "\n".join([*lines, last])
 
 
 def _network_at(posterior: "Posterior", theta: Tensor) -> nn.Module:

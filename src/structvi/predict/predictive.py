@@ -2,46 +2,60 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from math import pi, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, MixtureSameFamily, Normal, Poisson
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    Laplace,
+    MixtureSameFamily,
+    Normal,
+    Poisson,
+    StudentT,
+)
+from torch.nn.functional import logsigmoid
 from torch.utils import _pytree as pytree
 
 from ..models import likelihoods
-from ..models.calibration import Calibration
+from ..models.calibration import Adjustment, Calibration, Kind
 from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
+from ..models.likelihoods.student_t import StudentTNoise
 from ..util.random_streams import borrowed_stream
 from . import conformal
-from .closed_form import NormalOutputs, with_noise
-from .components import HALF, at_least_float32, concatenated, in_range, mapped
-from .probabilities import as_log_probability, as_probability, label_entropy
-from .quantiles import continuous_quantile, count_quantile, normal_mixture_crps, poisson_cdf
-from .recalibrated import recalibrated
 
-_DISCRETE = (Bernoulli, Poisson, Categorical)
+#: the parameters of each distribution that a predictive can be a mixture of
+_PARAMETERS: dict[type, tuple[str, ...]] = {
+    Normal: ("loc", "scale"),
+    Laplace: ("loc", "scale"),
+    StudentT: ("df", "loc", "scale"),
+    StudentTNoise: ("df", "loc", "scale"),
+    Bernoulli: ("logits",),
+    Poisson: ("rate",),
+    Categorical: ("logits",),
+}
 
 
 class Predictive:
     """p(t | x) = Σ_s w_s p(t | y_s): the network's outputs y at S draws, their weights, and what follows from them.
 
     y is the noise-free function (for a classifier the logits), t the observation. Everything is per element of the
-    target: per observation, per pixel. A classifier's label counts as the indicator of its class, so that its `mean`
-    is the class probabilities, [B, C, ..], and `variance` p(1 − p). What is a probability lies in [0, 1], also where
-    rounding lets the weights add up to more than one.
+    target: per observation, per pixel. A classifier's label counts as the indicator of its class: `mean` is the class
+    probabilities, [B, C, ..], and `variance` p(1 − p).
 
     Args:
         outputs: [S, B, ..], or a tuple or dict of such.
         weights: [S], they sum to one.
-        likelihood: what made t of y. Of a plain function, instead of a `Likelihood`, only `log_prob` is known.
+        likelihood: p(t | y). Of a plain function, instead of a `Likelihood`, only `log_prob` is known.
         values: the likelihood's random tensors at the draws, [S, *shape] each.
-        note: how the number of draws came about, where it is not the one asked for; and how it is calibrated.
-        by_input: whether the outputs were drawn at every input by itself, in function space: how inputs go together
-            is then not known.
-        moments: weights [M], means and variances [M, B, ..] of outputs that are a mixture of normals. With Gaussian
-            noise that does not depend on them p(t | x) is then in closed form: all but `outputs` and `components` come
-            from it.
+        note: how the number of draws came about, and how the predictive is calibrated.
+        by_input: whether outputs are known at each input by itself only, as for a linearised network.
+        within: with Gaussian noise that does not depend on y, the variance [S, B, ..] of y around each output: then
+            y is a mixture of normals with means `outputs`, and everything is in closed form.
 
     Example:
         >>> from structvi import likelihoods
@@ -58,60 +72,64 @@ class Predictive:
         values: Mapping[str, Tensor] = NO_VALUES,
         note: str = "",
         by_input: bool = False,
-        moments: tuple[Tensor, Tensor, Tensor] | None = None,
+        within: Tensor | None = None,
     ):
         S = weights.shape[0] if weights.ndim == 1 else -1
         for leaf in pytree.tree_leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[0] != S:
                 came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"expected outputs [S, B, ..] and weights [S], got {came} and {tuple(weights.shape)}")
-        self.outputs = pytree.tree_map(at_least_float32, outputs)
-        if weights.dtype in HALF:  # 64 of 1/64 make one in any type, three of 1/3 make 1.002 in bfloat16
-            weights = weights.float() / weights.float().sum()
+        self.outputs = pytree.tree_map(_at_least_float32, outputs)
+        if weights.dtype != (wide := _at_least_float32(weights)).dtype:  # three of 1/3 make 1.002 in bfloat16
+            weights = wide / wide.sum()
         self.weights, self.likelihood, self.values, self.note = weights, likelihood, values, note
-        self.by_input = by_input
-        self._components: Distribution | None = None
+        self.by_input, self.within = by_input, within
+        self.calibration: Calibration | None = None
+        self._given: Distribution | None = None
         if isinstance(likelihood, Likelihood):
-            with torch.no_grad():  # now, not when asked: learned noise may change later
-                self._components = likelihood.distribution(self.outputs, values)
-                if type(self._components) is Normal and not _has_known_noise(likelihood):
-                    self._components = in_range(self._components)
-        self._drawn, self.calibration = self._components, None
-        self._normal = None if moments is None else with_noise(likelihood, self._drawn, *moments)
+            with torch.no_grad():  # now: learned noise may change later
+                self._given = likelihood.distribution(self.outputs, values)
+                if type(self._given) is Normal and not _has_known_noise(likelihood):
+                    self._given = _in_range(self._given)
+        self._components = self._given
+        if within is not None:
+            assert isinstance(self._given, Normal)
+            self._components = Normal(self._given.loc, self._given.scale.hypot(within.sqrt()), validate_args=False)
 
     @classmethod
     def joined(cls, parts: "Sequence[Predictive]", shares: Sequence[float], note: str = "") -> "Predictive":
-        """The mixture of predictives of one input, each with its share: their draws together."""
+        """Return the mixture of predictives of one input, each with its share."""
         whole = copy.copy(parts[0])
-        outputs = [part.outputs for part in parts]
-        whole.outputs = pytree.tree_map(lambda *leaves: torch.cat(leaves), outputs[0], *outputs[1:])
+        whole.outputs = pytree.tree_map(lambda *leaves: torch.cat(leaves), *[part.outputs for part in parts])
         whole.weights = torch.cat([share * part.weights for share, part in zip(shares, parts, strict=True)])
         whole.values = {name: torch.cat([part.values[name] for part in parts]) for name in whole.values}
         whole.note = note
+        if whole.within is not None:
+            whole.within = torch.cat([part.within for part in parts if part.within is not None])
         if not whole.is_function:
-            whole._components = whole._drawn = concatenated([part.components for part in parts])
-        whole._normal = NormalOutputs.joined([part._normal for part in parts], shares)
+            whole._given = _concatenated([part._given for part in parts])
+            whole._components = _concatenated([part._components for part in parts])
         return whole
 
     def calibrated(self, calibration: Calibration | None) -> "Predictive":
-        """With the temperature or scale of a calibration where that is applied, and its conformal sets.
+        """Return it with the temperature or scale of a calibration where that is applied, and its conformal sets.
 
-        All that follows agrees with it but `outputs` and `function`: these are what the network gave. Of a temperature
-        `mean` is p̄^(1/T), normalised; see `predict/recalibrated.py` for the draws.
+        Everything that follows agrees with it but `outputs` and `function`: those are the network's. With a temperature
+        `mean` is p̄^(1/T), normalised.
         """
         if calibration is None:
             return self
         changed = copy.copy(self)
         changed.calibration, applied = calibration, calibration.applied
-        if applied is not None and self._drawn is not None:
+        if applied is not None and self._components is not None:
             with torch.no_grad():
-                changed._components = recalibrated(self._drawn, self.weights, applied)
+                changed._components = _adjusted(self._components, self.weights, applied)
             changed.note = f"{self.note}{', ' if self.note else ''}{applied.kind} {applied.value:.3g}"
         return changed
 
     @property
     def draws(self) -> int:
-        """S; at least what was asked for, `note` says why where it is more."""
+        """S."""
         return self.weights.shape[0]
 
     @property
@@ -122,7 +140,12 @@ class Predictive:
     @property
     def is_discrete(self) -> bool:
         """Whether t is a label or a count, and p(t | y) a probability."""
-        return isinstance(self._components, _DISCRETE)
+        return isinstance(self._components, Bernoulli | Poisson | Categorical)
+
+    @property
+    def is_of_labels(self) -> bool:
+        """Whether t is a class label."""
+        return isinstance(self._components, Bernoulli | Categorical)
 
     def __repr__(self) -> str:
         shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), self.outputs)
@@ -139,57 +162,47 @@ class Predictive:
             )
         return self._components
 
-    @property
-    def in_closed_form(self) -> NormalOutputs | None:
-        """Outputs and noise, where the outputs are known to be normal, and both; after a scale that is applied."""
-        applied = None if self.calibration is None else self.calibration.applied
-        return self._normal if self._normal is None or applied is None else self._normal.stretched(applied.value)
-
-    @property
-    def mixture(self) -> tuple[Tensor, Distribution]:
-        """Weights [M] and distributions [M, B, ..] of t whose mixture is p(t | x): a draw each, or all of them."""
-        found = self.in_closed_form
-        return (self.weights, self.components) if found is None else (found.weights, found.observed())
-
     # y: the function
 
     @property
     def function(self) -> Any:
         """y at the draws, [S, B, ..]: the network's output, without the log scales of a Gaussian("head")."""
-        if self._drawn is not None and isinstance(self.likelihood, likelihoods.Gaussian):
-            return self._drawn.mean
-        return self.outputs
+        is_gaussian = self._given is not None and isinstance(self.likelihood, likelihoods.Gaussian)
+        return self._given.mean if is_gaussian else self.outputs  # pyright: ignore[reportOptionalMemberAccess]
 
     @property
     def function_mean(self) -> Any:
         """Σ_s w_s y_s: [B, ..]."""
-        return pytree.tree_map(self._average, self.function) if self._normal is None else self._normal.average
+        return pytree.tree_map(self._average, self.function)
 
     @property
     def function_variance(self) -> Any:
         """Σ_s w_s (y_s − ȳ)²: [B, ..]."""
-        return pytree.tree_map(self._spread, self.function) if self._normal is None else self._normal.spread
+        spread = pytree.tree_map(self._spread, self.function)
+        return spread if self.within is None else spread + self._average(self.within)
 
     # t: the observation
 
     @property
     def mean(self) -> Tensor:
         """E t; of a classifier the class probabilities, [B, C, ..]."""
-        found = self.in_closed_form
-        mean = self._average(self._means()) if found is None else found.average
-        return as_probability(mean) if isinstance(self.components, Categorical | Bernoulli) else mean
+        mean = self._average(self._means())
+        return mean.clamp(0.0, 1.0) if self.is_of_labels else mean
 
     @property
     def epistemic(self) -> Tensor:
         """Var_s E[t | y_s]: what more data could remove."""
-        found = self.in_closed_form
-        return self._spread(self._means()) if found is None else found.spread
+        spread = self._spread(self._means())
+        return spread if self.within is None else spread + self._stretch**2 * self._average(self.within)
 
     @property
     def aleatoric(self) -> Tensor:
         """E_s Var[t | y_s]: the noise of the observations."""
         if isinstance(self.components, Categorical):
             return self._average(self._means() * (1 - self._means()))
+        if self.within is not None:
+            assert self._given is not None
+            return self._stretch**2 * self._average(self._given.variance)
         return self._average(self.components.variance)
 
     @property
@@ -211,7 +224,10 @@ class Predictive:
     def entropy(self) -> Tensor:
         """H[Σ_s w_s p(t | y_s)] of the label in nats: [B, ..]."""
         self._check_labels("entropy")
-        return label_entropy(self.mean, isinstance(self.components, Bernoulli))
+        p = self.mean
+        if isinstance(self.components, Bernoulli):
+            return -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
+        return -torch.xlogy(p, p).sum(1)
 
     @property
     def expected_entropy(self) -> Tensor:
@@ -225,35 +241,55 @@ class Predictive:
         return (self.entropy - self.expected_entropy).clamp(min=0)  # below zero by rounding only
 
     def log_prob(self, target: Any) -> Tensor:
-        """log Σ_s w_s p(t | y_s) of every element of t, or of (t, mask): [B, ..], 0 where t was not observed.
+        """Return log Σ_s w_s p(t | y_s) of every element of t, or of (t, mask): [B, ..], 0 where t was not observed.
 
         Class weights of the likelihood take no part: this is a log probability.
         """
-        weights, d = (self.weights, self._components) if self.is_function else self.mixture
-        return self._log_average(self._log_probs(target, d), weights)
+        return self._log_average(self.log_prob_draws(target))
 
     def joint_log_prob(self, target: Any) -> Tensor:
-        """log Σ_s w_s Π_b p(t_b | y_bs): of all observations of the batch together, a scalar.
+        """Return log Σ_s w_s Π_b p(t_b | y_bs): of all observations of the batch together, a scalar.
 
         It is not the sum of `log_prob`, for the inputs share the unknown weights.
         """
-        self._check_together("joint_log_prob")
-        return self._log_average(self.log_prob_draws(target).flatten(1).sum(1), self.weights)  # of [S]
+        self._check_joint("joint_log_prob")
+        return self._log_average(self.log_prob_draws(target).flatten(1).sum(1))
+
+    def log_prob_draws(self, target: Any) -> Tensor:
+        """Return log p(t | y_s), [S, B, ..]; 0 where t was not observed."""
+        if not isinstance(self.likelihood, Likelihood):
+            one = [pytree.tree_map(lambda leaf, s=s: leaf[s], self.outputs) for s in range(self.draws)]
+            return torch.stack([self.likelihood(output, target) for output in one])
+        with torch.no_grad():  # its checks of shapes, dtypes and labels
+            self.likelihood(pytree.tree_map(lambda leaf: leaf[0], self.outputs), target)
+        d: Any = self.components
+        t, observed = observed_target(self.likelihood, target)
+        if not t.dtype.is_floating_point and not isinstance(d, Categorical):
+            t = t.to(self._means().dtype)
+        log_prob = d.log_prob(t)
+        if isinstance(self.likelihood, likelihoods.Poisson):  # rates that are zero or infinite by rounding
+            y = self.outputs
+            rounded = (d.rate == 0) | d.rate.isinf()
+            log_prob = torch.where(rounded, t * y - y.exp() - (t + 1).lgamma(), log_prob)
+        return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
 
     def cdf(self, t: Tensor) -> Tensor:
-        """P(T ≤ t) of every element: [B, ..]."""
-        weights, d = self.mixture
+        """Return P(T ≤ t) of every element: [B, ..]."""
+        d = self.components
         self._check_numbers("cdf")
         if isinstance(d, Bernoulli):
             return torch.where(t < 0, 0.0, torch.where(t < 1, 1 - self.mean, 1.0))
-        each = poisson_cdf(t, d.rate) if isinstance(d, Poisson) else d.cdf(t)
-        return as_probability(torch.tensordot(weights.to(each), each, dims=1))
+        if isinstance(d, Poisson):  # Γ(⌊t⌋ + 1, rate)/Γ(⌊t⌋ + 1)
+            k = t.to(d.rate.dtype).floor()
+            each = torch.where(k < 0, 0.0, torch.special.gammaincc(k.clamp(min=0) + 1, d.rate))
+        else:
+            each = d.cdf(t)
+        return self._average(each).clamp(0.0, 1.0)
 
     def quantile(self, p: float | Sequence[float]) -> Tensor:
-        """The smallest t with P(T ≤ t) ≥ p: [B, ..] for one p, [Q, B, ..] for several.
+        """Return the smallest t with P(T ≤ t) ≥ p: [B, ..] for one p, [Q, B, ..] for several.
 
-        Of continuous t by bisection on the mixture's distribution function in float64, to 1e-9 of the standard
-        deviation.
+        Of continuous t by bisection in float64, to 1e-9 of the standard deviation.
         """
         self._check_numbers("quantile")
         if not isinstance(p, int | float):
@@ -264,29 +300,25 @@ class Predictive:
         if isinstance(d, Bernoulli):
             return (1 - self.mean < p).to(dtype)
         exact = copy.copy(self)
-        exact._components = mapped(d, lambda x: x.double())
-        exact._normal = None if self._normal is None else self._normal.double()
-        return exact._quantile(p).to(dtype)
-
-    def _quantile(self, p: float) -> Tensor:
-        _, d = self.mixture
+        exact._components, exact.within = mapped(d, lambda x: x.double()), None
         if isinstance(d, Poisson):
-            return count_quantile(p, self.cdf, (self.mean + 8 * self.std + 8).nan_to_num(torch.inf, torch.inf))
+            guess = (exact.mean + 8 * exact.std + 8).nan_to_num(torch.inf, torch.inf)
+            return _count_quantile(p, exact.cdf, guess).to(dtype)
         try:
-            bounds = d.icdf(torch.tensor(p, dtype=torch.float64, device=self.weights.device))  # [S, B, ..]
+            bounds = exact.components.icdf(torch.tensor(p, dtype=torch.float64, device=self.weights.device))
         except NotImplementedError:
             what = type(d).__name__
             raise TypeError(f"torch's {what} has no quantile function, and its mixture none either") from None
-        return continuous_quantile(p, self.cdf, bounds.amin(0), bounds.amax(0), 1e-9 * self.std)
+        return _quantile(p, exact.cdf, bounds.amin(0), bounds.amax(0), 1e-9 * exact.std).to(dtype)
 
     def interval(self, p: float) -> tuple[Tensor, Tensor]:
-        """The central interval of t with probability p (at least p for counts): its two ends, [B, ..] each."""
+        """Return both ends of the central interval of t with probability p (at least p for counts): [B, ..] each."""
         if not 0 < p < 1:
             raise ValueError(f"interval: p must lie inside (0, 1), got {p}")
         return self.quantile((1 - p) / 2), self.quantile((1 + p) / 2)
 
     def conformal(self, level: float) -> Any:
-        """What holds t with probability ≥ level, for cases exchangeable with those that `calibrate(conformal=)` saw.
+        """Return what holds t with probability ≥ level, for cases like those that `calibrate(conformal=)` saw.
 
         Of labels the set, True for those in it: [B, C]. Of numbers the two ends of an interval, [B, ..] each. Of masks
         where a label is kept, [B, C, ..], or [B, ..] for Bernoulli: the expected share that is missed is ≤ 1 − level.
@@ -304,26 +336,38 @@ class Predictive:
         return conformal.label_sets(self.mean, isinstance(self.components, Bernoulli), found, level)
 
     def crps(self, t: Tensor) -> Tensor:
-        """E|T − t| − ½ E|T − T'| for Gaussian noise, in closed form over all pairs of draws: [B, ..]."""
-        weights, d = self.mixture
+        """Return E|T − t| − ½ E|T − T'| for Gaussian noise, in closed form over all pairs of draws: [B, ..]."""
+        d = self.components
         if not isinstance(d, Normal):
             raise TypeError(f"crps is closed form for Gaussian noise; this p(t | y) is {type(d).__name__}")
-        flat = normal_mixture_crps(d.loc.flatten(1), d.scale.flatten(1), weights, t.flatten())
-        return flat.reshape(t.shape)
+        loc, scale, weights = d.loc, d.scale.expand_as(d.loc), self.weights.to(d.loc)
+        crps = self._average(_absolute_moment(loc - t, scale))
+        for s in range(self.draws):  # all pairs, each once
+            pairs = _absolute_moment(loc[s] - loc[s:], scale[s].hypot(scale[s:]))
+            own = weights[s] * weights[s:]
+            own[0] /= 2
+            crps = crps - torch.tensordot(own, pairs, dims=1)
+        return crps
 
     def distribution(self) -> MixtureSameFamily:
-        """The mixture as a torch distribution with batch shape [B, ..]."""
-        weights, d = self.mixture
+        """Return the mixture as a torch distribution with batch shape [B, ..]."""
+        d = self.components
         last = mapped(d, lambda x: x.movedim(0, len(d.batch_shape) - 1))
-        weights = weights.expand(*last.batch_shape)
+        weights = self.weights.expand(*last.batch_shape)
         return MixtureSameFamily(Categorical(probs=weights, validate_args=False), last, validate_args=False)
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """n samples of t, [n, B, ..]; the observations of one sample share a draw of the weights, as real ones do."""
-        self._check_together("sample")
+        """Return n samples of t, [n, B, ..]; the observations of one sample share a draw of the weights."""
+        self._check_joint("sample")
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             which = torch.multinomial(self.weights, n, replacement=True)
             return mapped(self.components, lambda x: x[which]).sample()
+
+    @property
+    def _stretch(self) -> float:
+        """The scale that is applied to normals."""
+        applied = None if self.calibration is None else self.calibration.applied
+        return 1.0 if applied is None else applied.value
 
     def _means(self) -> Tensor:
         """E[t | y_s]: [S, B, ..], for a classifier [S, B, C, ..]."""
@@ -331,7 +375,13 @@ class Predictive:
         return d.probs.movedim(-1, 2) if isinstance(d, Categorical) else d.mean
 
     def _average(self, x: Tensor) -> Tensor:
-        return torch.tensordot(self.weights.to(x), x, dims=1)
+        if not self.is_of_labels:
+            return torch.tensordot(self.weights.to(x), x, dims=1)
+        # in float64, or rounding of certain labels would look like uncertainty; a draw at a time, for many pixels
+        total = torch.zeros(x.shape[1:], dtype=torch.float64, device=x.device)
+        for weight, one in zip(self.weights.double().unbind(), x.unbind(), strict=True):
+            total = total + weight * one.double()
+        return total.to(x)
 
     def _spread(self, x: Tensor) -> Tensor:
         mean = self._average(x)
@@ -340,37 +390,16 @@ class Predictive:
             deviation = deviation.masked_fill(x == mean, 0.0)
         return self._average(deviation.square())
 
-    def _log_average(self, log_prob: Tensor, weights: Tensor) -> Tensor:
-        """log Σ_s w_s p_s of log p_s [S, ..]."""
-        log_weights = weights.to(log_prob).log().reshape(-1, *[1] * (log_prob.ndim - 1))
-        return as_log_probability((log_weights + log_prob).logsumexp(0), self.is_discrete)
+    def _log_average(self, log_prob: Tensor) -> Tensor:
+        """log Σ_s w_s p_s of log p_s [S, ..]; of probabilities at most 0."""
+        average = log_average(log_prob, self.weights)
+        return average.clamp(max=0.0) if self.is_discrete else average
 
-    def log_prob_draws(self, target: Any) -> Tensor:
-        """log p(t | y_s), [S, B, ..]; 0 where t was not observed."""
-        return self._log_probs(target, self._components)
-
-    def _log_probs(self, target: Any, d: Any) -> Tensor:
-        """The same of distributions [M, B, ..]."""
-        if not isinstance(self.likelihood, Likelihood):
-            one = [pytree.tree_map(lambda leaf, s=s: leaf[s], self.outputs) for s in range(self.draws)]
-            return torch.stack([self.likelihood(output, target) for output in one])
-        with torch.no_grad():  # its checks of shapes, dtypes and labels
-            self.likelihood(pytree.tree_map(lambda leaf: leaf[0], self.outputs), target)
-        t, observed = observed_target(self.likelihood, target)
-        if not t.dtype.is_floating_point and not isinstance(d, Categorical):
-            t = t.to(self._means().dtype)
-        log_prob = d.log_prob(t)
-        if isinstance(self.likelihood, likelihoods.Poisson):  # rates that are zero or infinite by rounding
-            rounded = (d.rate == 0) | d.rate.isinf()  # pyright: ignore
-            y = self.outputs
-            log_prob = torch.where(rounded, t * y - y.exp() - (t + 1).lgamma(), log_prob)
-        return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
-
-    def _check_together(self, what: str) -> None:
+    def _check_joint(self, what: str) -> None:
         if self.by_input:
             raise ValueError(
-                f"{what} is of all inputs together, and these outputs are drawn at every input by itself, in function "
-                "space: predict(x, draws=64) draws weights, which the inputs share"
+                f"{what} is of all inputs together, and these outputs are known at every input by itself: "
+                "predict(x, draws=64) draws weights, which the inputs share"
             )
 
     def _check_labels(self, what: str) -> None:
@@ -386,7 +415,7 @@ class Predictive:
 
 
 def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None]:
-    """t, with 0 where it was not observed, and which elements were: by mask and by the label that is ignored."""
+    """Return t, 0 where it was not observed, and which elements were observed: by mask and by the ignored label."""
     t, mask = split_mask(target)
     if isinstance(likelihood, likelihoods.Categorical | likelihoods.Bernoulli) and likelihood.ignore_index is not None:
         labelled = t != likelihood.ignore_index
@@ -394,5 +423,127 @@ def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None
     return (t, None) if mask is None else (t.masked_fill(~mask, 0), mask)
 
 
-def _has_known_noise(likelihood: Likelihood) -> bool:
+def log_average(log_p: Tensor, weights: Tensor) -> Tensor:
+    """Return log Σ_s w_s p_s of log p_s [S, ..]."""
+    return (weights.to(log_p).log().reshape(-1, *[1] * (log_p.ndim - 1)) + log_p).logsumexp(0)
+
+
+def log_probabilities(d: Any) -> Tensor:
+    """Return log p(c | y_s) with the classes last, [S, B, .., C]; of 0 and 1 for Bernoulli."""
+    if isinstance(d, Bernoulli):
+        return torch.stack([logsigmoid(-d.logits), logsigmoid(d.logits)], -1)
+    return d.logits
+
+
+def adjustable(predictive: Predictive) -> Kind | None:
+    """Return what can be fitted on top of a predictive: a temperature of labels, a scale of normals."""
+    if predictive.is_of_labels:
+        return "temperature"
+    return "scale" if type(predictive.components) is Normal else None
+
+
+def mapped(d: Any, function: Callable[[Tensor], Tensor]) -> Distribution:
+    """Return the distribution with a function applied to its parameters."""
+    if isinstance(d, Independent):
+        return Independent(mapped(d.base_dist, function), d.reinterpreted_batch_ndims, validate_args=False)
+    if type(d) not in _PARAMETERS:
+        known = ", ".join(kind.__name__ for kind in _PARAMETERS)
+        raise TypeError(f"p(t | y) is {type(d).__name__}; this is known for {known}, and Independent of those")
+    return type(d)(**{name: function(getattr(d, name)) for name in _PARAMETERS[type(d)]}, validate_args=False)
+
+
+def _concatenated(parts: Sequence[Any]) -> Distribution:
+    """The distributions of one type along their first axis, the draws."""
+    first = parts[0]
+    if isinstance(first, Independent):
+        inner = _concatenated([part.base_dist for part in parts])
+        return Independent(inner, first.reinterpreted_batch_ndims, validate_args=False)
+    if type(first) not in _PARAMETERS:
+        return mapped(first, lambda x: x)  # says which are known
+    each = {name: torch.cat([getattr(part, name) for part in parts]) for name in _PARAMETERS[type(first)]}
+    return type(first)(**each, validate_args=False)
+
+
+def _adjusted(d: Any, weights: Tensor, adjustment: Adjustment) -> Distribution:
+    """The components [S, B, ..] after a temperature of their average, or a scale around it."""
+    if isinstance(d, Normal):
+        mean = torch.tensordot(weights.to(d.loc), d.loc, dims=1)
+        loc = mean + adjustment.value * (d.loc - mean)
+        return Normal(loc, (adjustment.value * d.scale).expand_as(loc), validate_args=False)
+    changed = _tempered(log_probabilities(d), weights, adjustment.value)
+    if isinstance(d, Categorical):
+        return Categorical(logits=changed, validate_args=False)
+    most = torch.finfo(changed.dtype).max
+    return Bernoulli(logits=(changed[..., 1] - changed[..., 0]).clamp(-most, most), validate_args=False)
+
+
+def _tempered(log_p: Tensor, weights: Tensor, temperature: float) -> Tensor:
+    """Log probabilities [S, B, .., C] whose average is q ∝ p̄^(1/T), of log p_s.
+
+    One channel, the same for all draws, takes p̄ to q and moves no more probability than it must: of class c the share
+    (1 − q_c/p̄_c)₊ is taken, and given to the classes with q > p̄ in proportion to q − p̄. It is linear, so
+    Σ_s w_s p'_s = q; and the mutual information is at most that of the draws.
+    """
+    log_mean = log_average(log_p, weights)
+    log_q = (log_mean / temperature).log_softmax(-1)
+    change = (log_q - log_mean).masked_fill(log_mean.isneginf(), 0.0)  # a class that no draw has stays so
+    kept = change.clamp(max=0.0)
+    gained = (log_q + _log_one_minus_exp(-change.clamp(min=0.0))).masked_fill(change <= 0, -torch.inf)
+    total = gained.logsumexp(-1, keepdim=True)
+    share = (gained - total).masked_fill(gained.isneginf(), -torch.inf)
+    taken = (log_p + _log_one_minus_exp(kept)).logsumexp(-1, keepdim=True)  # [S, B, .., 1]
+    # as much is taken as is given; of a label that is nearly certain rounding knows only the latter
+    average = log_average(taken, weights)
+    taken = torch.where(average.isneginf(), total, taken + (total - average))
+    return torch.logaddexp(log_p + kept, share + taken)
+
+
+def _log_one_minus_exp(x: Tensor) -> Tensor:
+    """log(1 − eˣ) of x ≤ 0; −∞ at 0."""
+    return torch.log(-torch.expm1(x))
+
+
+def _absolute_moment(mean: Tensor, scale: Tensor) -> Tensor:
+    """E|N(m, σ²)| = σ √(2/π) exp(−m²/2σ²) + m erf(m/σ√2)."""
+    ratio = mean / scale
+    return scale * sqrt(2 / pi) * (-0.5 * ratio.square()).exp() + mean * torch.erf(ratio / sqrt(2))
+
+
+def _quantile(p: float, cdf: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, tolerance: Tensor) -> Tensor:
+    """t with P(T ≤ t) = p between low and high, [B, ..], by bisection to the tolerance."""
+    for _ in range(200):  # rounding may stop it short of the tolerance
+        if not bool((high - low > tolerance).any()):
+            break
+        middle = (low + high) / 2
+        below = cdf(middle) < p
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def _count_quantile(p: float, cdf: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
+    """The smallest whole number t ≥ 0 with P(T ≤ t) ≥ p, [B, ..]; of counts beyond 2⁵³ to rounding."""
+    low, high = torch.full_like(guess, -1.0), guess.ceil()
+    while bool((short := (cdf(high) < p) & high.isfinite()).any()):
+        high = torch.where(short, 2 * high, high)
+    while True:
+        middle = ((low + high) / 2).floor()
+        between = (low < middle) & (middle < high)
+        if not bool(between.any()):
+            return high
+        below = cdf(middle) < p
+        low, high = torch.where(between & below, middle, low), torch.where(between & ~below, middle, high)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _has_known_noise(likelihood: Any) -> bool:
     return isinstance(likelihood, likelihoods.Gaussian) and isinstance(likelihood.noise, float)
+
+
+def _in_range(d: Normal) -> Normal:
+    """A normal whose variances neither vanish nor overflow: a head may give log σ = ±200."""
+    number = torch.finfo(d.scale.dtype)
+    scale = d.scale.clamp(sqrt(number.tiny), sqrt(number.max) / 4)
+    return Normal(d.loc, scale, validate_args=False)

@@ -12,12 +12,10 @@ from torch.utils._pytree import tree_leaves
 from ..couplings import Coupling, naive
 from ..families.gaussian import Gaussian
 from ..families.point import MAP
-from ..predict import grid_fit
-from ..predict.draws import DrawChunks
-from ..predict.function_space import evenly_spread, outputs_of_normals
-from ..predict.predictive import Predictive, observed_target
-from ..predict.probabilities import label_entropy
-from ..predict.recalibrated import log_average, log_probabilities
+from ..predict.draws import WeightDraws
+from ..predict.linearised import evenly_spread, outputs_of_normals
+from ..predict.predictive import Predictive, log_average, log_probabilities, observed_target
+from ..predict.temperature import cross_fitted_losses, each_temperature, losses_at
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -37,7 +35,7 @@ class HeldOut(NamedTuple):
 
     total: Tensor
     count: Tensor
-    #: of labels −log p with a temperature on top, at each of `grid_fit.GRID`: [rows, G]
+    #: of labels −log p with a temperature on top, at each of `GRID` of predict/temperature.py: [rows, G]
     losses: Tensor | None = None
     #: the standard error of the mean by the draws of weights over which the predictions are averaged
     error: float = 0.0
@@ -97,12 +95,12 @@ class HeldOut(NamedTuple):
     def at(self, temperature: float) -> "HeldOut":
         """With that temperature on top."""
         assert self.losses is not None
-        return self._replace(total=-grid_fit.at(self.losses, log(temperature)), losses=None)
+        return self._replace(total=-losses_at(self.losses, temperature), losses=None)
 
     def left_out(self) -> "HeldOut":
         """Each row at the temperature that other rows ask for (five folds)."""
         assert self.losses is not None
-        return self._replace(total=-grid_fit.left_out(self.losses), losses=None)
+        return self._replace(total=-cross_fitted_losses(self.losses), losses=None)
 
 
 def of_posterior(posterior: "Posterior", batches: Iterable[Any], seed: int, draws: int = DRAWS) -> HeldOut:
@@ -130,8 +128,7 @@ def of_posteriors(
             mean would be without each of them.
     """
     sets = [
-        [_draws(one, draws, seed + 3 + c + SETS_APART * k, coupling) for c, one in enumerate(posteriors)]
-        for k in range(times)
+        [_draws(one, draws, seed + 3 + c + SETS_APART * k) for c, one in enumerate(posteriors)] for k in range(times)
     ]
     found: list[list[HeldOut]] = [[] for _ in range(times + (times > 1))]  # of all sets, and without each
     for batch in batches:
@@ -185,7 +182,11 @@ def of_networks(networks: "Sequence[tuple[Posterior, Tensor]]", batches: Iterabl
         if not _is_of_labels(first):
             continue
         mean = torch.stack([one.mean.double() for one in predictives]).mean(0)
-        entropy = label_entropy(mean, isinstance(first.components, Bernoulli))
+        entropy = -torch.xlogy(mean, mean)
+        if isinstance(first.components, Bernoulli):
+            entropy = entropy - torch.xlogy(1 - mean, 1 - mean)
+        else:
+            entropy = entropy.sum(1)
         excess.append(-_rows(entropy, _observed(first, target)).total - rows.total)
     return joined(found), _standard_errors(torch.cat(excess)) if excess else inf
 
@@ -205,7 +206,7 @@ def network_predictives(
         each = [_draws(_at(*one), 1, 3) for one in networks]
     for batch in batches:
         with model.linearised_around(None):
-            found = [chunks.whole(chunks.split(batch)[0]) for chunks in each], each[0].split(batch)[1]
+            found = [chunks.mixture(chunks.split(batch)[0]) for chunks in each], each[0].split(batch)[1]
         _check_alike(found[0])
         yield found
 
@@ -246,7 +247,7 @@ def _classes(predictive: Predictive) -> Tensor:
 def _losses(log_p: Sequence[Tensor], like: Predictive, target: Any) -> Tensor:
     t, observed = observed_target(like.likelihood, target)
     binary = isinstance(like.components, Bernoulli)
-    each = grid_fit.label_losses(_log_mean(list(log_p)), t, binary)
+    each = each_temperature(_log_mean(list(log_p)), t > 0.5 if binary else t)
     if observed is not None:
         each = (loss.masked_fill(~observed, 0.0) for loss in each)
     return torch.stack([_rows(loss, observed).total for loss in each], 1)
@@ -316,13 +317,13 @@ def outputs_of(posterior: "Posterior", theta: Tensor, inputs: Any) -> float:
     return output[0, 0].numel() if isinstance(output, Tensor) else inf
 
 
-def _draws(posterior: "Posterior", draws: int, seed: int, coupling: Coupling = naive) -> DrawChunks:
-    return DrawChunks(posterior, draws, coupling, 16, None, torch.Generator().manual_seed(seed))
+def _draws(posterior: "Posterior", draws: int, seed: int) -> WeightDraws:
+    return WeightDraws(posterior, draws, generator=torch.Generator().manual_seed(seed))
 
 
-def _predicted(chunks: DrawChunks, batch: Any) -> tuple[Predictive, Any]:
+def _predicted(chunks: WeightDraws, batch: Any) -> tuple[Predictive, Any]:
     inputs, target = chunks.split(batch)
-    return chunks.whole(inputs), target
+    return chunks.mixture(inputs), target
 
 
 def _observed(predictive: Predictive, target: Any) -> Tensor | None:

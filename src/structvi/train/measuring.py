@@ -9,7 +9,7 @@ from typing import Any
 from ..couplings import naive, paired
 from ..families.normal_parts import weighted_normals
 from ..models.batch import rows
-from ..predict.function_space import FEW_OUTPUTS
+from ..predict.linearised import FEW_OUTPUTS
 from .batches import Reread
 from .candidates import FEW_WIDTHS, WIDTHS, Around, Candidate, candidates_of, noise_name
 from .held_out import HeldOut, of_mixed_normals, of_networks, of_posteriors, outputs_of

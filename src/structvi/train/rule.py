@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..models.calibration import ERRORS
-from ..predict.grid_fit import FEWEST, fitted
+from ..predict.temperature import FEWEST, adjust
 from .candidates import Candidate
 from .held_out import HeldOut
 from .validation import MARGIN, as_good
@@ -109,7 +109,7 @@ def with_temperature(one: Candidate, network: HeldOut) -> Candidate:
     known = one.held_out
     if known is None or known.losses is None or len(known.total) < FEWEST or not bool(known.losses.isfinite().all()):
         return one
-    found = fitted("temperature", known.losses, known.count)
+    found = adjust("temperature", known.losses, known.count)
     if not found.is_applied or found.value <= 1:
         return one
     new = replace(one, name=f"{one.name}, temperature {found.value:.3g}", adjustment=found, plain=one)

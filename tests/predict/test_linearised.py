@@ -1,4 +1,4 @@
-"""Predictions in function space, the default of linearised posteriors: against closed form and drawn weights."""
+"""The linearised network in function space, the default of linearised posteriors: against dense truth and draws."""
 
 from math import pi
 
@@ -6,73 +6,35 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal
+from torch.func import functional_call, jacrev
 
 import structvi as vi
 from structvi.families.normal_parts import weighted_normals
-from structvi.predict.function_chunks import POINTS, FunctionChunks
-from structvi.predict.function_space import jacobians
-from structvi.predict.layer_moments import LayerMoments
+from structvi.predict.linearised import POINTS, jacobians
 from structvi.predict.metrics import ood_auroc
 
 lk = vi.likelihoods
+NETS = {
+    "dense": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), (4, 3)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 2)).eval(),
+        (4, 1, 5, 5),
+    ),
+}
+FAMILIES = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()]
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def network(inputs=3, outputs=2, norm=True):
+def network(inputs=3, outputs=2):
     torch.manual_seed(0)
-    middle = [nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.LayerNorm(6)] if norm else [nn.Tanh()]
+    middle = [nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.LayerNorm(6)]
     net = nn.Sequential(nn.Linear(inputs, 6), *middle, nn.Linear(6, outputs))
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            module.running_mean.normal_()
-            module.running_var.uniform_(0.5, 2.0)
+    net[1].running_mean.normal_()
+    net[1].running_var.uniform_(0.5, 2.0)
     return net.double().eval()
-
-
-class Turned(nn.Module):
-    """The weight is used twice, once not by its layer: a Jacobian is needed."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.layer(x)) @ self.layer.weight)
-
-
-class Named(nn.Module):
-    """Layers called by keyword."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(input=torch.tanh(self.layer(input=x)))
-
-
-class Where(nn.Module):
-    """For some rows the weight is used past its layer: the others do not show it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        own = torch.tanh(self.layer(x))
-        return self.head(torch.where(x[:, :1] > 2.0, own @ self.layer.weight, own))
-
-
-def doubling():
-    """A hook of the user's makes another layer of it."""
-    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False))
-    net[0].register_forward_hook(lambda module, given, out: 2 * out)
-    return net
 
 
 def fitted(net, likelihood=None, family=None, scale=0.3, **options):
@@ -98,12 +60,44 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", [vi.MeanField(), vi.LowRankPrecision(3), vi.LowRankNormal(2), vi.FullNormal()])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: type(family).__name__)
+@pytest.mark.parametrize("linearise", [True, False])
+def test_mean_and_covariance(name, family, linearise):
+    make, shape = NETS[name]
+    net, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    bayes = vi.variationalize(net, lk.Gaussian(1.0), family, num_data=9, linearise=linearise)
+    with torch.no_grad():
+        for parameter in bayes.family.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    density, space = bayes.family(), bayes.space
+    at = space.initial if linearise else density.mean.detach()
+    J = jacrev(lambda theta: functional_call(net, space.unravel(theta), (x,)))(at)
+    y = functional_call(net, space.unravel(at), (x,)).detach()
+    dense = J.flatten(1, -2)  # [B, O, P]
+    mean, covariance = bayes.output_moments(x)
+    expected = y + (J @ (density.mean.detach() - at))
+    assert mean.shape == y.shape
+    assert torch.allclose(mean, expected, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(covariance, dense @ density.covariance().detach() @ dense.mT, rtol=1e-8, atol=1e-8)
+
+
+def test_a_few_rows_at_a_time(monkeypatch):
+    net, x = nn.Linear(3, 2).double(), torch.randn(7, 3, dtype=torch.float64)
+    bayes = vi.variationalize(net, lk.Gaussian(1.0), vi.LowRankNormal(1), num_data=9)
+    whole = bayes.output_moments(x)
+    monkeypatch.setattr("structvi.predict.linearised.JACOBIAN_NUMBERS", 40)
+    parts = bayes.output_moments(x)
+    assert torch.allclose(whole.mean, parts.mean)
+    assert torch.allclose(whole.covariance, parts.covariance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
     noise = 0.005  # far below the spread of the outputs: at points a density would be grainy
     bayes = fitted(network(outputs=1), lk.Gaussian(noise), family)
     pred = bayes.predict(X, generator=seeded())
-    assert (pred.draws, pred.note) == (POINTS, "in function space")
+    assert (pred.draws, pred.note) == (1, "in function space")
     mean, covariance = bayes.output_moments(X)
     exact = Normal(mean, (covariance[:, 0] + noise**2).sqrt())
     assert exact.scale.min() > 10 * noise
@@ -120,9 +114,6 @@ def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
     z = (t - mean) / exact.scale
     unit = Normal(0.0, 1.0)
     close(pred.crps(t), exact.scale * (z * (2 * unit.cdf(z) - 1) + 2 * unit.log_prob(z).exp() - pi**-0.5))
-    # the draws are there still, evenly spread
-    drawn = pred.components.mean
-    torch.testing.assert_close(drawn.var(0, correction=0), covariance[:, 0], rtol=0.03, atol=0.0)
     # 64 draws of weights are far off
     assert (bayes.predict(X, 64, generator=seeded()).log_prob(t) - exact.log_prob(t)).abs().max() > 0.1
 
@@ -161,9 +152,9 @@ def test_mixtures_of_normals_are_mixtures_in_function_space(family):
 
 def test_classes_of_a_scale_mixture_are_those_of_its_draws():
     bayes = fitted(network(), lk.Categorical(), vi.ScaleMixture(2, 4))
-    pred, drawn = bayes.predict(X, generator=seeded()), bayes.predict(X, 40_000, generator=seeded())
+    pred, drawn = bayes.predict(X, generator=seeded()), bayes.predict(X, 20_000, generator=seeded())
     assert pred.draws == POINTS  # 64 for each part
-    # 10,000 draws of each part: a probability has a standard error below 0.0025
+    # 5,000 draws of each part: a probability has a standard error below 0.0035
     torch.testing.assert_close(pred.mean, drawn.mean, rtol=0.0, atol=0.012)
 
 
@@ -185,7 +176,9 @@ def test_gaussian_noise_that_is_learned_several_outputs_masks_and_a_scale():
     z = 3 * torch.randn(mean.shape, generator=seeded(4), dtype=torch.float64)
     found = bayes.calibrate([(x, mean + scale * z)]).applied
     assert found is not None
-    assert found.value == pytest.approx(float(z.square().mean().sqrt()), rel=1e-5)  # between points of its grid
+    assert found.value == pytest.approx(
+        float(z.square().mean().sqrt()), rel=1e-3
+    )  # a parabola between points of its grid
     pred = bayes.predict(x)
     close(pred.std, found.value * scale)
     close(pred.log_prob(mean), Normal(mean, found.value * scale).log_prob(mean))
@@ -200,40 +193,6 @@ def test_noise_from_a_head_depends_on_the_outputs_and_is_averaged_over_points():
     close(pred.log_prob(t), pred.components.log_prob(t).logsumexp(0) - torch.tensor(float(POINTS)).log())
 
 
-#: rows that tell nothing of a network come first: with zeros a weight has no gradient
-ODD = torch.cat([torch.zeros(2, 3, dtype=torch.float64), X, torch.full((1, 3), 3.0, dtype=torch.float64), X])
-
-
-@pytest.mark.parametrize(
-    ("net", "by_layers"),
-    [(network(), True), (network(norm=False), True), (Named(), True), (Turned(), False), (Where(), False),
-     (doubling(), False)],
-    ids=["norms", "plain", "by keyword", "turned", "where", "hooked"],
-)  # fmt: skip
-@pytest.mark.parametrize("x", [X, ODD], ids=["plain", "odd"])
-def test_moments_of_layers_are_those_of_jacobians(net, by_layers, x):
-    bayes = fitted(net.double())
-    chunks = FunctionChunks(bayes)
-    assert chunks.suits(x)
-    assert isinstance(chunks.layers, LayerMoments) == by_layers
-    mean, covariance = (torch.cat(part) for part in zip(*(one for (one,) in chunks._moments(x)), strict=True))
-    expected = bayes.output_moments(x)
-    torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
-
-
-def test_without_columns_layers_serve_as_well():
-    bayes = fitted(network(outputs=5), family=vi.MeanField())  # five outputs: too many for Jacobians
-    chunks = FunctionChunks(bayes)
-    assert chunks.suits(X)
-    assert chunks.layers is not None
-    mean, covariance = (torch.cat(part) for part in zip(*(one for (one,) in chunks._moments(X)), strict=True))
-    expected = bayes.output_moments(X)
-    torch.testing.assert_close(mean, expected.mean, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(covariance, expected.covariance, rtol=1e-10, atol=1e-12)
-    assert bayes.predict(X).note == "in function space"
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_an_input_that_is_not_finite_spoils_no_other(bad):
     bayes, x = fitted(network(outputs=5)), X.clone()
@@ -246,16 +205,14 @@ def test_an_input_that_is_not_finite_spoils_no_other(bad):
 
 
 def test_in_inference_mode_it_is_the_same():
-    nets = [network(outputs=5), nn.Sequential(nn.Conv1d(3, 2, 1), nn.Flatten()).double()]  # layers, and Jacobians
-    for bayes, x in zip([fitted(net) for net in nets], (X, X.unsqueeze(-1)), strict=True):
-        expected = bayes.predict(x, generator=seeded())
-        with torch.inference_mode():
-            made_inside = x + 0.0
-            for given in (x, made_inside):
-                pred = bayes.predict(given, generator=seeded())
-                assert pred.note == "in function space"
-                assert torch.equal(pred.outputs, expected.outputs)
-            assert torch.is_inference_mode_enabled()
+    bayes = fitted(network(outputs=5))
+    expected = bayes.predict(X)
+    with torch.inference_mode():
+        for given in (X, X + 0.0):
+            pred = bayes.predict(given)
+            assert pred.note == "in function space"
+            assert torch.equal(pred.outputs, expected.outputs)
+        assert torch.is_inference_mode_enabled()
 
 
 def test_classes_are_those_of_many_draws():
@@ -266,7 +223,7 @@ def test_classes_are_those_of_many_draws():
     pred = bayes.predict(X, generator=seeded())
     error = (pred.mean - expected).abs().max()
     assert error < 0.01  # 256 Sobol points of four dimensions; independent draws have .5/√256 = .03
-    weights = bayes.predict(X, 20_000, chunk=5000, generator=seeded()).mean
+    weights = bayes.predict(X, 20_000, generator=seeded()).mean
     assert (pred.mean - weights).abs().max() < 0.02  # of drawn weights three standard errors are .5·3/√20,000 = .011
 
 
@@ -277,20 +234,19 @@ def test_evaluate_and_ood_take_the_first_batch_and_lose_none():
     expected = bayes.predict(X, generator=seeded())
     for loader in (batches, iter(batches)):
         metrics = bayes.evaluate(loader, generator=seeded(), progress=False)
-        assert (metrics.count, metrics.draws) == (7, POINTS)
+        assert (metrics.count, metrics.draws) == (7, 1)
         assert metrics.nlpd == pytest.approx(-expected.log_prob(t).mean().item(), rel=1e-9)
-    assert bayes.evaluate(batches, passes=16, progress=False).draws == 16
     far = 50 * X
     assert ood_auroc(bayes, iter([X]), [far], "epistemic") == ood_auroc(bayes, [X], [far], "epistemic")
 
 
 def test_a_mixture_is_the_average_of_its_members():
-    nets = [network(outputs=1), network(outputs=1, norm=False)]
+    nets = [network(outputs=1), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()]
     members = [fitted(net, lk.Gaussian(0.5)) for net in nets]
     mixture = vi.Ensemble(members)
     pred = mixture.predict(X, generator=seeded())
     assert pred.note == "2 networks, in function space"
-    assert pred.draws == POINTS
+    assert pred.draws == 2
     t, exact = torch.zeros(7, 1, dtype=torch.float64), []
     for one in members:
         mean, covariance = one.output_moments(X)
@@ -310,7 +266,7 @@ def test_what_is_of_all_inputs_together_wants_drawn_weights():
     bayes = fitted(network(outputs=1), lk.Gaussian(0.5))
     pred, t = bayes.predict(X), torch.zeros(7, 1, dtype=torch.float64)
     for call in (lambda: pred.sample(3), lambda: pred.joint_log_prob(t)):
-        with pytest.raises(ValueError, match=r"in function space: predict\(x, draws=64\)"):
+        with pytest.raises(ValueError, match=r"predict\(x, draws=64\)"):
             call()
     drawn = bayes.predict(X, draws=64)
     assert drawn.sample(3).shape == (3, 7, 1)
@@ -366,7 +322,6 @@ WITHOUT = {
     "forward=": lambda: (fitted(network(), forward=by_hand), {"x": X}, {}),
     "reestimated": lambda: (fitted(network(), batch_norm="reestimated"), X, {"reference": X}),
     "dropout": lambda: (fitted(dropping(), dropout="on"), X, {}),
-    "coupling": lambda: (fitted(network()), X, {"coupling": vi.couplings.paired}),
     "random noise": lambda: (fitted(network(outputs=1), lk.Gaussian("random")), X, {}),
     "no normal": lambda: (fitted(network(), family=vi.MCDropout(0.5)), X, {}),
 }
@@ -384,6 +339,7 @@ def test_elsewhere_weights_are_drawn_as_before(case):
 
 def test_nothing_is_random_but_the_points():
     bayes, state = fitted(network()), torch.get_rng_state()
+    assert torch.equal(bayes.predict(X).outputs, bayes.predict(X).outputs)  # without a generator: the same points
     one, two = (bayes.predict(X, generator=seeded(3)).outputs for _ in range(2))
     assert torch.equal(one, two)
     assert torch.equal(state, torch.get_rng_state())
@@ -416,3 +372,20 @@ def test_a_calibration_of_one_way_is_used_by_the_other():
     both = [bayes.predict(x, draws, generator=seeded()) for draws in (None, 2000)]
     assert both[0].note.startswith("in function space, temperature")
     assert (both[0].mean - both[1].mean).abs().max() < 0.02  # of 2000 draws three standard errors are .03 at most
+
+
+@pytest.mark.parametrize(
+    "family", [vi.MCDropout(0.5), vi.MAP(), vi.Mixture(vi.MeanField(), 2)], ids=["masks", "point", "several means"]
+)
+def test_families_without_a_normal_are_refused(family):
+    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian(1.0), family, num_data=9)
+    with pytest.raises(TypeError, match="closed form for Gaussian families"):
+        bayes.output_moments(torch.zeros(2, 2))
+
+
+def test_batches_of_a_users_own_form_are_refused():
+    bayes = vi.variationalize(
+        nn.Linear(2, 1), lk.Gaussian(1.0), vi.MeanField(), num_data=9, forward=lambda net, batch: batch
+    )
+    with pytest.raises(ValueError, match="forward="):
+        bayes.output_moments(torch.zeros(2, 2))
