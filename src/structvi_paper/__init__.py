@@ -1,5 +1,5 @@
-"""The paper "Is MC Dropout Bayesian?" redone, and the reference solutions it is measured against.
+"""The paper "Is MC Dropout Bayesian?" redone, and the reference solutions that its fits are compared with.
 
-`settings` has every chosen number, `methods` the rows of the tables; each table and figure is one file with its jobs
-and how their results are put together; `run` computes and writes; `report`, `commentary` and `figures` present.
+`settings` has every chosen number and `methods` the rows of the tables. Each table and figure is one file with
+`compute`, and `draw` where it has a picture. `reproduce` computes and writes; `pages` makes pictures and HTML.
 """

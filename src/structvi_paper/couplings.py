@@ -1,5 +1,7 @@
 """The paper's section 4, measured: what coupled draws and the form of the objective do to the gradient's noise."""
 
+from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,14 +12,14 @@ from structvi.families import Family, kl
 from structvi.families.full import FullNormalDensity
 from structvi.objective import Estimator, Kind, elbo
 
-from .fits import Batched, median, space
-from .jobs import Job
-from .methods import Method
+from .methods import Batched, Method
 from .optima import random_gaussians
+from .pages import NOTHING, figure
+from .processes import Starmap
 from .settings import Settings
 
 P, RANK = 8, 4
-#: model evaluations of every estimate: one unscented group at this rank
+#: evaluations of log p in every estimate: one unscented group at this rank
 EVALUATIONS = unscented.group_size(RANK)
 COUPLINGS: dict[str, tuple[Coupling, int]] = {
     "naive": (naive, EVALUATIONS),
@@ -26,105 +28,110 @@ COUPLINGS: dict[str, tuple[Coupling, int]] = {
     "unscented shared": (unscented(shared_diagonal=True), 1),
 }
 ESTIMATORS: tuple[Kind, ...] = ("path", "log_q", "entropy")
+PAIRS: list[tuple[str, Kind]] = [(name, kind) for name in COUPLINGS for kind in ESTIMATORS]
 PARTS = {"var_mean": "mean", "var_scale": "log_scale", "var_factor": "factor"}
 #: steps after which a fit is called early; late is where it ends
 EARLY = 20
+#: steps between two values of a curve
+EVERY = 10
+COLOURS = {"path": "#1f5fa8", "log_q": "#c2243b", "entropy": "#8a8a8a"}
+STYLES: dict[str, Any] = dict(zip(COUPLINGS, ("dotted", "dashed", "solid", "dashdot"), strict=True))
 
 
-def jobs(settings: Settings) -> list[Job]:
-    indices = range(settings.coupling_targets)
-    variance = [Job("couplings: gradient variance", variances, (settings, i), 4.0) for i in indices]
-    fits = [
-        Job(f"couplings: {name}, {estimator}", curve, (settings, name, estimator, i), 0.4)
-        for name in COUPLINGS
-        for estimator in ESTIMATORS
-        for i in indices
-    ]
-    return variance + fits
+def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:
+    n = settings.coupling_targets
+    found = starmap("couplings, variance", variances, [(settings, i) for i in range(n)])
+    rows = []
+    for same in zip(*found, strict=True):  # one row of every target
+        rows.append(same[0] | {column: median([one[column] for one in same]) for column in PARTS})
+    fits = iter(starmap("couplings, fits", curve, [(settings, *pair, i) for pair in PAIRS for i in range(n)]))
+    curves = []
+    for name, kind in PAIRS:
+        values = [median(same) for same in zip(*(next(fits) for _ in range(n)), strict=True)]
+        curves.append({"coupling": name, "estimator": kind, "kl_q_p": values})
+    summary = {"rows": rows, "evaluations_per_step": EVALUATIONS, "steps_between_values": EVERY, "curves": curves}
+    return {"couplings": summary, "picture": summary}
 
 
 def _problem(settings: Settings, index: int) -> tuple[FullNormalDensity, Batched]:
     means, covariances = random_gaussians(settings.coupling_targets, P, settings.generator("couplings"))
     exact = FullNormalDensity(means[index], torch.linalg.cholesky(covariances[index]))
-    return exact, Batched(space(z=P), exact.log_prob)
+    return exact, Batched(exact.log_prob, z=P)
 
 
-def _recipe() -> Family:
-    return Method("sN-VI", RANK).recipe(1.0)
-
-
-def _steps(family: Family, target: Batched, settings: Settings, coupling: str, estimator: Kind, generator):
-    """Yield before the first step and after every one."""
+def _estimator(coupling: str, kind: Kind) -> Estimator:
     draw, groups = COUPLINGS[coupling]
+    return Estimator(kind, groups=groups, coupling=draw)
+
+
+def _steps(family: Family, target: Batched, settings: Settings, how: Estimator, generator: Any) -> Iterator[int]:
+    """Yield the number of steps before the first step and after every one."""
     optimizer = torch.optim.Adam(family.parameters(), lr=settings.regression_rate, betas=settings.betas, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.coupling_steps)
-    yield
-    for _ in range(settings.coupling_steps):
+    yield 0
+    for step in range(settings.coupling_steps):
         optimizer.zero_grad()
-        (
-            -elbo(family, target, estimator=Estimator(estimator, groups=groups, coupling=draw), generator=generator)
-        ).backward()
+        (-elbo(family, target, estimator=how, generator=generator)).backward()
         optimizer.step()
         schedule.step()
-        yield
+        yield step + 1
 
 
 def variances(settings: Settings, index: int) -> list[dict[str, Any]]:
-    """Σ over coordinates of the gradient's variance, at the same q for all: early and late in one fit."""
+    """Return Σ over coordinates of the gradient's variance, at the same q for all: early and late in one fit."""
     _, target = _problem(settings, index)
     generator = settings.generator("couplings", "variance", index)
-    family = _recipe().bind(target.space, generator)
+    family = Method("sN-VI", RANK).recipe(1.0).bind(target.space, generator)
+    parameters = dict(family.named_parameters())
+    own = [parameters[name] for name in PARTS.values()]
     rows = []
-    for step, _ in enumerate(_steps(family, target, settings, "unscented", "path", generator)):
-        if step in (EARLY, settings.coupling_steps):
-            phase = "early" if step == EARLY else "late"
-            for name in COUPLINGS:
-                for estimator in ESTIMATORS:
-                    row = {"coupling": name, "estimator": estimator, "phase": phase}
-                    rows.append(row | _variance(family, target, settings, name, estimator, generator))
+    for step in _steps(family, target, settings, _estimator("unscented", "path"), generator):
+        if step not in (EARLY, settings.coupling_steps):
+            continue
+        for name, kind in PAIRS:
+            gradients: list[tuple[Tensor, ...]] = []
+            for _ in range(settings.coupling_repeats):
+                value = elbo(family, target, estimator=_estimator(name, kind), generator=generator)
+                gradients.append(torch.autograd.grad(value, own))
+            spread = [torch.stack(each).var(0).sum().item() for each in zip(*gradients, strict=True)]
+            row = {"coupling": name, "estimator": kind, "phase": "early" if step == EARLY else "late"}
+            rows.append(row | dict(zip(PARTS, spread, strict=True)))
     return rows
 
 
-def _variance(family, target, settings: Settings, coupling: str, estimator: Kind, generator) -> dict[str, float]:
-    draw, groups = COUPLINGS[coupling]
-    parameters = dict(family.named_parameters())
-    gradients: dict[str, list[Tensor]] = {column: [] for column in PARTS}
-    for _ in range(settings.coupling_repeats):
-        value = elbo(family, target, estimator=Estimator(estimator, groups=groups, coupling=draw), generator=generator)
-        found = torch.autograd.grad(value, [parameters[name] for name in PARTS.values()])
-        for column, gradient in zip(PARTS, found, strict=True):
-            gradients[column].append(gradient)
-    return {column: torch.stack(all_).var(0).sum().item() for column, all_ in gradients.items()}
-
-
-def curve(settings: Settings, coupling: str, estimator: Kind, index: int) -> list[float]:
-    """KL[q‖p], the distance of the ELBO from log evidence, after every tenth step of a fit."""
+def curve(settings: Settings, coupling: str, kind: Kind, index: int) -> list[float]:
+    """Return KL[q‖p], the distance of the ELBO from log evidence, after every tenth step of a fit."""
     exact, target = _problem(settings, index)
     generator = settings.generator("couplings", "curve", index)  # the same start for all
-    family = _recipe().bind(target.space, generator)
+    family = Method("sN-VI", RANK).recipe(1.0).bind(target.space, generator)
     values = []
-    for step, _ in enumerate(_steps(family, target, settings, coupling, estimator, generator)):
-        if step % 10 == 0:
+    for step in _steps(family, target, settings, _estimator(coupling, kind), generator):
+        if step % EVERY == 0:
             with torch.no_grad():
                 values.append(kl(family(), exact).item())
     return values
 
 
-def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
-    found = [results.pop(0) for _ in range(settings.coupling_targets)]
-    rows = []
-    for same in zip(*found, strict=True):  # one row of every target
-        row = {key: same[0][key] for key in ("coupling", "estimator", "phase")}
-        rows.append(row | {column: median([one[column] for one in same]) for column in PARTS})
-    curves = []
-    for name in COUPLINGS:
-        for estimator in ESTIMATORS:
-            ours = [results.pop(0) for _ in range(settings.coupling_targets)]
-            values = [median(list(at)) for at in zip(*ours, strict=True)]
-            curves.append({"coupling": name, "estimator": estimator, "kl_q_p": values})
-    return {
-        "rows": rows,
-        "evaluations_per_step": EVALUATIONS,
-        "steps_between_values": 10,
-        "curves": curves,
-    }
+def draw(data: dict[str, Any]) -> Any:
+    from matplotlib.lines import Line2D
+
+    made, axes = figure(1, 4, 14, 4, width_ratios=(1, 1, 1, 1.2))
+    late = {(row["coupling"], row["estimator"]): row for row in data["rows"] if row["phase"] == "late"}
+    for (column, part), ax in zip(PARTS.items(), axes[:3], strict=True):
+        for shift, (kind, colour) in zip((-0.22, 0, 0.22), COLOURS.items(), strict=True):
+            for at, name in enumerate(COUPLINGS):
+                if late[name, kind][column] > NOTHING:
+                    ax.plot(at + shift, late[name, kind][column], "o", color=colour, markersize=7)
+        ax.set(yscale="log", title=f"Gradient variance, {part.replace('_', ' ')}", xlim=(-0.6, len(COUPLINGS) - 0.4))
+        ax.set_xticks(range(len(COUPLINGS)), [name.replace(" ", "\n") for name in COUPLINGS], fontsize=8)
+        ax.grid(axis="y", color="#eeeeee")
+    for line in data["curves"]:
+        x = [EVALUATIONS * EVERY * (1 + index) for index in range(len(line["kl_q_p"]) - 1)]
+        axes[3].plot(x, line["kl_q_p"][1:], color=COLOURS[line["estimator"]], linestyle=STYLES[line["coupling"]])
+    axes[3].set(yscale="log", xlabel="evaluations of log p", title="log evidence − ELBO along a fit, nats")
+    handles = [
+        Line2D([], [], color=colour, marker="o", linestyle="none", label=kind) for kind, colour in COLOURS.items()
+    ]
+    handles += [Line2D([], [], color="#333333", linestyle=style, label=name) for name, style in STYLES.items()]
+    made.legend(handles=handles, loc="outside lower center", ncols=7)
+    return made

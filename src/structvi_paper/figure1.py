@@ -5,36 +5,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .jobs import Job
+from .pages import figure
+from .processes import Starmap
 from .settings import Settings
 
 #: of the functions 1, x, sin 3x, cos 5x
 TRUTH = (0.5, 1.0, 0.6, -0.4)
 NOISE = 0.3
+#: observations, and those of the ellipses in the picture
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-SHOWN = (8, 32, 512)
+ELLIPSES = {8: "#9cc3ea", 32: "#4f8fd0", 512: "#174a86"}
 DATA_SETS = 400
+PARTS = {"aleatoric": "#f0b45c", "discrepancy": "#7fb685", "epistemic": "#6fa1d8"}
 
 
 def functions(x: Tensor) -> Tensor:
-    """[..] → [.., 4]; the model has the first two."""
+    """Return [.., 4] for [..]; the model has the first two."""
     return torch.stack([torch.ones_like(x), x, (3 * x).sin(), (5 * x).cos()], dim=-1)
 
 
-def jobs(settings: Settings) -> list[Job]:
-    return [Job("figure 1", decompose, (settings,), 0.3)]
-
-
 def posterior(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact, of the two-parameter model under N(0, I): means [.., 2] and covariances [.., 2, 2]."""
+    """Return the exact posterior of the two-parameter model under N(0, I): means [.., 2], covariances [.., 2, 2]."""
     design = functions(x)[..., :2]
-    precision = design.mT @ design / NOISE**2 + torch.eye(2, dtype=torch.float64)
-    covariance = torch.linalg.inv(precision)
+    covariance = torch.linalg.inv(design.mT @ design / NOISE**2 + torch.eye(2, dtype=torch.float64))
     return (covariance @ (design.mT @ t.unsqueeze(-1)) / NOISE**2).squeeze(-1), covariance
 
 
-def decompose(settings: Settings) -> dict[str, Any]:
-    """The expected squared error of a new observation, and its parts, over data sets of each size.
+def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:
+    """Return the expected squared error of a new observation, and its parts, over data sets of each size.
 
     Of t* − E[y*]: aleatoric σ²; discrepancy, the squared distance of the truth from the nearest function that the
     model can reach; epistemic, the model's own posterior variance of y*. What is left of the measured error is the
@@ -46,27 +44,42 @@ def decompose(settings: Settings) -> dict[str, Any]:
     grid = torch.linspace(-1, 1, 2001, dtype=torch.float64)
     basis, y = functions(grid)[:, :2], functions(grid) @ truth
     nearest = torch.linalg.lstsq(basis, y.unsqueeze(-1)).solution.squeeze(-1)  # least squares over inputs
-    discrepancy = (y - basis @ nearest).square().mean().item()
-    rows, shown = [], []
+    common = {"aleatoric": NOISE**2, "discrepancy": (y - basis @ nearest).square().mean().item()}
+    rows, posteriors = [], []
     for N in SIZES:
         x = 2 * torch.rand(DATA_SETS, N, **options) - 1
         t = functions(x) @ truth + NOISE * torch.randn(DATA_SETS, N, **options)
         mean, covariance = posterior(x, t)
-        error = (y - mean @ basis.mT).square().mean().item()
+        measured = (y - mean @ basis.mT).square().mean().item() + NOISE**2
         epistemic = ((basis @ covariance) * basis).sum(-1).mean().item()
-        rows.append(
-            {
-                "observations": N,
-                "aleatoric": NOISE**2,
-                "discrepancy": discrepancy,
-                "epistemic": epistemic,
-                "measured": error + NOISE**2,
-            }
-        )
-        if N in SHOWN:
-            shown.append({"observations": N, "mean": mean[0].tolist(), "covariance": covariance[0].tolist()})
-    return {"rows": rows, "nearest": nearest.tolist(), "posteriors": shown}
+        rows.append({"observations": N, **common, "epistemic": epistemic, "measured": measured})
+        if N in ELLIPSES:
+            posteriors.append({"observations": N, "mean": mean[0].tolist(), "covariance": covariance[0].tolist()})
+    found = {"rows": rows, "nearest": nearest.tolist(), "posteriors": posteriors}
+    return {"figure1": found, "picture": found}
 
 
-def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
-    return results.pop(0)
+def draw(data: dict[str, Any]) -> Any:
+    made, (left, right) = figure(1, 2, 10, 4.2, width_ratios=(1, 1.35))
+    angle = torch.linspace(0, 2 * torch.pi, 200, dtype=torch.float64)
+    for one in data["posteriors"]:
+        factor = torch.linalg.cholesky(torch.tensor(one["covariance"], dtype=torch.float64))
+        circle = 2 * factor @ torch.stack([angle.cos(), angle.sin()])
+        ellipse = (torch.tensor(one["mean"], dtype=torch.float64).unsqueeze(-1) + circle).numpy()
+        colour = ELLIPSES[one["observations"]]
+        left.fill(*ellipse, color=colour, alpha=0.25, linewidth=0)
+        left.plot(*ellipse, color=colour, label=f"posterior, N = {one['observations']} (2σ)")
+    left.plot(*data["nearest"], "*", color="#2e7d32", markersize=13, label="nearest reachable point")
+    left.plot(*TRUTH[:2], "o", color="#2e7d32", markersize=7, label="first two of the true four")
+    left.set(xlabel="θ₁", ylabel="θ₂", title="The posterior contracts, around the wrong point")
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=8.5, ncols=2)
+    rows = data["rows"]
+    layers = [[row[part] for row in rows] for part in PARTS]
+    right.stackplot(SIZES, *layers, labels=PARTS, colors=PARTS.values(), alpha=0.9)
+    right.plot(SIZES, [row["measured"] for row in rows], "ko", markersize=4, clip_on=False, label="measured")
+    right.set_xscale("log", base=2)
+    right.set_xticks(SIZES, [str(n) for n in SIZES])
+    right.set(xlabel="observations N", ylabel="squared error of a new observation", xlim=(SIZES[0], SIZES[-1]))
+    right.set(ylim=(0, 1.12 * max(row["measured"] for row in rows)), title="Its variance says nothing of the bias")
+    right.legend(loc="upper right")
+    return made

@@ -1,9 +1,16 @@
-"""The methods that the paper compares, by the names of its tables."""
+"""The methods that the paper compares, by the names of its tables, and their stochastic fit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from structvi.couplings import unscented
 from structvi.families import (
     MAP,
+    Density,
     Family,
     FullNormal,
     LowRankNormal,
@@ -12,12 +19,17 @@ from structvi.families import (
     MeanField,
     Mixture,
 )
-from structvi.parameters import FREE_SCALE_FLOOR
+from structvi.objective import Estimator, elbo
+from structvi.parameters import FREE_SCALE_FLOOR, Parameters
 
-#: the probability to keep a weight in MC dropout; the paper does not say its own
+from .settings import Settings
+
+#: the probability to keep a weight in MC dropout; the paper does not state its own
 KEEP = 0.8
 #: parts of the mixture and the rank of each
 COMPONENTS, MIXTURE_RANK = 2, 2
+#: temperature at the start of a mixture's fit; it falls to one in the first half of the steps
+HOTTEST = 11.0
 
 
 @dataclass(frozen=True)
@@ -32,35 +44,83 @@ class Method:
         return self.name if self.rank is None or self.name == "MF-VI" else f"{self.name} {self.rank}"
 
     @property
-    def anneal(self) -> bool:
-        return self.name == "sGMM-VI"
+    def form(self) -> str:
+        """The matrix that a normal's rank belongs to; empty for point masses and mixtures."""
+        forms = {"MF-VI": "covariance", "sN-VI": "covariance", "full": "covariance", "sP-VI": "precision"}
+        return forms.get(self.name, "")
 
     def recipe(self, scale: float, exempt: tuple[str, ...] = ()) -> Family:
-        """The family, unbound.
+        """Return the family, unbound.
 
         Args:
             scale: where standard deviations start; factors start as wide.
             exempt: tensors that dropout leaves alone.
         """
-        rank = self.rank or 0
         start = scale / FREE_SCALE_FLOOR
-        return {
-            "MAP": lambda: MAP(),
+        if self.name in ("sN-VI", "sP-VI", "sGMM-VI"):
+            kind = LowRankPrecision if self.name == "sP-VI" else LowRankNormal
+            normal = kind(self.rank or 0, initial_scale=start, initial_factor=1.0)
+            return Mixture(normal, components=COMPONENTS) if self.name == "sGMM-VI" else normal
+        others: dict[str, Callable[[], Family]] = {
+            "MAP": MAP,
             "MC dropout": lambda: MCDropout(keep=KEEP, exempt=exempt),
             "MF-VI": lambda: MeanField(initial_scale=start),
-            "sN-VI": lambda: LowRankNormal(rank, initial_scale=start, initial_factor=1.0),
-            "sP-VI": lambda: LowRankPrecision(rank, initial_scale=start, initial_factor=1.0),
             "full": lambda: FullNormal(initial_scale=start),
-            "sGMM-VI": lambda: Mixture(
-                LowRankNormal(rank, initial_scale=start, initial_factor=1.0), components=COMPONENTS
-            ),
-        }[self.name]()
+        }
+        return others[self.name]()
 
 
 def methods(P: int, dropouts: tuple[str, ...], mixture: bool = False) -> list[Method]:
-    """The rows of a table over P weights, in the paper's order."""
+    """Return the rows of a table over P weights, in the paper's order."""
     ranks = (1, 2, 4, P)
     rows = [Method("MAP"), *(Method(name) for name in dropouts), Method("MF-VI", 0)]
     rows += [Method("sN-VI", rank) for rank in ranks] + [Method("sP-VI", rank) for rank in ranks]
     rows.append(Method("full"))
     return [*rows, Method("sGMM-VI", MIXTURE_RANK)] if mixture else rows
+
+
+class Batched:
+    """A target given as one function of all draws, [S, P] → [S], of named vectors in float64."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], **sizes: int):
+        self.function = function
+        self.space = Parameters({name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()})
+
+    def log_joint(self, theta: Tensor, batch: Any = None) -> Tensor:
+        return self.function(theta)
+
+
+def groups_for(density: Density, evaluations: int) -> int:
+    """Return how many groups of unscented draws come nearest to this many evaluations of the log density."""
+    size = density.draw(1, unscented, torch.Generator()).theta.shape[0]
+    return max(1, round(evaluations / size))
+
+
+def fit(
+    method: Method,
+    scale: float,
+    target: Batched,
+    settings: Settings,
+    generator: torch.Generator,
+    steps: int,
+    rate: float,
+) -> Density:
+    """Fit by Adam on fresh unscented draws; the rate falls to zero along a half cosine.
+
+    A mixture is first fitted to a flattened target, log p / T. So its parts find all modes and divide them.
+    """
+    family = method.recipe(scale, ("log_noise",) if "log_noise" in target.space else ()).bind(target.space, generator)
+    estimator = Estimator(groups=groups_for(family(), settings.evaluations), coupling=unscented)
+    optimizer = torch.optim.Adam(family.parameters(), lr=rate, betas=settings.betas, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    log_p = target.function
+    for step in range(steps):
+        if method.name == "sGMM-VI":
+            heat = 1 + (HOTTEST - 1) * max(0.0, 1 - 2 * step / steps)
+            target.function = lambda theta, heat=heat: log_p(theta) / heat
+        optimizer.zero_grad()
+        (-elbo(family, target, estimator=estimator, generator=generator)).backward()
+        optimizer.step()
+        schedule.step()
+    target.function = log_p
+    return family.requires_grad_(False)()

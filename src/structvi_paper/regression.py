@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Gamma
 
 from structvi.families.full import FullNormalDensity
-from structvi.util.random_streams import borrowed_stream
 
 from .settings import Settings
 
@@ -29,7 +27,7 @@ DESCRIPTION: dict[str, Any] = {
 
 
 def features(x: Tensor) -> Tensor:
-    """Π_c(x): [N] → [N, 10]."""
+    """Return Π_c(x): [N] → [N, 10]."""
     centres = torch.linspace(*RANGE, CENTRES, dtype=x.dtype)
     return torch.exp(-0.5 * ((x.unsqueeze(-1) - centres) / DESCRIPTION["kernel_width"]).square())
 
@@ -44,20 +42,18 @@ class Data:
         self.G, self.b = self.design.mT @ self.design / NOISE**2, self.design.mT @ t / NOISE**2
 
     def posterior(self) -> FullNormalDensity:
-        """N(μ, Σ), Σ⁻¹ = ΠᵀΠ/σ² + I and μ = ΣΠᵀt/σ², for known noise and θ ~ N(0, I)."""
-        precision = self.G + torch.eye(CENTRES, dtype=torch.float64)
-        covariance = torch.linalg.inv(precision)
+        """Return N(μ, Σ), Σ⁻¹ = ΠᵀΠ/σ² + I and μ = ΣΠᵀt/σ², for known noise and θ ~ N(0, I)."""
+        covariance = torch.linalg.inv(self.G + torch.eye(CENTRES, dtype=torch.float64))
         return FullNormalDensity(covariance @ self.b, torch.linalg.cholesky((covariance + covariance.mT) / 2))
 
     def log_joint(self, theta: Tensor) -> Tensor:
-        """log p(t, θ) with known noise: [S, 10] → [S]."""
-        N = len(self.t)
+        """Return log p(t, θ) with known noise: [S, 10] → [S]."""
         squares = ((theta @ self.G) * theta).sum(-1) - 2 * theta @ self.b + self.t @ self.t / NOISE**2
-        constant = N * log(2 * pi * NOISE**2) + CENTRES * log(2 * pi)
+        constant = len(self.t) * log(2 * pi * NOISE**2) + CENTRES * log(2 * pi)
         return -0.5 * (squares + theta.square().sum(-1) + constant)
 
     def dropout_optimum(self, keep: float) -> Tensor:
-        """MC dropout's θ̂ in closed form, (pG + (1 − p) diag G + I)⁻¹ b."""
+        """Return MC dropout's θ̂ in closed form, (pG + (1 − p) diag G + I)⁻¹ b."""
         dropped = (1 - keep) * torch.diag(self.G.diagonal())
         return torch.linalg.solve(keep * self.G + dropped + torch.eye(CENTRES, dtype=torch.float64), self.b)
 
@@ -73,7 +69,7 @@ class NormalInverseGamma:
         self.b: float = RATE + 0.5 * (t @ t - self.mean @ self.precision @ self.mean).item()
 
     def log_prob(self, point: Tensor) -> Tensor:
-        """[S, 11] → [S]; the last number is log σ, whose density has the factor dσ²/d log σ = 2σ²."""
+        """Return [S] for [S, 11]; the last number is log σ, whose density has the factor dσ²/d log σ = 2σ²."""
         theta, log_noise = point[:, :CENTRES], point[:, CENTRES]
         x = theta - self.mean
         quadratic = ((x @ self.precision) * x).sum(-1)
@@ -83,13 +79,12 @@ class NormalInverseGamma:
         return normal + noise + log(2) + 2 * log_noise
 
     def draw(self, S: int, generator: torch.Generator) -> Tensor:
-        """[S, 11]: exact draws."""
-        with borrowed_stream(generator):
-            gamma = Gamma(torch.tensor(self.a, dtype=torch.float64), torch.ones((), dtype=torch.float64)).sample((S,))
-        log_noise = 0.5 * (self.b / gamma).log()
-        white = torch.randn(S, CENTRES, generator=generator, dtype=torch.float64)
+        """Return exact draws [S, 11]; half the sum of 2a squared normals is a gamma variable of shape a."""
+        options: Any = {"generator": generator, "dtype": torch.float64}
+        squares = torch.randn(S, round(2 * self.a), **options).square().sum(-1)
+        log_noise = 0.5 * (self.b / (0.5 * squares)).log()
         factor = torch.linalg.cholesky(torch.linalg.inv(self.precision))
-        theta = self.mean + log_noise.exp().unsqueeze(-1) * (white @ factor.mT)
+        theta = self.mean + log_noise.exp().unsqueeze(-1) * (torch.randn(S, CENTRES, **options) @ factor.mT)
         return torch.cat([theta, log_noise.unsqueeze(-1)], dim=-1)
 
 

@@ -1,7 +1,6 @@
-"""What a run of `structvi reproduce` fixes: one place for every number that is chosen rather than computed."""
+"""Every number of `structvi reproduce` that is chosen rather than computed."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
@@ -9,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and optimiser settings, the same for all targets and methods.
+    """Sizes and optimizer settings, the same for all targets and methods.
 
     Args:
         seed: of everything random.
@@ -39,13 +38,10 @@ class Settings:
     coupling_steps: int = 400
 
     def generator(self, *labels: object) -> torch.Generator:
-        """A stream of its own for every labelled piece of work, whatever the order in which they run."""
+        """Return a stream of its own for every labelled piece of work, whatever the order in which they run."""
         return torch.Generator().manual_seed(crc32(repr((self.seed, *labels)).encode()))
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self) | {"betas": list(self.betas)}
 
 
 def quick(seed: int = 0) -> Settings:
-    """Three targets instead of ten; the fits are the same."""
+    """Return settings with three targets instead of ten; the fits are the same."""
     return Settings(seed=seed, targets=3, coupling_targets=2, coupling_repeats=40, coupling_steps=150)

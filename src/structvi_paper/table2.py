@@ -1,19 +1,17 @@
 """Table 2: RBF regression against the exact posterior, with the noise known and, beyond the paper, unknown."""
 
 from math import log
+from statistics import median
 from typing import Any
 
 import torch
 
 from structvi.families import Density, kl
-from structvi.families.gaussian import Gaussian
 from structvi.families.mc_dropout import DroppedPoint
-from structvi.models.target import Target
 
-from .fits import Batched, fit, median, space
-from .jobs import Job
-from .methods import KEEP, Method, methods
-from .regression import CENTRES, NOISE, NormalInverseGamma, data_set
+from .methods import KEEP, Batched, Method, fit, methods
+from .processes import Starmap
+from .regression import CENTRES, DESCRIPTION, NOISE, NormalInverseGamma, data_set
 from .settings import Settings
 
 DROPOUTS = ("MC dropout",)
@@ -30,89 +28,26 @@ PAPER: dict[str, tuple[float | str, float | str]] = {
     "sN-VI 10": (15.1211, 0.8389),
 }
 KNOWN = methods(CENTRES, DROPOUTS, mixture=True)
-#: MAP's σ and MC dropout's are points; the others have a posterior for it
-UNKNOWN = [Method("MAP"), Method("MC dropout"), Method("MF-VI", 0)]
+#: MAP's and MC dropout's σ are points; the others have a posterior for it
+UNKNOWN = [Method(name, rank) for name, rank in (("MAP", None), ("MC dropout", None), ("MF-VI", 0))]
 UNKNOWN += [Method("sN-VI", 4), Method("sP-VI", 4), Method("full")]
 
 
-def jobs(settings: Settings) -> list[Job]:
-    indices = range(settings.targets)
-    known = [Job(f"table 2: {row.label}", known_noise, (settings, row, i), 0.5) for row in KNOWN for i in indices]
-    unknown = [
-        Job(f"table 2, σ unknown: {row.label}", unknown_noise, (settings, row, i), 0.5)
-        for row in UNKNOWN
-        for i in indices
-    ]
-    return known + unknown
-
-
-def fit_known(settings: Settings, method: Method, index: int) -> Density:
-    data = data_set(settings, index)
-    generator = settings.generator("table2", method, index)
-    return fit_regression(method, Batched(space(theta=CENTRES), data.log_joint), settings, generator)
-
-
-def fit_regression(method: Method, target: Target, settings: Settings, generator: torch.Generator) -> Density:
-    """Likewise for every target that is a posterior given data."""
-    recipe = method.recipe(SCALE, exempt=("log_noise",) if "log_noise" in target.space else ())
-    steps, rate = settings.regression_steps, settings.regression_rate
-    return fit(recipe, target, settings, generator, steps=steps, rate=rate, anneal=method.anneal)
-
-
-def known_noise(settings: Settings, method: Method, index: int) -> dict[str, Any]:
-    data = data_set(settings, index)
-    exact = data.posterior()
-    density = fit_known(settings, method, index)
-    result = {"exact_log_p_true": exact.log_prob(data.theta.unsqueeze(0)).item()}
-    if isinstance(density, Gaussian):
-        divergence = kl(exact, density).item()
-    else:
-        draws = exact.draw(settings.kl_draws, generator=settings.generator("table2", index)).theta
-        divergence = (exact.log_prob(draws) - density.log_prob(draws)).mean().item()  # +∞ for point masses
-    result |= {"log_q_true": density.log_prob(data.theta.unsqueeze(0)).item(), "kl_p_q": divergence}
-    if isinstance(density, DroppedPoint):
-        result["closed_form_gap"] = (density.point - data.dropout_optimum(KEEP)).abs().max().item()
-    return result
-
-
-def unknown_noise(settings: Settings, method: Method, index: int) -> dict[str, Any]:
-    data = data_set(settings, index)
-    exact = NormalInverseGamma(data)
-    generator = settings.generator("unknown noise", method, index)
-    target = Batched(space(theta=CENTRES, log_noise=1), exact.log_prob)
-    density = fit_regression(method, target, settings, generator)
-    truth = torch.cat([data.theta, data.theta.new_tensor([log(NOISE)])]).unsqueeze(0)
-    draws = exact.draw(settings.kl_draws, settings.generator("unknown noise", index))
-    log_p = exact.log_prob(draws)
-    return {
-        "exact_log_p_true": exact.log_prob(truth).item(),
-        "exact_noise": draws[:, CENTRES].exp().mean().item(),
-        "log_q_true": density.log_prob(truth).item(),
-        "kl_p_q": (log_p - density.log_prob(draws)).mean().item(),
-        "noise": _mean_noise(density),
-    }
-
-
-def _mean_noise(density: Density) -> float:
-    """E_q σ, log σ being normal or a point under q."""
-    mean, variance = density.mean[CENTRES], density.variance[CENTRES]
-    return (mean + 0.5 * variance).exp().item()
-
-
-def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
-    """`results` in the order of `jobs`: the table and its variant."""
-    known = {row: [results.pop(0) for _ in range(settings.targets)] for row in KNOWN}
-    unknown = {row: [results.pop(0) for _ in range(settings.targets)] for row in UNKNOWN}
-    table = []
+def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:
+    known = _each("table 2", known_noise, KNOWN, settings, starmap)
+    unknown = _each("table 2, σ unknown", unknown_noise, UNKNOWN, settings, starmap)
+    rows = []
     for row, found in known.items():
         log_q, divergence = PAPER.get(row.label, (None, None))
-        table.append(_line(row, found) | {"paper_log_q_true": log_q, "paper_kl_p_q": divergence})
+        rows.append(_line(row, found) | {"paper_log_q_true": log_q, "paper_kl_p_q": divergence})
+    gaps = [one["closed_form_gap"] for one in known[Method("MC dropout")]]
     variant = [_line(row, found) | {"noise": _median(found, "noise")} for row, found in unknown.items()]
     return {
         "table2": {
             "exact_log_p_true": _median(known[KNOWN[0]], "exact_log_p_true"),
-            "dropout_closed_form_gap": max(one["closed_form_gap"] for one in known[Method("MC dropout")]),
-            "rows": table,
+            "dropout_closed_form_gap": max(gaps),
+            "rows": rows,
+            "data": DESCRIPTION,
         },
         "table2_unknown_noise": {
             "exact_log_p_true": _median(unknown[UNKNOWN[0]], "exact_log_p_true"),
@@ -123,7 +58,55 @@ def assemble(settings: Settings, results: list[Any]) -> dict[str, Any]:
     }
 
 
-def _line(method: Method, found: list[dict[str, Any]]) -> dict[str, Any]:
+def _each(label: str, function: Any, rows: list[Method], settings: Settings, starmap: Starmap) -> dict[Method, list]:
+    n = settings.targets
+    found = starmap(label, function, [(settings, row, i) for row in rows for i in range(n)])
+    return {row: found[k * n : (k + 1) * n] for k, row in enumerate(rows)}
+
+
+def fit_regression(method: Method, target: Batched, settings: Settings, generator: torch.Generator) -> Density:
+    return fit(method, SCALE, target, settings, generator, settings.regression_steps, settings.regression_rate)
+
+
+def fit_known(settings: Settings, method: Method, index: int) -> Density:
+    target = Batched(data_set(settings, index).log_joint, theta=CENTRES)
+    return fit_regression(method, target, settings, settings.generator("table2", method, index))
+
+
+def known_noise(settings: Settings, method: Method, index: int) -> dict[str, float]:
+    data = data_set(settings, index)
+    exact, truth = data.posterior(), data.theta.unsqueeze(0)
+    density = fit_known(settings, method, index)
+    if method.form:
+        divergence = kl(exact, density).item()
+    else:
+        draws = exact.draw(settings.kl_draws, generator=settings.generator("table2", index)).theta
+        divergence = (exact.log_prob(draws) - density.log_prob(draws)).mean().item()  # +∞ for point masses
+    result = {"exact_log_p_true": exact.log_prob(truth).item(), "kl_p_q": divergence}
+    if isinstance(density, DroppedPoint):
+        result["closed_form_gap"] = (density.point - data.dropout_optimum(KEEP)).abs().max().item()
+    return result | {"log_q_true": density.log_prob(truth).item()}
+
+
+def unknown_noise(settings: Settings, method: Method, index: int) -> dict[str, float]:
+    data = data_set(settings, index)
+    exact = NormalInverseGamma(data)
+    target = Batched(exact.log_prob, theta=CENTRES, log_noise=1)
+    density = fit_regression(method, target, settings, settings.generator("unknown noise", method, index))
+    truth = torch.cat([data.theta, data.theta.new_tensor([log(NOISE)])]).unsqueeze(0)
+    draws = exact.draw(settings.kl_draws, settings.generator("unknown noise", index))
+    # E_q σ: log σ is normal under q, or a point
+    noise = (density.mean[CENTRES] + 0.5 * density.variance[CENTRES]).exp().item()
+    return {
+        "exact_log_p_true": exact.log_prob(truth).item(),
+        "exact_noise": draws[:, CENTRES].exp().mean().item(),
+        "log_q_true": density.log_prob(truth).item(),
+        "kl_p_q": (exact.log_prob(draws) - density.log_prob(draws)).mean().item(),
+        "noise": noise,
+    }
+
+
+def _line(method: Method, found: list[dict[str, float]]) -> dict[str, Any]:
     line = {"method": method.name, "rank": method.rank}
     for name in ("log_q_true", "kl_p_q"):
         values = [one[name] for one in found]
@@ -131,5 +114,5 @@ def _line(method: Method, found: list[dict[str, Any]]) -> dict[str, Any]:
     return line
 
 
-def _median(found: list[dict[str, Any]], name: str) -> float:
+def _median(found: list[dict[str, float]], name: str) -> float:
     return median([one[name] for one in found])
