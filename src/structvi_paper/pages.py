@@ -21,8 +21,6 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 11,
-
-
     "svg.hashsalt": "structvi",
     "svg.fonttype": "none",
 }
