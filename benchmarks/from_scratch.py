@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 import structvi as vi
-from structvi_check.at_scale.ivon import fit_ivon
 
 from . import from_scratch_tables, networks_data
+from .ivon import fit_ivon
 from .networks_data import Data
 from .networks_measures import Meter, Predictor, assess, cases, log_probabilities, remembered
 from .networks_methods import of_network, of_posterior

@@ -1,4 +1,4 @@
-"""The command line: `structvi fit`, `predict`, `reproduce`, `check` and `families`."""
+"""The command line: `structvi fit`, `predict`, `reproduce` and `check`."""
 
 import os
 import sys
@@ -14,6 +14,8 @@ MISSING = 'the command line needs the extra "reproduce": pip install "structvi[r
 
 
 class Part(StrEnum):
+    """What `structvi reproduce` can redo."""
+
     table1 = "table1"
     table2 = "table2"
     figure1 = "figure1"
@@ -24,7 +26,7 @@ class Part(StrEnum):
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     try:
         app = _app()
     except ModuleNotFoundError as error:
@@ -33,9 +35,9 @@ def main() -> None:
 
 
 def _app() -> Any:
-    """The typer application; typer is an optional extra and imported here."""
-    import matplotlib  # noqa: F401  (asked for now, rather than after minutes of computing)
-    import rich  # noqa: F401
+    """Return the typer application; its extra is imported here."""
+    import jinja2  # noqa: F401  (asked for now, rather than after minutes of computing)
+    import matplotlib  # noqa: F401
     import typer
 
     app = typer.Typer(
@@ -60,19 +62,34 @@ def _app() -> Any:
         if context.invoked_subcommand is None:
             print(context.get_help())
 
-    _add_fit(app)
-    _add_predict(app)
-    _add_reproduce(app)
-    _add_check(app)
-
-    @app.command()
-    def families() -> None:
-        """What each family costs, for P weights and rank K, and what it can say."""
-        from structvi_paper.costs import table
-
-        print(table())
-
+    for add in (_add_fit, _add_predict, _add_reproduce, _add_check):
+        add(app)
     return app
+
+
+@contextmanager
+def _into(out: Path | None = None) -> Iterator[None]:
+    """Say the user's own errors in one line, with the exit code 2, and Ctrl-C with 130; all others have a traceback."""
+    import typer
+
+    from structvi_tables.reading import TableError
+
+    from . import CheckpointError
+    from .util.folder_files import check_folder
+
+    if out is not None:
+        try:
+            check_folder(out)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
+    try:
+        yield
+    except (TableError, CheckpointError) as error:
+        print(f"structvi: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _add_fit(app: Any) -> None:
@@ -86,10 +103,6 @@ def _add_fit(app: Any) -> None:
         out: Annotated[Path, typer.Option(help="Folder for report.html, predictions.csv and the model.")] = Path(
             "fitted"
         ),
-        family: Annotated[
-            str | None,
-            typer.Option(help="Of a posterior over all weights: MeanField, LowRankPrecision, ..; slower."),
-        ] = None,
         noise: Annotated[str, typer.Option(help="auto, Gaussian, heteroscedastic, Student-t, ..")] = "auto",
         category: Annotated[list[str] | None, typer.Option(help="A column that is a category; repeat it.")] = None,
         number: Annotated[list[str] | None, typer.Option(help="A column of numbers; repeat it.")] = None,
@@ -99,18 +112,15 @@ def _add_fit(app: Any) -> None:
         seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
     ) -> None:
         """Predict a column of a table from the others, with uncertainty."""
-        from .util.folder_files import write_together
-        from .util.folder_lock import folder_lock
+        from structvi_tables.command import REPORT, fit_file
 
-        with _answers():
-            from structvi_tables.command import REPORT, fit_file
-
-            with _into(out), folder_lock(out, "structvi fit"):
-                fitted = fit_file(
-                    data, target, task=task, family=family, noise=noise, category=category or (), number=number or (),
-                    without=without or (), encoding=encoding, level=level, seed=seed, say=print,
-                )  # fmt: skip
-                write_together(out, fitted.write)
+        kinds = dict.fromkeys(category or (), "category") | dict.fromkeys(number or (), "number")
+        with _into(out):
+            fitted = fit_file(
+                data, target, encoding, task=task, noise=noise, kinds=kinds, without=without or (), level=level,
+                seed=seed, say=print,
+            )  # fmt: skip
+            fitted.save(out)
         print(f"\n{fitted}\n\n{out / REPORT}")
 
 
@@ -125,58 +135,13 @@ def _add_predict(app: Any) -> None:
         encoding: Annotated[str, typer.Option(help="Of a text file.")] = "utf-8",
     ) -> None:
         """Predictions for new rows: mean, sd, interval or class probabilities, with both parts of the uncertainty."""
-        with _answers():
-            from structvi_tables.command import predict_file
+        from structvi_tables.command import predict_file
 
+        with _into():
             text, notes = predict_file(folder, data, out, encoding)
         for note in notes:
             print(note, file=sys.stderr)
         print(text if out is None else out, end="" if out is None else "\n")
-
-
-@contextmanager
-def _answers() -> Iterator[None]:
-    """What a user can mend is said in a line, with the exit code 2."""
-    import typer
-
-    from structvi_tables.reading import TableError
-
-    from .files.header import CheckpointError
-
-    try:
-        yield
-    except (TableError, FileNotFoundError, CheckpointError, ValueError) as error:
-        print(f"structvi: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise _interrupted() from None
-
-
-@contextmanager
-def _into(out: Path) -> Iterator[None]:
-    """A folder that can be written to; that it is in use is said of --out, and Ctrl-C in a line, with the code 130."""
-    import typer
-
-    from .util.folder_files import check_folder
-    from .util.folder_lock import FolderInUse
-
-    try:
-        check_folder(out)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from None
-    try:
-        yield
-    except FolderInUse as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from None
-    except KeyboardInterrupt:
-        raise _interrupted() from None
-
-
-def _interrupted() -> Exception:
-    import typer
-
-    print("interrupted: nothing was written", file=sys.stderr)
-    return typer.Exit(130)
 
 
 def _add_reproduce(app: Any) -> None:
@@ -192,16 +157,15 @@ def _add_reproduce(app: Any) -> None:
         quick: Annotated[bool, typer.Option("--quick", help="Three targets instead of ten.")] = False,
     ) -> None:
         """Redo the tables and figures of "Is MC Dropout Bayesian?"."""
-        from structvi_paper.run import PARTS
-        from structvi_paper.run import reproduce as run
+        from structvi_paper.reproduce import PARTS
+        from structvi_paper.reproduce import reproduce as run
         from structvi_paper.settings import Settings
         from structvi_paper.settings import quick as quick_settings
 
         settings = quick_settings(seed) if quick else Settings(seed)
-        parts = list(PARTS) if part is Part.all else [part.value]
         with _into(out):
-            run(parts, settings, out, workers=max(1, min(8, os.cpu_count() or 1)))
-        print(f"{out / 'report.html'}")
+            run(list(PARTS) if part is Part.all else [part.value], settings, out, _workers())
+        print(out / "report.html")
 
 
 def _add_check(app: Any) -> None:
@@ -218,42 +182,32 @@ def _add_check(app: Any) -> None:
             float, typer.Option(min=0.001, help="Seconds for a method on a problem; then its process is killed.")
         ] = 600.0,
         at_scale: Annotated[
-            bool, typer.Option("--at-scale", help="Instead, a network of many weights: bound, scales, coverage.")
+            bool, typer.Option("--at-scale", help="Instead, a network of many weights: bound and coverage.")
         ] = False,
         width: Annotated[int, typer.Option(min=1, help="Of --at-scale: hidden units of each layer.")] = 24,
         teachers: Annotated[int, typer.Option(min=1, help="Of --at-scale: networks.")] = 1,
     ) -> None:
         """Is it Bayesian? Methods on problems whose posterior is known."""
-        from structvi_check import suite
+        import structvi_check
+        from structvi_check.suite import method_names, problem_names
 
-        from .util.folder_lock import folder_lock
-
-        if at_scale:
-            _check_at_scale(out, width, teachers, seed)
-            return
         try:
-            names = suite.method_names(methods), suite.problem_names(problems, quick)
+            names = method_names(methods), problem_names(problems, quick)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        with _into(out), folder_lock(out, "structvi check"):
-            report = suite.run_named(*names, seed, max(1, min(8, os.cpu_count() or 1)), timeout)
-            report.write(out)
-        print(report)
-        print(f"\n{out / 'check.html'}")
-        if all(row.failed for row in report.rows):
+        with _into(out):
+            if at_scale:
+                report = structvi_check.at_scale.run(width=width, teachers=teachers, seed=seed)
+            else:
+                report = structvi_check.run(*names, seed=seed, timeout=timeout, workers=_workers())
+            *_, last = report.save(out)
+        print(f"{report}\n\n{last.with_suffix('.txt' if at_scale else '.html')}")
+        if all(getattr(row, "failed", False) for row in report.rows):
             raise typer.Exit(1)
 
 
-def _check_at_scale(out: Path, width: int, teachers: int, seed: int) -> None:
-    from structvi_check import at_scale
-
-    from .util.folder_lock import folder_lock
-
-    with _into(out), folder_lock(out, "structvi check"):
-        report = at_scale.run(width=width, teachers=teachers, seed=seed)
-        report.write(out)
-    print(report)
-    print(f"\n{out / 'at_scale.html'}")
+def _workers() -> int:
+    return max(1, min(8, os.cpu_count() or 1))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
 """Is it Bayesian? Methods put to problems whose posterior is known: `structvi check`, `structvi_check.run(method)`."""
 
 from . import at_scale
-from .adapters import Adapter, NotApplicable, Ours
-from .measures import Measures, measure
-from .peers import PEERS
+from .measures import Measures
+from .methods import Adapter, NotApplicable, Ours
 from .problems import PROBLEMS, Data, Problem, problem
-from .report import Report
-from .rows import Row
+from .report import Report, Row
 from .suite import run
-from .verdicts import findings, verdict
 
 __all__ = [
-    "PEERS",
     "PROBLEMS",
     "Adapter",
     "Data",
@@ -22,9 +18,6 @@ __all__ = [
     "Report",
     "Row",
     "at_scale",
-    "findings",
-    "measure",
     "problem",
     "run",
-    "verdict",
 ]

@@ -1,6 +1,6 @@
-"""Adapters for other methods: Pyro's guides, laplace-torch, deep ensembles, SWAG, networks with dropout layers.
+"""Adapters for other methods: Pyro's guides, deep ensembles, SWAG, networks with dropout layers.
 
-Pyro and laplace-torch are imported when they are used. Each method runs as its own documentation shows.
+Pyro is imported when it is used. Each method runs as its own documentation shows.
 """
 
 # the peers are an extra:
@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from structvi.families import MCDropout
-from structvi.families.structured import LowRankNormalDensity
 from structvi.parameters import Parameters
 from structvi.util.random_streams import borrowed_stream
 
-from .adapters import Adapter, NotApplicable
+from .methods import Adapter, NotApplicable
 from .problems import Data, Problem
 
 #: steps of Adam or SGD, and Adam's highest rate
@@ -28,12 +27,8 @@ STEPS, RATE = 2000, 0.02
 MEMBERS = 5
 #: the probability to drop a unit in a dropout network, as in Gal and Ghahramani's regressions
 DROP = 0.05
-#: SWAG: deviations that are kept for the low-rank part, iterates collected, batch size
+#: SWAG: deviations of its low-rank part, iterates collected, batch size
 DEVIATIONS, COLLECTED, BATCH = 20, 100, 10
-
-
-def _missing(package: str, install: str) -> ImportError:
-    return ImportError(f"{package} is not installed; this method needs it: {install}")
 
 
 def _data(problem: Problem, method: str) -> Data:
@@ -43,7 +38,7 @@ def _data(problem: Problem, method: str) -> Data:
 
 
 def train(net: nn.Module, data: Data, seed: int) -> nn.Module:
-    """A point estimate in the ordinary way: Adam on the penalised loss, the modules in train mode."""
+    """Train a point estimate in the ordinary way: Adam on the penalised loss, the modules in train mode."""
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     with borrowed_stream(torch.Generator().manual_seed(seed)):
@@ -56,7 +51,7 @@ def train(net: nn.Module, data: Data, seed: int) -> nn.Module:
 
 
 def penalised_loss(net: nn.Module, data: Data, x: Tensor, t: Tensor) -> Tensor:
-    """−log p(t, θ)/N, of a batch that stands for all data."""
+    """Return −log p(t, θ)/N of a batch that stands for all data."""
     squares = parameters_to_vector(net.parameters()).square().sum() / data.scale**2
     return 0.5 * squares / len(data.x) - data.likelihood(net(x), t).mean()
 
@@ -67,12 +62,11 @@ class DeepEnsemble:
     name = "deep ensemble"
 
     def fit(self, problem: Problem, seed: int) -> None:
-        data = _data(problem, self.name)
-        members = []
+        data, members = _data(problem, self.name), []
         for member in range(MEMBERS):
             net = data.build()
             start = Parameters.of(net).fresh(torch.Generator().manual_seed(MEMBERS * seed + member))
-            torch.nn.utils.vector_to_parameters(start, net.parameters())
+            vector_to_parameters(start, net.parameters())
             members.append(parameters_to_vector(train(net, data, seed).parameters()).detach())
         self.members = torch.stack(members)
 
@@ -99,9 +93,11 @@ class DropoutNetwork:
 
 
 def stationary_rate(net: nn.Module, data: Data) -> float:
-    """2BP/(N tr C), C the covariance of one observation's gradient: of constant rates that at which the iterates of
-    SGD are nearest to the posterior (Mandt, Hoffman and Blei 2017, theorem 1); at most half the inverse of C's largest
-    eigenvalue, for C is also the curvature, and beyond it SGD diverges."""
+    """Return 2BP/(N tr C), C the covariance of one observation's gradient (Mandt, Hoffman and Blei 2017, theorem 1).
+
+    Of constant rates it is that at which the iterates of SGD are nearest to the posterior. It is at most half the
+    inverse of C's largest eigenvalue: C is also the curvature, and SGD diverges beyond it.
+    """
     parameters, gradients = list(net.parameters()), []
     for x, t in zip(data.x, data.t, strict=True):
         loss = -data.likelihood(net(x.unsqueeze(0)), t.unsqueeze(0)).sum()
@@ -121,8 +117,7 @@ class SWAG:
         net = train(data.build(), data, seed)
         generator = torch.Generator().manual_seed(seed)
         loader = DataLoader(TensorDataset(data.x, data.t), batch_size=BATCH, shuffle=True, generator=generator)
-        optimizer = torch.optim.SGD(net.parameters(), lr=stationary_rate(net, data))
-        iterates = []
+        optimizer, iterates = torch.optim.SGD(net.parameters(), lr=stationary_rate(net, data)), []
         for _ in range(COLLECTED):
             for x, t in loader:
                 optimizer.zero_grad()
@@ -130,16 +125,16 @@ class SWAG:
                 optimizer.step()
             iterates.append(parameters_to_vector(net.parameters()).detach())
         collected = torch.stack(iterates)
-        mean = collected.mean(0)
+        mean, variance = collected.mean(0), 0.5 * collected.var(0, correction=0)
         deviations = (collected - mean)[-DEVIATIONS:].mT / (2 * (DEVIATIONS - 1)) ** 0.5  # [P, K]
-        scale = (0.5 * collected.var(0, correction=0)).sqrt().clamp(min=1e-10)
-        self.density = LowRankNormalDensity(mean, scale.log(), deviations, torch.ones_like(mean))
+        self.normal = torch.distributions.LowRankMultivariateNormal(mean, deviations, variance.clamp(min=1e-20))
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        return self.density.draw(n, generator=generator).theta
+        with borrowed_stream(generator):
+            return self.normal.sample((n,))
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        return self.density.log_prob(theta)
+        return self.normal.log_prob(theta)
 
 
 class PyroGuide:
@@ -147,17 +142,14 @@ class PyroGuide:
 
     Args:
         guide: the name of the class in `pyro.infer.autoguide`; its `get_posterior` must give a distribution.
-        options: for its constructor, from P.
+        rank: at most, for the low-rank guide.
     """
 
-    def __init__(self, guide: str, name: str, options: Callable[[int], dict[str, Any]] = lambda P: {}):
-        self.guide, self.name, self.options = guide, name, options
+    def __init__(self, guide: str, name: str, rank: int | None = None):
+        self.guide, self.name, self.rank = guide, name, rank
 
     def fit(self, problem: Problem, seed: int) -> None:
-        try:
-            import pyro
-        except ModuleNotFoundError:
-            raise _missing("pyro", 'pip install "structvi[bench]"') from None
+        import pyro
         from pyro.distributions import ImproperUniform
         from pyro.distributions.constraints import real_vector
         from pyro.infer import SVI, Trace_ELBO, autoguide
@@ -169,10 +161,9 @@ class PyroGuide:
 
         with borrowed_stream(torch.Generator().manual_seed(seed)):
             pyro.clear_param_store()
-            options = self.options(problem.P) | {
-                "init_loc_fn": autoguide.init_to_value(values={"theta": problem.space.initial})
-            }
-            guide = getattr(autoguide, self.guide)(model, **options)
+            options: dict[str, Any] = {} if self.rank is None else {"rank": min(self.rank, problem.P)}
+            start = autoguide.init_to_value(values={"theta": problem.space.initial})
+            guide = getattr(autoguide, self.guide)(model, init_loc_fn=start, **options)
             settings = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 5 * RATE}, "T_max": STEPS}
             schedule = pyro.optim.CosineAnnealingLR(settings)  # pyright: ignore[reportAttributeAccessIssue]
             svi = SVI(model, guide, schedule, Trace_ELBO(16, max_plate_nesting=0, vectorize_particles=True))
@@ -191,47 +182,11 @@ class PyroGuide:
         return self.distribution.log_prob(theta)
 
 
-class LaplaceTorch:
-    """laplace-torch over all weights with the full generalised Gauss-Newton matrix, around a trained network.
-
-    What is examined is its distribution of weights. For predictions its default linearises the network, which for
-    anything but a linear one is another model.
-    """
-
-    name = "laplace-torch"
-
-    def fit(self, problem: Problem, seed: int) -> None:
-        data = _data(problem, self.name)
-        if data.noise is None:
-            raise NotApplicable("laplace-torch has no likelihood for two classes with one logit")
-        try:
-            from laplace import Laplace
-        except ModuleNotFoundError as error:
-            install = "make .venv/.installed-bench, or pip install --no-deps laplace-torch and what it imports"
-            raise _missing(error.name or "laplace", install) from None
-
-        net = train(data.build(), data, seed)
-        loader = DataLoader(TensorDataset(data.x, data.t), batch_size=len(data.x))
-        options: Any = {"sigma_noise": data.noise, "prior_precision": data.scale**-2}
-        self.laplace: Any = Laplace(net, "regression", subset_of_weights="all", hessian_structure="full", **options)
-        self.laplace.fit(loader)
-
-    def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        return self.laplace.sample(n, generator=generator)
-
-    def log_prob(self, theta: Tensor) -> Tensor:
-        mean, precision = self.laplace.mean, self.laplace.posterior_precision
-        return torch.distributions.MultivariateNormal(mean, precision_matrix=precision).log_prob(theta)
-
-
 #: by the names of the command line
 PEERS: dict[str, Callable[[], Adapter]] = {
     "pyro-diagonal": lambda: PyroGuide("AutoDiagonalNormal", "Pyro diagonal normal"),
-    "pyro-low-rank": lambda: PyroGuide(
-        "AutoLowRankMultivariateNormal", "Pyro low-rank normal 4", lambda P: {"rank": min(4, P)}
-    ),
+    "pyro-low-rank": lambda: PyroGuide("AutoLowRankMultivariateNormal", "Pyro low-rank normal 4", 4),
     "pyro-full": lambda: PyroGuide("AutoMultivariateNormal", "Pyro full normal"),
-    "laplace-torch": LaplaceTorch,
     "deep-ensemble": DeepEnsemble,
     "swag": SWAG,
     "dropout-network": DropoutNetwork,

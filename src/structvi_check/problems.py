@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import log
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.func import functional_call, vmap
@@ -18,8 +20,8 @@ from structvi.parameters import Parameters
 from structvi_paper import figure2, regression
 from structvi_paper.settings import Settings
 
-from .references import load
-
+#: draws of NUTS and HMC; tools/check_references.py makes them
+REFERENCES = Path(__file__).parent / "references"
 #: draws of a posterior that can be drawn from exactly
 REFERENCE = 8192
 #: dimensions and condition numbers of the Gaussians
@@ -61,6 +63,19 @@ class Data:
     @property
     def space(self) -> Parameters:
         return Parameters.of(self.build())
+
+    def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
+        """Return y at inputs [N, ..]: [S, P] → [S, N]."""
+        net = self.build()
+        space = Parameters.of(net)
+        each = vmap(lambda row: functional_call(net, space.unravel(row), (x,)), chunk_size=1024)
+        return each(theta).flatten(1)
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        """Return log p(t, θ) at all draws at once: [S, P] → [S]."""
+        y = self.outputs(theta, self.x)
+        prior = Normal(0.0, self.scale).log_prob(theta).sum(-1)
+        return self.likelihood(y, self.t.flatten().expand_as(y)).sum(-1) + prior
 
 
 @dataclass(eq=False)
@@ -124,13 +139,8 @@ class Problem:
         """y at the grid's inputs: [S, P] → [S, G]."""
         if self.data is None:
             raise ValueError(f"{self.name} has no network and so no predictions")
-        net, grid = self.data.build(), self.data.grid
-
-        def one(row: Tensor) -> Tensor:
-            return functional_call(net, self.space.unravel(row), (grid,))
-
         with torch.no_grad():
-            return vmap(one, chunk_size=1024)(theta).flatten(1)
+            return self.data.outputs(theta, self.data.grid)
 
     def quantities(self, theta: Tensor) -> Tensor:
         """The numbers whose law is compared: every weight and every principal axis of the posterior, which see scales
@@ -146,6 +156,14 @@ class Problem:
         one = len(self.modes) == 1
         covariance = self.modes[0].covariance() if one else torch.cov(self.reference.mT)
         return torch.linalg.eigh(covariance).eigenvectors
+
+
+def reference_draws(name: str) -> tuple[Tensor, float | None]:
+    """Return the draws of a sampler [R, P] in float64, and log p(data) where it is known."""
+    with safe_open(REFERENCES / f"{name}.safetensors", framework="pt") as file:
+        metadata = file.metadata() or {}
+        draws = file.get_tensor("draws").double()
+    return draws, float(metadata["log_evidence"]) if "log_evidence" in metadata else None
 
 
 def _generator(*labels: object) -> torch.Generator:
@@ -187,27 +205,9 @@ def linear(inputs: int, bias: bool) -> nn.Module:
     return net
 
 
-def linear_log_joint(data: Data, theta: Tensor) -> Tensor:
-    """log p(t, θ) of a linear network, whose bias is the last weight, at all draws at once: [S, P] → [S]."""
-    x, t = data.x, data.t.squeeze(-1)
-    if x.shape[-1] < theta.shape[-1]:
-        x = torch.cat([x, torch.ones_like(x[:, :1])], dim=-1)
-    y = theta @ x.mT  # [S, N]
-    return data.likelihood(y, t.expand_as(y)).sum(-1) + Normal(0.0, data.scale).log_prob(theta).sum(-1)
-
-
-def network_log_joint(data: Data, theta: Tensor) -> Tensor:
-    """Likewise of the network 1-16-1, ten times as fast as by `BayesianModel`."""
-    w, b, v, c = theta.split([16, 16, 16, 1], dim=-1)  # [S, 16], .., [S, 1]
-    hidden = torch.tanh(data.x * w.unsqueeze(1) + b.unsqueeze(1))  # [S, N, 16]
-    y = (hidden @ v.unsqueeze(-1)).squeeze(-1) + c  # [S, N]
-    likelihood = data.likelihood(y, data.t.squeeze(-1).expand_as(y)).sum(-1)
-    return likelihood + Normal(0.0, data.scale).log_prob(theta).sum(-1)
-
-
 def _conjugate(name: str, title: str, data: Data, exact: FullNormalDensity, truth: Tensor) -> Problem:
     """A linear regression with the posterior N(μ, Σ); log p(data) = log p(data, θ) − log p(θ | data) at any θ."""
-    function, at = partial(linear_log_joint, data), truth.unsqueeze(0)
+    function, at = data.log_joint, truth.unsqueeze(0)
     log_evidence = (function(at) - exact.log_prob(at)).item()
     draws = exact.draw(REFERENCE, generator=_generator(name)).theta
     return Problem(name, title, data.space, function, draws, truth, log_evidence, [exact], data)
@@ -260,9 +260,9 @@ def logistic_data() -> tuple[Data, Tensor]:
 
 def logistic_regression() -> Problem:
     data, truth = logistic_data()
-    draws, log_evidence = load("logistic-regression")
+    draws, log_evidence = reference_draws("logistic-regression")
     normal = FullNormalDensity(draws.mean(0), torch.linalg.cholesky(torch.cov(draws.mT)))
-    function, title = partial(linear_log_joint, data), "logistic regression, 6 weights"
+    function, title = data.log_joint, "logistic regression, 6 weights"
     return Problem("logistic-regression", title, data.space, function, draws, truth, log_evidence, [normal], data)
 
 
@@ -290,8 +290,8 @@ def network_data() -> tuple[Data, Tensor]:
 
 def network() -> Problem:
     data, truth = network_data()
-    draws, _ = load("network")
-    function, title = partial(network_log_joint, data), "network 1-16-1 with tanh, predictions"
+    draws, _ = reference_draws("network")
+    function, title = data.log_joint, "network 1-16-1 with tanh, predictions"
     return Problem("network", title, data.space, function, draws, truth, None, (), data, False)
 
 

@@ -1,19 +1,98 @@
-"""What `run` hands back: rows, and from them a table, JSON and a page with pictures."""
+"""What `run` hands back: a row for each method and problem; a table, JSON and a page with pictures."""
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isinf
 from pathlib import Path
 from typing import Any
 
-from structvi.util.folder_files import write_together
-from structvi.util.folder_lock import folder_lock
-from structvi.util.version import __version__
+import torch
+from torch import Tensor
 
+from structvi.util.folder_files import check_folder, write_together
+from structvi.util.version import __version__
+from structvi_paper.pages import figure, number, picture, plain, render
+
+from .measures import Estimate, Measures
 from .problems import Problem
-from .rows import HEADINGS, LEGEND, Row
-from .verdicts import THRESHOLDS
+from .verdicts import MOST, percent, zero_for_the_truth
+
+HEADINGS = (
+    "method", "log q(θ*)", "log p(θ*)", "KL[p‖q]", "KL[q‖p]", "modes", "90 % hold", "mean", "log var", "joint",
+    "agree", "TV", "verdict",
+)  # fmt: skip
+LEGEND = (
+    "log q(θ*), log p(θ*): of the true model under method and posterior; KL in nats; modes: found of those there; 90 % "
+    "hold: posterior mass of the method's 90 % intervals, least to most; mean: largest error in posterior standard "
+    "deviations; log var: largest error; joint: by how much an event's probability is wrong, at least; agree, TV: "
+    "predictions at new inputs against the posterior's; –: there is none"
+)
+COLOURS = {
+    "Bayesian": "#2e7d32",
+    "off": "#b06a00",
+    "not a posterior": "#c2243b",
+    "not applicable": "#8a8a8a",
+    "failed": "#4a3a6b",
+}
+#: points along each axis of a density in the plane
+GRID = 161
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one problem.
+
+    `bayesian` is None, and there are no measures, where the method is not applicable, and where it has `failed`: it
+    raised, took too long or died.
+    """
+
+    method: str
+    problem: str
+    verdict: str
+    bayesian: bool | None
+    seconds: float
+    measures: Measures | None = None
+    #: what is wrong, the worst first
+    findings: tuple[str, ...] = ()
+    failed: bool = False
+    #: the traceback of a method that raised
+    details: str = field(default="", repr=False, compare=False)
+    #: for the pictures: some draws [S, 2] in two dimensions, or 5, 50 and 95 % quantiles of outputs [3, G]
+    sketch: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def grade(self) -> str:
+        """ "Bayesian", "off", "not a posterior", "not applicable" or "failed"."""
+        if self.bayesian is None:
+            return "failed" if self.failed else "not applicable"
+        if self.bayesian:
+            return "Bayesian"
+        return "off" if self.measures is None or not zero_for_the_truth(self.measures) else "not a posterior"
+
+    def cells(self) -> list[str]:
+        """Return what stands under `HEADINGS`."""
+        m = self.measures
+        if m is None:
+            return [self.method, *["–"] * (len(HEADINGS) - 2), self.verdict]
+        densities = [_number(value) for value in (m.log_q_true, m.log_p_true, m.kl_p_q, m.kl_q_p)]
+        modes = "–" if m.modes_found is None else f"{m.modes_found}/{m.modes_there}"
+        held = f"{percent(m.coverage_min)[:-2]}–{percent(m.coverage_max)[:-2]}"
+        errors = [_number(value) for value in (m.mean_error, m.log_variance_error, m.joint_error)]
+        agree = "–" if m.agreement is None else percent(m.agreement)
+        return [self.method, *densities, modes, held, *errors, agree, _number(m.total_variation), self.verdict]
+
+    def record(self) -> dict[str, Any]:
+        """Return what JSON has of it."""
+        own = ("method", "problem", "bayesian", "grade", "verdict", "findings", "details")
+        measures = None if self.measures is None else asdict(self.measures)
+        return {name: getattr(self, name) for name in own} | {"seconds": round(self.seconds, 3), "measures": measures}
+
+
+def _number(value: float | Estimate | None) -> str:
+    if isinstance(value, Estimate):
+        value = max(0.0, value.value)
+    return number(value if value is None or isinf(value) else round(value, 3))
 
 
 @dataclass(frozen=True)
@@ -30,75 +109,94 @@ class Report:
                 return row
         raise KeyError(f"no row {key!r}; there are {[(row.method, row.problem) for row in self.rows]}")
 
-    @property
-    def methods(self) -> list[str]:
-        return list(dict.fromkeys(row.method for row in self.rows))
+    def of(self, problem: str) -> list[Row]:
+        return [row for row in self.rows if row.problem == problem]
 
     def summary(self) -> list[str]:
-        """A sentence for each method."""
+        """Return a sentence for each method."""
         sentences = []
-        for method in self.methods:
-            rows = [row for row in self.rows if row.method == method and row.bayesian is not None]
-            failed = sum(row.failed for row in self.rows if row.method == method)
-            if not rows and not failed:
+        for method in dict.fromkeys(row.method for row in self.rows):
+            grades = [row.grade for row in self.rows if row.method == method]
+            count = len(grades) - grades.count("not applicable")
+            if not count:
                 sentences.append(f"{method}: applicable to none of these problems")
                 continue
-            good = sum(bool(row.bayesian) for row in rows)
-            points = sum(row.grade == "not a posterior" for row in rows)
-            words = f"{method}: Bayesian on {good} of {len(rows) + failed} problems"
-            words += f", not a posterior on {points}" if points else ""
-            sentences.append(words + (f", no result on {failed}" if failed else ""))
+            words = f"{method}: Bayesian on {grades.count('Bayesian')} of {count} problems"
+            for grade, said in (("not a posterior", "not a posterior"), ("failed", "no result")):
+                words += f", {said} on {grades.count(grade)}" if grade in grades else ""
+            sentences.append(words)
         return sentences
 
-    def table(self) -> str:
+    def __str__(self) -> str:
         """Plain text: a block for each problem."""
-        widths = [max(len(row.cells()[i]) for row in self.rows) for i in range(len(HEADINGS) - 1)]
-        widths = [max(width, len(heading)) for width, heading in zip(widths, HEADINGS, strict=False)]
+        every = [list(HEADINGS), *(row.cells() for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in every) for i in range(len(HEADINGS) - 1)]
         lines = []
         for name, problem in self.problems.items():
-            lines += ["", f"{name}: {problem.title}", _line(HEADINGS, widths)]
-            lines += [_line(row.cells(), widths) for row in self.rows if row.problem == name]
+            lines += ["", f"{name}: {problem.title}"]
+            for method, *cells, verdict in (HEADINGS, *(row.cells() for row in self.of(name))):
+                numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+                lines.append("  ".join(["", method.ljust(widths[0]), *numbers, verdict]))
         return "\n".join([*lines, "", LEGEND, "", *self.summary()]).lstrip("\n")
 
-    __str__ = table
-
     def record(self) -> dict[str, Any]:
-        """The content of check.json: infinities are the strings "inf" and "-inf"."""
-        rows = [_plain(row.record()) for row in self.rows]
+        """Return the content of check.json: infinities are the strings "inf" and "-inf"."""
         problems = {name: {"title": problem.title, "weights": problem.P} for name, problem in self.problems.items()}
-        head = {"version": __version__, "seed": self.seed, "thresholds": THRESHOLDS, "summary": self.summary()}
-        return head | {"problems": problems, "rows": rows}
+        head = {"version": __version__, "seed": self.seed, "thresholds": MOST._asdict(), "summary": self.summary()}
+        return plain(head | {"problems": problems, "rows": [row.record() for row in self.rows]})
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write check.txt, check.json and check.html, together; the page needs matplotlib.
+        """Write check.txt, check.json and check.html, together; the page needs jinja2 and matplotlib."""
+        check_folder(Path(folder))
+        return write_together(Path(folder), self._write)
 
-        Raises:
-            FolderInUse: where another run writes to the folder.
-        """
-        with folder_lock(folder, "structvi check"):
-            return self.write(Path(folder))
-
-    def write(self, folder: Path) -> list[Path]:
-        """`save`, by who has the folder's lock."""
-        from .page import page
-
-        def make(hidden: Path) -> None:
-            text = json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False)
-            (hidden / "check.txt").write_text(self.table() + "\n", encoding="utf-8")
-            (hidden / "check.json").write_text(text + "\n", encoding="utf-8")
-            (hidden / "check.html").write_text(page(self), encoding="utf-8")
-
-        return write_together(folder, make)
+    def _write(self, folder: Path) -> None:
+        text = json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False)
+        pictures = {name: _picture(problem, self.of(name)) for name, problem in self.problems.items()}
+        template = Path(__file__).with_name("check.html")
+        methods = list(dict.fromkeys(row.method for row in self.rows))
+        shown = {"headings": HEADINGS, "legend": LEGEND, "thresholds": MOST._asdict(), "colours": COLOURS}
+        page = render(template, report=self, methods=methods, pictures=pictures, version=__version__, **shown)
+        (folder / "check.txt").write_text(f"{self}\n", encoding="utf-8")
+        (folder / "check.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "check.html").write_text(page, encoding="utf-8")
 
 
-def _line(cells: list[str] | tuple[str, ...], widths: list[int]) -> str:
-    numbers = [cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:], strict=True)]
-    return "  ".join(["", cells[0].ljust(widths[0]), *numbers, cells[-1]])
+def _picture(problem: Problem, rows: list[Row]) -> bytes | None:
+    """Draw the posterior in grey and what each method makes of it, if it is of two weights or a curve."""
+    sketches = [(row, row.sketch) for row in rows if row.sketch is not None]
+    if not sketches:
+        return None
+    columns = min(4, len(sketches))
+    lines = -(-len(sketches) // columns)
+    made, axes = figure(lines, columns, 3 * columns, 3 * lines, squeeze=False, sharex=True, sharey=True)
+    for ax in axes.flatten():
+        ax.set_axis_off()
+    for ax, (row, sketch) in zip(axes.flatten(), sketches, strict=False):
+        ax.set_axis_on()
+        ax.set(title=row.method)
+        (_plane if problem.P == 2 else _band)(ax, problem, sketch, COLOURS[row.grade])
+    return picture(made)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, float) and isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return value
+def _plane(ax: Any, problem: Problem, sketch: Tensor, colour: str) -> None:
+    """The posterior as shade, draws of the method as dots."""
+    ends = zip(problem.reference.min(0).values.tolist(), problem.reference.max(0).values.tolist(), strict=True)
+    axes = [torch.linspace(low, high, GRID, dtype=torch.float64) for low, high in ends]
+    first, second = torch.meshgrid(*axes, indexing="xy")
+    density = problem.log_posterior(torch.stack([first, second], dim=-1).reshape(-1, 2)).exp().reshape(first.shape)
+    ax.contourf(first, second, density, levels=12, cmap="Greys", alpha=0.8)
+    ax.plot(*sketch.T, ".", color=colour, markersize=5, alpha=0.6)
+    ax.set(xlim=axes[0][[0, -1]].tolist(), ylim=axes[1][[0, -1]].tolist())
+
+
+def _band(ax: Any, problem: Problem, sketch: Tensor, colour: str) -> None:
+    """90 % of the outputs along the grid: the posterior's in grey, the method's coloured."""
+    exact = torch.quantile(problem.outputs(problem.reference), torch.tensor([0.05, 0.95], dtype=torch.float64), dim=0)
+    x = torch.arange(exact.shape[1])
+    ax.fill_between(x, *exact, color="#bbbbbb", linewidth=0)
+    low, middle, high = sketch
+    ax.fill_between(x, low, high, color=colour, alpha=0.35, linewidth=0)
+    ax.plot(x, middle, color=colour)
+    margin = 0.5 * (exact.max() - exact.min()).item()
+    ax.set(ylim=(exact.min().item() - margin, exact.max().item() + margin), xticks=[])

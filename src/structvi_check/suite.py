@@ -1,28 +1,22 @@
 """`run`: methods on problems, a row for each pair."""
 
-import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import isnan
 from time import perf_counter
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from structvi.util.checks import check_seed
-from structvi.util.live import is_live
-from structvi_paper.jobs import Job
-from structvi_paper.jobs import run as run_jobs
+import structvi as vi
+from structvi_paper.processes import processes
 from structvi_paper.settings import Settings
 
-from .adapters import Adapter, NotApplicable, ours
-from .isolation import Failed, at_work
+from .isolation import Failed, fitted_apart
 from .measures import measure
-from .methods import as_adapter
+from .methods import Adapter, NotApplicable, Ours, ours
 from .peers import PEERS
 from .problems import PROBLEMS, Problem, fresh
-from .report import Report
-from .rows import Row
+from .report import Report, Row
 from .verdicts import findings, verdict
 
 #: draws of the method that are measured
@@ -39,7 +33,7 @@ def run(
     *,
     seed: int = 0,
     timeout: float | None = TIMEOUT,
-    progress: bool = True,
+    workers: int = 1,
 ) -> Report:
     """Put one method, or several, to the question: is it Bayesian?
 
@@ -49,64 +43,65 @@ def run(
     Args:
         method: an adapter of yours with `name`, `fit(problem, seed)` and `draw(n, generator) -> [n, P]`, and
             `log_prob(theta) -> [S]` where there is a density; a family such as `LowRankNormal(4)`; a name such as
-            "mean-field" or "laplace-torch"; or a list of these.
+            "mean-field" or "swag"; or a list of these.
         problems: names of `PROBLEMS`, or `Problem`s of your own; all by default.
         seed: of fits and draws.
         timeout: seconds that a method may take for one problem, then its process is killed; None for no limit.
-        progress: a bar, in a terminal.
+        workers: rows that are computed at a time; with more than one, methods and problems must be names.
 
     Returns:
         A `Report`: `print(report)` shows the table, `report.save(folder)` writes table, JSON and a page with pictures.
 
     Example:
         >>> from structvi import FullNormal
-        >>> report = run(FullNormal(), problems=["gaussian-10-100"], progress=False)
+        >>> report = run(FullNormal(), problems=["gaussian-10-100"])
         >>> report.rows[0].bayesian, report.rows[0].verdict[:13]
         (True, 'Bayesian here')
     """
-    check_seed(seed)
-
-    check_timeout(timeout)
-    methods = method if isinstance(method, list | tuple) else [method]
-    adapters = [as_adapter(one) for one in methods]
-    chosen = [one if isinstance(one, Problem) else fresh(one) for one in _names(problems)]
-    if not adapters or not chosen:
+    if timeout is not None and (isnan(timeout) or timeout <= 0):
+        raise ValueError(f"timeout must be seconds above zero, or None for no limit, got {timeout!r}")
+    methods = list(method) if isinstance(method, list | tuple) else [method]
+    names = [as_method(one).name for one in methods]
+    wanted = list(PROBLEMS) if problems is None else [problems] if isinstance(problems, str | Problem) else problems
+    chosen = [one if isinstance(one, Problem) else fresh(one) for one in wanted]
+    if not methods or not chosen:
         raise ValueError("nothing to do: give at least one method and one problem")
-    names = [adapter.name for adapter in adapters]
     if len(set(names)) < len(names):
         raise ValueError(f"two methods have the same name, {names}; name one: structvi_check.Ours(family, name)")
-    # a name stays one: where a process is spawned, what it stands for need not be sent
-    given = [one if isinstance(one, str) else adapter for one, adapter in zip(methods, adapters, strict=True)]
-    pairs = [(one, name, on) for on in chosen for one, name in zip(given, names, strict=True)]
-    rows = []
-    with tqdm(total=len(pairs), disable=not (progress and is_live())) as bar:
-        for one, name, on in pairs:
-            bar.set_postfix_str(f"{name}: {on.name}")
-            rows.append(examine(one, on, seed, timeout))
-            bar.update()
+    with processes(workers) as starmap:
+        rows = starmap("check", examine, [(one, on, seed, timeout) for on in wanted for one in methods])
     return Report(tuple(rows), {one.name: one for one in chosen}, seed)
 
 
-def check_timeout(timeout: float | None) -> None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
-        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
-    if timeout is not None and (isnan(timeout) or timeout <= 0):
-        raise ValueError(f"timeout must be seconds above zero, or None for no limit, got {timeout!r}")
+def as_method(method: object) -> Adapter:
+    """Return a method in the form that is examined; it may be an adapter, a family, or a name."""
+    if isinstance(method, str):
+        known = ours()
+        if method not in known and method not in PEERS:
+            raise ValueError(f"there is no method {method!r}; there are {', '.join([*known, *PEERS])}")
+        return known[method] if method in known else PEERS[method]()
+    if isinstance(method, vi.Family):
+        return Ours(method)
+    if not isinstance(method, Adapter) or isinstance(method, type) or not isinstance(method.name, str):
+        raise TypeError(
+            "a method is an object with a text `name`, `fit(problem, seed)` and `draw(n, generator) -> [n, P]`; got "
+            f"{method!r}"
+        )
+    return method
 
 
 def method_names(text: str) -> list[str]:
-    """From "mean-field,full", "ours", "peers" or "all"."""
+    """Return the names in "mean-field,full", "ours", "peers" or "all"."""
     groups = {"ours": list(ours()), "peers": list(PEERS), "all": [*ours(), *PEERS]}
-    return _known(text, groups, "method")
+    return _known(text, groups, groups["all"], "method")
 
 
 def problem_names(text: str, quick: bool) -> list[str]:
-    """From "bimodal,network" or "all"; of all the quick ones where asked for."""
-    return _known(text, {"all": list(QUICK if quick else PROBLEMS)}, "problem", list(PROBLEMS))
+    """Return the names in "bimodal,network" or "all"; all of the quick ones if asked for."""
+    return _known(text, {"all": list(QUICK if quick else PROBLEMS)}, list(PROBLEMS), "problem")
 
 
-def _known(text: str, groups: dict[str, list[str]], what: str, names: Sequence[str] = ()) -> list[str]:
-    known = names or groups["all"]
+def _known(text: str, groups: dict[str, list[str]], known: list[str], what: str) -> list[str]:
     chosen = [name for part in text.split(",") if part for name in groups.get(part.strip(), [part.strip()])]
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
@@ -115,62 +110,25 @@ def _known(text: str, groups: dict[str, list[str]], what: str, names: Sequence[s
     return list(dict.fromkeys(chosen))
 
 
-def run_named(
-    methods: Sequence[str], problems: Sequence[str], seed: int, workers: int, timeout: float | None = TIMEOUT
-) -> Report:
-    """`run` for names, several at a time; the result is the same."""
-    check_timeout(timeout)
-    jobs = [
-        Job(f"{name}: {method}", _examine_named, (method, name, seed, timeout), WEIGHTS.get(name, 1.0))
-        for name in sorted(problems, key=lambda name: -WEIGHTS.get(name, 1.0))  # the long ones first
-        for method in methods
-    ]
-    found = {job.arguments[:2]: row for job, row in zip(jobs, run_jobs(jobs, workers), strict=True)}
-    rows = tuple(found[method, name] for name in problems for method in methods)
-    return Report(rows, {name: fresh(name) for name in problems}, seed)
-
-
-#: how long fits take beside those of a small problem
-WEIGHTS = {"network": 15.0, "gaussian-50-10000": 3.0, "gaussian-50-100": 2.0, "gaussian-50-1": 2.0}
-
-
-def _examine_named(method: str, name: str, seed: int, timeout: float | None) -> Row:
-    return examine(method, fresh(name), seed, timeout)
-
-
-def _names(problems: Sequence[str | Problem] | str | Problem | None) -> Iterable[str | Problem]:
-    if problems is None:
-        return list(PROBLEMS)
-    return [problems] if isinstance(problems, str | Problem) else problems
-
-
-def examine(method: Adapter | str, on: Problem, seed: int, timeout: float | None = TIMEOUT) -> Row:
+def examine(method: object, problem: str | Problem, seed: int, timeout: float | None) -> Row:
     """Fit and draw, in a process that does not have the reference; measure and judge, in this one."""
-    name, began = as_adapter(method).name, perf_counter()
+    on = problem if isinstance(problem, Problem) else fresh(problem)
+    adapter, began = as_method(method), perf_counter()
     generator = Settings(seed).generator("check draws", on.name)
     try:
-        with at_work(method, on, seed, DRAWS, generator, timeout) as work:
-            theta, seconds, dense = work.draws()
-            with torch.no_grad():
-                measures = measure(on, theta, work.log_prob if dense else None)
+        with fitted_apart(adapter, on, seed, DRAWS, generator, timeout) as fitted, torch.no_grad():
+            measures = measure(on, fitted.theta, fitted.log_prob)
     except NotApplicable as reason:
-        return Row(name, on.name, f"not applicable: {reason}", None, perf_counter() - began)
+        return Row(adapter.name, on.name, f"not applicable: {reason}", None, perf_counter() - began)
     except Failed as failure:
-        return _failed(name, on, str(failure), perf_counter() - began, failure.details)
-    except Exception as error:  # of a problem of the user's own, say: the other rows are not lost
-        words = f"its draws could not be measured: {type(error).__name__}: {error}"
-        return _failed(name, on, words, perf_counter() - began, traceback.format_exc())
-    found = tuple(findings(on, measures))
-    words = verdict(on, measures)
-    return Row(name, on.name, words, not found, seconds, measures, found, sketch=sketch(on, theta))
+        words, seconds = f"no result: {failure.words}", perf_counter() - began
+        return Row(adapter.name, on.name, words, None, seconds, failed=True, details=failure.details)
+    found, words = tuple(findings(on, measures)), verdict(on, measures)
+    sketch = _sketch(on, fitted.theta)
+    return Row(adapter.name, on.name, words, not found, fitted.seconds, measures, found, sketch=sketch)
 
 
-def _failed(name: str, on: Problem, words: str, seconds: float, details: str) -> Row:
-    return Row(name, on.name, f"no result: {words}", None, seconds, failed=True, details=details)
-
-
-def sketch(on: Problem, theta: Tensor) -> Tensor | None:
-    """What the pictures show of draws [S, P]."""
+def _sketch(on: Problem, theta: Tensor) -> Tensor | None:
     if on.data is not None and on.data.curve:
         levels = torch.tensor([0.05, 0.5, 0.95], dtype=theta.dtype)
         return torch.quantile(on.outputs(theta[:2000]), levels, dim=0)

@@ -19,27 +19,26 @@ def processes(count: int) -> Iterator[Starmap]:
     """Yield `starmap`; with one process everything runs in this one. An error or Ctrl-C ends the others at once."""
 
     def starmap(label: str, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = run(function, *zip(*arguments, strict=True))
-        return list(tqdm(calls, label, len(arguments), disable=None))
+        if pool is None:
+            return [function(*each) for each in tqdm(arguments, label, disable=None)]
+        calls = [pool.submit(function, *each) for each in arguments]
+        return [call.result() for call in tqdm(calls, label, disable=None)]
 
-    if count == 1:
-        run, threads = map, torch.get_num_threads()
+    pool, threads, others = None, torch.get_num_threads(), set(active_children())
+    if count > 1:
+        pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start)
+    else:
         torch.set_num_threads(1)  # sums over several threads round differently
-        try:
-            yield starmap
-        finally:
-            torch.set_num_threads(threads)
-        return
-    others = set(active_children())
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start) as pool:
-        run = pool.map
-        try:
-            yield starmap
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in set(active_children()) - others:
-                child.terminate()
-            raise
+    try:
+        yield starmap
+    except BaseException:
+        for child in set(active_children()) - others:
+            child.terminate()
+        raise
+    finally:
+        torch.set_num_threads(threads)
+        if pool is not None:
+            pool.shutdown()
 
 
 def _start() -> None:

@@ -1,8 +1,10 @@
 """What `structvi fit` and `structvi predict` do, without their command line."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from structvi.util.folder_files import write_together
 
 from .assessing import Assessment, assess
 from .baselines import baselines
@@ -18,14 +20,12 @@ REPORT, PREDICTIONS = "report.html", "predictions.csv"
 def fit_file(
     path: Path,
     target: str,
+    encoding: str = "utf-8",
     *,
     task: str = "auto",
-    family: str | None = None,
     noise: str = "auto",
-    category: Sequence[str] = (),
-    number: Sequence[str] = (),
+    kinds: Mapping[str, str] | None = None,
     without: Sequence[str] = (),
-    encoding: str = "utf-8",
     level: float = 0.9,
     seed: int = 0,
     say: Callable[[str], None] = silent,
@@ -36,9 +36,8 @@ def fit_file(
     table = read_table(path, encoding, notes)
     for note in notes:
         say(note)
-    kinds = dict.fromkeys(category, "category") | dict.fromkeys(number, "number")
     fit = fit_table(
-        table, target, task=task, family=family, noise=noise, categories=kinds, without=without, level=level, seed=seed,
+        table, target, task=task, noise=noise, categories=kinds, without=without, level=level, seed=seed,
         say=say,
     )  # fmt: skip
     fit.notes[:0] = notes
@@ -52,6 +51,10 @@ class Fitted:
 
     def __init__(self, fit: TableFit, found: Assessment, source: str, seconds: float):
         self.fit, self.found, self.source, self.seconds = fit, found, source, seconds
+
+    def save(self, folder: Path) -> None:
+        """Write everything into a folder, together."""
+        write_together(folder, self.write)
 
     def write(self, folder: Path) -> None:
         """report.html, predictions.csv, model.json and the posteriors."""

@@ -108,9 +108,9 @@ def fit_table(
     """
     check_seed(seed)
     if not 0 < level < 1:
-        raise ValueError(f"level must lie inside (0, 1), got {level}")
+        raise TableError(f"level must lie inside (0, 1), got {level}")
     if noise != "auto" and noise not in NOISES:
-        raise ValueError(f'noise must be "auto" or one of {NOISES}, got {noise!r}')
+        raise TableError(f'noise must be "auto" or one of {NOISES}, got {noise!r}')
     recipe = family_of(family)
     table, target = as_table(table).reset_index(drop=True), str(target)
     notes: list[str] = []

@@ -43,8 +43,7 @@ def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: lis
         notes: takes sentences on what was found: the separator, the decimal comma.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        TableError: it is there, and no table.
+        TableError: there is no such file, or it is no table.
 
     Example:
         >>> import tempfile
@@ -59,7 +58,7 @@ def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: lis
     if path.is_dir():
         raise TableError(f"{path} is a folder: give the file itself")
     if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}: is the name right, and the folder? (here is {Path.cwd()})")
+        raise TableError(f"there is no file {path}: is the name right, and the folder? (here is {Path.cwd()})")
     try:
         table = _parquet(path) if path.suffix.lower() in (".parquet", ".pq") else _text(path, encoding, notes)
     except OSError as error:

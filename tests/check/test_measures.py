@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, Normal
 
-from structvi_check import measure, problem
-from structvi_check.measures import _chi2_quantile, count_points, coverage
+from structvi_check import problem
+from structvi_check.measures import count_points, coverage, measure
 
 
 def gaussian(name="gaussian-10-100"):
@@ -70,11 +70,6 @@ def test_modes_are_found_by_mass_in_their_region():
     assert measure(p, wide.sample((4000,)), None).modes_found == 1
     far = MultivariateNormal(torch.tensor([50.0, 50.0], dtype=torch.float64), narrow.covariance_matrix)
     assert measure(p, far.sample((4000,)), None).modes_found == 0
-
-
-def test_the_quantile_of_chi2():
-    assert _chi2_quantile(0.99, 2) == pytest.approx(-2 * log(0.01), rel=1e-6)
-    assert _chi2_quantile(0.99, 10) == pytest.approx(23.2093, rel=1e-4)
 
 
 def test_total_variation_of_predictions_of_two_classes():

@@ -5,7 +5,7 @@ import torch
 
 from structvi import BayesianModel
 from structvi_check import PROBLEMS, problem
-from structvi_check.references import FOLDER, load
+from structvi_check.problems import REFERENCES, reference_draws
 
 WITH_DATA = ["linear-regression", "rbf-regression", "logistic-regression", "network"]
 
@@ -65,14 +65,14 @@ def test_the_evidence_of_the_logistic_regression():
 def test_reference_draws_are_small_and_say_how_good_they_are():
     from safetensors import safe_open
 
-    files = sorted(FOLDER.glob("*.safetensors"))
+    files = sorted(REFERENCES.glob("*.safetensors"))
     assert [file.stem for file in files] == ["logistic-regression", "network"]
     assert sum(file.stat().st_size for file in files) < 300_000
     for file in files:
         with safe_open(file, framework="pt") as opened:
             said = opened.metadata()
         assert float(said["r_hat"]) < 1.01
-        assert float(said["ess_bulk"]) > len(load(file.stem)[0])
+        assert float(said["ess_bulk"]) > len(reference_draws(file.stem)[0])
 
 
 def test_an_unknown_problem_is_named():

@@ -10,9 +10,9 @@ import torch
 
 import structvi as vi
 from structvi import cli
-from structvi.util.folder_lock import FolderInUse, folder_lock
-from structvi_check import PEERS, PROBLEMS, Adapter, NotApplicable, Problem, Report, run
-from structvi_check.suite import QUICK, method_names, problem_names, run_named
+from structvi_check import PROBLEMS, Adapter, NotApplicable, Problem, run
+from structvi_check.peers import PEERS
+from structvi_check.suite import QUICK, method_names, problem_names
 
 
 class Prior:
@@ -30,6 +30,7 @@ class Prior:
 def command(monkeypatch, capsys, *arguments):
     """Exit code, stdout and stderr of `structvi check arguments`."""
     monkeypatch.setattr(sys, "argv", ["structvi", "check", *arguments])
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     captured = capsys.readouterr()
@@ -38,24 +39,23 @@ def command(monkeypatch, capsys, *arguments):
 
 def test_a_method_of_the_users_own():
     assert isinstance(Prior(), Adapter)
-    report = run(Prior(), ["correlated", "gaussian-10-1"], progress=False)
+    report = run(Prior(), ["correlated", "gaussian-10-1"])
     assert [row.problem for row in report.rows] == ["correlated", "gaussian-10-1"]
     assert report["prior", "correlated"].grade == "off"
     assert report["prior", "correlated"].measures.kl_p_q is None
-    assert report["prior", "gaussian-10-1"].findings[0].startswith("biased") or not report.rows[1].bayesian
     with pytest.raises(KeyError, match="no row"):
         report["prior", "bimodal"]
 
 
-def test_the_method_in_the_documentation_runs_as_written(tmp_path, monkeypatch, capsys):
+def test_the_method_in_the_documentation_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     namespace: dict = {}
     exec(compile(block, "check.md", "exec"), namespace)
     report = namespace["report"]
     assert report["Laplace", "linear-regression"].bayesian
-    assert report["Laplace", "bimodal"].findings[0] == "one of two modes missing"
+    assert report["Laplace", "bimodal"].findings[0] == "1 of 2 modes missing"
     assert report["Laplace", "logistic-regression"].findings[0].startswith("biased")
     assert (tmp_path / "report" / "check.html").exists()
 
@@ -72,19 +72,13 @@ def own(reference=(8192, 3), **options):
 
 
 def test_a_problem_of_the_users_own():
-    assert run(vi.MeanField(), own(), progress=False).rows[0].bayesian
-    (row,) = run(vi.MeanField(), own(log_evidence=None), progress=False).rows
+    assert run(vi.MeanField(), own()).rows[0].bayesian
+    (row,) = run(vi.MeanField(), own(log_evidence=None)).rows
     assert row.bayesian
-    assert row.measures.kl_p_q is None
-    assert row.measures.log_p_true is None
+    assert (row.measures.kl_p_q, row.measures.log_p_true) == (None, None)
     assert row.measures.log_q_true == pytest.approx(NORMAL.log_prob(torch.ones(3)).sum().item(), abs=1e-3)
-
-
-def test_a_problem_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"own: the space has P = 3 numbers; .* got \(10, 2\) and \(3,\)"):
         own(reference=(10, 2))
-    with pytest.raises(ValueError, match="without a network there are no predictions"):
-        own(identified=False)
 
 
 def test_not_applicable_is_said():
@@ -92,26 +86,25 @@ def test_not_applicable_is_said():
         def fit(self, problem, seed):
             raise NotApplicable("it does not like the problem")
 
-    report = run([Choosy(), "head"], ["correlated"], progress=False)
+    report = run([Choosy(), "head"], ["correlated"])
     assert report.rows[0].verdict == "not applicable: it does not like the problem"
     assert report.rows[1].bayesian is None
     assert "prior: applicable to none of these problems" in report.summary()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_report_with_one_worker_and_with_two():
-    methods, problems = ["mean-field", "full"], ["correlated"]
-    first, second = (run_named(methods, problems, seed=3, workers=workers).record() for workers in (1, 2))
-    third = run(methods, problems, seed=3, progress=False).record()
-    for one in (*first["rows"], *second["rows"], *third["rows"]):
+    first, second = (run(["mean-field", "full"], ["correlated"], seed=3, workers=n).record() for n in (1, 2))
+    for one in (*first["rows"], *second["rows"]):
         one.pop("seconds")
-    assert first == second == third
+    assert first == second
 
 
 def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
     methods, problems = "map,mc-dropout,full", "bimodal,linear-regression,rbf-regression"
-    arguments = ("--quick", "--methods", methods, "--problems", problems, "--out", str(tmp_path))
-    code, out, _ = command(monkeypatch, capsys, *arguments)
+    code, out, _ = command(
+        monkeypatch, capsys, "--quick", "--methods", methods, "--problems", problems, "--out", str(tmp_path)
+    )
     assert code == 0
     assert out.splitlines()[-1] == str(tmp_path / "check.html")
     assert "full normal: Bayesian on 2 of 3 problems" in out
@@ -125,7 +118,7 @@ def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
     assert rows["MAP", "bimodal"]["verdict"].startswith("not a posterior: a point mass")
     assert rows["full normal", "linear-regression"]["bayesian"] is True
     page = (tmp_path / "check.html").read_text()
-    assert page.count("<img src='data:image/png;base64,") == 2
+    assert page.count('<img src="data:image/png;base64,') == 2
     assert "Bayesian here: the posterior of the model" in page
     assert not re.search(r"<script|https?://", page)
 
@@ -146,26 +139,8 @@ def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
     assert says in err
 
 
-def test_a_folder_in_use_is_refused_before_computing(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("structvi_check.suite.run_named", lambda *_: pytest.fail("computed"))
-    with folder_lock(tmp_path, "structvi check"):
-        code, _, err = command(monkeypatch, capsys, "--out", str(tmp_path))
-        with pytest.raises(FolderInUse):
-            Report((), {}).save(tmp_path)
-    assert code == 2
-    assert "in use by this process" in err
-    assert "wait for it to end, or give another folder" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (True, TypeError)])
-def test_a_limit_that_cannot_be_is_refused(timeout, error):
-    with pytest.raises(error, match="timeout must be"):
-        run(Prior(), ["correlated"], timeout=timeout)
-
-
 def test_names_and_groups_of_the_command_line():
-    assert method_names("ours,laplace-torch,map")[-1] == "laplace-torch"
+    assert method_names("ours,swag,map")[-1] == "swag"
     assert method_names("peers") == list(PEERS)
     assert problem_names("all", quick=True) == list(QUICK)
     assert problem_names("all", quick=False) == list(PROBLEMS)
@@ -187,66 +162,43 @@ class Lying(Prior):
         return self.values(theta)
 
 
-class Nameless:
-    def fit(self, problem, seed): ...
-
-
-class Numbered(Prior):
-    name = 3  # pyright: ignore[reportAssignmentType]
-
-
 @pytest.mark.parametrize(
     ("method", "problems", "error", "says"),
     [
-        (Nameless(), None, TypeError, "Nameless has no name and no draw"),
-        (Prior, None, TypeError, "an object, not a class: write Prior()"),
-        (Numbered(), None, TypeError, "the name of a method must be a string"),
-        ("bogus", None, ValueError, "there is no method 'bogus'; there are map, mc-dropout"),
-        ([Prior(), Prior()], None, ValueError, "two methods have the same name"),
-        ([], None, ValueError, "give at least one method and one problem"),
-        (Prior(), [], ValueError, "give at least one method and one problem"),
+        (object(), ["correlated"], TypeError, "a method is an object with"),
+        (Prior, ["correlated"], TypeError, "a method is an object with"),
+        ("bogus", ["correlated"], ValueError, "there is no method 'bogus'; there are map, mc-dropout"),
+        ([Prior(), Prior()], ["correlated"], ValueError, "two methods have the same name"),
+        ([], ["correlated"], ValueError, "give at least one method and one problem"),
         (Prior(), ["bogus"], ValueError, "there is no problem 'bogus'"),
     ],
 )
 def test_wrong_input_is_refused(method, problems, error, says):
     with pytest.raises(error, match=says):
-        run(method, ["correlated"] if problems is None else problems, progress=False)
+        run(method, problems)
 
 
 @pytest.mark.parametrize(
     ("method", "says"),
     [
         (Returning(torch.zeros(7, 2)), r"ValueError: draw.* must give a tensor \[n, P\] = \[8192, 2\]"),
-        (Returning([1.0]), "got list"),
         (Returning(torch.full((8192, 2), torch.nan)), "not finite"),
         (Lying(lambda theta: theta), r"one number for each of 16385 rows, .* it gave \(16385, 2\)"),
         (Lying(lambda theta: theta[:, 0] * torch.nan), "log_prob gave NaN"),
     ],
 )
 def test_wrong_answers_are_said(method, says):
-    (row,) = run(method, ["correlated"], progress=False).rows
+    (row,) = run(method, ["correlated"]).rows
     assert re.search(says, row.verdict)
-    assert row.verdict.startswith("no result: ")
     assert (row.bayesian, row.grade, row.measures) == (None, "failed", None)
 
 
-@pytest.mark.parametrize(("method", "package"), [("pyro-full", "pyro"), ("laplace-torch", "laplace")])
-def test_a_missing_package_is_named(monkeypatch, method, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("structvi_check.peers.STEPS", 1)
-    (row,) = run(method, ["linear-regression"], progress=False).rows
-    assert f"{package} is not installed; this method needs it: " in row.verdict
-    assert row.grade == "failed"
-
-
 def test_a_command_without_any_result_says_so_and_fails(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "pyro", None)
-    code, out, _ = command(
-        monkeypatch, capsys, "--methods", "pyro-full", "--problems", "correlated", "--out", str(tmp_path)
-    )
+    arguments = ("--methods", "pyro-full", "--problems", "correlated", "--out", str(tmp_path))
+    code, out, _ = command(monkeypatch, capsys, *arguments)
     assert code == 1
-    assert "pyro is not installed; this method needs it: " in out
+    assert "ModuleNotFoundError: import of pyro" in out
     assert "Pyro full normal: Bayesian on 0 of 1 problems, no result on 1" in (tmp_path / "check.txt").read_text()
 
 
@@ -256,7 +208,7 @@ def test_a_command_without_any_result_says_so_and_fails(monkeypatch, capsys, tmp
 )
 def test_peers_of_torch_alone(monkeypatch, method, grade):
     monkeypatch.setattr("structvi_check.peers.STEPS", 50)
-    report = run(method, ["linear-regression", "bimodal"], progress=False)
+    report = run(method, ["linear-regression", "bimodal"])
     assert report.rows[0].grade == grade
     assert "needs a network with data" in report.rows[1].verdict
     assert report.rows[0].measures.coverage_min < 0.5

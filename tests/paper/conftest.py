@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from structvi_paper import table1
-from structvi_paper.run import PARTS, compute, record, write
+from structvi_paper.reproduce import PARTS, compute, record, write
 from structvi_paper.settings import Settings
 
 TINY = Settings(
@@ -41,8 +41,8 @@ def tiny(settings, made_once):
 
 
 @pytest.fixture(scope="session")
-def report(tiny, tmp_path_factory):
+def report(tiny, settings, tmp_path_factory):
     """The folder of a whole report."""
     folder = tmp_path_factory.mktemp("report")
-    write(*tiny, folder)
+    write(tiny[0], settings, folder)
     return folder

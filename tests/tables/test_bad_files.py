@@ -108,7 +108,6 @@ BAD = {
     "free text alone": (rows(("x", lambda i: f"text {i}"), ("y", amount)), [], ["identifier or free text"]),
     "constant column alone": (rows(("x", lambda i: 3), ("y", amount)), [], ["one value only"]),
     "unknown task": (rows(*PLAIN), ["--task", "ranking"], ["--task", "regression", "'ranking'"]),
-    "unknown family": (rows(*PLAIN), ["--family", "Bogus"], ["family must be one of", "'Bogus'"]),
     "unknown noise": (rows(*PLAIN), ["--noise", "Cauchy"], ["noise must be", "'Cauchy'"]),
     "unknown category": (rows(*PLAIN), ["--category", "q"], ["no column 'q'"]),
     "level of ninety": (rows(*PLAIN), ["--level", "90"], ["inside (0, 1)"]),

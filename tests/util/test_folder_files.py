@@ -1,18 +1,10 @@
-"""The files of a run: together or not at all, and of one run at a time."""
+"""The files of a run: together or not at all."""
 
-import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from structvi.util.folder_files import MAKING, READY, write_together
-from structvi.util.folder_lock import FolderInUse, folder_lock
-from structvi_paper import run
-from structvi_paper.jobs import Job
-from structvi_paper.settings import Settings
 from tests.children import python
 
 
@@ -68,55 +60,3 @@ def test_a_killed_run_leaves_the_old_files_or_has_its_own_moved_by_the_next(tmp_
     assert names(tmp_path) == ["a", "b", "c"]
     expected = "old" if when == "making" else "new"
     assert [(tmp_path / name).read_text() for name in "ab"] == [expected, expected]
-
-
-def test_a_second_run_in_one_folder_is_refused_before_computing(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "compute", lambda *_: pytest.fail("computed"))
-    with (
-        folder_lock(tmp_path, "structvi reproduce"),
-        pytest.raises(FolderInUse, match=r"in use by this process .* structvi reproduce since"),
-    ):
-        run.reproduce(["figure1"], Settings(), tmp_path, workers=1)
-
-
-def test_the_folder_is_locked_while_computing_and_free_afterwards(tmp_path, monkeypatch):
-    def compute(*_):
-        with pytest.raises(FolderInUse), folder_lock(tmp_path):
-            pass
-        return {}
-
-    monkeypatch.setattr(run, "compute", compute)
-    monkeypatch.setattr(run, "record", lambda *_: {})
-    monkeypatch.setattr(run, "write", lambda *_: [])
-    run.reproduce(["figure1"], Settings(), tmp_path, workers=1)
-    assert names(tmp_path) == []
-
-
-INTERRUPTED = """
-import time
-from structvi_paper.jobs import Job, run
-if __name__ == "__main__":
-    print("begun", flush=True)
-    run([Job(str(i), time.sleep, (1000,)) for i in range(3)], workers=2)
-"""
-
-
-def test_an_interrupt_ends_the_workers_at_once(tmp_path):
-    assert Job("a", max, (1,)).weight == 1
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    parent = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    parent.stdout.readline()
-    end = time.monotonic() + 60
-    while len(_children(parent.pid)) < 3 and time.monotonic() < end:  # two workers, and what keeps track of them
-        time.sleep(0.05)
-    os.kill(parent.pid, signal.SIGINT)
-    _, err = parent.communicate(timeout=60)
-    assert "KeyboardInterrupt" in err
-
-
-def _children(pid):
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
-    return found.stdout.split()

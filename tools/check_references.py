@@ -1,6 +1,6 @@
 """Make the reference draws that come with the package: NUTS for logistic regression, HMC for the network.
 
-    python -m structvi_check.references.make [logistic-regression] [network]
+    python tools/check_references.py [logistic-regression] [network]
 
 It needs the extras "bench" (Pyro) and "diagnostics" (arviz), takes about ten minutes on two cores, and refuses draws
 with R̂ above 1.01 or with fewer effective draws than are kept.
@@ -11,7 +11,6 @@ with R̂ above 1.01 or with fewer effective draws than are kept.
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from math import lgamma, log, pi
 from typing import Any
 
@@ -19,8 +18,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..problems import Problem, linear_log_joint, logistic_data, network_data, network_log_joint
-from . import FOLDER
+from structvi_check.problems import (
+    REFERENCES,
+    Problem,
+    logistic_data,
+    network_data,
+)
 
 #: draws that are kept, in float32: below 300 kB together
 KEPT = {"logistic-regression": 2000, "network": 1000}
@@ -32,7 +35,7 @@ def logistic_regression() -> None:
     from pyro.infer import MCMC, NUTS
 
     data, truth = logistic_data()
-    P, log_joint = data.space.size, partial(linear_log_joint, data)
+    P, log_joint = data.space.size, data.log_joint
 
     def potential(values: dict[str, Tensor]) -> Tensor:
         return -log_joint(values["theta"].unsqueeze(0))[0]
@@ -78,7 +81,7 @@ def log_evidence(draws: Tensor, log_joint: Callable[[Tensor], Tensor], S: int = 
 def network() -> None:
     """Hamiltonian Monte Carlo: 64 chains from the prior side by side, trajectories of random length."""
     data, truth = network_data()
-    log_joint = partial(network_log_joint, data)
+    log_joint = data.log_joint
     draws = hmc(log_joint, data.space.size, chains=64, warmup=400, keep=600, length=1.2)
     name = "network"
     target = Problem(name, "", data.space, log_joint, draws[0], truth, None, (), data, False)
@@ -146,7 +149,7 @@ def check(draws: Tensor, least: int) -> dict[str, str]:
 def write(name: str, draws: Tensor, report: dict[str, str]) -> None:
     """Every so many-th draw, chain after chain, in float32."""
     rows = torch.linspace(0, len(draws) - 1, KEPT[name]).round().long()
-    path = FOLDER / f"{name}.safetensors"
+    path = REFERENCES / f"{name}.safetensors"
     save_file({"draws": draws[rows].float().contiguous()}, path, metadata=report)
     path.chmod(0o644)
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB, {report}")

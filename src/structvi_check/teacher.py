@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from structvi.models.bayesian_model import BayesianModel
 from structvi.models.likelihoods import Bernoulli
 from structvi.parameters import Parameters
 
-from ..problems import Data, Problem
+from .problems import Data, Problem
 
 INPUTS = 8
-#: how far the last layer's output is multiplied: labels are neither coins nor certain
+#: the last layer's output is multiplied by it: labels are neither coins nor certain
 SHARPNESS = 4.0
 
 
@@ -30,11 +29,11 @@ class Times(nn.Module):
 
 
 def build(width: int) -> nn.Module:
-    """8 – width – width – 1, tanh; the same at every call, at a draw of N(0, 1)."""
+    """Return a network 8 – width – width – 1 with tanh; the same at every call, at a draw of N(0, 1)."""
     layers: list[nn.Module] = []
     for inputs, outputs, gain in ((INPUTS, width, 1.0), (width, width, 1.0), (width, 1, SHARPNESS)):
-        layers += [Times(gain * inputs**-0.5), nn.Linear(inputs, outputs), nn.Tanh()]
-    net = nn.Sequential(*layers[:-1]).double()
+        layers += [Times(gain * inputs**-0.5), nn.Linear(inputs, outputs, device="meta"), nn.Tanh()]
+    net = nn.Sequential(*layers[:-1]).to_empty(device="cpu").double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -44,13 +43,12 @@ def build(width: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What methods get, and what they are measured by."""
+    """What methods get, and test inputs [M, 8] with their labels [M, 1] and true probabilities [M]."""
 
     problem: Problem
-    model: BayesianModel
-    x: Tensor  # test inputs [M, 8]
-    t: Tensor  # their labels [M, 1]
-    p: Tensor  # their true probabilities [M]
+    x: Tensor
+    t: Tensor
+    p: Tensor
 
     @property
     def data(self) -> Data:
@@ -58,13 +56,18 @@ class Teacher:
         return self.problem.data
 
     def constant(self) -> float:
-        """Log likelihood of the training labels by their own mean."""
+        """Return the log likelihood of the training labels by their own mean."""
         share = self.data.t.mean().clamp(1e-6, 1 - 1e-6)
         return float(len(self.data.t) * (share * share.log() + (1 - share) * (1 - share).log()))
 
+    def probabilities(self, theta: Tensor) -> Tensor:
+        """Return those of the second class at the test inputs, at each draw: [S, P] → [S, M]."""
+        with torch.no_grad():
+            return self.data.outputs(theta, self.x).sigmoid()
+
 
 def teacher(width: int, size: int, test: int, seed: int) -> Teacher:
-    """θ* ~ N(0, I), so that the exact posterior's 90 % intervals hold the truth in 90 % of cases, over teachers.
+    """Draw θ* ~ N(0, I): over teachers the exact posterior's 90 % intervals hold the truth in 90 % of cases.
 
     Args:
         width: of the two hidden layers.
@@ -86,13 +89,7 @@ def teacher(width: int, size: int, test: int, seed: int) -> Teacher:
         p = functional_call(net, space.unravel(truth), (x,)).sigmoid()
     t = (torch.rand(p.shape, generator=generator, dtype=torch.float64) < p).double()
     data = Data(partial(build, width), Bernoulli(), 1.0, x[:size], t[:size], x[size:])
-    model = BayesianModel(net, data.likelihood, data.prior, size)
-    problem = Problem(
-        "teacher", f"a network of {space.size} weights drawn from its prior", space,
-        partial(_log_joint, model, data), torch.zeros(0, space.size, dtype=torch.float64), truth, None, (), data, False,
-    )  # fmt: skip
-    return Teacher(problem.question(), model, x[size:], t[size:], p[size:, 0])
-
-
-def _log_joint(model: BayesianModel, data: Data, theta: Tensor) -> Tensor:
-    return model.log_joint(theta, (data.x, data.t))
+    title = f"a network of {space.size} weights drawn from its prior"
+    none = torch.zeros(0, space.size, dtype=torch.float64)
+    problem = Problem("teacher", title, space, data.log_joint, none, truth, None, (), data, identified=False)
+    return Teacher(problem.question(), x[size:], t[size:], p[size:, 0])

@@ -2,17 +2,22 @@
 
 import math
 import time
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from structvi.parameters import Parameters
 
 
-class Loader(Sized, Iterable[Any], Protocol):
+class Loader(Iterable[Any], Protocol):
     """Batches, of a known number."""
+
+    def __len__(self) -> int: ...
 
 
 def fit_ivon(
@@ -31,7 +36,7 @@ def fit_ivon(
     radius: float = math.inf,
     loss: Any = cross_entropy,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Mean and scales [P] after so many epochs of one draw a step.
+    """Return mean and scales [P] after so many epochs of one draw a step.
 
     With g the gradient at θ ~ N(m, σ²), ĥ = g (θ − m)/σ²:
 
@@ -40,7 +45,7 @@ def fit_ivon(
 
     Args:
         net: where the mean starts.
-        loader: batches.
+        loader: batches; their order is the loader's.
         epochs: how many.
         lr: α, the highest; it rises linearly and falls to zero along a cosine.
         ess: λ, the effective sample size.
@@ -48,33 +53,28 @@ def fit_ivon(
         decay: δ.
         beta1, beta2: of the averages.
         warmup: the part of the steps in which the rate rises.
-        seed: of the draws and of the order of the data.
+        seed: of the draws.
         radius: to which every number of the mean's step is clipped, before α.
         loss: of outputs and targets, the mean over a batch.
     """
-    device = next(net.parameters()).device
-    names, shapes = zip(*((name, p.shape) for name, p in net.named_parameters()), strict=True)
-    sizes = [math.prod(shape) for shape in shapes]
-    mean = torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
+    space = Parameters.of(net)
+    mean = parameters_to_vector(net.parameters()).detach().clone()
     momentum, h = torch.zeros_like(mean), torch.full_like(mean, h0)
     started = (ess * (h + decay)).rsqrt()
-    generator = torch.Generator(device).manual_seed(seed)
-    torch.manual_seed(seed)
+    generator = torch.Generator(mean.device).manual_seed(seed)
     total, step, start = epochs * len(loader), 0, time.perf_counter()
     for _ in range(epochs):
         for x, t in loader:
             sigma = (ess * (h + decay)).rsqrt()
-            noise = sigma * torch.randn(mean.shape, generator=generator, device=device, dtype=mean.dtype)
+            noise = sigma * torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
             theta = (mean + noise).requires_grad_(True)
-            parts = {n: part.view(s) for n, part, s in zip(names, theta.split(sizes), shapes, strict=True)}
-            (g,) = torch.autograd.grad(loss(functional_call(net, parts, (x,)), t), theta)
+            (g,) = torch.autograd.grad(loss(functional_call(net, space.unravel(theta), (x,)), t), theta)
             curvature = g * noise / sigma.square()
             momentum.lerp_(g, 1 - beta1)
             correction = 0.5 * (1 - beta2) ** 2 * (h - curvature).square() / (h + decay)
             h.lerp_(curvature, 1 - beta2).add_(correction)
-            rate = lr * schedule(step, total, warmup)
             change = (momentum / (1 - beta1 ** (step + 1)) + decay * mean) / (h + decay)
-            mean.sub_(rate * change.clamp_(-radius, radius))
+            mean.sub_(lr * schedule(step, total, warmup) * change.clamp_(-radius, radius))
             step += 1
     scale = (ess * (h + decay)).rsqrt()
     moved = float((scale / started).log().abs().mean())
@@ -82,7 +82,7 @@ def fit_ivon(
 
 
 def schedule(step: int, total: int, warmup: float) -> float:
-    """Linear warm-up, then a cosine to zero, as in `bayes.fit`."""
+    """Return the factor of a linear warm-up, then of a cosine to zero, as in `bayes.fit`."""
     rise = round(warmup * total)
     if step < rise:
         return (step + 1) / rise

@@ -1,0 +1,146 @@
+"""Is it Bayesian, of a network of thousands of weights? `structvi check --at-scale`, `check.at_scale.run()`."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from structvi.util.folder_files import check_folder, write_together
+from structvi.util.version import __version__
+
+from .measures import LEVEL
+from .methods import Adapter, log_prob_of
+from .suite import as_method
+from .teacher import Teacher, teacher
+
+NAMES = ("mean-field", "structured", "precision", "swag", "deep-ensemble", "dropout-network")
+#: draws of each method
+DRAWS = 256
+LEGEND = (
+    "ELBO at λ = 1: E log p(data, θ) − log q(θ) of what the method calls its posterior, in nats; – where it has no "
+    "density. Above a constant: how far above the best prediction that ignores the input. Coverage: of the true "
+    "probabilities in the method's 90 % intervals; width: of these intervals. The networks are drawn from the prior: "
+    "the exact posterior covers 90 % on average over them. NLL: of test labels, nats; KL to truth: from the true "
+    "probabilities to the predicted ones, nats; s: processor seconds to fit"
+)
+HEADINGS = ("method", "ELBO at λ = 1", "above a constant", "coverage", "width", "NLL", "KL to truth", "s")
+DIGITS = (0, 0, 3, 3, 4, 4, 1)
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """One method on one teacher."""
+
+    method: str
+    seed: int
+    elbo: float | None
+    gain: float | None
+    coverage: float
+    width: float
+    nll: float
+    kl: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ScaleReport:
+    """All rows. `print(report)` is the table; `report.save(folder)` writes it and JSON."""
+
+    rows: tuple[ScaleRow, ...]
+    weights: int
+    size: int
+    teachers: int
+    seed: int
+
+    def __str__(self) -> str:
+        lines = [list(HEADINGS)]
+        for method in dict.fromkeys(row.method for row in self.rows):
+            rows = [list(asdict(row).values())[2:] for row in self.rows if row.method == method]
+            columns = zip(zip(*rows, strict=True), DIGITS, strict=True)
+            lines.append([method, *(_cell(values, digits) for values, digits in columns)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        title = f"{self.teachers} networks of {self.weights} weights drawn from the prior, {self.size} labels each"
+        text = [title, ""]
+        for name, *cells in lines:
+            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            text.append("  ".join([name.ljust(widths[0]), *right]))
+        return "\n".join([*text, "", LEGEND])
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write at_scale.txt and at_scale.json, together."""
+        check_folder(Path(folder))
+        return write_together(Path(folder), self._write)
+
+    def _write(self, folder: Path) -> None:
+        text = json.dumps({"version": __version__} | asdict(self), indent=1)
+        (folder / "at_scale.txt").write_text(f"{self}\n", encoding="utf-8")
+        (folder / "at_scale.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _cell(values: Sequence[Any], digits: int) -> str:
+    if None in values:
+        return "–"
+    error = f" ± {stdev(values) / sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{error}"
+
+
+def run(
+    names: Sequence[str] = NAMES,
+    *,
+    width: int = 24,
+    size: int = 1000,
+    test: int = 500,
+    teachers: int = 1,
+    seed: int = 0,
+) -> ScaleReport:
+    """Fit every method to labels of networks that were drawn from their prior, and measure what it calls a posterior.
+
+    Args:
+        names: of methods, as of the command line.
+        width: of the network's two hidden layers: P = 8·w + w² + 3w + 1 weights.
+        size: observations.
+        test: inputs at which predictions are compared.
+        teachers: how many networks are drawn; measures are means over them.
+        seed: of the first.
+
+    Example:
+        >>> report = run(["swag"], width=3, size=30, test=10)
+        >>> report.rows[0].method
+        'SWAG'
+    """
+    truths = [teacher(width, size, test, seed + number) for number in range(teachers)]
+    pairs = [(truth, seed + number, name) for number, truth in enumerate(truths) for name in names]
+    rows = [examine(as_method(name), truth, at) for truth, at, name in tqdm(pairs, "at scale", disable=None)]
+    return ScaleReport(tuple(rows), truths[0].problem.P, size, teachers, seed)
+
+
+def examine(method: Adapter, truth: Teacher, seed: int) -> ScaleRow:
+    """Measure one method on one teacher."""
+    start = time.process_time()
+    method.fit(truth.problem, seed)
+    seconds = time.process_time() - start
+    theta = method.draw(DRAWS, torch.Generator().manual_seed(seed)).double()
+    log_q, elbo, gain = log_prob_of(method), None, None
+    if log_q is not None:
+        with torch.no_grad():
+            values = torch.cat([truth.problem.log_joint(part) for part in theta.split(16)]) - log_q(theta)
+        elbo = float(values.mean())
+        gain = elbo - truth.constant()
+    p = truth.probabilities(theta)  # [S, M]
+    average, true = p.mean(0).clamp(1e-9, 1 - 1e-9), truth.p.clamp(1e-12, 1 - 1e-12)
+    tail = (1 - LEVEL) / 2
+    low, high = torch.quantile(p, torch.tensor([tail, 1 - tail], dtype=p.dtype), dim=0)
+    inside = ((low <= truth.p) & (truth.p <= high)).double()
+    t = truth.t[:, 0]
+    nll = -(t * average.log() + (1 - t) * (1 - average).log())
+    kl = true * (true / average).log() + (1 - true) * ((1 - true) / (1 - average)).log()
+    measured = (float(one.mean()) for one in (inside, high - low, nll, kl))
+    return ScaleRow(method.name, seed, elbo, gain, *measured, seconds)
