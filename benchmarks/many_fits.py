@@ -68,9 +68,8 @@ def ratio(options: argparse.Namespace) -> tuple[float, float]:
         steps = sum(many[0].last_fit.history["seconds"].tolist())  # pyright: ignore
         for m, one in enumerate(ones[options.single // 2 :]):
             alone.append(seconds(lambda one=one, m=m: one.fit(data[m], seed=m, **given)))
-        notes = [note for note in many[0].last_fit.notes if "captured" in note]  # pyright: ignore
         took = f"at once {together[-1]:.2f} s, of which steps {steps:.2f} s, one {median(alone):.3f} s"
-        print(f"turn {turn}: {took}", *notes, flush=True)
+        print(f"turn {turn}: {took}", flush=True)
     return median(together), count * median(alone)
 
 

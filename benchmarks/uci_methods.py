@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.network_mixture import stacking as stacking
+from structvi.ensemble.ensemble import stacking as stacking
 
 from .uci_data import Split
 
@@ -113,14 +113,16 @@ class Members(NamedTuple):
     elbo: float
 
 
-def template(inputs: int, method: Method, one: Candidate) -> vi.Posterior:
-    """The posterior of a candidate, before it is given a start.
+def started(inputs: int, method: Method, one: Candidate, seed: int) -> vi.Posterior:
+    """The posterior of a candidate around a network of its own.
 
     Fits at different scales have one form: scales that are held are parameters that do not learn. Point estimates
     have scale one, and 1/s² is part of their λ: the same objective but for a constant.
     """
     make, outputs = NOISE[method.noise]
-    net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs))
     is_point = method.has_point(one)
     prior = vi.priors.NormalPrior.fan_in(1.0 if is_point else dict.fromkeys(TENSORS, 1.0), learn=not is_point)
     if one.scale is not None and not is_point:
@@ -129,23 +131,15 @@ def template(inputs: int, method: Method, one: Candidate) -> vi.Posterior:
     return vi.variationalize(net, make(), family, prior, evaluation="vmap")
 
 
-def started(template: vi.Posterior, seed: int) -> vi.Posterior:
-    """A copy at a fresh draw of the network's initialisation."""
-    one = copy.deepcopy(template)
-    generator = torch.Generator().manual_seed(seed)
-    for family in one.family.families():
-        family.begin_again(generator)
-    return one
-
-
 def fit(splits: Splits, jobs: Sequence[Job], method: Method, device: str) -> list[tuple[Predicted, float]]:
     """Every job's prediction and ELBO. Seeds are those of split and member alone.
 
     Fits of one form are one computation: those of one prior, whatever their λ.
     """
     inputs, seeds = next(iter(splits.values())).x.shape[1], [100 * job.split + job.member for job in jobs]
-    known = {one: template(inputs, method, one) for one in {job.candidate for job in jobs}}
-    posteriors = [started(known[job.candidate], seed).to(device) for job, seed in zip(jobs, seeds, strict=True)]
+    posteriors = [
+        started(inputs, method, job.candidate, seed).to(device) for job, seed in zip(jobs, seeds, strict=True)
+    ]
     data = {r: _loader(splits[r]) for r in {job.split for job in jobs}}
     results = vi.fit_many(
         posteriors, [data[job.split] for job in jobs], seeds=seeds,

@@ -17,8 +17,8 @@ SRC = Path(structvi.__file__).parent
 #: From the ground up. A room imports itself and the rooms before it at run time; the package's `__init__` is the roof.
 ROOMS = (
     "util", "constraints", "parameters", "couplings", "families", "networks", "models", "objective", "result",
-    "files", "distributed", "predict", "optim", "density", "train", "laplace", "head", "ensemble",
-    "imaging", "plots", "diagnostics", "posterior", "network_mixture", "testing", "integrations", "cli", "",
+    "files", "distributed", "predict", "optim", "density", "train", "laplace", "head",
+    "imaging", "plots", "diagnostics", "posterior", "ensemble", "testing", "integrations", "cli", "",
 )  # fmt: skip
 #: What is no concrete family: protocols that any family, ours or a user's, has.
 PROTOCOLS = {"Density", "DistributionDensity", "Draws", "Family", "Gaussian", "Shard", "NormalForm"}

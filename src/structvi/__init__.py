@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 from . import constraints, couplings, optim
+from .ensemble.ensemble import Ensemble, EnsembleResult, load_mixture
+from .ensemble.many import fit_many
 from .families import (
     MAP,
     Density,
@@ -24,7 +26,6 @@ from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.tempered import Tempered, annealed
-from .network_mixture import Ensemble, MixtureResult, load_mixture
 from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .posterior import Posterior, load, variationalize, variationalize_head
@@ -32,7 +33,6 @@ from .predict import metrics
 from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
-from .train.fit_many import fit_many
 from .train.options import Checkpoint, Compute, Schedule
 from .train.result import FitResult, History
 from .util.later import later
@@ -70,6 +70,7 @@ __all__ = [
     "DensityFit",
     "Draws",
     "Ensemble",
+    "EnsembleResult",
     "Estimate",
     "Estimator",
     "Family",
@@ -83,7 +84,6 @@ __all__ = [
     "MeanField",
     "Metrics",
     "Mixture",
-    "MixtureResult",
     "NonFiniteError",
     "Parameters",
     "PerLayer",

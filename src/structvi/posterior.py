@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -295,53 +295,6 @@ class Posterior(nn.Module):
                 "hash": `load` then refuses a network where they are not the same.
         """
         posterior_file.save(self, path, network)
-
-
-class EnsembleBase(nn.Module):
-    """Posteriors of several networks with their weights, without the operations: `structvi.Ensemble` adds them.
-
-    The part c is a latent variable of the model, with the prior 1/C: p(t, c, θ) = 1/C p(θ) p(t | y_c(x; θ)), where
-    network c has buffers, θ₀ and held tensors of its own.
-    """
-
-    weights: Tensor
-
-    def __init__(self, posteriors: Sequence[Posterior]):
-        super().__init__()
-        if not posteriors or not all(isinstance(one, Posterior) for one in posteriors):
-            raise TypeError("expected a list of posteriors, as variationalize returns them, one for each network")
-        if len({id(one.net) for one in posteriors}) < len(posteriors):
-            raise ValueError("two of the posteriors are of the same network: each part has a network of its own")
-        first = posteriors[0]
-        for one in posteriors[1:]:
-            if type(one.model.likelihood) is not type(first.model.likelihood):
-                raise ValueError("the posteriors of a mixture must share their likelihood")
-        self.members = nn.ModuleList(posteriors)
-        #: as of a posterior; those of the members take no part
-        self.calibration: Calibration | None = None
-        self.chosen_on: str | None = None
-        self.register_buffer("weights", torch.full((len(posteriors),), 1 / len(posteriors), dtype=torch.float64))
-
-    @property
-    def posteriors(self) -> list[Posterior]:
-        return list(self.members)  # pyright: ignore[reportReturnType]
-
-    @property
-    def model(self) -> BayesianModel:
-        """That of the first network."""
-        return self.posteriors[0].model
-
-    @property
-    def space(self) -> Parameters:
-        return self.model.space
-
-    @property
-    def device(self) -> torch.device:
-        return self.posteriors[0].device
-
-    def train(self, mode: bool = True) -> Self:
-        self.training = mode
-        return self
 
 
 def variationalize(

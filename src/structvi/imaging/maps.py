@@ -13,7 +13,8 @@ from ..predict.predictive import Predictive
 from ..predict.tiles import predict_tiles
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Maps:
 
 
 def predict_maps(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int] | None = None,
     margin: int | Sequence[int] = 0,

@@ -13,7 +13,8 @@ from torch import Tensor
 from .maps import Maps, predict_maps
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 #: what a map's header says of it, in at most 79 bytes
 WORDS = {
@@ -179,7 +180,7 @@ def write_maps(maps: Maps, like: Scan, folder: str | os.PathLike[str]) -> dict[s
 
 
 def predict_scan(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     path: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,

@@ -14,7 +14,8 @@ from ..predict.predictive import observed_target
 from .maps import Maps
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 #: Voxels whose probability of a structure is below this say nothing of its calibration: nearly all are far from it.
 SLIGHT = 0.01
@@ -174,7 +175,7 @@ class _Cases:
 
 
 def by_structure(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     loader: Iterable[Any],
     names: Sequence[str] | None = None,
     draws: int = 16,

@@ -4,6 +4,7 @@ A draw would change what the network makes of padding, and neither a fit nor a c
 """
 
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def with_padding(tensors: Mapping[str, Tensor], rows: Mapping[str, int], net: nn
     changed = {}
     for name, row in rows.items():
         if name in tensors:
-            own = net.get_parameter(name).detach()
+            own = attrgetter(name)(net).detach()  # no parameter inside a functional_call
             is_padding = (torch.arange(len(own), device=own.device) == row).unsqueeze(1)
             changed[name] = torch.where(is_padding, own, tensors[name])
     return {**tensors, **changed} if changed else tensors

@@ -24,11 +24,12 @@ from .predictive import Predictive, adjustable, log_average, log_probabilities, 
 from .temperature import GRID, adjust, each_temperature
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 
 def calibrate(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     validation: Iterable[Any] | None = None,
     *,
     conformal: Iterable[Any] | bool | None = None,

@@ -17,7 +17,8 @@ from ..util.random_streams import seed_from
 from .predictive import Predictive
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 #: numbers of drawn weights that are held at once
 DRAWN_NUMBERS = 2**26
@@ -166,7 +167,7 @@ class WeightDraws(PredictiveDraws):
 class MemberDraws(PredictiveDraws):
     """The draws of several posteriors, each of a network of its own, with the weights of their ensemble."""
 
-    def __init__(self, ensemble: "EnsembleBase", members: Sequence[PredictiveDraws], calibrated: bool):
+    def __init__(self, ensemble: "Ensemble", members: Sequence[PredictiveDraws], calibrated: bool):
         self.posterior, self.members = ensemble.posteriors[0], members
         self.weights: list[float] = ensemble.weights.tolist()
         self.device = members[0].device

@@ -20,7 +20,8 @@ from .predict import draws_for
 from .predictive import Predictive, observed_target
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 #: bins of the calibration error and the reliability diagram
 CALIBRATION_BINS = 15
@@ -99,7 +100,7 @@ class Metrics:
 
 
 def evaluate(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     loader: Iterable[Any],
     draws: int | None = None,
     *,
@@ -147,7 +148,7 @@ def evaluate(
 
 
 def ood_auroc(
-    posterior: "Posterior | EnsembleBase | None",
+    posterior: "Posterior | Ensemble | None",
     in_loader: Iterable[Any] | Predictive,
     out_loader: Iterable[Any] | Predictive,
     score: Score = "entropy",
@@ -218,14 +219,14 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def _first(loader: Iterable[Any], posterior: "Posterior | EnsembleBase") -> tuple[Any, Iterator[Any]]:
+def _first(loader: Iterable[Any], posterior: "Posterior | Ensemble") -> tuple[Any, Iterator[Any]]:
     """The inputs of the first batch, and all batches, the first one too."""
     batches = iter(loader)
     found = list(islice(batches, 1))
     return _inputs(found[0], posterior) if found else None, chain(found, batches)
 
 
-def _inputs(batch: Any, posterior: "Posterior | EnsembleBase") -> Any:
+def _inputs(batch: Any, posterior: "Posterior | Ensemble") -> Any:
     whole = isinstance(batch, Tensor) or posterior.model.user_forward is not None
     return batch if whole else posterior.model.split(batch)[0]
 

@@ -17,14 +17,15 @@ from .linearised import POINTS, LinearisedDraws, is_normal
 from .predictive import Predictive
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 #: draws of weights where no number is asked for
 DRAWS = 64
 
 
 def predict(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     x: Any,
     draws: int | None = None,
     *,
@@ -69,7 +70,7 @@ def predict(
 
 
 def draws_for(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     inputs: Any,
     draws: int | None,
     *,

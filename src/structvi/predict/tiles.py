@@ -14,11 +14,12 @@ from .predict import draws_for
 from .predictive import Predictive
 
 if TYPE_CHECKING:
-    from ..posterior import EnsembleBase, Posterior
+    from ..ensemble.ensemble import Ensemble
+    from ..posterior import Posterior
 
 
 def predict_tiles(
-    posterior: "Posterior | EnsembleBase",
+    posterior: "Posterior | Ensemble",
     volume: Tensor | np.ndarray,
     tile: int | Sequence[int],
     margin: int | Sequence[int] = 0,

@@ -1,0 +1,1 @@
+"""Several networks: ensembles of posteriors, and many fits at once."""

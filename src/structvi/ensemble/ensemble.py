@@ -1,0 +1,375 @@
+"""A deep ensemble with a posterior around each network."""
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..families.family import Family
+from ..files.file import CheckpointError, opened, write
+from ..files.posterior_description import refusing
+from ..files.posterior_file import check_calibration
+from ..models.bayesian_model import BayesianModel
+from ..models.calibration import Calibration
+from ..models.priors.base import Prior
+from ..objective import Estimate, NonFiniteError
+from ..parameters import Parameters
+from ..posterior import Posterior, load, variationalize
+from ..predict.calibration import calibrate
+from ..predict.metrics import evaluate
+from ..predict.predict import predict
+from ..result import Result, Status
+from ..train.around import calibration_of
+from ..train.batches import Batches
+from ..train.held_out import member_log_probs
+from ..train.laplace import Placing
+from ..train.result import FitResult
+from ..train.seen import warn_of_seen
+from ..train.together import fit_together
+from ..util.checks import check_one_of
+from .many import fit_many
+
+KIND = "mixture of networks"
+#: an ensemble has the worst status of its members, the first of these
+WORST_FIRST = (
+    Status.DIVERGED, Status.STOPPED, Status.TOO_SHORT, Status.IMPROVING, Status.UNCLEAR, Status.CONVERGED,
+    Status.PLACED,
+)  # fmt: skip
+#: iterations of expectation maximisation over the weights, each of which gains
+ITERATIONS = 500
+#: observations that all members share equally in stacking: they hold the weights together where data are few
+EQUAL_ROWS = 3.0
+
+
+@dataclass(repr=False, kw_only=True)
+class EnsembleResult(Result):
+    """What the fits of an ensemble's members came to.
+
+    Attributes:
+        elbo: Σ_c w_c ELBO_c − KL[w‖1/C], of member and weights together.
+        members: the result of each.
+        weights: of the members.
+        held_out: log density of the held-out data, the average over all members, in nats a number; None without them.
+        gain: how much higher that is than that of the average over the trained networks themselves, and its standard
+            error over rows; None where the members were trained.
+        calibration: a temperature on top, where held-out data asked for one.
+        ensemble: what was fitted: it predicts, evaluates and saves.
+    """
+
+    members: Sequence[FitResult]
+    weights: list[float]
+    held_out: float | None = None
+    gain: tuple[float, float] | None = None
+    calibration: Calibration | None = None
+    ensemble: "Ensemble"
+
+    def headlines(self) -> list[str]:
+        lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
+        lines.append(f"ELBO of member and weights: {self.elbo}")
+        if self.held_out is None:
+            ended = Counter(one.status for one in self.members)
+            return [*lines, "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items())]
+        line = f"held-out log density: {self.held_out:.4f} nats"
+        if self.gain is not None:
+            line += "; gain over the average of the networks {:+.4f} ± {:.4f}".format(*self.gain)
+        if self.calibration is not None and self.calibration.adjustment is not None:
+            line += f"; with a temperature of {self.calibration.adjustment.value:.3g} on top"
+        return [*lines, line]
+
+    @property
+    def details(self) -> str:
+        members = [f"network {c}: {one.verdict}, ELBO {one.elbo}" for c, one in enumerate(self.members)]
+        return "\n".join([*self.headlines(), *members, *self.notes])
+
+    @property
+    def next_step(self) -> str:
+        if self.status in (Status.IMPROVING, Status.TOO_SHORT):
+            return "fit longer: print(result.details) has each network's verdict; ensemble.predict(x) works already"
+        return "ensemble.predict(x), .evaluate(test_loader), .calibrate(other_loader)"
+
+
+class Ensemble(nn.Module):
+    """Posteriors around several networks: predictions average over the draws of all.
+
+    The index c of the network is a latent variable with the prior 1/C: p(t, c, θ) = 1/C p(θ) p(t | y_c(x; θ)). Each
+    network has its own buffers (batch norm), held tensors and point of linearisation. With `MAP()` members it is
+    the deep ensemble, to the last digit.
+
+    Args:
+        posteriors: what `variationalize` returns, one for each network.
+
+    Attributes:
+        weights: of the members, [C] in float64: equal, until `fit(weights="stacked")` or `stack` changes them.
+
+    Example:
+        >>> from structvi import MAP, likelihoods
+        >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        >>> ensemble = Ensemble.of(nets, likelihoods.Categorical(), MAP(), num_data=9)
+        >>> ensemble.predict(torch.zeros(5, 3)).mean.shape
+        torch.Size([5, 2])
+    """
+
+    weights: Tensor
+
+    def __init__(self, posteriors: Sequence[Posterior]):
+        super().__init__()
+        if not posteriors or not all(isinstance(one, Posterior) for one in posteriors):
+            raise TypeError("expected a list of posteriors, as variationalize returns them, one for each network")
+        if len({id(one.net) for one in posteriors}) < len(posteriors):
+            raise ValueError("two of the posteriors are of the same network: each member has a network of its own")
+        if len({type(one.model.likelihood) for one in posteriors}) > 1:
+            raise ValueError("the posteriors of an ensemble must share their likelihood")
+        if len({one.space.dtype for one in posteriors}) > 1:
+            raise ValueError(
+                "the networks of an ensemble must share one dtype: give net.float() or net.double() of all"
+            )
+        self.members = nn.ModuleList(posteriors)
+        #: as of a posterior; those of the members take no part
+        self.calibration: Calibration | None = None
+        self.chosen_on: str | None = None
+        self.register_buffer("weights", torch.full((len(posteriors),), 1 / len(posteriors), dtype=torch.float64))
+
+    @classmethod
+    def of(
+        cls,
+        networks: Sequence[nn.Module],
+        likelihood: Callable[[Any, Any], Tensor],
+        family: Family | None = None,
+        prior: Prior | None = None,
+        **options: Any,
+    ) -> "Ensemble":
+        """Return a posterior around each network; arguments as of `variationalize`, the likelihood copied for each."""
+        if isinstance(networks, nn.Module) or not networks:
+            raise TypeError("expected a list of networks, one for each member")
+        parts = likelihood, family, prior
+        return cls([variationalize(net, *(_copied(part) for part in parts), **options) for net in networks])
+
+    @property
+    def posteriors(self) -> list[Posterior]:
+        return list(self.members)  # pyright: ignore[reportReturnType]
+
+    @property
+    def model(self) -> BayesianModel:
+        """The model of the first network."""
+        return self.posteriors[0].model
+
+    @property
+    def space(self) -> Parameters:
+        return self.model.space
+
+    @property
+    def device(self) -> torch.device:
+        return self.posteriors[0].device
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self
+
+    predict = predict
+    """The average over all members' draws, see `structvi.predict.predict.predict`."""
+
+    forward = predict
+
+    calibrate = calibrate
+    """A temperature or scale, and conformal sets, from held-out data; of the ensemble, and kept by `save`."""
+
+    evaluate = evaluate
+    """Likelihood, error, calibration and coverage on a loader, see `structvi.predict.metrics.evaluate`."""
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        validation: Iterable[Any] | None = None,
+        weights: Literal["equal", "stacked"] = "equal",
+        seed: int = 0,
+        each: Mapping[str, Sequence[Any]] | None = None,
+        **options: Any,
+    ) -> EnsembleResult:
+        """Train every member, all at once where `fit_many` can, then weigh them.
+
+        Args:
+            loader: as `Posterior.fit` takes it.
+            validation: held-out data.
+            weights: "equal", or "stacked" on the held-out data, see `stack`.
+            seed: member c has seed + c.
+            each: options that differ, one value for each member: `each={"kl_weight": [1.0, 0.3]}`.
+            **options: of `Posterior.fit`, the same for all.
+
+        Example:
+            >>> from structvi import MeanField, likelihoods
+            >>> data = [(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))]
+            >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+            >>> ensemble = Ensemble.of(nets, likelihoods.Categorical(), MeanField(), num_data=8)
+            >>> ensemble.fit(data, steps=2, progress=False).weights
+            [0.5, 0.5]
+        """
+        check_one_of("weights", weights, ("equal", "stacked"))
+        if weights == "stacked" and validation is None:
+            raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
+        C = len(self.members)
+        seeds = [seed + c for c in range(C)]
+        held_out = None if validation is None else [validation] * C
+        results = fit_many(self.posteriors, [loader] * C, seeds=seeds, validation=held_out, each=each, **options)
+        lost = [c for c, one in enumerate(results) if one.status is Status.DIVERGED]
+        if lost:
+            raise NonFiniteError(
+                f"of {C} members these diverged: {', '.join(map(str, lost))} (counted from 0); "
+                f"{results[lost[0]].verdict}. The others are fitted: make an ensemble of them alone, or fit again with "
+                "a smaller lr="
+            )
+        self.calibration, self.chosen_on = None, self.posteriors[0].chosen_on
+        self.weights.fill_(1 / C)
+        density, notes = None, []
+        if validation is not None and weights == "stacked":
+            density = self.stack(validation, seed)
+            notes = ["the weights were chosen on the held-out data: its log density above is optimistic"]
+        elif validation is not None:
+            density = self._density(*self._log_probs(validation, seed))
+        return self._result(results, held_out=density, notes=notes)
+
+    def laplace(
+        self, loader: Iterable[Any], *, validation: Iterable[Any] | None = None, seed: int = 0, progress: bool = True
+    ) -> EnsembleResult:
+        """Place a posterior around each trained network, of one prior width for all, selected on the validation data.
+
+        The average over the networks themselves is one of the candidates.
+        """
+        if validation is not None:
+            warn_of_seen(loader, validation)
+        placed = fit_together(self.posteriors, loader, Placing(validation, "widest", seed, progress))
+        self.weights.fill_(1 / len(self.members))
+        self.chosen_on = self.posteriors[0].chosen_on
+        if placed is None:
+            self.calibration = None
+            given = {"validation": validation, "seed": seed, "progress": progress}
+            results = [one.laplace(loader, **given) for one in self.posteriors]
+            return self._result(results)
+        self.calibration = calibration_of(placed.kept)
+        assert placed.ensemble.held_out is not None
+        gain = placed.kept.gain_over(placed.ensemble.held_out)
+        return self._result(
+            placed.members, held_out=placed.kept.density, gain=gain, calibration=self.calibration,
+            notes=[f"placed for the ensemble: {placed.members[0].kept}"],
+        )  # fmt: skip
+
+    def stack(self, validation: Iterable[Any], seed: int = 0) -> float:
+        """Give the members the weights with the highest held-out log density, and return that density.
+
+        Three more observations that all members share draw the weights to equal ones. Weights by the ELBO would all be
+        zero but for one.
+        """
+        log_probs, count = self._log_probs(validation, seed)
+        self.weights.copy_(stacking(log_probs))
+        self.calibration = None
+        return self._density(log_probs, count)
+
+    def _log_probs(self, validation: Iterable[Any], seed: int) -> tuple[Tensor, float]:
+        """Return log p_c(t) of every observed number under each member, [C, n], and n."""
+        return member_log_probs(self.posteriors, list(Batches(validation, seed, self.device).everything()), seed)
+
+    def _density(self, log_probs: Tensor, count: float) -> float:
+        return float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
+
+    def _result(self, results: Sequence[FitResult], **found: Any) -> EnsembleResult:
+        status = min((one.status for one in results), key=WORST_FIRST.index)
+        return EnsembleResult(
+            status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results),
+            members=results, weights=self.weights.tolist(), ensemble=self, **found,
+        )  # fmt: skip
+
+    def _elbo(self, results: Sequence[FitResult]) -> Estimate:
+        w = self.weights.cpu()
+        divergence = torch.xlogy(w, w * len(w)).sum()
+        per_group = sum((share * one.elbo.per_group for share, one in zip(w, results, strict=True)), -divergence)
+        return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write every member to a file of its own in a folder, the weights and the calibration.
+
+        `load_mixture(folder, networks)` reads them.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for c, member in enumerate(self.posteriors):
+            member.save(folder / f"network-{c}.safetensors")
+        tensors, found = {"weights": self.weights}, self.calibration
+        if found is not None and found.conformal is not None:
+            tensors["scores"] = found.conformal.values
+        described = {} if found is None else {"calibration": found.described()}
+        write(folder / "mixture.safetensors", tensors, {"kind": KIND, "networks": len(self.members)} | described)
+
+
+def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> Ensemble:
+    """Return the ensemble of a folder that `Ensemble.save` wrote, around networks of the same form.
+
+    Args:
+        folder: where it is.
+        networks: as many as were saved, in any order: what is not random is copied into them.
+        **given: what you wrote yourself, as in `load`.
+    """
+    path = Path(folder) / "mixture.safetensors"
+    with opened(path) as stored:
+        count, described = stored.description.get("networks"), stored.description.get("calibration")
+        if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", "scores"}:
+            raise CheckpointError(f"{path} does not describe a mixture of networks")
+        tensors = stored.tensors()
+    weights = tensors["weights"]
+    if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
+        raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
+    if len(networks) != count:
+        raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
+    members = [load(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)]
+    ensemble = Ensemble(members)
+    ensemble.weights.copy_(weights)
+    ensemble.chosen_on = ensemble.posteriors[0].chosen_on
+    with refusing(path):
+        ensemble.calibration = _calibration(described, tensors.get("scores"), ensemble.model.likelihood)
+    return ensemble
+
+
+def _calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
+    """Return a file's calibration; ValueError where it says what cannot be."""
+    found = None if described is None else Calibration.of(described, scores)
+    has_scores = described is not None and described["conformal"] is not None
+    if has_scores != (scores is not None):
+        raise ValueError("conformal scores and their description go together")
+    if found is not None:
+        check_calibration(found, likelihood)
+    return found
+
+
+def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
+    """Return the weights with the highest Σ_n log Σ_c w_c p_c(t_n) + rows/C Σ_c log w_c: [C, n] → [C].
+
+    The second term holds them together where there are few data: as if so many more rows had been shared by all
+    members. The problem is concave, and solved by expectation maximisation.
+
+    Args:
+        log_probs: of each member and each observation.
+        rows: how many; 0 for the first term alone.
+
+    Example:
+        >>> stacking(torch.tensor([[-1.0], [-3.0]]).double().expand(2, 97)).round(decimals=3).tolist()
+        [0.983, 0.017]
+        >>> stacking(torch.tensor([[-1.0], [-3.0]]).double(), rows=0).round(decimals=3).tolist()
+        [1.0, 0.0]
+    """
+    C, n = log_probs.shape
+    log_weights = log_probs.new_full((C,), -log(C))
+    for _ in range(ITERATIONS):
+        share = (log_weights.unsqueeze(-1) + log_probs).softmax(0)  # [C, n]
+        log_weights = ((share.sum(-1) + rows / C) / (n + rows)).clamp(min=1e-300).log()
+    return log_weights.exp() / log_weights.exp().sum()
+
+
+def _copied(part: Any) -> Any:
+    """Return a copy of a module: each member learns its own noise and scales."""
+    return copy.deepcopy(part) if isinstance(part, nn.Module) else part

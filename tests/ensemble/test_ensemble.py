@@ -1,0 +1,242 @@
+"""An ensemble of posteriors around several networks: with point masses it is the deep ensemble."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.ensemble.ensemble import stacking
+from structvi.files.file import write
+from structvi.models.calibration import Adjustment
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+T = (X[:, 0] + X[:, 1] > 0).long()
+CATEGORICAL = vi.likelihoods.Categorical()
+
+
+def loader(start=0, stop=40):
+    return DataLoader(TensorDataset(X[start:stop], T[start:stop]), batch_size=20)
+
+
+def networks(count=3, outputs=2):
+    """Trained a little, each with batch norm statistics of its own."""
+    found = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, outputs))
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(20):
+            optimizer.zero_grad()
+            y = net(X[:40])
+            loss = nn.functional.cross_entropy(y, T[:40]) if outputs > 1 else (y[:, 0] - X[:40, 0]).square().mean()
+            loss.backward()
+            optimizer.step()
+        found.append(net.eval())
+    return found
+
+
+def with_one_that_is_wrong():
+    nets = networks()
+    with torch.no_grad():
+        nets[2][3].weight.mul_(-3)
+    return nets
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def average_density(nets, x, t):
+    average = torch.stack([net(x).softmax(-1) for net in nets]).mean(0).log()
+    return -nn.functional.nll_loss(average, t).item()
+
+
+def test_of_point_masses_it_is_the_deep_ensemble():
+    nets = networks()
+    ensemble = vi.Ensemble.of(nets, CATEGORICAL, vi.MAP(), num_data=40)
+    with torch.no_grad():
+        outputs = torch.stack([net(X) for net in nets])
+    found = ensemble.predict(X)
+    assert torch.equal(found.outputs, outputs)
+    assert torch.allclose(found.mean, outputs.softmax(-1).mean(0), rtol=0, atol=4e-7)  # thirds, in float32
+    assert ensemble.evaluate(loader(40, 60)).nlpd == pytest.approx(-average_density(nets, X[40:], T[40:]), rel=1e-5)
+
+
+def test_members_have_a_noise_of_their_own():
+    nets = networks(2, outputs=1)
+    ensemble = vi.Ensemble.of(nets, vi.likelihoods.Gaussian("point"), vi.MAP(), num_data=40)
+    first, second = ensemble.posteriors
+    with torch.no_grad():
+        first.model.likelihood.log_noise.fill_(0.0)
+        second.model.likelihood.log_noise.fill_(1.0)
+    assert ensemble.predict(X[:3]).aleatoric[0].item() == pytest.approx((1 + torch.tensor(2.0).exp().item()) / 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ trained
+
+
+def test_members_are_single_fits():
+    nets = [nn.Linear(4, 2) for _ in range(3)]
+    ensemble = vi.Ensemble.of(copy.deepcopy(nets), CATEGORICAL, vi.MeanField())
+    given = {"steps": 20, "progress": False}
+    result = ensemble.fit(loader(), seed=4, validation=loader(40, 60), **given)
+    for c, (one, net) in enumerate(zip(ensemble.posteriors, nets, strict=True)):
+        single = vi.variationalize(net, CATEGORICAL, vi.MeanField())
+        single.fit(loader(), seed=4 + c, validation=loader(40, 60), **given)
+        torch.testing.assert_close(one.family.mean, single.family.mean, atol=1e-5, rtol=0)
+    lines = str(result).splitlines()
+    assert len(lines) == 4
+    assert lines[0] == "3 networks, weights 0.333, 0.333, 0.333"
+    assert result.held_out == pytest.approx(-ensemble.evaluate(loader(40, 60)).nlpd, abs=0.02)
+    assert "they ended: 3 too short" in str(ensemble.fit(loader(), **given))
+
+
+def test_the_bound_is_that_of_member_and_weights():
+    """With equal weights, the mean of the members' bounds: the member costs nothing."""
+    ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MeanField(), vi.priors.NormalPrior(1.0))
+    result = ensemble.fit(loader(), steps=3, progress=False)
+    assert result.elbo.value == pytest.approx(sum(one.elbo.value for one in result.members) / 3)
+    ensemble.weights.copy_(torch.tensor([1.0, 0.0, 0.0]))
+    one_hot = ensemble._elbo(result.members).value
+    assert one_hot == pytest.approx(result.members[0].elbo.value - torch.tensor(3.0).log().item(), rel=1e-6)
+
+
+def test_weights_by_stacking_are_the_best_of_all():
+    log_probs = torch.randn(3, 200, generator=seeded(), dtype=torch.float64)
+
+    def value(w):
+        return (w.log().unsqueeze(-1) + log_probs).logsumexp(0).sum().item()
+
+    best = stacking(log_probs, rows=0)
+    for other in torch.distributions.Dirichlet(torch.ones(3, dtype=torch.float64)).sample((200,)):
+        assert value(best) >= value(other) - 1e-9
+
+
+def test_stacked_weights_leave_out_a_member_that_is_wrong():
+    ensemble = vi.Ensemble.of(with_one_that_is_wrong(), CATEGORICAL, vi.MeanField(initial_scale=0.01))
+    given = {"steps": 1, "lr": 1e-6, "validation": loader(40, 60), "progress": False}
+    equal = ensemble.fit(loader(), **given).held_out
+    result = ensemble.fit(loader(), weights="stacked", **given)
+    assert result.held_out > equal
+    assert result.weights == ensemble.weights.tolist()
+    assert result.weights[2] < 0.1
+    assert "optimistic" in result.details
+    assert ensemble.fit(loader(), **given).weights == [1 / 3] * 3  # those of a fit before do not stay
+    with pytest.raises(ValueError, match="give validation="):
+        ensemble.fit(loader(), steps=1, weights="stacked")
+
+
+def test_an_ensemble_is_as_good_as_its_worst_member():
+    x = torch.randn(60, 3, generator=seeded())
+    data = DataLoader(TensorDataset(x, x[:, 1:].sum(1, keepdim=True)), 60)
+    nets = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    with torch.no_grad():
+        nets[1].weight.fill_(80.0)
+    ensemble = vi.Ensemble.of(nets, vi.likelihoods.Gaussian(1.0), vi.MeanField())
+    result = ensemble.fit(data, steps=600, progress=False)
+    assert {one.status for one in result.members} == {vi.Status.CONVERGED, vi.Status.IMPROVING}
+    assert result.status is vi.Status.IMPROVING
+    with torch.no_grad():
+        nets[1].weight.fill_(1e25)
+    wide = vi.Ensemble.of(nets, vi.likelihoods.Gaussian(1.0), vi.MeanField(), vi.priors.NormalPrior(1e26))
+    with pytest.raises(ValueError, match="these diverged: 1"):
+        wide.fit(data, steps=20, progress=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- placed
+
+
+def test_around_trained_networks():
+    """Half of the labels are wrong: the networks are too sure, and every spread gains."""
+    nets = networks()
+    states = [copy.deepcopy(net.state_dict()) for net in nets]
+    ensemble = vi.Ensemble.of(nets, CATEGORICAL)
+    wrong = DataLoader(TensorDataset(X[40:], T[40:] ^ (torch.arange(20) % 2)), batch_size=20)
+    result = ensemble.laplace(loader(), validation=wrong, progress=False)
+    assert {one.status for one in result.members} == {vi.Status.PLACED}
+    of_average = average_density(nets, X[40:], wrong.dataset.tensors[1])
+    assert result.held_out - result.gain[0] == pytest.approx(of_average, abs=1e-6)
+    assert result.gain[0] > 0
+    average = torch.stack([one.predict(X, 2000).mean for one in ensemble.posteriors]).mean(0)
+    # 6000 draws: a probability has a standard error of at most 0.5/√2000 for each member
+    assert (ensemble.predict(X, 6000, calibrated=False).mean - average).abs().max() < 0.03
+    for net, state in zip(nets, states, strict=True):
+        assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+    assert "over the average of the networks" in str(result)
+    assert all(f"network {c}: placed" in result.details for c in range(3))
+    assert all(one.last_fit is placed for one, placed in zip(ensemble.posteriors, result.members, strict=True))
+
+
+def test_networks_of_several_forms():
+    """Each is called with its own weights; those whose outputs differ are refused."""
+    torch.manual_seed(0)
+    nets = [
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 2)),
+    ]
+    result = vi.Ensemble.of(nets, CATEGORICAL).laplace(loader(), validation=loader(40, 60), progress=False)
+    assert result.held_out - result.gain[0] == pytest.approx(average_density(nets, X[40:], T[40:]), abs=1e-6)
+    with pytest.raises(ValueError, match="outputs of one shape and dtype"):
+        vi.Ensemble.of([nets[0], nn.Linear(4, 3)], CATEGORICAL).laplace(
+            loader(), validation=loader(40, 60), progress=False
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def test_saved_and_loaded(tmp_path):
+    ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MAP(), num_data=40)
+    ensemble.stack(loader(40, 60))
+    found = ensemble.calibrate(loader(40, 60), conformal=True)
+    ensemble.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
+    ensemble.save(tmp_path / "ensemble")
+    again = vi.load_mixture(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
+    assert torch.equal(again.weights, ensemble.weights)
+    assert again.calibration.described() == ensemble.calibration.described()
+    assert torch.equal(again.predict(X).mean, ensemble.predict(X).mean)
+    assert not torch.allclose(again.predict(X).mean, ensemble.predict(X, calibrated=False).mean, atol=1e-3)
+    assert torch.equal(again.predict(X).conformal(0.8), ensemble.predict(X).conformal(0.8))
+    with pytest.raises(ValueError, match="of 3 networks, got 2"):
+        vi.load_mixture(tmp_path / "ensemble", networks(2))
+    (tmp_path / "ensemble" / "network-0.safetensors").rename(tmp_path / "ensemble" / "mixture.safetensors")
+    with pytest.raises(vi.CheckpointError, match="does not describe a mixture"):
+        vi.load_mixture(tmp_path / "ensemble", networks())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "calibration"),
+    [
+        ({}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
+        ({"scores": torch.zeros(3).double()}, None),
+        ({"scores": torch.full((3,), 2.0).double()}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
+        ({}, {"adjustment": ["scale", 2.0, 0.1, 0.01, 10], "conformal": None, "draws": 1}),
+        ({}, "no calibration"),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration):
+    ensemble = vi.Ensemble.of(networks(2), CATEGORICAL, vi.MAP(), num_data=40)
+    ensemble.save(tmp_path)
+    description = {"kind": "mixture of networks", "networks": 2, "calibration": calibration}
+    write(tmp_path / "mixture.safetensors", {"weights": ensemble.weights, **tensors}, description)
+    with pytest.raises(vi.CheckpointError, match=r"mixture\.safetensors"):
+        vi.load_mixture(tmp_path, networks(2))
+
+
+def test_what_is_no_ensemble():
+    net, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    posterior = vi.variationalize(net, CATEGORICAL)
+    for members, message in (
+        ([net], "a list of posteriors"),
+        ([posterior, vi.variationalize(net, CATEGORICAL)], "a network of its own"),
+        ([posterior, vi.variationalize(other, vi.likelihoods.Gaussian(1.0))], "share their likelihood"),
+        ([posterior, vi.variationalize(copy.deepcopy(net).double(), CATEGORICAL)], "share one dtype"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            vi.Ensemble(members)
+    with pytest.raises(TypeError, match="a list of networks"):
+        vi.Ensemble.of(net, CATEGORICAL)

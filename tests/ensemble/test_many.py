@@ -1,0 +1,300 @@
+"""Many fits as one computation: each is what it would be alone, and what cannot be stacked is fitted by itself."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import structvi as vi
+
+GAUSSIAN, CATEGORICAL = vi.likelihoods.Gaussian("point"), vi.likelihoods.Categorical()
+
+
+def data(n, seed=0, batch_size=16, classes=False):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    t = x[:, :1].sin() + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    if classes:
+        t = (t[:, 0] > 0).long()
+    return DataLoader(TensorDataset(x, t), batch_size=batch_size, shuffle=True)
+
+
+def mlp(outputs=1):
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+
+def made(count, family=None, likelihood=GAUSSIAN, prior=None, net=mlp, **options):
+    """Posteriors around networks of their own, in float64."""
+    found = []
+    prior = prior or vi.priors.NormalPrior.fan_in({"*": 1.0}, learn=True).double()
+    for seed in range(count):
+        torch.manual_seed(seed)
+        parts = (copy.deepcopy(part) for part in (likelihood, family or vi.MeanField(), prior))
+        found.append(vi.variationalize(net().double(), next(parts).double(), *parts, **options))
+    return found
+
+
+def differ(a, b):
+    """The largest difference of all that two posteriors have learned."""
+    theirs = b.learned()
+    return max(float((x.detach() - theirs[name].detach()).abs().max()) for name, x in a.learned().items())
+
+
+def alone(posteriors, loaders, first=0, **given):
+    """Single fits, with the seeds first, first + 1, .."""
+    pairs = zip(posteriors, loaders, strict=True)
+    return [one.fit(own, seed=first + m, progress=False, **given) for m, (one, own) in enumerate(pairs)]
+
+
+def assert_same(at_once, alone, results, singles):
+    for a, b, result, single in zip(at_once, alone, results, singles, strict=True):
+        # float64: what another order of additions leaves after fifty steps
+        assert differ(a, b) < 1e-11
+        assert torch.allclose(result.history["elbo"], single.history["elbo"], rtol=1e-10, atol=0)
+        assert torch.allclose(result.history["lr"], single.history["lr"], rtol=1e-14, atol=0)
+        assert torch.allclose(result.history["gradient_norm"], single.history["gradient_norm"], rtol=1e-8, atol=0)
+        assert (result.steps, result.epochs, result.kept) == (single.steps, single.epochs, single.kept)
+        assert result.elbo.value == pytest.approx(single.elbo.value, rel=1e-10)
+        assert any("at once" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (vi.MeanField(), {"each": {"kl_weight": [1.0, 0.3, 0.1], "lr": [0.02, 0.01, 0.03]}}),
+        (vi.LowRankNormal(2), {"estimator": vi.Estimator(groups=2)}),
+        (vi.LowRankPrecision(2), {"estimator": vi.Estimator(coupling=vi.couplings.unscented)}),
+        (vi.Mixture(vi.MeanField(), components=2), {}),
+        (vi.PerLayer({"2.*": vi.MeanField(), "*": vi.MAP()}), {}),
+        (vi.MeanField(), {"estimator": vi.Estimator("entropy", coupling=vi.couplings.naive)}),
+        (vi.MCDropout(keep=0.9), {}),
+    ],
+)
+def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
+    """Data sets of three sizes, whose last batches are padded; staged, averaged, clipped."""
+    point = isinstance(family, vi.PerLayer | vi.MCDropout)  # point masses learn no scale
+    prior = vi.priors.NormalPrior(1.0) if point else None
+    loaders = [data(n, seed=n) for n in (40, 33, 20)]
+    a, b = (made(3, family, prior=prior) for _ in range(2))
+    each = options.pop("each", {})
+    given = {"steps": 50, "clip": 1.0, **options}
+    results = vi.fit_many(a, loaders, seeds=[5, 6, 7], at_once=True, progress=False, each=each, **given)
+    singles = [
+        one.fit(own, seed=5 + m, progress=False, **{name: values[m] for name, values in each.items()}, **given)
+        for m, (one, own) in enumerate(zip(b, loaders, strict=True))
+    ]
+    assert_same(a, b, results, singles)
+
+
+def test_labels_and_held_out_data():
+    a, b = (made(2, likelihood=CATEGORICAL, net=lambda: mlp(2)) for _ in range(2))
+    loaders = [data(n, seed=n, classes=True) for n in (20, 30)]
+    held_out = [list(data(20, seed=seed, classes=True)) for seed in (8, 9)]
+    results = vi.fit_many(a, loaders, validation=held_out, steps=12, progress=False, at_once=True)
+    singles = [
+        one.fit(own, steps=12, progress=False, seed=m, validation=held_out[m])
+        for m, (one, own) in enumerate(zip(b, loaders, strict=True))
+    ]
+    assert_same(a, b, results, singles)
+    assert all(
+        result.held_out == pytest.approx(single.held_out) for result, single in zip(results, singles, strict=True)
+    )
+
+
+def test_each_stops_for_itself():
+    """An end that one comes to earlier than the others; another length is another group."""
+    linear = {"net": lambda: nn.Linear(3, 1), "likelihood": vi.likelihoods.Gaussian(1.0)}
+    a, b = (made(4, prior=vi.priors.NormalPrior(1.0), **linear) for _ in range(2))
+    loaders = [data(n, seed=n, batch_size=64) for n in (60, 60, 40, 130)]
+    given = {"epochs": 200, "lr": 0.1}
+    results = vi.fit_many(a, loaders, progress=False, **given)
+    singles = alone(b, loaders, **given)
+    assert len({single.steps for single in singles[:3]}) > 1
+    assert "no other has its form" in results[3].details
+    for a_one, b_one, result, single in zip(a, b, results, singles, strict=True):
+        assert differ(a_one, b_one) < 1e-9
+        assert (result.steps, result.kept, result.status) == (single.steps, single.kept, single.status)
+
+
+class Items(Dataset):
+    """Rows as dicts, with noise drawn from the global stream when they are read."""
+
+    def __init__(self, n):
+        self.x = torch.linspace(-1, 1, 3 * n, dtype=torch.float64).view(n, 3)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"input": self.x[i] + 0.1 * torch.randn(3, dtype=torch.float64), "target": self.x[i, :1]}
+
+
+def test_any_loader_and_data_that_are_made_anew():
+    a, b = (made(2) for _ in range(2))
+    loaders = [DataLoader(Items(n), batch_size=8, shuffle=True) for n in (12, 20)]
+    results = vi.fit_many(a, loaders, steps=10, progress=False, at_once=True)
+    assert_same(a, b, results, alone(b, loaders, steps=10))
+
+
+def test_a_fit_that_fails_leaves_the_others_alone():
+    """A batch that is not finite is skipped as alone; a fit to nothing else ends by itself, and says so."""
+    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    good, bad = (x, x[:, :1]), (x, torch.full((8, 1), torch.nan, dtype=torch.float64))
+    a, b = (made(3, num_data=8) for _ in range(2))
+    loaders = [[good], [good, bad, good, good], [bad]]
+    results = vi.fit_many(a, loaders, at_once=True, progress=False, steps=12)
+    (first,) = alone(b[:1], loaders[:1], steps=12)
+    assert_same(a[:1], b[:1], results[:1], [first])
+    single = b[1].fit(loaders[1], seed=1, progress=False, steps=12)
+    assert [one.index for one in results[1].skipped] == [one.index for one in single.skipped] == [1, 1, 1]
+    assert 1e-6 < differ(a[1], b[1]) < 0.1  # Adam's moments are older
+    assert results[2].status is vi.Status.DIVERGED
+    assert "5 batches in a row" in results[2].verdict
+    untouched = made(3, num_data=8)[2]
+    assert differ(a[2], untouched) == 0
+    with pytest.raises(vi.NonFiniteError, match="5 batches in a row"):
+        b[2].fit(loaders[2], seed=2, progress=False, steps=12)
+
+
+def test_tensors_that_are_not_learned_are_each_networks_own():
+    """Padding rows, held weights, batch norm's statistics."""
+
+    def net():
+        layers = nn.Embedding(5, 2, padding_idx=0), nn.Flatten(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+        with torch.no_grad():
+            layers[0].weight[0] = torch.randn(2)
+            layers[3].running_mean.normal_()
+        return nn.Sequential(*layers)
+
+    x, t = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 1, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(torch.cat([x, 0 * x]), torch.cat([t, -t])), batch_size=2)
+    a, b = (made(2, net=net, prior=vi.priors.NormalPrior(1.0), exclude="4.*") for _ in range(2))
+    results = vi.fit_many(a, loader, steps=8, progress=False, at_once=True)
+    assert_same(a, b, results, alone(b, [loader] * 2, steps=8))
+
+
+def test_what_is_held_is_not_learned_with_the_others():
+    loader, starts = data(40), made(4)
+    for held in starts[1:3]:
+        held.model.prior.log_scale.requires_grad_(False).fill_(-1.0)
+    a, b = copy.deepcopy(starts), copy.deepcopy(starts)
+    results = vi.fit_many(a, loader, steps=20, progress=False, at_once=True)
+    assert float(a[1].model.prior.log_scale.detach()) == -1.0
+    assert float(a[0].model.prior.log_scale.detach()) != 0.0
+    assert_same(a, b, results, alone(b, [loader] * 4, steps=20))
+
+
+def test_tensors_are_each_posteriors_own_again():
+    a = made(2)
+    tensors = [(tensor, tensor.data_ptr()) for one in a for tensor in one.learned().values()]
+    vi.fit_many(a, data(20), steps=2, progress=False, at_once=True)
+    assert all(tensor.data_ptr() == place and tensor.grad is None for tensor, place in tensors)
+
+
+# ------------------------------------------------------------------------------------------------ one after another
+
+
+class Columns(nn.Module):
+    """Which columns it reads is no parameter, and not in its `repr`."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.linear = columns, nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.linear(x[:, self.columns])
+
+
+def over_the_batch():
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Tanh(), nn.Linear(6, 1)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nets", "sizes"),
+    [([Columns([0, 1]), Columns([1, 2])], (40, 40)), ([over_the_batch(), over_the_batch()], (40, 27))],
+    ids=["other columns", "statistics of the batch"],
+)
+def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
+    """And padding that would change the other rows."""
+    loaders = [data(n, batch_size=8) for n in sizes]
+    a, b = ([made(1, net=lambda net=net: copy.deepcopy(net))[0] for net in nets] for _ in range(2))
+    results = vi.fit_many(a, loaders, steps=12, progress=False)
+    assert all("on its own rows" in result.details for result in results)
+    alone(b, loaders, steps=12)
+    assert all(differ(one, other) == 0 for one, other in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "given", "reason"),
+    [
+        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer or scheduler is your own"),
+        ({}, {"accumulate": 2}, "accumulate=2"),
+        ({"forward": lambda net, batch: (net(batch[0]), batch[1])}, {}, "forward= alone knows"),
+        ({"net": lambda: nn.Sequential(nn.Linear(3, 2**16), nn.Linear(2**16, 1))}, {}, "a draw takes"),
+    ],
+)
+def test_what_cannot_be_at_once_says_so(posteriors, given, reason):
+    loaders = [data(20), data(25)]
+    if "net" not in posteriors:
+        results = vi.fit_many(made(2, **posteriors), loaders, steps=2, progress=False, **given)
+        assert all(f"one after another: {reason}" in result.details or reason in result.details for result in results)
+    with pytest.raises(ValueError, match=f"cannot be made at once: .*{reason}"):
+        vi.fit_many(made(2, **posteriors), loaders, steps=2, progress=False, at_once=True, **given)
+
+
+def test_forms_are_told_apart():
+    """Two of mean field and two of a low rank: two groups, each at once, results in the order that was asked for."""
+    a = [*made(2), *made(2, vi.LowRankNormal(1))]
+    results = vi.fit_many([a[0], a[2], a[1], a[3]], data(20), steps=3, progress=False, at_once=True, seeds=[0, 0, 1, 1])
+    assert all("at once" in result.details for result in results)
+    single = made(1)[0]
+    single.fit(data(20), steps=3, progress=False, seed=0)
+    assert differ(single, a[0]) < 1e-12
+
+
+class WithPaths(Dataset):
+    def __init__(self, n):
+        self.x = torch.linspace(-1, 1, 3 * n).view(n, 3)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"image": self.x[i], "label": (self.x[i].sum() > 0).long(), "path": f"p{i}"}
+
+
+def test_batches_with_words_in_them():
+    nets = [nn.Linear(3, 2) for _ in range(3)]
+    posteriors = [vi.variationalize(net, CATEGORICAL, vi.MeanField(), keys=("image", "label")) for net in nets]
+    results = vi.fit_many(posteriors, [DataLoader(WithPaths(n), 8) for n in (30, 21, 13)], epochs=2, progress=False)
+    assert [result.steps for result in results] == [8, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint": vi.Checkpoint("somewhere")}, "checkpoint= is for one fit"),
+        ({"callback": print}, "callback= is for one fit"),
+        ({"seeds": [1]}, "one entry for each of the 2"),
+        ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "for all and for each"),
+        ({"stepps": 3}, "no option stepps"),
+        ({"validation": data(20)}, "validation must be a list"),
+        ({"steps": None}, "fit needs a length"),
+    ],
+)
+def test_what_is_refused(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        vi.fit_many(made(2), data(20), **{"steps": 2, "progress": False, **given})
+
+
+def test_networks_and_likelihoods_of_their_own():
+    one, other = made(2)
+    with pytest.raises(ValueError, match="a network of its own"):
+        vi.fit_many([one, one], data(20), steps=2)
+    other.model.likelihood = one.model.likelihood
+    with pytest.raises(ValueError, match="share something that is learned"):
+        vi.fit_many([one, other], data(20), steps=2)
