@@ -53,7 +53,7 @@ def our_step(problem: Problem, recipe: vi.Family, draws: int, captured: bool, pa
     """The step that `fit` takes, with its own Adam; draws independent, or in the mirrored pairs of its default."""
     device = problem.batch[0].device
     bayes = vi.variationalize(problem.net, vi.likelihoods.Categorical(), recipe, num_data=N).to(device)
-    optimizer = make_optimizer(list(bayes.parameters()), None, LR, bayes.family)
+    optimizer = make_optimizer(bayes, None, LR)
     generator = torch.Generator(device).manual_seed(0)
     coupling, groups = (vi.couplings.paired, draws // 2) if pairs else (vi.couplings.naive, draws)
     made = stepping.Step(

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import structvi as vi
 from structvi.objective import full_terms
-from structvi.train.adam import FACTOR_RATE
+from structvi.optim.adam import FACTOR_RATE
 from structvi.train.batches import Batches
 from structvi.train.optimizers import make_optimizer
 from structvi.train.options import KL_WARMUP
@@ -208,8 +208,9 @@ def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
 
 def test_a_factor_learns_slower_the_more_weights_there_are():
     for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
-        family = vi.LowRankPrecision(2).bind(vi.Parameters({"z": torch.zeros(size)}))
-        optimizer = make_optimizer(list(family.parameters()), None, 0.1, family)
+        net = nn.Linear(size, 1, bias=False)
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(noise=1.0), vi.LowRankPrecision(2))
+        family, optimizer = bayes.family, make_optimizer(bayes, None, 0.1)
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         assert rates[id(family.factor)] == pytest.approx(0.1 * rate)
         assert rates[id(family.mean)] == rates[id(family.log_scale)] == 0.1

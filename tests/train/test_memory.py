@@ -8,8 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.optim.adam import adam_groups
 from structvi.train import step
 from structvi.train.memory import SHARE, Need, activation_bytes, explain, need_of, there_is
+from structvi.train.step import Step
 
 N, D = 24, 3
 CPU = torch.device("cpu")
@@ -87,7 +89,7 @@ def test_nothing_is_lost(tmp_path, monkeypatch):
     def fail_later(history):
         if len(history) == 7:
             seen.update({name: p.detach().clone() for name, p in bayes.named_parameters()})
-            monkeypatch.setattr(step.Step, "_gradient", no_memory)
+            monkeypatch.setattr(step.Step, "gradients", no_memory)
 
     monkeypatch.setattr(step, "there_is", lambda device, held: 12_000)
     with pytest.raises(
@@ -128,43 +130,32 @@ def test_the_tensors_of_a_failed_step_are_free_when_what_would_fit_is_worked_out
     assert not any(alive)
 
 
-def test_the_optimizer_moves_nothing_where_there_is_no_memory_for_its_moments(monkeypatch):
-    from structvi.train.adam import Adam
-
-    bayes = make()
-    adam = Adam(bayes.parameters(), lr=0.1, factors=bayes.family.factors())
-    before = [p.detach().clone() for p in bayes.parameters()]
-    bayes.loss(next(iter(loader()))).backward()
-    kept = Adam._moments
-
-    def last_fails(self, parameter):
-        return no_memory() if parameter is list(bayes.parameters())[-1] else kept(self, parameter)
-
-    monkeypatch.setattr(Adam, "_moments", last_fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        adam.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
-
-
-def test_moments_are_made_whole_or_not_at_all(monkeypatch):
-    """Memory for the first moment and none for the second: the next step begins as the first does."""
-    from structvi.train.adam import Adam
-
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    adam = Adam([parameter], lr=0.1)
+def test_nothing_moves_where_there_is_no_memory_for_all_moments(monkeypatch):
+    """Memory for the moments of mean and scale and none for the factor's second: the next step begins as the first."""
+    bayes, other = make(), make()
     made, zeros_like = [], torch.zeros_like
 
-    def second_fails(x, **options):
-        made.append(x)
+    def last_fails(x, **options):
+        if x.ndim == 2:
+            made.append(x)
         return no_memory() if len(made) == 2 else zeros_like(x, **options)
 
-    monkeypatch.setattr(torch, "zeros_like", second_fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        adam.step()
-    assert not adam.state[parameter]
-    adam.step()
-    assert parameter.allclose(torch.full((3,), 0.9))
+    before = [p.detach().clone() for p in bayes.parameters()]
+    other.load_state_dict(bayes.state_dict())
+    batch = next(iter(loader()))
+    for one in (bayes, other):
+        adam, generator = torch.optim.Adam(adam_groups(one, 0.1), fused=True), torch.Generator().manual_seed(0)
+        make_step = Step(one, adam, generator)
+        told = make_step.gradients([batch], (1.0,), 1.0, generator)
+        if one is bayes:
+            monkeypatch.setattr(torch, "zeros_like", last_fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                make_step.move(*told)
+            monkeypatch.undo()
+            assert all(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
+        make_step.move(*told)
+    assert not any(torch.equal(a, b) for a, b in zip(before, bayes.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), bayes.parameters(), strict=True))
 
 
 def test_what_a_step_can_have_is_less_by_the_tensors_of_others(monkeypatch):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.train.adam import Adam
+from structvi.train.optimizers import make_optimizer
 from structvi.train.step import Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -26,13 +26,10 @@ def flat(bayes: vi.Posterior) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("knows", [False, True], ids=["all by .grad", "factors by columns"])
 @pytest.mark.parametrize("family", [*FAMILIES, vi.Mixture(vi.LowRankNormal(1), 2)], ids=repr)
-def test_equals_a_loop_by_hand(family, knows, clip):
+def test_equals_a_loop_by_hand(family, clip):
     ours, plain = posterior(family), posterior(family)
-    factors = ours.family.factors() if knows else []
-    adam = Adam(list(ours.parameters()), lr=0.01, factors=factors)
-    assert len(adam.thin) == len(factors)
+    adam = make_optimizer(ours, None, 0.01)
     step = Step(ours, adam, torch.Generator().manual_seed(5), estimator=vi.Estimator(groups=3), clip=clip)
     assert step.reason == "not on a CUDA device"
     rates = {id(p): group["lr"] for group in adam.param_groups for p in group["params"]}
@@ -55,25 +52,6 @@ def test_equals_a_loop_by_hand(family, knows, clip):
     torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", [vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.LowRankNormal(1)], ids=repr)
-def test_a_factor_row_by_row_with_a_whole_gradient_too(family):
-    """As on a GPU in float64, where no kernel takes the thin sides: the gradient comes column by column."""
-    ours, plain = posterior(family), posterior(family)
-    ours.family.factor.data = ours.family.factor.data.contiguous()
-    adam = Adam(list(ours.parameters()), lr=0.01, factors=ours.family.factors())
-    adam.thin.clear()
-    step = Step(ours, adam, torch.Generator().manual_seed(5))
-    *rest, factor = plain.parameters()
-    rates = [{"params": rest}, {"params": [factor], "lr": adam.param_groups[1]["lr"]}]
-    optimizer, generator = torch.optim.Adam(rates, lr=0.01), torch.Generator().manual_seed(5)
-    for _ in range(3):
-        step([(X, T)])
-        optimizer.zero_grad()
-        plain.loss((X, T), generator=generator).backward()
-        optimizer.step()
-    torch.testing.assert_close(flat(ours), flat(plain), rtol=1e-9, atol=1e-10)
-
-
 class DividesAsCUDA(TorchDispatchMode):
     """A tensor over a number is x·(1/N) there: in float64 not always the bits of x/N."""
 
@@ -89,9 +67,9 @@ def test_the_weights_of_a_captured_step_give_the_bits_of_numbers():
     for number in (float, lambda x: torch.tensor(x, dtype=torch.float64)):
         bayes = posterior(vi.MeanField())
         bayes.model.num_data = 21
-        step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(5))
+        step = Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(5))
         with DividesAsCUDA():
-            step._gradient([(X[:8], T[:8])], (number(8 / 7),), number(0.3), torch.Generator().manual_seed(5))
+            step.gradients([(X[:8], T[:8])], (number(8 / 7),), number(0.3), torch.Generator().manual_seed(5))
         gradients.append(torch.cat([p.grad.reshape(-1) for p in bayes.parameters()]))
     assert torch.equal(*gradients)
 
@@ -99,9 +77,9 @@ def test_the_weights_of_a_captured_step_give_the_bits_of_numbers():
 def test_several_batches_share_a_step():
     one, several = posterior(vi.LowRankNormal(2)), posterior(vi.LowRankNormal(2))
     generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)]
-    adam = Adam(several.parameters(), lr=0.01, factors=several.family.factors())
+    adam = make_optimizer(several, None, 0.01)
     step = Step(several, adam, generators[0])
-    outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], weights=(0.5, 0.5), temperature=0.5)
+    outcome = step([(X[:6], T[:6]), (X[6:], T[6:])], weights=(0.5, 0.5), kl_weight=0.5)
     loss = sum(
         one.loss(batch, kl_weight=0.5, generator=generators[1]) / 2 for batch in ((X[:6], T[:6]), (X[6:], T[6:]))
     )
@@ -119,7 +97,7 @@ def test_several_batches_share_a_step():
 def test_what_is_not_finite_changes_nothing(batch, message):
     bayes = posterior(vi.LowRankNormal(2))
     generator = torch.Generator().manual_seed(0)
-    step = Step(bayes, Adam(bayes.parameters(), lr=0.01), generator)
+    step = Step(bayes, make_optimizer(bayes, None, 0.01), generator)
     step([(X, T)])
     before = flat(bayes)
     with pytest.raises(vi.NonFiniteError, match=message):
@@ -129,7 +107,7 @@ def test_what_is_not_finite_changes_nothing(batch, message):
 
 def test_labels_out_of_range_are_named_although_values_are_not_read():
     bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField(), num_data=4)
-    step = Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(0))
+    step = Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes"):
         step([(torch.zeros(2, 3), torch.tensor([0, 2]))])
 
@@ -137,7 +115,7 @@ def test_labels_out_of_range_are_named_although_values_are_not_read():
 def test_a_gradient_without_closure_or_capture_cannot_be_replayed():
     bayes = posterior(vi.MeanField())
     with pytest.raises(ValueError, match="no step has been captured: not on a CUDA device"):
-        Step(bayes, Adam(bayes.parameters(), lr=0.01), torch.Generator().manual_seed(0)).replay()
+        Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(0)).replay()
 
 
 def test_a_compiled_network_gives_the_same(monkeypatch):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..families.stages import factors
+from ..families.low_rank import factors
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -36,6 +36,9 @@ def adam_groups(posterior: "Posterior", lr: float, without: Collection[Tensor] =
     left_out = {id(parameter) for parameter in without}
     learned = [p for p in posterior.parameters() if id(p) not in left_out]
     own = {id(factor) for factor in factors(posterior.family)}
+    whole = None if posterior.family.shard is None else posterior.space.size  # this rank has some rows of it
     groups = [{"params": [p for p in learned if id(p) not in own], "lr": lr}]
-    groups += [{"params": [p], "lr": lr * min(1.0, FACTOR_RATE / len(p) ** 0.5)} for p in learned if id(p) in own]
+    groups += [
+        {"params": [p], "lr": lr * min(1.0, FACTOR_RATE / (whole or len(p)) ** 0.5)} for p in learned if id(p) in own
+    ]
     return [group for group in groups if group["params"]]

@@ -14,9 +14,9 @@ from ..distributed.ranks import Ranks
 from ..files import fit_checkpoint
 from ..files.fit_checkpoint import Found
 from ..networks.mixed_precision import GradientScale
-from .adam import Adam, optimizer_state, set_optimizer_state
 from .averaging import assign
 from .fingerprint import differences
+from .optimizers import optimizer_state, set_optimizer_state
 from .schedule import LearningRate
 from .state import FitState
 
@@ -79,8 +79,8 @@ def restore(run: Running, found: Found) -> list[str]:
         for parameter in run.named.values():
             parameter.requires_grad_(True)
     device = run.generator.device
-    # torch keeps step counts on the CPU but for the fused Adam; moments are where their parameter is
-    on_device = isinstance(run.optimizer, Adam)
+    # torch keeps step counts on the CPU but for fused optimizers; moments are where their parameter is
+    on_device = getattr(run.optimizer, "_step_supports_amp_scaling", False)
     moments = {
         path: x.to(device) if isinstance(x, Tensor) and (on_device or not path.endswith("/step")) else x
         for path, x in saved.moments.items()

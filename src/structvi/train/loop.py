@@ -94,7 +94,7 @@ class Run:
         #: observations a step over an epoch, where that is known before one was read
         self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
         total = settings.total
-        self.optimizer = make_optimizer(list(self.named.values()), optimizer, lr, posterior.family)
+        self.optimizer = make_optimizer(posterior, optimizer, lr)
         self.schedule = LearningRate(self.optimizer, scheduler, settings.warmup, total, settings.hold)
         self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
         self.make_step = Step(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..couplings import Coupling
+from ..families.low_rank import factors
 from ..models.batch import rows
 from ..util.sizes import in_words
 
@@ -57,8 +58,7 @@ class Need(NamedTuple):
 
 def need_of(posterior: "Posterior", batch: Any, groups: int, coupling: Coupling) -> Need:
     """What a step of this posterior on this batch needs."""
-    factors = posterior.family.factors()
-    K = max((factor.parameter.shape[-1] for factor in factors), default=0)
+    K = max((factor.shape[-1] for factor in factors(posterior.family)), default=0)
     P = posterior.space.size
     V = sum(parameter.numel() for parameter in posterior.parameters())
     S = len(coupling(groups, 1, K).diagonal)

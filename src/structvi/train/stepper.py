@@ -165,7 +165,7 @@ def stepper(
     if compute.compile and posterior.model.linearised_at is not None:
         raise ValueError("compile=True is for the network itself: a linearised one needs its derivatives; leave it out")
     check_integer("num_data", posterior.model.num_data)  # which says what to do where it is not known
-    made = make_optimizer(list(posterior.parameters()), optimizer, lr, posterior.family)
+    made = make_optimizer(posterior, optimizer, lr)
     make_step = Step(
         posterior, made, torch.Generator(posterior.device).manual_seed(seed), estimator=estimator, clip=clip,
         capture=compute.capture,
