@@ -49,7 +49,7 @@ def fits_of_a_rank(rank, size):
         batches = -(-500 // data.batch_size)
         out[name] = epoch_gradient(data, 1000, -(-batches // accumulate), accumulate)
     # each rank draws weights of its own for whole batches: of 333, 333, 333 and 1
-    out["draws"] = epoch_gradient(loader(batch_size=333), 1000, 4, parallel="draws")
+    out["draws"] = epoch_gradient(loader(batch_size=333), 1000, 4, compute=vi.Compute(parallel="draws"))
     return out
 
 
