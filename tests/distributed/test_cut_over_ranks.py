@@ -4,6 +4,7 @@ import torch
 from launching import launch
 from torch.utils.data import DataLoader, DistributedSampler
 
+import structvi as vi
 from tests.train.test_cut_into_batches import (
     OwnSampler,
     Rows,

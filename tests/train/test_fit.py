@@ -677,7 +677,7 @@ def test_batch_norm_that_has_seen_no_data_is_noted():
 def test_methods_show_the_signatures_of_what_they_do():
     assert "epochs" in inspect.signature(vi.Posterior.fit).parameters
     assert "rank" in inspect.signature(vi.Posterior.grow).parameters
-    assert "coupling" in inspect.signature(vi.Posterior.predict).parameters
+    assert "linearise" in inspect.signature(vi.Posterior.predict).parameters
     assert "levels" in inspect.signature(vi.Posterior.evaluate).parameters
     assert "weight decay" in vi.Posterior.fit.__doc__
 

@@ -248,7 +248,8 @@ class Step:
         model = self.posterior.model
         key = (
             str(form), tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
-            tuple(p.requires_grad for p in self.named.values()), model.precision,
+            tuple(p.requires_grad for p in self.named.values()), tuple(m.training for m in model.net.modules()),
+            model.precision,
         )  # fmt: skip
         if key not in self._graphs:
             if len(self._graphs) == GRAPHS:
