@@ -202,19 +202,19 @@ def of_posterior(bayes: Any, draws: int | None, seed: int) -> Predictor:
     return predict
 
 
-def placed(shop: Workshop, member: int = 0, validation: bool = True, keep: str = "widest", **settings: Any) -> Answer:
+def placed(shop: Workshop, member: int = 0, validation: bool = True, **settings: Any) -> Answer:
     """`variationalize(net, likelihood, **settings)` and `fit`, around a trained network."""
     net = shop.net(member)
 
     def make() -> tuple[Any, Any]:
         bayes = vi.variationalize(net, vi.likelihoods.Categorical(), **settings)
-        held_out = {"validation": shop.loader(shop.data.validation), "keep": keep} if validation else {}
+        held_out = {"validation": shop.loader(shop.data.validation)} if validation else {}
         return bayes, bayes.laplace(shop.loader(shop.data.train), progress=False, **held_out)
 
-    bayes, result = shop.once(("placed", member, validation, keep, str(settings)), make)
-    details = {"held_out": dict(result.held_out or {}), "held_out_network": result.network, "kept": result.kept}
+    bayes, result = shop.once(("placed", member, validation, str(settings)), make)
+    details = {"held_out": dict(result.candidates), "held_out_network": result.network, "kept": result.selected}
     details["bayes"] = bayes
-    return Answer(of_posterior(bayes, shop.drawn, shop.seed), result.kept if validation else "", details)
+    return Answer(of_posterior(bayes, shop.drawn, shop.seed), result.selected if validation else "", details)
 
 
 def calibrated(shop: Workshop) -> Answer:
@@ -236,7 +236,7 @@ def mixture(shop: Workshop) -> Answer:
 
     bayes, result = shop.once("mixture", make)
     on_top = result.calibration and result.calibration.adjustment
-    choice = result.members[0].kept + (f", temperature {on_top.value:.3g}" if on_top else "")
+    choice = result.members[0].selected + (f", temperature {on_top.value:.3g}" if on_top else "")
     return Answer(of_posterior(bayes, draws, shop.seed), choice, {"bayes": bayes, "draws": draws})
 
 
@@ -259,7 +259,7 @@ def head(shop: Workshop, exact: bool) -> Answer:
         return bayes, bayes.laplace(train, validation=shop.loader(shop.data.validation), progress=False)
 
     bayes, result = shop.once(("head", exact), fit)
-    return Answer(of_posterior(bayes, shop.drawn, shop.seed), "" if exact else result.kept)
+    return Answer(of_posterior(bayes, shop.drawn, shop.seed), "" if exact else result.selected)
 
 
 def _laplace(way: networks_laplace.Way) -> Callable[[Workshop], Answer]:
@@ -288,7 +288,6 @@ METHODS: dict[str, Callable[[Workshop], Answer]] = {
     "ensemble of 5, tempered": ensemble_tempered,
     **{way.name: _laplace(way) for way in networks_laplace.WAYS},
     "ours, default call": placed,
-    "ours, keep=best": lambda shop: placed(shop, keep="best"),
     "ours, linearised, no validation": lambda shop: placed(shop, validation=False, linearise=True),
     "ours, drawn, no validation": lambda shop: placed(shop, validation=False, linearise=False),
     "ours, mean field": lambda shop: placed(shop, family=vi.MeanField()),

@@ -139,7 +139,7 @@ def posterior(net: nn.Module, train: DataLoader, held_out: DataLoader) -> vi.Pos
     bayes = vi.variationalize(net, vi.likelihoods.Categorical())
     result = bayes.laplace(train, validation=held_out, progress=False)
     print(result)
-    if result.kept == "the network":
+    if result.selected.startswith("the network"):
         wide = vi.variationalize(net, vi.likelihoods.Categorical())
         wide.laplace(train, progress=False)
         losses = [one.evaluate(held_out, draws=DRAWS).nlpd for one in (bayes, wide)]

@@ -14,6 +14,9 @@ from .families.family import Family
 from .families.full import FullNormal
 from .families.structured import LowRankNormal
 from .files import posterior_file
+from .head.features import head_tensors
+from .head.head import fit_head
+from .laplace.laplace import laplace
 from .models.batch import Keys
 from .models.bayesian_model import BayesianModel
 from .models.calibration import Calibration
@@ -35,9 +38,6 @@ from .train.batches import Batches
 from .train.comparing import elbo_over
 from .train.fit import fit
 from .train.grow import grow
-from .train.head import fit_head
-from .train.head_rows import head_tensors
-from .train.laplace import laplace
 from .train.stepper import stepper
 from .util.checks import check_one_of
 from .util.random_streams import borrowed_stream
@@ -208,7 +208,7 @@ class Posterior(nn.Module):
     """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
 
     fit_head = fit_head
-    """The best full normal over the last layer without a step size: see `structvi.train.head.fit_head`."""
+    """The best full normal over the last layer without a step size: see `structvi.head.head.fit_head`."""
 
     grow = grow
     """Refine a fitted posterior, `rank=` or `components=`, see `structvi.train.grow.grow`; never makes it worse."""

@@ -30,7 +30,7 @@ CLOSED, CLOSED_CLASSES = 1500, 700
 #: a last layer of so many numbers has a full normal, and a larger one a low-rank one of this rank
 FULL, RANK = 1000, 8
 #: a posterior of classes by its fixed point: most iterations, and nats
-ITERATIONS, TOLERANCE = 60, 0.05
+ITERATIONS = 60
 #: rows in a batch of the fits that take no gradient steps
 ROWS = 1024
 #: draws of a prediction, from each member
@@ -206,7 +206,7 @@ class Problem:
         for k, fold in enumerate(self.folds):
             net = network(sizes, stream(self.seed + k))
             posterior = variationalize_head(net, likelihood_of(recipe.noise), num_data=len(fold.train))
-            more = {"iterations": ITERATIONS, "tolerance": TOLERANCE} if recipe.noise == CLASSES else {}
+            more = {"iterations": ITERATIONS} if recipe.noise == CLASSES else {}
             posterior.fit_head(batches(x, self.t, fold.train), progress=False, seed=self.seed, **more)
             found.append(posterior)
         return found

@@ -9,9 +9,6 @@ import structvi as vi
 from structvi.families.basis import LONGEST, Basis
 from structvi.families.full import FullNormalDensity
 from structvi.predict.linearised import jacobians
-from structvi.train.batches import Batches
-from structvi.train.curvature import Roots, curvature_roots, diagonal_curvature, leading_columns
-from structvi.train.warm_start import trained_values
 
 
 def generator(seed=0):
@@ -115,27 +112,16 @@ def network():
     return net, DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=20)
 
 
-@pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankPrecision(3)])
-def test_around_a_network_the_curvature_is_that_along_the_axes(part):
+def test_around_a_network_the_axes_are_those_of_its_gradients():
     net, loader = network()
     bayes = vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.Rotated(part), vi.priors.NormalPrior(1.0), linearise=True
+        net, vi.likelihoods.Categorical(), vi.Rotated(vi.LowRankPrecision(3)), vi.priors.NormalPrior(1.0)
     )
     bayes.laplace(loader, progress=False)
-    family, model = bayes.family, bayes.model
-    theta, batches = trained_values(bayes), list(Batches(loader).in_order(1))
-    found = Roots(lambda: curvature_roots(model, theta, batches))
-    roots = torch.stack([g for g, _ in found])
-    Q = dense(family.basis, family.space.size)
+    Q = dense(bayes.family.basis, bayes.family.space.size)
     assert not torch.allclose(Q, torch.eye(len(Q), dtype=torch.float64))
-    G = Q.mT @ (roots.mT @ roots) @ Q
-    torch.testing.assert_close(diagonal_curvature(model, found, family.to_axes), G.diagonal())
-    metric = G.diagonal() + 1
-    W = leading_columns(model, found, metric, 3, family.to_axes)
-    values, vectors = torch.linalg.eigh(G / (metric.sqrt().unsqueeze(0) * metric.sqrt().unsqueeze(1)))
-    leading = (vectors * values.clamp(min=0).sqrt()).flip(1)[:, :3] * metric.sqrt().unsqueeze(1)
-    torch.testing.assert_close(W @ W.mT, leading @ leading.mT)
-    torch.testing.assert_close(family().mean, theta)
+    torch.testing.assert_close(bayes.family().mean, bayes.space.initial)
+    assert bool((bayes.family().variance < 1.001).all())  # no wider than the prior
 
 
 def test_outputs_have_the_covariance_of_the_dense_one():

@@ -200,6 +200,6 @@ def test_monai_itself():
     assert isinstance(batch["image"], MetaTensor)
     bayes = vi.variationalize(net(), lk.Categorical(), keys=("image", "label"))
     result = bayes.laplace(data, validation=data, progress=False)
-    assert result.kept
+    assert result.selected
     assert bayes.evaluate(data, draws=2).count == 6 * 64
     assert type(bayes.predict(batch["image"], draws=2).mean) is torch.Tensor

@@ -96,11 +96,13 @@ def test_scale_is_recovered_and_gains_on_fresh_data(true):
     assert abs(after.coverage[0.9] - 0.9) < 0.03  # four standard errors, √(0.09/2000) each
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_not_applied_where_there_is_nothing_to_gain(seed):
-    """The predictions are right, so every fitted value is noise: none of 12 sets passes two standard errors."""
-    assert identity(4, lk.Categorical()).calibrate([labelled(440, 1.0, seed=2 * seed)]).applied is None
-    assert scaled().calibrate([numbers(200, 1.0, seed=2 * seed)]).applied is None
+def test_where_there_is_nothing_to_gain_it_hardly_harms():
+    """The predictions are right: often no value gains on left-out cases, and one that does is near one."""
+    found = [identity(4, lk.Categorical()).calibrate([labelled(440, 1.0, seed=2 * seed)]) for seed in range(12)]
+    found += [scaled().calibrate([numbers(200, 1.0, seed=2 * seed)]) for seed in range(12)]
+    assert sum(one.applied is None for one in found) >= 5
+    assert all(abs(math.log(one.adjustment.value)) < 0.25 for one in found)  # five standard errors of 200 cases
+    assert all(one.applied is None or one.adjustment.gain > 0 for one in found)
 
 
 def test_not_applied_where_the_data_set_no_bound():
@@ -116,7 +118,7 @@ def test_not_applied_where_the_data_set_no_bound():
 def test_what_is_said():
     bayes = identity(4, lk.Categorical())
     assert "applied: held-out gain" in str(bayes.calibrate([labelled(500, 2.0)]))
-    assert "less than 2 standard errors" in str(bayes.calibrate([labelled(500, 1.0)]))
+    assert "not applied" in str(Calibration(Adjustment("temperature", 1.1, -0.1, 0.1, 50)))
     split = bayes.calibrate([labelled(500, 2.0)], conformal=True)
     assert "conformal sets of labels from 250 cases: levels up to 0.996" in str(split)
     assert "one half of the cases" in str(split)

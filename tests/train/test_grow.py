@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.families.growth import with_components
-from structvi.train.warm_start import diagonal_fisher, prior_precision
 
 N, D, NOISE = 40, 3, 0.5
 
@@ -42,61 +41,6 @@ def true_fisher(net):
         (-0.5 * ((net(row) - target) / NOISE).square()).sum().backward()
         total += torch.cat([tensor.grad.reshape(-1) for tensor in net.parameters()]).square()
     return total
-
-
-# ---------------------------------------------------------------------------------------------------------- start
-
-
-def test_diagonal_fisher_is_the_sum_of_squared_gradients():
-    net = network()
-    model = bayes(vi.MeanField(), net).model
-    fisher = diagonal_fisher(model, values(net), loader())
-    torch.testing.assert_close(fisher, true_fisher(net), atol=0, rtol=1e-10)
-    half = diagonal_fisher(model, values(net), [next(iter(loader(20)))])  # 20 of 40, scaled up
-    assert 0.3 < (half.sum() / fisher.sum()).item() < 3
-
-
-def test_diagonal_fisher_falls_back_to_batches():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, 1, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.layer(x) * (2.0 if x.sum().item() > 1e9 else 1.0)  # vmap has no items
-
-    net = Branching()
-    model = bayes(vi.MeanField(), net).model
-    expected = torch.zeros(D + 1, dtype=torch.float64)
-    batches = list(loader())
-    for x, t in batches:
-        net.zero_grad()
-        (-0.5 * ((net(x) - t) / NOISE).square()).sum().backward()
-        expected += torch.cat([tensor.grad.reshape(-1) for tensor in net.parameters()]).square()
-    torch.testing.assert_close(diagonal_fisher(model, values(net), batches), expected, atol=0, rtol=1e-10)
-
-
-def test_prior_precision():
-    net = network()
-    theta = values(net)
-    normal = bayes(vi.MeanField(), net, vi.priors.NormalPrior({"0.*": 0.5, "*": 2.0})).model
-    expected = torch.cat([torch.full((16,), 4.0), torch.full((5,), 0.25)]).double()
-    torch.testing.assert_close(prior_precision(normal, theta), expected)
-    student = bayes(vi.MeanField(), net, vi.priors.StudentTPrior(df=3.0)).model
-    # −d²/dx² of (ν+1)/2 log(1 + x²/ν) is (ν+1)(ν − x²)/(ν + x²)²
-    expected = (4 * (3 - theta.square()) / (3 + theta.square()).square()).clamp(min=0)
-    torch.testing.assert_close(prior_precision(student, theta), expected, atol=1e-10, rtol=0)
-    laplace = bayes(vi.MeanField(), net, vi.priors.LaplacePrior(1.0)).model
-    assert bool((prior_precision(laplace, theta) == 0).all())
-
-
-def check_scales(variance, curvature, space):
-    """1/(curvature + prior precision), the prior no wider than a tensor starts; and one factor for all scales."""
-    expected = 1 / (curvature + (space.scale**-2).clamp(min=1.0))
-    ratio = variance / expected
-    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=0, rtol=1e-9)
-    halvings = 0.5 * ratio[0].log2().item()
-    assert halvings == pytest.approx(round(halvings), abs=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- grow

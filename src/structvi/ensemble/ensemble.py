@@ -16,6 +16,8 @@ from ..families.family import Family
 from ..files.file import CheckpointError, opened, write
 from ..files.posterior_description import refusing
 from ..files.posterior_file import check_calibration
+from ..laplace.laplace import place_together
+from ..laplace.result import LaplaceResult
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
 from ..models.priors.base import Prior
@@ -26,13 +28,9 @@ from ..predict.calibration import calibrate
 from ..predict.metrics import evaluate
 from ..predict.predict import predict
 from ..result import Result, Status
-from ..train.around import calibration_of
 from ..train.batches import Batches
 from ..train.held_out import member_log_probs
-from ..train.laplace import Placing
 from ..train.result import FitResult
-from ..train.seen import warn_of_seen
-from ..train.together import fit_together
 from ..util.checks import check_one_of
 from .many import fit_many
 
@@ -57,13 +55,13 @@ class EnsembleResult(Result):
         members: the result of each.
         weights: of the members.
         held_out: log density of the held-out data, the average over all members, in nats a number; None without them.
-        gain: how much higher that is than that of the average over the trained networks themselves, and its standard
-            error over rows; None where the members were trained.
+        gain: how much higher that is than that of the average over the trained networks with its own temperature, and
+            its standard error over rows; None where the members were trained.
         calibration: a temperature on top, where held-out data asked for one.
         ensemble: what was fitted: it predicts, evaluates and saves.
     """
 
-    members: Sequence[FitResult]
+    members: Sequence[FitResult | LaplaceResult]
     weights: list[float]
     held_out: float | None = None
     gain: tuple[float, float] | None = None
@@ -242,22 +240,16 @@ class Ensemble(nn.Module):
 
         The average over the networks themselves is one of the candidates.
         """
-        if validation is not None:
-            warn_of_seen(loader, validation)
-        placed = fit_together(self.posteriors, loader, Placing(validation, "widest", seed, progress))
+        results, found = place_together(self.posteriors, loader, validation=validation, seed=seed, progress=progress)
         self.weights.fill_(1 / len(self.members))
-        self.chosen_on = self.posteriors[0].chosen_on
-        if placed is None:
-            self.calibration = None
-            given = {"validation": validation, "seed": seed, "progress": progress}
-            results = [one.laplace(loader, **given) for one in self.posteriors]
+        self.chosen_on, self.calibration = self.posteriors[0].chosen_on, None
+        if found is None:
             return self._result(results)
-        self.calibration = calibration_of(placed.kept)
-        assert placed.ensemble.held_out is not None
-        gain = placed.kept.gain_over(placed.ensemble.held_out)
+        self.calibration = found.calibration
+        gain = found.held_out.gain_over(found.network)
         return self._result(
-            placed.members, held_out=placed.kept.density, gain=gain, calibration=self.calibration,
-            notes=[f"placed for the ensemble: {placed.members[0].kept}"],
+            results, held_out=found.density, gain=gain, calibration=self.calibration,
+            notes=[f"placed for the ensemble: {results[0].selected}"],
         )  # fmt: skip
 
     def stack(self, validation: Iterable[Any], seed: int = 0) -> float:
@@ -278,14 +270,14 @@ class Ensemble(nn.Module):
     def _density(self, log_probs: Tensor, count: float) -> float:
         return float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
 
-    def _result(self, results: Sequence[FitResult], **found: Any) -> EnsembleResult:
+    def _result(self, results: Sequence[FitResult | LaplaceResult], **found: Any) -> EnsembleResult:
         status = min((one.status for one in results), key=WORST_FIRST.index)
         return EnsembleResult(
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results),
             members=results, weights=self.weights.tolist(), ensemble=self, **found,
         )  # fmt: skip
 
-    def _elbo(self, results: Sequence[FitResult]) -> Estimate:
+    def _elbo(self, results: Sequence[FitResult | LaplaceResult]) -> Estimate:
         w = self.weights.cpu()
         divergence = torch.xlogy(w, w * len(w)).sum()
         per_group = sum((share * one.elbo.per_group for share, one in zip(w, results, strict=True)), -divergence)

@@ -15,8 +15,6 @@ from ..util.checks import is_integer, is_positive
 
 #: the search for a temperature or a scale: no further from one than this, as logarithm
 LOG_BOUND = 2.5
-#: so many paired standard errors must be gained, or a temperature is not applied
-ERRORS = 2.0
 #: the thresholds on a probability at which the risk of masks is kept, 0 and the sigmoids of −16 … 16
 THRESHOLDS = torch.cat(
     [torch.zeros(1, dtype=torch.float64), torch.linspace(-16, 16, 1025, dtype=torch.float64).sigmoid()]
@@ -52,7 +50,7 @@ class Adjustment:
 
     @property
     def is_applied(self) -> bool:
-        return self.is_bounded and self.gain > ERRORS * self.error
+        return self.is_bounded and self.gain > 0
 
     def __str__(self) -> str:
         why = f"held-out gain {self.gain:.3g} ± {self.error:.2g} nats over {self.cases} cases"
@@ -62,7 +60,7 @@ class Adjustment:
             cause = "there are too few, or none is a mistake" if self.value < 1 else "are they data of this kind?"
             why += f", but it lies at the end of the search, the data set no bound to it: {cause}"
         else:
-            why += f", less than {ERRORS:g} standard errors"
+            why += ", no gain"
         return f"{self.kind} {self.value:.3g}, not applied: {why}"
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """`bayes.calibrate`: a temperature or a scale from held-out cases, and the scores of conformal sets from others.
 
-A value is applied only where it gains two paired standard errors on cases that took no part in fitting it, and does not
+A value is applied only if it gains on cases that took no part in fitting it, and does not
 lie at the end of the search.
 """
 
@@ -45,7 +45,7 @@ def calibrate(
     Args:
         posterior: what `variationalize` returns, fitted.
         validation: held-out batches, as `fit` takes them, for the temperature or scale: read twice, so no generator. It
-            is applied only where it gains two paired standard errors over cases. Without it, the one that there is
+            is applied only if it gains on cases that took no part in its fit. Without it, the one that there is
             stays.
         conformal: other held-out batches, for `predict(x).conformal(level)`. They must be used for no other choice:
             those that are also in `validation`, or that a fit has chosen on, are refused. True: one half of the cases

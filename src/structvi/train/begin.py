@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from ..distributed.ranks import Ranks
 from ..files.fit_checkpoint import Found
 from ..result import Status
@@ -13,7 +15,6 @@ from .fingerprint import fingerprint
 from .loop import Run
 from .options import FEWEST_STAGED, KL_WARMUP, FitOptions, Settings
 from .validation import Watch
-from .warm_start import trained_values
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -34,7 +35,7 @@ def begin(posterior: "Posterior", batches: Batches, options: FitOptions, ranks: 
     )  # fmt: skip
     run.show = options.progress and ranks.rank == 0
     if watch is not None and (posterior.fit_status is Status.PLACED or posterior.model.linearised_at is not None):
-        run.trained = trained_values(posterior)
+        run.trained = _network_values(posterior)
         run.begun = copied(run.state.learned) if found is None else {}
     if known is not None:
         run.state = replace(run.state, problem=known.parts)
@@ -72,3 +73,14 @@ def _settings(posterior: "Posterior", batches: Batches, options: FitOptions, fou
         kl_warmup = float(then["kl_warmup"] if then else KL_WARMUP if is_first else 0.0)
     staged = bool(staged and families and steps >= FEWEST_STAGED)
     return options.settings(steps, kl_warmup, staged, posterior.model.num_data)
+
+
+def _network_values(posterior: "Posterior") -> Tensor:
+    """Return θ [P]: where the network is linearised, or its present values; what is not the network's at its start."""
+    model = posterior.model
+    named = model.space.unravel(model.space.initial.clone())
+    if model.linearised_at is not None:
+        named |= model.net_space.unravel(model.linearised_at)
+    else:
+        named |= {name: p.detach() for name, p in model.net.named_parameters() if name in model.net_space}
+    return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})

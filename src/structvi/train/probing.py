@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..models.batch import arguments_of
@@ -15,13 +15,14 @@ from ..predict.draws import on_device
 from ..util.patterns import few
 from ..util.random_streams import borrowed_stream
 from .batches import Batches
-from .head_rows import LAYERS
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 #: by how much weights are moved to see whether the output follows, in units of their root mean square
 STEP = 0.1
+#: what may be the last layer of a head
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 RANDOM = (
     "the network draws random numbers in its forward, though dropout is off: candidates are compared with noise. "
     "F.dropout(x, p) is always on, F.dropout(x, p, self.training) is not"

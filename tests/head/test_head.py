@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi import likelihoods
-from structvi.train.head_bound import quasi_normal
+from structvi.head import head
+from structvi.head.bound import quasi_normal
 
 F64 = torch.float64
 
@@ -68,10 +69,11 @@ def test_gaussian_noise_gives_the_posterior_however_the_data_are_cut(size):
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
 
 
-def test_scales_and_noise_maximise_the_evidence():
+def test_scales_and_noise_maximise_the_evidence(monkeypatch):
+    monkeypatch.setattr(head, "TOLERANCE", 1e-9)
     net, (x, t) = network(1), regression(1)
     bayes = vi.variationalize_head(net, likelihoods.Gaussian("point"))
-    result = bayes.fit_head([(x, t)], tolerance=1e-9, progress=False)
+    result = bayes.fit_head([(x, t)], progress=False)
     phi = augmented(net, x)
 
     def evidence(log_scales):  # of weight, bias and noise
@@ -89,22 +91,24 @@ def test_scales_and_noise_maximise_the_evidence():
     assert any("noise was chosen" in note for note in result.notes)
 
 
-def test_a_prior_that_learns_one_scale():
+def test_a_prior_that_learns_one_scale(monkeypatch):
+    monkeypatch.setattr(head, "TOLERANCE", 1e-9)
     net, (x, t) = network(2), regression()
     bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(0.1, learn=True))
-    bayes.fit_head([(x, t)], tolerance=1e-9, progress=False)
+    bayes.fit_head([(x, t)], progress=False)
     mean, covariance = moments(bayes)
     s2 = (mean.square().sum() + covariance.trace()) / mean.numel()  # the fixed point
     assert float(2 * bayes.model.prior.log_scale.detach()) == pytest.approx(float(s2.log()), abs=1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_class_labels_agree_with_a_search_for_the_best_full_normal(count):
+def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkeypatch):
+    monkeypatch.setattr(head, "TOLERANCE", 1e-5)
     net, (x, t) = network(count, width=4), classes(count)
     likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
     bayes = vi.variationalize_head(net, likelihood, vi.priors.NormalPrior(1.5))
     loader = DataLoader(TensorDataset(x, t), batch_size=30)
-    result = bayes.fit_head(loader, tolerance=1e-5, progress=False)
+    result = bayes.fit_head(loader, progress=False)
     phi = augmented(net, x)[:, :-1]
     prior = torch.distributions.Normal(0.0, 1.5)
 
@@ -114,7 +118,7 @@ def test_class_labels_agree_with_a_search_for_the_best_full_normal(count):
 
     space = vi.Parameters({"w": torch.zeros(count, 4, dtype=F64), "b": torch.zeros(count, dtype=F64)})
     target = vi.LogDensity(log_joint, space)
-    searched = vi.fit_density(target, vi.FullNormal(), progress=False, tolerance=1e-4)
+    searched = vi.fit_density(target, vi.FullNormal(), progress=False)
 
     def elbo(family, target, batch=None):
         generator = torch.Generator().manual_seed(0)
@@ -136,17 +140,17 @@ def test_class_labels_agree_with_a_search_for_the_best_full_normal(count):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_bound_never_falls(count):
+def test_the_bound_never_falls(count, monkeypatch):
+    monkeypatch.setattr(head, "TOLERANCE", 1e-4)
     net, (x, t) = network(count), classes(count)
     with torch.no_grad():
         net[-1].weight.mul_(100.0)  # a start that is far from the data and sure of itself
     likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
-    result = vi.variationalize_head(net, likelihood).fit_head([(x, t)], tolerance=1e-4, progress=False)
-    elbo = result.history["elbo"]
+    result = vi.variationalize_head(net, likelihood).fit_head([(x, t)], progress=False)
     assert result.converged
-    assert len(elbo) == result.steps + 1
-    assert (elbo[1:] - elbo[:-1]).min() >= 0
-    other = vi.variationalize_head(network(count), likelihood).fit_head([(x, t)], tolerance=1e-4, progress=False)
+    assert len(result.path) == result.steps + 1
+    assert result.path == sorted(result.path)
+    other = vi.variationalize_head(network(count), likelihood).fit_head([(x, t)], progress=False)
     assert other.elbo.value == pytest.approx(result.elbo.value, abs=0.05)
 
 
@@ -179,16 +183,13 @@ def test_masked_numbers_and_the_network_as_float32():
     torch.testing.assert_close(moments(bayes)[0][6:12].double(), mean[:6], rtol=1e-4, atol=1e-4)
 
 
-def test_temperature_and_n_scale_the_data_against_the_prior():
+def test_n_scales_the_data_against_the_prior():
     net, (x, t) = network(1), regression(1)
-    cold = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.priors.NormalPrior(1.0))
-    cold.fit_head([(x, t)], temperature=0.25, progress=False)
     four = vi.variationalize_head(net, likelihoods.Gaussian(noise=1.0), vi.priors.NormalPrior(1.0), num_data=200)
     result = four.fit_head([(x, t)], progress=False)
     narrow = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(1.0))
     narrow.fit_head([(x, t)], progress=False)
-    for one in (cold, four):
-        torch.testing.assert_close(moments(one), moments(narrow))
+    torch.testing.assert_close(moments(four), moments(narrow))
     assert four.model.num_data == 200
     assert four.elbo([(x, t)]).value == pytest.approx(result.elbo.value, abs=1e-6)
 
@@ -312,9 +313,6 @@ def test_bad_arguments_are_named():
     bayes = vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*")
     with pytest.raises(ValueError, match="the family is MeanField"):
         bayes.fit_head([(x, t)])
-    bayes = vi.variationalize_head(net, likelihoods.Categorical())
-    with pytest.raises(ValueError, match="tolerance must be a positive number"):
-        bayes.fit_head([(x, t)], tolerance=0)
 
 
 def test_a_prior_of_distributions_with_a_centre():
@@ -337,13 +335,13 @@ def test_few_iterations_are_told(capsys):
     net, (x, t) = network(3), classes(3)
     result = vi.variationalize_head(net, likelihoods.Categorical()).fit_head([(x, t)], iterations=2)
     assert result.status is vi.Status.IMPROVING
-    assert "give more iterations=" in result.details
-    assert "step 2/2" in capsys.readouterr().err
+    assert "more iterations=" in str(result)
+    assert "step 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("shift", [0.0, 100.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_target_that_the_features_tell_exactly_has_the_noise_of_rounding(dtype, shift, seed):
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     t = x[:, :1] + shift

@@ -1,0 +1,208 @@
+"""The generalised Gauss–Newton matrix G = Σ JᵀHJ of a network on its data, and the curvature of a prior.
+
+If g is the gradient of Σ log p(t' | y) over some rows, with t' drawn from the network's own p(t | y), then the mean of
+ggᵀ is the Σ JᵀHJ of these rows. Gradients of a few rows at once are therefore an unbiased root of G. The empirical
+Fisher matrix, with the observed labels, vanishes on a network that fits its data; this one does not.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..models.batch import batch_size
+from ..models.bayesian_model import BayesianModel
+from ..models.likelihoods import Likelihood
+from ..models.priors.base import Prior, log_prior
+from ..util.batch_rows import rows_of
+
+#: gradients in all; the relative standard error of a diagonal entry is √(2/GRADIENTS) = 9 %, of a scale half of it
+GRADIENTS = 256
+#: rows of the training data that are read: half of them, and at least so many
+ROWS = 4000
+#: numbers of gradients that are held at once (1 GiB of float32); more are computed a second time
+MOST_NUMBERS = 2**28
+#: gradients that are taken in at a time, and directions beyond those asked for, where gradients are not held
+BLOCK = 8
+#: random signs that estimate a prior's curvature where its Hessian is not diagonal
+PROBES = 64
+
+#: gradients [P], the same at every call, each with the number of its rows
+Gradients = Callable[[], Iterable[tuple[Tensor, int]]]
+
+
+class Curvature(NamedTuple):
+    """G at θ: its diagonal, and its leading part WWᵀ in the metric of that diagonal and the prior's precision."""
+
+    theta: Tensor  # [P]
+    diagonal: Tensor  # [P], float64
+    columns: Tensor  # W [P, K]
+
+
+def rows_read(N: int) -> int:
+    """Return how many of N rows the curvature is estimated from."""
+    return min(N, max(ROWS, N // 2))
+
+
+def curvature_of(theta: Tensor, gradients: Gradients, num_data: int, precision: Tensor, rank: int) -> Curvature:
+    """Return the diagonal and `rank` leading directions of G from gradients [P] whose outer products add up to it.
+
+    Args:
+        theta: where the gradients were taken.
+        gradients: called once if all of them fit into `MOST_NUMBERS`, twice if not.
+        num_data: N; G is scaled from the rows of the gradients to N.
+        precision: [P] of the prior; directions are those in which G is largest relative to diag G + precision.
+        rank: K.
+    """
+    stored: list[Tensor] | None = []
+    diagonal, rows = torch.zeros_like(theta, dtype=torch.float64), 0
+    for gradient, own in gradients():
+        diagonal += gradient.double().square()
+        rows += own
+        if stored is not None and rank:
+            stored.append(gradient)
+            if len(stored) * theta.numel() > MOST_NUMBERS:
+                stored = None
+    share = num_data / max(1, rows)
+    diagonal *= share
+    columns = theta.new_empty(theta.numel(), 0)
+    if rank:
+        scale = (diagonal + precision).rsqrt()
+        if stored is not None:
+            columns = _leading(torch.stack(stored, 1).double() * scale.unsqueeze(-1), rank)
+        else:
+            columns = _incremental((gradient.double() * scale for gradient, _ in gradients()), rank)
+        columns = columns * share**0.5 / scale.unsqueeze(-1)
+    return Curvature(theta, diagonal, columns.to(theta))
+
+
+def _leading(columns: Tensor, rank: int) -> Tensor:
+    """Return the leading left singular vectors of [P, n] times their singular values: [P, at most rank]."""
+    vectors = torch.linalg.eigh(columns.mT @ columns)[1]
+    return columns @ vectors.flip(1)[:, :rank]
+
+
+def _incremental(columns: Iterable[Tensor], rank: int) -> Tensor:
+    """Return the same of columns [P] that arrive one by one, some more directions held than asked for."""
+    stored: list[Tensor] = []
+    for column in columns:
+        stored.append(column.unsqueeze(-1))
+        if len(stored) > BLOCK:
+            stored = [_leading(torch.cat(stored, 1), rank + BLOCK)]
+    return _leading(torch.cat(stored, 1), rank)
+
+
+def simulated_gradients(
+    model: BayesianModel, likelihood: Likelihood, theta: Tensor, batches: Iterable[Any], size: int, seed: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield gradients [P] of Σ log p(t' | y) over `size` rows each, t' drawn from the network's p(t | y).
+
+    Args:
+        model: in the network's mode.
+        likelihood: with the noise at which G is wanted.
+        theta: of the whole space.
+        batches: on the device of θ.
+        size: rows of a gradient; a batch that cannot be cut has one gradient.
+        seed: of the labels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for batch in batches:
+        for part, rows in _cut(batch, size):
+            row = theta.detach().requires_grad_()
+            with torch.enable_grad():
+                value, own = _simulated(model, likelihood, row, part, generator)
+                (gradient,) = torch.autograd.grad(value, row)
+            yield gradient, own if rows is None else rows
+
+
+def observed_gradients(
+    model: BayesianModel, theta: Tensor, batches: Iterable[Any], size: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield gradients [P] with the observed labels: those of a likelihood that is a plain function and draws none."""
+    for batch in batches:
+        for part, _ in _cut(batch, size):
+            row = theta.detach().requires_grad_()
+            with torch.enable_grad():
+                value, rows = model.batch_log_likelihood(row.unsqueeze(0), part)
+                (gradient,) = torch.autograd.grad(value.sum(), row)
+            yield gradient, rows
+
+
+def _simulated(
+    model: BayesianModel, likelihood: Likelihood, row: Tensor, batch: Any, generator: torch.Generator
+) -> tuple[Tensor, int]:
+    """Return Σ log p(t' | y) of labels that the network draws, and the number of rows."""
+    named = dict(model.space.unravel(row))
+    own = {name: named.pop(full) for full, name in model.likelihood_names.items()}
+    output, target = model.call(named, batch)
+    _check_output(output, batch_size(target))
+    values = {name: tensor.detach().unsqueeze(0) for name, tensor in own.items()}
+    tensors = {f"likelihood.{name}": tensor for name, tensor in own.items()}
+    log_prob = functional_call(_Simulated(likelihood), tensors, (output, target, values, generator))
+    return log_prob.sum(), log_prob.shape[0]
+
+
+class _Simulated(nn.Module):
+    """The likelihood as a submodule, so that `functional_call` can set its tensors."""
+
+    def __init__(self, likelihood: Likelihood):
+        super().__init__()
+        self.likelihood = likelihood
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.likelihood.simulated(*arguments)
+
+
+def _check_output(output: Any, rows: int) -> None:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"the network's output for {rows} {'row' if rows == 1 else 'rows'} has shape {tuple(leaf.shape)}, "
+                f"expected [{rows}, ..]: a squeeze() without an axis takes that of the batch too, write squeeze(-1)"
+            )
+        if isinstance(leaf, Tensor) and bool(leaf.isnan().any()):
+            raise ValueError("the network's output is NaN on its training data: is there NaN in the inputs?")
+
+
+def _cut(batch: Any, size: int) -> Iterator[tuple[Any, int | None]]:
+    """Yield parts of so many rows, if every leaf is a tensor with one row for each; else the batch as it is."""
+    rows = rows_of(batch)
+    if rows is None:
+        yield batch, None
+        return
+    for start in range(0, rows, size):
+        part = tree_map(lambda x, start=start: x[start : start + size], batch)
+        yield part, min(size, rows - start)
+
+
+def prior_precision(model: BayesianModel, prior: Prior, theta: Tensor) -> Tensor:
+    """Return −∂² log p(θ)/∂θ_i² of a prior and of the likelihood's own tensors: [P], float64, above zero.
+
+    It is exact if the prior's Hessian is diagonal. Otherwise it is a mean over `PROBES` random signs; for a Student t
+    of a whole tensor of n weights the standard error of an entry is at most 2/√(n·PROBES) of it.
+    If the prior has no curvature at θ, as a Laplace prior, the tensor's initialisation scale stands for its width.
+    """
+    row = theta.detach().requires_grad_()
+    size = model.net_space.size
+    with torch.enable_grad():
+        value = log_prior(prior, model.net_space, row[:size].unsqueeze(0), {}).sum()
+        if isinstance(model.likelihood, Likelihood) and model.likelihood_names:
+            value = value + model.likelihood.log_prior(model.likelihood_values(row.unsqueeze(0))).sum()
+        slope = torch.autograd.grad(value, row, create_graph=True, allow_unused=True)[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def probe() -> Tensor:
+        sign = torch.randint(2, theta.shape, generator=generator).to(theta) * 2 - 1
+        assert slope is not None
+        return -sign * torch.autograd.grad(slope, row, sign, retain_graph=True)[0]
+
+    found = torch.zeros_like(theta)
+    if slope is not None and slope.requires_grad:
+        found, other = probe(), probe()
+        if not torch.allclose(found, other, rtol=1e-4):
+            found = torch.stack([found, other, *(probe() for _ in range(PROBES - 2))]).mean(0)
+    found = found.double()
+    return torch.where(found > 0, found, model.space.scale.to(found) ** -2)

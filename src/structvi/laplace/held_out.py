@@ -1,0 +1,345 @@
+"""Log densities of held-out data under candidates: each with its own temperature, or noise, cross-fitted by folds."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, log, sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical
+from torch.nn.functional import logsigmoid
+from torch.utils._pytree import tree_map
+
+from ..families.normal import Diagonal, NormalForm, Triangle
+from ..models.likelihoods import Gaussian
+from ..predict.draws import WeightDraws, on_device
+from ..predict.linearised import POINTS, evenly_spread, is_normal, jacobians, normal_outputs
+from ..predict.predictive import Predictive, observed_target
+from ..predict.temperature import FOLDS, GRID, ONE, cross_fitted_losses, fit_temperature, temperature_losses
+from .noise import learned_noise, set_noise
+from .place import TrainedNetwork
+
+#: draws of the weights for a candidate whose outputs are not known to be normal
+WEIGHT_DRAWS = 8
+#: fewer rows say nothing of a temperature
+FEWEST = 10
+#: numbers of log probabilities whose losses are tabulated at once
+TABULATED = 2**20
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """−log p of every row at each point of a grid, and how many observed numbers a row has.
+
+    Args:
+        losses: summed over the elements (pixels) of a row: [n, G].
+        count: observed elements: [n].
+        grid: log temperatures or log noise factors: [G].
+        of_temperature: whether the grid is that of a temperature, which may stay at one.
+    """
+
+    losses: Tensor
+    count: Tensor
+    grid: Tensor
+    of_temperature: bool
+
+    @cached_property
+    def fitted(self) -> tuple[float, Tensor]:
+        """Return the log temperature, or log noise factor, of all rows; and the cross-fitted log p of each row [n]."""
+        losses, few = self.losses, len(self.losses) < FEWEST
+        if self.of_temperature:
+            plain = -losses[:, ONE]
+            if few or not bool(losses.isfinite().all()):
+                return 0.0, plain
+            value, rows = log(fit_temperature(losses)), -cross_fitted_losses(losses)
+            is_bounded = abs(value) < 0.999 * float(GRID[-1])
+            return (value, rows) if is_bounded and float(rows.sum()) > float(plain.sum()) else (0.0, plain)
+        best = int(losses.sum(0).argmin())
+        rows, fold = -losses[:, best], torch.arange(len(losses)) % FOLDS
+        if losses.shape[1] > 1 and not few:
+            for own in range(FOLDS):
+                rows[fold == own] = -losses[fold == own, int(losses[fold != own].sum(0).argmin())]
+        return float(self.grid[best]), rows
+
+    @property
+    def value(self) -> float:
+        return self.fitted[0]
+
+    @property
+    def plain(self) -> float:
+        """Return the mean log density with a temperature of one; of a noise, with the smallest factor."""
+        place = ONE if self.of_temperature else 0
+        return _number(-self.losses[:, place].sum() / self.count.sum())
+
+    @property
+    def mean(self) -> float:
+        """Return the cross-fitted log density in nats for each observed number; −∞ if it is none."""
+        return _number(self.fitted[1].sum() / self.count.sum())
+
+    def gain_over(self, other: "HeldOut") -> tuple[float, float]:
+        """Return how much higher the mean is on the rows that both have seen, and the paired standard error of that.
+
+        Example:
+            >>> count, grid = torch.ones(4, dtype=torch.float64), torch.zeros(1)
+            >>> one, two = (HeldOut(loss * count.unsqueeze(1), count, grid, False) for loss in (1.0, 2.0))
+            >>> one.gain_over(two)
+            (1.0, 0.0)
+        """
+        n = min(len(self.count), len(other.count))
+        difference, count = self.fitted[1][:n] - other.fitted[1][:n], self.count[:n]
+        gain = float(difference.sum() / count.sum())
+        if gain != gain:
+            return -inf, 0.0
+        residual = (difference - gain * count) / count.mean()
+        return gain, sqrt(float(residual.square().sum()) / (n * (n - 1))) if n > 1 else 0.0
+
+
+def _number(value: Tensor) -> float:
+    return float(value) if bool(value == value) else -inf
+
+
+class Table:
+    """The losses of a candidate, batch by batch; its predictive is the equal mixture of those of several networks."""
+
+    def __init__(self, grid: Tensor):
+        self.grid, self.losses, self.count = grid, list[Tensor](), list[Tensor]()
+        self.of_temperature = False
+
+    def add(self, predictives: Sequence[Sequence[Predictive]], target: Any) -> None:
+        """Add a batch: a predictive of every network, for each noise of the grid."""
+        columns = []
+        for each in predictives:
+            found, count = _losses(each, target)
+            columns.append(found)
+        self.of_temperature = columns[0].shape[1] > 1
+        if self.of_temperature:
+            self.grid = GRID
+        self.losses.append(torch.cat(columns, 1))
+        self.count.append(count)
+
+    def whole(self) -> HeldOut:
+        if not self.losses or not float(sum(count.sum() for count in self.count)):
+            raise ValueError(
+                "validation= has no observation: it gave no batch, or every label is masked or ignored. Give held-out "
+                "data with labels, as a loader that can be read again"
+            )
+        return HeldOut(torch.cat(self.losses), torch.cat(self.count), self.grid, self.of_temperature)
+
+
+def _losses(predictives: Sequence[Predictive], target: Any) -> tuple[Tensor, Tensor]:
+    """Return −log p of the equal mixture [B, G], G of labels the temperatures; and the number of elements [B]."""
+    first = predictives[0]
+    log_prob = _log_mean([one.log_prob(target).double() for one in predictives])  # with its checks of the labels
+    observed = None if first.is_function else observed_target(first.likelihood, target)[1]
+    observed = torch.ones_like(log_prob, dtype=torch.bool) if observed is None else observed
+    B = len(log_prob)
+    count = observed.reshape(B, -1).sum(1).double().cpu()
+    if first.is_function or not isinstance(first.components, Categorical | Bernoulli):
+        return -log_prob.masked_fill(~observed, 0.0).reshape(B, -1).sum(1, keepdim=True).cpu(), count
+    labels = observed_target(first.likelihood, target)[0]
+    labels = (labels > 0.5 if isinstance(first.components, Bernoulli) else labels).masked_fill(~observed, 0)
+    log_p = _log_mean([_log_classes(one) for one in predictives])  # [B, .., C]
+    step = max(1, TABULATED * B // max(1, log_p.numel()))
+    rows = []
+    for start in range(0, B, step):
+        some = slice(start, start + step)
+        losses = temperature_losses(log_p[some], labels[some]).masked_fill(~observed[some].unsqueeze(-1), 0.0)
+        rows.append(losses.reshape(len(losses), -1, losses.shape[-1]).sum(1).cpu())
+    return torch.cat(rows), count
+
+
+def _log_classes(predictive: Predictive) -> Tensor:
+    """Return the log probability of every class, classes last: [B, .., C]."""
+    d: Any = predictive.components
+    log_p = torch.stack([logsigmoid(-d.logits), logsigmoid(d.logits)], -1) if isinstance(d, Bernoulli) else d.logits
+    log_p = log_p.double()
+    weights = predictive.weights.to(log_p).log().reshape(-1, *[1] * (log_p.ndim - 1))
+    return (weights + log_p).logsumexp(0)
+
+
+def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(log_probs)).logsumexp(0) - log(len(log_probs))
+
+
+# ------------------------------------------------------------------------- predictives of a network and around it
+
+
+class Candidate(NamedTuple):
+    """A posterior to be tried: the network itself, or a normal around it under a prior of some width."""
+
+    width: float | None  # in units of each tensor's root mean square; None for the user's prior
+    linearised: bool
+    is_network: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.is_network:
+            return "the network"
+        prior = "" if self.width is None else f", prior width {self.width:.3g}"
+        return ("linearised" if self.linearised else "drawn weights") + prior
+
+    @property
+    def spread(self) -> tuple[bool, float, bool]:
+        """Return a key that orders candidates from narrow to wide."""
+        return not self.is_network, self.width or 0.0, self.linearised
+
+
+NETWORK = Candidate(None, linearised=False, is_network=True)
+
+
+def at_noise(network: TrainedNetwork, log_factor: float) -> Any:
+    """Return the network's likelihood with the noise at a factor of its residuals."""
+    likelihood = network.likelihood
+    if learned_noise(likelihood) is None:
+        return likelihood
+    own = copy.deepcopy(likelihood)
+    set_noise(own, network.log_noise + log_factor)
+    return own
+
+
+def of_networks(networks: Sequence[TrainedNetwork], batches: Iterable[Any], grid: Tensor) -> HeldOut:
+    """Return the held-out losses of the average over the networks themselves, at each noise of the grid."""
+    table = Table(grid)
+    likelihoods = [[at_noise(one, u) for one in networks] for u in grid.tolist()]
+    for batch in batches:
+        with torch.no_grad():
+            called, targets = zip(*(_called(one, batch) for one in networks), strict=True)
+        forms = [(tuple(y.shape[1:]), y.dtype) if isinstance(y, Tensor) else None for y in called]
+        if len(set(forms)) > 1:
+            raise ValueError(f"the networks of an ensemble must have outputs of one shape and dtype, got {forms}")
+        table.add(
+            [[_of_outputs(*pair) for pair in zip(networks, called, own, strict=True)] for own in likelihoods],
+            targets[0],
+        )
+    return table.whole()
+
+
+def _called(network: TrainedNetwork, batch: Any) -> tuple[Any, Any]:
+    posterior, model = network.posterior, network.posterior.model
+    named = model.space.unravel(network.theta)
+    with posterior.network_mode(), model.linearised_around(None):
+        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
+
+
+def _of_outputs(network: TrainedNetwork, output: Any, likelihood: Any) -> Predictive:
+    values = network.posterior.model.likelihood_values(network.theta.unsqueeze(0))
+    return Predictive(tree_map(lambda y: y.unsqueeze(0), output), network.theta.new_ones(1), likelihood, values)
+
+
+def is_exact(network: TrainedNetwork, batch: Any) -> bool:
+    """Return whether the linearised network's outputs are normal, and few enough to be known without draws."""
+    posterior = network.posterior
+    if network.obstacle or posterior.model.user_forward is not None:
+        return False
+    family = network.placed(network.narrow)
+    return family.normal() is not None and is_normal(
+        posterior.with_family(family), posterior.model.split(batch)[0], True
+    )
+
+
+def outputs_of(network: TrainedNetwork, batch: Any) -> int:
+    """Return how many numbers the network gives for one input."""
+    with torch.no_grad():
+        return _called(network, batch)[0][0].numel()
+
+
+def of_linearised(
+    networks: Sequence[TrainedNetwork],
+    candidates: Sequence[Candidate],
+    batches: Iterable[Any],
+    grid: Tensor,
+    seed: int,
+) -> list[HeldOut]:
+    """Return the held-out losses of linearised candidates, exactly: all of them from the same Jacobians."""
+    tables, points = [Table(grid) for _ in candidates], torch.empty(0)
+    likelihoods = [[at_noise(one, u) for u in grid.tolist()] for one in networks]
+    for batch in batches:
+        inputs, target = networks[0].posterior.model.split(batch)
+        found = []  # [network][candidate][noise]
+        for network, own in zip(networks, likelihoods, strict=True):
+            means, covariances = _moments(network, candidates, inputs, grid)
+            if points.numel() == 0:
+                points = evenly_spread(POINTS, covariances.shape[-1], seed).to(means.device)
+            found.append(
+                [
+                    [_of_moments(network, means, one, points, likelihood) for one, likelihood in pairs]
+                    for pairs in (zip(each, own, strict=True) for each in covariances)
+                ]
+            )
+        for k, table in enumerate(tables):
+            table.add([[each[k][g] for each in found] for g in range(len(grid))], target)
+    return [table.whole() for table in tables]
+
+
+def _moments(
+    network: TrainedNetwork, candidates: Sequence[Candidate], inputs: Any, grid: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs [B, ..] and their covariances under each candidate and noise: [candidates, G, B, O, O]."""
+    means, covariances = [], []
+    for y, J in jacobians(network.posterior, network.theta, inputs):
+        means.append(y)
+        each = []
+        for one in candidates:
+            for u in grid.tolist():
+                form = network.placed(network.form(one.width, u)).normal()
+                assert form is not None
+                each.append(output_covariance(form, J))
+        covariances.append(torch.stack(each))
+    return torch.cat(means), torch.cat(covariances, 1).unflatten(0, (len(candidates), len(grid)))
+
+
+def output_covariance(form: NormalForm, J: Tensor) -> Tensor:
+    """Return J Σ Jᵀ for Jacobians [b, O, P]: [b, O, O]."""
+    root = form.root
+    if isinstance(root, Triangle):
+        own = J @ root.lower
+        return own @ own.mT
+    own = J * root.scale
+    whole = own @ own.mT
+    if isinstance(root, Diagonal):
+        return whole
+    columns = own @ root.factor
+    if not root.of_precision:
+        return whole + columns @ columns.mT
+    factor = root.factor.double()
+    M = torch.eye(factor.shape[1], dtype=torch.float64, device=factor.device) + factor.mT @ factor
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(M), columns.double().mT, upper=False)
+    return whole - (half.mT @ half).to(whole)
+
+
+def _of_moments(
+    network: TrainedNetwork, mean: Tensor, covariance: Tensor, points: Tensor, likelihood: Any
+) -> Predictive:
+    """Return the predictive of normal outputs, [B, ..] and [B, O, O], at evenly spread points [S, O]."""
+    model = network.posterior.model
+    if type(likelihood) is Gaussian and likelihood.noise not in ("head", "random"):  # p(t | x) is normal
+        variance = covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).reshape(1, *mean.shape)
+        return Predictive(mean.unsqueeze(0), mean.new_ones(1), likelihood, {}, "", True, variance)
+    S = len(points)
+    values = model.likelihood_values(network.theta.unsqueeze(0).expand(S, -1))
+    drawn = normal_outputs(mean, covariance, points)
+    return Predictive(drawn, mean.new_full((S,), 1 / S), likelihood, values, "", True)
+
+
+def of_draws(
+    networks: Sequence[TrainedNetwork], candidate: Candidate, batches: Iterable[Any], log_factor: float, seed: int
+) -> HeldOut:
+    """Return the held-out losses of a candidate on draws of the weights, at one noise."""
+    draws, chunks = -(-WEIGHT_DRAWS // len(networks)), []
+    for c, network in enumerate(networks):
+        family = network.placed(network.form(candidate.width, log_factor))
+        generator = torch.Generator().manual_seed(seed + c)
+        posterior = network.posterior.with_family(family)
+        chunks.append(WeightDraws(posterior, draws, generator=generator, linearise=candidate.linearised))
+    table, likelihoods = Table(torch.tensor([log_factor])), [at_noise(one, log_factor) for one in networks]
+    for batch in batches:
+        inputs, target = chunks[0].split(on_device(batch, networks[0].theta.device))
+        drawn = [one.mixture(inputs) for one in chunks]
+        table.add(
+            [[Predictive(p.outputs, p.weights, own, p.values) for p, own in zip(drawn, likelihoods, strict=True)]],
+            target,
+        )
+    return table.whole()

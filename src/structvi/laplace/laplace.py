@@ -1,0 +1,241 @@
+"""`bayes.laplace(loader, validation=held_out)`: a posterior around a trained network, in closed form."""
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from math import exp
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..models.likelihoods import Likelihood
+from ..objective import Estimate, Estimator, NonFiniteError, full_terms, not_finite
+from ..result import Status
+from ..train.batches import Batches, held_out_batches
+from ..train.before import notes_on_data, remember_choice
+from ..train.constant_predictor import Watched
+from ..train.notes import notes_on_bound
+from ..train.seen import warn_of_seen
+from ..util.checks import check_seed
+from .held_out import Candidate, of_networks
+from .place import DEFAULT_WIDTH, TrainedNetwork, restored_on_error
+from .result import LaplaceResult
+from .select import Selection, select
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
+#: batches on which the ELBO is estimated, and groups of draws
+ELBO_BATCHES, ELBO_GROUPS = 4, 2
+
+
+def laplace(
+    posterior: "Posterior",
+    loader: Iterable[Any],
+    *,
+    validation: Iterable[Any] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> LaplaceResult:
+    """Place the posterior around the trained network, and return what the validation set selected.
+
+    The mean is at the trained weights, and the precision is the data's curvature there plus the prior's. What you left
+    open in `variationalize` is chosen: the prior's width, whether the network is linearised, and the family.
+
+    With a validation set the candidates are a grid of prior widths × {linearised, drawn weights} and the network
+    itself, each with its own temperature, or noise. The widest candidate that is as good as the best is selected. Its
+    temperature is on top of predictions: `predict(x, calibrated=False)` is without it.
+
+    Without a validation set the prior is yours, or of a default width, and the network is linearised if it can be.
+    That is also the warm start of a fit: `bayes.laplace(loader)`, then `bayes.fit(loader, epochs=20)`.
+
+    Args:
+        posterior: of a trained network.
+        loader: its training data.
+        validation: data that took no part in the training.
+        seed: of all randomness.
+        progress: print what is being done to the standard error.
+
+    Example:
+        >>> from structvi import likelihoods, variationalize
+        >>> data = [(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))]
+        >>> bayes = variationalize(torch.nn.Linear(3, 2), likelihoods.Categorical())
+        >>> bayes.laplace(data, progress=False).selected
+        'linearised, prior width 0.24'
+    """
+    results, selection = place_together([posterior], loader, validation=validation, seed=seed, progress=progress)
+    if selection is not None:
+        posterior.calibration = selection.calibration
+    return results[0]
+
+
+def place_together(
+    posteriors: "Sequence[Posterior]",
+    loader: Iterable[Any],
+    *,
+    validation: Iterable[Any] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> tuple[list[LaplaceResult], Selection | None]:
+    """Place a posterior around each network, all of one width: the one that suits their equal mixture.
+
+    What suits each network by itself is too wide for the mixture, whose members differ already. A temperature is the
+    mixture's: the caller puts `selection.calibration` on top.
+    """
+    check_seed(seed)
+    if not torch.is_grad_enabled():
+        raise ValueError("laplace needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
+    start = time.perf_counter()
+    say = _printed if progress else _silent
+    if validation is not None:
+        warn_of_seen(loader, validation)
+    with ExitStack() as stack:
+        networks, data, notes, doubts, held_out = [], [], [], [], None
+        for c, posterior in enumerate(posteriors):
+            _check(posterior)
+            stack.enter_context(restored_on_error(posterior))
+            batches = Batches(loader, seed + c, posterior.device)
+            notes.append(notes_on_data(posterior, batches, validation))
+            if validation is not None and held_out is None:
+                held_out = held_out_batches(validation, seed, posterior.device)
+            say("the curvature at the trained weights")
+            networks.append(TrainedNetwork.of(posterior, batches, seed + c))
+            data.append(batches)
+            doubts.append(_doubt(networks[-1], batches))
+        selection = None if held_out is None else select(networks, held_out, seed, say)
+        for network in networks:
+            _commit(network, selection)
+            remember_choice(network.posterior, validation, seed)
+        results = []
+        for network, batches, own, doubt in zip(networks, data, notes, doubts, strict=True):
+            result = _result(network, selection, own, _elbo(network, batches, seed))
+            result.doubt, result.seconds = doubt, time.perf_counter() - start
+            result.bound = network.posterior.family().bound
+            network.posterior.last_fit = result
+            results.append(result)
+    return results, selection
+
+
+def _printed(what: str) -> None:
+    print(f"laplace: {what}", file=sys.stderr)
+
+
+def _silent(what: str) -> None:
+    pass
+
+
+def _check(posterior: "Posterior") -> None:
+    posterior.check_whole()
+    if posterior.fit_status not in (None, Status.PLACED):
+        raise ValueError(
+            "laplace places a posterior around the network's own weights, and this one was fitted before: what the fit "
+            "has learned would be lost. Call fit(loader, epochs=) to go on, or variationalize the network again"
+        )
+    if posterior.space.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: give "
+            "net.float(), and inputs of that dtype"
+        )
+
+
+def _few(batches: Batches) -> int:
+    """Return how many batches the ELBO is estimated on: at most a tenth of the data."""
+    return ELBO_BATCHES if batches.length is None else max(1, min(ELBO_BATCHES, batches.length // 10))
+
+
+def _doubt(network: TrainedNetwork, batches: Batches) -> str:
+    """Return what to say of a network that is worse on its own data than an output that ignores the input."""
+    model = network.posterior.model
+    read = Watched(batches.everything(_few(batches)), model)
+    found = of_networks([network], read, torch.zeros(1, dtype=torch.float64))
+    constant = read.log_likelihood
+    rows = len(found.count)
+    network.passes += rows / (3 * model.num_data)
+    if constant is not None and found.plain * float(found.count.sum()) * model.num_data / rows < constant:
+        return (
+            "the network is worse on its own training data than an output that ignores the input: is it trained? A "
+            "posterior around untrained weights predicts no better; bayes.fit(loader, epochs=..) trains"
+        )
+    return ""
+
+
+def _commit(network: TrainedNetwork, selection: Selection | None) -> None:
+    if selection is None:
+        width, linearised = _default(network)
+        network.commit(network.form(width), width, linearised, network.log_noise)
+        return
+    selected, log_noise = selection.selected, network.log_noise + selection.log_factor
+    if selected.is_network:
+        linearised = network.posterior.model.linearised_at is not None
+        network.commit(network.narrow, DEFAULT_WIDTH, linearised, log_noise)
+        return
+    form = network.form(selected.width, selection.log_factor)
+    network.commit(form, selected.width, selected.linearised, log_noise)
+
+
+def _default(network: TrainedNetwork) -> tuple[float | None, bool]:
+    """Return the prior's width and whether the network is linearised, without a validation set."""
+    return (DEFAULT_WIDTH if "prior" in network.posterior.left_open else None), network.ways[0]
+
+
+def _elbo(network: TrainedNetwork, batches: Batches, seed: int) -> Estimate:
+    posterior = network.posterior
+    generator = torch.Generator(posterior.device).manual_seed(seed + 1)
+    estimator = Estimator(groups=ELBO_GROUPS)
+    few = _few(batches)
+    network.passes += 2 * ELBO_GROUPS / 3 * (0.1 if batches.length is None else few / max(1, batches.length))
+    try:
+        with posterior.network_mode():
+            return full_terms(
+                posterior.family, posterior.model, batches.everything(few), estimator, generator
+            ).estimate()
+    except NonFiniteError:
+        return not_finite(ELBO_GROUPS)
+
+
+def _result(network: TrainedNetwork, selection: Selection | None, notes: list[str], elbo: Estimate) -> LaplaceResult:
+    model = network.posterior.model
+    notes = [*notes, *notes_on_bound(model)]
+    notes.append(
+        "the mean is at the trained weights, which have seen the data, and the precision is the curvature there: a "
+        "Laplace approximation. The ELBO was not maximised"
+    )
+    if network.obstacle:
+        notes.append(f"weights are drawn, as with linearise=False: {network.obstacle}")
+    if not isinstance(model.likelihood, Likelihood):
+        notes.append(
+            "the likelihood is a plain function, of which no labels can be drawn: the curvature is that of the "
+            "observed ones, too small on a network that fits its data, and the posterior too wide"
+        )
+    if selection is None:
+        name = Candidate(*_default(network)).name
+        return LaplaceResult(
+            status=Status.PLACED, verdict=f"placed around the network without a validation set: {name}", elbo=elbo,
+            notes=notes, selected=name, passes=network.passes,
+        )  # fmt: skip
+    found, alone = selection.held_out, selection.network
+    name = selection.selected.name + _with(found)
+    verdict = f"placed around the network, as the validation set selected: {name}"
+    if selection.selected.is_network:
+        verdict = f"the validation set selected {name}: no posterior around it is as good"
+        notes.append(
+            "the posterior is a normal so narrow that predictions are the network's own; its ELBO says nothing of it"
+        )
+    return LaplaceResult(
+        status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name,
+        candidates={one.name + _with(tried): _density(tried, alone) for one, tried in selection.tried.items()},
+        network=alone.plain, network_tempered=alone.mean, held_out=selection.density, gain=found.gain_over(alone),
+        passes=network.passes,
+    )  # fmt: skip
+
+
+def _density(tried: Any, alone: Any) -> float:
+    return alone.mean + tried.gain_over(alone)[0]
+
+
+def _with(found: Any) -> str:
+    """Return the words for a temperature or a noise."""
+    if found.of_temperature:
+        return f", temperature {exp(found.value):.3g}"
+    return "" if len(found.grid) == 1 and not found.value else f", noise {exp(found.value):.3g} of the residuals"

@@ -1,0 +1,225 @@
+"""A posterior placed around a trained network: N(θ₀, Λ⁻¹) with Λ = G/σ² + diag(π), π the prior's precision."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import escape
+from math import exp
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..families.family import Family
+from ..families.low_rank import precision_rank
+from ..families.normal import Diagonal, LowRank, NormalForm
+from ..families.precision import LowRankPrecision
+from ..families.rotated import rotation
+from ..models.bayesian_model import BayesianModel
+from ..models.likelihoods import Gaussian, Likelihood, StudentT
+from ..models.priors.base import Prior
+from ..models.priors.scale import NormalPrior
+from ..train.batches import Batches
+from .curvature import (
+    GRADIENTS,
+    Curvature,
+    curvature_of,
+    observed_gradients,
+    prior_precision,
+    rows_read,
+    simulated_gradients,
+)
+from .noise import learned_noise, residual_noise, set_noise
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
+
+#: rank of the family, if the user gave none; at most half of the weights
+RANK = 32
+#: prior width without a validation set, in units of each tensor's root mean square
+DEFAULT_WIDTH = 0.24
+#: standard deviations of "the network", relative to each tensor's initialisation: below the rounding of float32
+NARROW = 1e-9
+
+
+@dataclass
+class TrainedNetwork:
+    """A trained network and what is known around its weights. Its posterior changes only in `commit`.
+
+    Attributes:
+        posterior: over the network's weights.
+        likelihood: a copy, with the noise of the network's residuals on its own data.
+        family: a copy of the posterior's family, or the default one if the user gave none.
+        curvature: of the data, at the trained weights.
+        obstacle: why the network cannot be linearised; empty if it can.
+        passes: over the training data, a forward pass of a row counts a third.
+    """
+
+    posterior: "Posterior"
+    likelihood: Likelihood
+    family: Family
+    curvature: Curvature
+    obstacle: str
+    passes: float
+
+    @classmethod
+    def of(cls, posterior: "Posterior", batches: Batches, seed: int) -> "TrainedNetwork":
+        """Measure the residuals and the curvature at the network's present weights."""
+        model = posterior.model
+        theta, likelihood, passes = trained_values(posterior), copy.deepcopy(model.likelihood), 0.0
+        family = copy.deepcopy(posterior.family)
+        if "family" in posterior.left_open:
+            family = LowRankPrecision(min(RANK, theta.numel() // 2)).bind(posterior.space).to(posterior.device)
+        with posterior.network_mode(), model.linearised_around(None):
+            if isinstance(likelihood, Gaussian | StudentT) and likelihood.noise in ("point", "random"):
+                log_noise, passes = residual_noise(model, theta, batches.everything()), 1 / 3
+                set_noise(likelihood, log_noise)
+                if "likelihood.log_noise" in model.space:
+                    theta[model.space.slice("likelihood.log_noise")] = log_noise
+            precision = prior_precision(model, cls._prior(posterior, theta, DEFAULT_WIDTH), theta)
+            rows = rows_read(model.num_data)
+            size = -(-rows // GRADIENTS)
+            is_cut = not posterior.mixes_rows  # else a row's output depends on its batch, which stays whole
+
+            def gradients() -> Iterator[tuple[Tensor, int]]:
+                read = batches.in_order(size, rows) if is_cut else batches.everything()
+                own = size if is_cut else model.num_data
+                if isinstance(likelihood, Likelihood):
+                    return simulated_gradients(model, likelihood, theta, read, own, seed)
+                return observed_gradients(model, theta, read, own)
+
+            rotated = rotation(family)
+            if rotated is not None:  # its axes are those of the gradients
+                rotated.turn(rotated.basis.of_gradients(gradient for gradient, _ in gradients()))
+                passes += rows / model.num_data
+            found = curvature_of(theta, gradients, model.num_data, precision, precision_rank(family))
+        obstacle = _obstacle(posterior, theta, batches) if "linearise" in posterior.left_open else ""
+        return cls(posterior, likelihood, family, found, obstacle, passes + rows / model.num_data)
+
+    @property
+    def theta(self) -> Tensor:
+        return self.curvature.theta
+
+    @property
+    def log_noise(self) -> float:
+        """Return the log of the residuals' root mean square, zero if the likelihood learns no noise."""
+        parameter = learned_noise(self.likelihood)
+        return 0.0 if parameter is None else float(parameter.detach())
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """Return whether to linearise: what the user asked for, else both ways if the network can be linearised."""
+        if "linearise" not in self.posterior.left_open:
+            return (self.posterior.model.linearised_at is not None,)
+        return (False,) if self.obstacle else (True, False)
+
+    @staticmethod
+    def _prior(posterior: "Posterior", theta: Tensor, width: float | None) -> Prior:
+        """Return the user's prior; if it was left open, the one of this width."""
+        if width is None or "prior" not in posterior.left_open:
+            return posterior.model.prior
+        return relative_prior(posterior.model, theta, width)
+
+    def prior(self, width: float | None) -> Prior:
+        """Return the prior of this width, or the user's."""
+        return self._prior(self.posterior, self.theta, width)
+
+    def form(self, width: float | None, log_factor: float = 0.0, narrower: float = 1.0) -> NormalForm:
+        """Return the normal under the prior of this width, if the noise is exp(log_factor) times the residuals.
+
+        Args:
+            width: of the prior; None for the user's prior.
+            log_factor: more noise makes the data's curvature smaller by its square.
+            narrower: factor of all standard deviations.
+        """
+        theta, diagonal, columns = self.curvature
+        precision = prior_precision(self.posterior.model, self.prior(width), theta)
+        shrunk = exp(-log_factor)
+        rest = (diagonal - columns.double().square().sum(1)).clamp(min=0.0) * shrunk**2 + precision
+        scale = rest.rsqrt()
+        factor = columns.double() * shrunk * scale.unsqueeze(-1)
+        return NormalForm(theta, LowRank((narrower * scale).to(theta), factor.to(theta), of_precision=True))
+
+    @property
+    def narrow(self) -> NormalForm:
+        """Return a normal so narrow that predictions are the network's own."""
+        return NormalForm(self.theta, Diagonal(NARROW * self.posterior.space.scale.to(self.theta)))
+
+    def placed(self, form: NormalForm) -> Family:
+        """Return the copied family, set to a normal."""
+        self.family.set_normal(form)
+        return self.family
+
+    def commit(self, form: NormalForm, width: float | None, linearised: bool, log_noise: float) -> None:
+        """Set the posterior's family, prior, linearisation and noise."""
+        posterior, model = self.posterior, self.posterior.model
+        model.prior = self.prior(width)
+        placed = self.placed(form)
+        if "family" in posterior.left_open:
+            posterior.family = placed
+        else:
+            posterior.family.load_state_dict(placed.state_dict())
+        if "linearise" in posterior.left_open:
+            model.linearised_at = self.theta[: model.net_space.size].clone() if linearised else None
+        set_noise(model.likelihood, log_noise)
+
+
+@contextmanager
+def restored_on_error(posterior: "Posterior") -> Iterator[None]:
+    """Give the posterior back as it was, if anything is raised inside, an interrupt too."""
+    model, family = posterior.model, posterior.family
+    state = {name: tensor.detach().clone() for name, tensor in family.state_dict().items()}
+    prior, linearised_at, noise = model.prior, model.linearised_at, learned_noise(model.likelihood)
+    log_noise = 0.0 if noise is None else float(noise.detach())
+    known = {name: getattr(posterior, name) for name in ("_last_fit", "fit_status", "calibration", "chosen_on")}
+    try:
+        yield
+    except BaseException:
+        family.load_state_dict(state)
+        posterior.family, model.prior, model.linearised_at = family, prior, linearised_at
+        set_noise(model.likelihood, log_noise)
+        for name, value in known.items():
+            setattr(posterior, name, value)
+        raise
+
+
+def trained_values(posterior: "Posterior") -> Tensor:
+    """Return θ [P]: the network's present weights, or those at which the user asked to linearise it.
+
+    What is not the network's, such as an unknown noise, is at its start.
+    """
+    model = posterior.model
+    named = model.space.unravel(model.space.initial.clone())
+    if model.linearised_at is not None and "linearise" not in posterior.left_open:
+        named |= model.net_space.unravel(model.linearised_at)
+    else:
+        named |= {name: p.detach() for name, p in model.net.named_parameters() if name in model.net_space}
+    return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})
+
+
+def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
+    """Return N(0, (width·rms)²) for each tensor of the network, rms the root mean square of its trained values.
+
+    Weights before a normalisation can be scaled without a change of the network; with this unit their posterior scales
+    with them.
+    """
+    named, names = model.space.unravel(theta), model.net_space.names
+    rms = torch.stack([named[name].double().square().mean().sqrt() for name in names]).tolist()  # a GPU waits once
+    # a tensor of zeros says nothing of its scale
+    scales = [max(own, 1e-3 * scale) for own, scale in zip(rms, model.net_space.scales.tolist(), strict=True)]
+    return NormalPrior({escape(name): width * scale for name, scale in zip(names, scales, strict=True)})
+
+
+@torch.no_grad()
+def _obstacle(posterior: "Posterior", theta: Tensor, batches: Batches) -> str:
+    """Return why the network cannot be linearised at θ; nothing if it can."""
+    model = posterior.model
+    at = theta[: model.net_space.size]
+    batch = next(iter(batches.everything(1)))
+    try:
+        with posterior.network_mode(), model.linearised_around(at):
+            model.call(model.net_space.unravel(at), batch)
+    except NotImplementedError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,106 @@
+"""Held-out log densities of candidates: exactly and on draws, of mixtures, with a temperature; and the rule."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import structvi as vi
+from structvi.laplace import select
+from structvi.laplace.curvature import Curvature
+from structvi.laplace.held_out import NETWORK, Candidate, HeldOut, of_draws, of_linearised, of_networks
+from structvi.laplace.place import TrainedNetwork
+from structvi.predict.temperature import GRID, ONE
+
+F64 = torch.float64
+ZERO = torch.zeros(1, dtype=F64)
+
+
+def network_of(likelihood, outputs=3, seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+    prior = vi.priors.NormalPrior(0.3)
+    bayes = vi.variationalize(net, likelihood, vi.LowRankPrecision(2), prior, num_data=40)
+    theta = bayes.space.initial
+    columns = torch.randn(len(theta), 2, dtype=F64)
+    known = Curvature(theta, columns.square().sum(1) + 1, columns)
+    return TrainedNetwork(bayes, copy.deepcopy(likelihood), bayes.family, known, "", 0.0)
+
+
+def labels(n=30):
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(n, 2, generator=generator, dtype=F64), torch.randint(3, (n,), generator=generator))]
+
+
+@pytest.mark.parametrize("likelihood", [vi.likelihoods.Categorical(), vi.likelihoods.Gaussian(0.5)], ids=repr)
+def test_exact_densities_are_those_of_many_draws(likelihood, monkeypatch):
+    is_labels = isinstance(likelihood, vi.likelihoods.Categorical)
+    network = network_of(likelihood, 3 if is_labels else 1)
+    batches = labels() if is_labels else [(labels()[0][0], torch.randn(30, 1, dtype=F64))]
+    candidate = Candidate(None, linearised=True)
+    (exact,) = of_linearised([network], [candidate], batches, ZERO, seed=0)
+    monkeypatch.setattr("structvi.laplace.held_out.WEIGHT_DRAWS", 20_000)
+    drawn = of_draws([network], candidate, batches, 0.0, seed=0)
+    torch.testing.assert_close(exact.losses, drawn.losses, atol=0.05, rtol=0.03)
+    assert exact.plain == pytest.approx(drawn.plain, abs=0.005)
+
+
+def test_a_mixture_is_the_average_over_its_networks():
+    networks = [network_of(vi.likelihoods.Categorical(), seed=seed) for seed in range(2)]
+    (x, t), *_ = batches = labels()
+    each = [torch.log_softmax(one.posterior.net(x), 1).detach() for one in networks]
+    average = torch.stack(each).logsumexp(0) - torch.tensor(2.0, dtype=F64).log()
+    found = of_networks(networks, batches, ZERO)
+    torch.testing.assert_close(-found.losses[:, ONE], average[torch.arange(30), t])
+    cold = (average / GRID[70].exp()).log_softmax(1)
+    torch.testing.assert_close(-found.losses[:, 70], cold[torch.arange(30), t])
+    candidates = [Candidate(None, linearised=True)]
+    both, *alone = (
+        of_linearised(some, candidates, batches, ZERO, 0)[0] for some in (networks, *([n] for n in networks))
+    )
+    expected = torch.stack([-one.losses[:, ONE] for one in alone]).logsumexp(0) - torch.tensor(2.0, dtype=F64).log()
+    torch.testing.assert_close(-both.losses[:, ONE], expected)
+
+
+def test_a_temperature_is_cross_fitted_and_stays_at_one_without_a_gain():
+    network = network_of(vi.likelihoods.Categorical())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, dtype=F64, generator=generator)
+    p = (network.posterior.net(x).detach() / 0.2).softmax(1)  # far surer than the network
+    t = torch.multinomial(p, 1, generator=generator).squeeze(1)
+    found = of_networks([network], [(x, t)], ZERO)
+    assert found.value == pytest.approx(torch.tensor(0.2).log().item(), abs=0.3)
+    best = -found.losses.sum(0).min().item() / 400
+    assert found.plain < found.mean < best  # a row does not choose its own
+    t = torch.multinomial(network.posterior.net(x).detach().softmax(1), 1, generator=generator).squeeze(1)
+    own = of_networks([network], [(x[:30], t[:30])], ZERO)
+    assert own.value == 0.0 or own.mean > own.plain
+    few = of_networks([network], [(x[:9], t[:9])], ZERO)
+    assert few.value == 0.0
+
+
+def held_out(log_prob):
+    return HeldOut(-log_prob.double().unsqueeze(1), torch.ones(len(log_prob), dtype=F64), ZERO, False)
+
+
+def test_the_rule_is_the_widest_within_a_share_of_a_standard_error():
+    base = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(1))
+    noise = (noise - noise.mean()) / noise.std()  # a difference with a paired standard error of 1/20
+    tried = {NETWORK: held_out(base - 1)}
+    for width, errors in ((0.1, 0.0), (0.2, 0.8 * select.SHARE), (0.4, 1.2 * select.SHARE)):
+        tried[Candidate(width, linearised=True)] = held_out(base + (noise if errors else 0) - errors / 20)
+    assert select.widest(tried).width == 0.2
+    tried[Candidate(0.2, linearised=False)] = tried[Candidate(0.1, linearised=True)]
+    assert select.widest(tried) == Candidate(0.2, linearised=True)
+    tried[NETWORK] = held_out(base + 1)
+    assert select.widest(tried) is NETWORK
+    tried[Candidate(0.9, linearised=True)] = held_out(torch.full((400,), torch.nan))
+    assert select.widest(tried) is NETWORK
+
+
+def test_rows_that_only_one_has_read_do_not_count():
+    one, two = held_out(torch.zeros(10)), held_out(torch.full((6,), -1.0))
+    assert one.gain_over(two) == (1.0, 0.0)
+    assert two.gain_over(one) == (-1.0, 0.0)
