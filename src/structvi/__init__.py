@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from . import constraints, couplings, optim
-from .ensemble.ensemble import Ensemble, EnsembleResult, load_mixture
+from .ensemble.ensemble import Ensemble, EnsembleResult
 from .ensemble.many import fit_many
 from .families import (
     MAP,
@@ -109,7 +109,6 @@ __all__ = [
     "likelihoods",
     "load",
     "load_fit",
-    "load_mixture",
     "metrics",
     "optim",
     "plots",

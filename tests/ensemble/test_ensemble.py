@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.ensemble.ensemble import stacking
+from structvi.ensemble.ensemble import load_ensemble, stacking
 from structvi.files.file import write
 from structvi.models.calibration import Adjustment
 
@@ -130,6 +130,20 @@ def test_stacked_weights_leave_out_a_member_that_is_wrong():
         ensemble.fit(loader(), steps=1, weights="stacked")
 
 
+def test_the_density_that_weighs_is_that_of_the_observed_labels():
+    """Of point masses in closed form; an ignored label counts nothing."""
+    nets = networks()
+    ensemble = vi.Ensemble.of(nets, vi.likelihoods.Categorical(ignore_index=-1), vi.MAP(), num_data=40)
+    ensemble.weights.copy_(torch.tensor([0.5, 0.3, 0.2]))
+    labels = T[40:].clone()
+    labels[::3] = -1
+    held_out = DataLoader(TensorDataset(X[40:], labels), batch_size=7)
+    with torch.no_grad():
+        log_p = torch.stack([net(X[40:]).log_softmax(-1) for net in nets])[:, torch.arange(20), T[40:]][:, labels >= 0]
+    expected = (log_p.double() + ensemble.weights.log().unsqueeze(1)).logsumexp(0).mean().item()
+    assert ensemble._density(ensemble._log_probs(held_out, 0)) == pytest.approx(expected, rel=1e-6)
+
+
 def test_an_ensemble_is_as_good_as_its_worst_member():
     x = torch.randn(60, 3, generator=seeded())
     data = DataLoader(TensorDataset(x, x[:, 1:].sum(1, keepdim=True)), 60)
@@ -196,17 +210,17 @@ def test_saved_and_loaded(tmp_path):
     found = ensemble.calibrate(loader(40, 60), conformal=True)
     ensemble.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
     ensemble.save(tmp_path / "ensemble")
-    again = vi.load_mixture(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
+    again = load_ensemble(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
     assert torch.equal(again.weights, ensemble.weights)
     assert again.calibration.described() == ensemble.calibration.described()
     assert torch.equal(again.predict(X).mean, ensemble.predict(X).mean)
     assert not torch.allclose(again.predict(X).mean, ensemble.predict(X, calibrated=False).mean, atol=1e-3)
     assert torch.equal(again.predict(X).conformal(0.8), ensemble.predict(X).conformal(0.8))
     with pytest.raises(ValueError, match="of 3 networks, got 2"):
-        vi.load_mixture(tmp_path / "ensemble", networks(2))
+        load_ensemble(tmp_path / "ensemble", networks(2))
     (tmp_path / "ensemble" / "network-0.safetensors").rename(tmp_path / "ensemble" / "mixture.safetensors")
     with pytest.raises(vi.CheckpointError, match="does not describe a mixture"):
-        vi.load_mixture(tmp_path / "ensemble", networks())
+        load_ensemble(tmp_path / "ensemble", networks())
 
 
 @pytest.mark.parametrize(
@@ -225,7 +239,7 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration)
     description = {"kind": "mixture of networks", "networks": 2, "calibration": calibration}
     write(tmp_path / "mixture.safetensors", {"weights": ensemble.weights, **tensors}, description)
     with pytest.raises(vi.CheckpointError, match=r"mixture\.safetensors"):
-        vi.load_mixture(tmp_path, networks(2))
+        load_ensemble(tmp_path, networks(2))
 
 
 def test_what_is_no_ensemble():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi.integrations.lightning import BayesianModule, PosteriorCallback
@@ -123,53 +123,39 @@ def test_a_fit_finds_the_posterior(tmp_path):
     torch.testing.assert_close(q.variance.double().sqrt(), spread, rtol=0.1, atol=0.0)
 
 
-def test_validation_is_that_of_evaluate(tmp_path):
+def test_validation_and_test_are_those_of_evaluate(tmp_path):
     """The weighted mean over batches of 7 is the mean over all data, at common draws."""
+    given = {"draws": 8, "generator": torch.Generator().manual_seed(0)}
     bayes = posterior(vi.MeanField(), vi.likelihoods.Categorical(), outputs=2, num_data=N)
-    data = loader(classes())
     (logged,) = trainer(tmp_path).validate(BayesianModule(bayes, draws=8), DataLoader(classes(), 7), verbose=False)
-    expected = bayes.evaluate(data, 8, generator=torch.Generator().manual_seed(0))
+    expected = bayes.evaluate(loader(classes()), **given)
     assert set(logged) == {"val_nlpd", "val_accuracy", "val_brier"}
     for name in ("nlpd", "accuracy", "brier"):
         assert logged[f"val_{name}"] == pytest.approx(expected[name], rel=1e-5)
-
-
-def test_validation_of_numbers(tmp_path):
     bayes = posterior(vi.MeanField(), num_data=N)
     (logged,) = trainer(tmp_path).test(BayesianModule(bayes, draws=8), DataLoader(regression(), 7), verbose=False)
-    expected = bayes.evaluate(loader(regression()), 8, generator=torch.Generator().manual_seed(0))
+    expected = bayes.evaluate(loader(regression()), **given | {"generator": torch.Generator().manual_seed(0)})
     assert logged["test_mse"] == pytest.approx(expected.rmse**2, rel=1e-5)
     assert logged["test_crps"] == pytest.approx(expected.crps, rel=1e-5)
-    (pred,) = trainer(tmp_path).predict(BayesianModule(bayes), DataLoader(regression().tensors[0], N))
-    assert pred.mean.shape == (N, 1)
 
 
-def test_the_callback_logs_and_keeps_the_posterior(tmp_path):
-    module, callback = BayesianModule(posterior()), PosteriorCallback(save=tmp_path / "q.safetensors")
-    fitted = trainer(tmp_path, max_steps=2, max_epochs=-1, callbacks=[callback])
-    fitted.fit(module, loader(regression()))
-    assert len(callback.history) == 2
-    assert fitted.logged_metrics["elbo"] == pytest.approx(callback.history["elbo"][-1].item(), rel=1e-6)
-    assert torch.isfinite(fitted.logged_metrics["kl"])
-    loaded = vi.load(tmp_path / "q.safetensors", posterior().net)
-    x = regression().tensors[0]
-    outputs = [q.predict(x, generator=torch.Generator().manual_seed(2)).outputs for q in (module.posterior, loaded)]
-    assert torch.equal(*outputs)
-    callback.history.to_tensorboard(tmp_path / "logs")
-    assert list((tmp_path / "logs").iterdir())
-
-
-def test_the_callback_has_the_held_out_density(tmp_path):
-    """Of every epoch, not of the sanity check before the first; other loggers get it too."""
+def test_the_callback_logs_and_saves(tmp_path):
+    """The held-out density of every epoch, not of the sanity check before the first."""
     bayes = posterior(vi.MeanField())
-    module, callback = BayesianModule(bayes, draws=8), PosteriorCallback()
+    module, callback = BayesianModule(bayes, draws=8), PosteriorCallback(save=tmp_path / "q.safetensors")
     fitted = trainer(tmp_path, max_epochs=2, callbacks=[callback], num_sanity_val_steps=2)
     fitted.fit(module, loader(regression()), loader(regression()))
+    assert fitted.logged_metrics["elbo"] == pytest.approx(callback.history["elbo"][-1].item(), rel=1e-6)
+    assert torch.isfinite(fitted.logged_metrics["kl"])
     held_out = callback.history["held_out"]
     assert held_out.isfinite().nonzero().flatten().tolist() == [4, 9]  # the last steps of two epochs of five
     expected = bayes.evaluate(loader(regression()), 8, generator=torch.Generator().manual_seed(0)).nlpd
     assert held_out[-1].item() == pytest.approx(-expected, rel=1e-5)
     assert fitted.logged_metrics["held_out"] == pytest.approx(-expected, rel=1e-5)
+    loaded = vi.load(tmp_path / "q.safetensors", posterior().net)
+    x = regression().tensors[0]
+    outputs = [q.predict(x, generator=torch.Generator().manual_seed(2)).outputs for q in (bayes, loaded)]
+    assert torch.equal(*outputs)
 
 
 def test_a_checkpoint_of_the_trainer_brings_all_back(tmp_path):
@@ -227,20 +213,8 @@ def test_bad_input(tmp_path):
         BayesianModule(posterior(), kl_warmup=1.0)
     with pytest.raises(ValueError, match="give num_data="):
         trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), DataLoader(Stream(), batch_size=8))
-    sampler = WeightedRandomSampler([1.0, 2.0] * (N // 2), N)
-    with pytest.warns(UserWarning, match="draws some observations more often"):
-        trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), loader(regression(), sampler=sampler))
-
-    class Other(LightningModule):
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch[0]).sum()
-
-        def configure_optimizers(self):
-            self.layer = nn.Linear(3, 1)
-            return torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-    with pytest.raises(TypeError, match="goes with a BayesianModule, got Other"):
-        trainer(tmp_path, callbacks=[PosteriorCallback()]).fit(Other(), loader(regression()))
+    with pytest.raises(TypeError, match="goes with a BayesianModule, got LightningModule"):
+        PosteriorCallback().on_train_start(trainer(tmp_path), LightningModule())
 
 
 def imported(monkeypatch, *missing):

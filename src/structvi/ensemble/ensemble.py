@@ -25,11 +25,12 @@ from ..objective import Estimate, NonFiniteError
 from ..parameters import Parameters
 from ..posterior import Posterior, load, variationalize
 from ..predict.calibration import calibrate
+from ..predict.draws import WeightDraws
 from ..predict.metrics import evaluate
 from ..predict.predict import predict
+from ..predict.predictive import observed_target
 from ..result import Result, Status
 from ..train.batches import Batches
-from ..train.held_out import member_log_probs
 from ..train.result import FitResult
 from ..util.checks import check_one_of
 from .many import fit_many
@@ -44,6 +45,8 @@ WORST_FIRST = (
 ITERATIONS = 500
 #: observations that all members share equally in stacking: they hold the weights together where data are few
 EQUAL_ROWS = 3.0
+#: draws of each member, of the held-out log density by which members are weighed
+STACKING_DRAWS = 64
 
 
 @dataclass(repr=False, kw_only=True)
@@ -230,7 +233,7 @@ class Ensemble(nn.Module):
             density = self.stack(validation, seed)
             notes = ["the weights were chosen on the held-out data: its log density above is optimistic"]
         elif validation is not None:
-            density = self._density(*self._log_probs(validation, seed))
+            density = self._density(self._log_probs(validation, seed))
         return self._result(results, held_out=density, notes=notes)
 
     def laplace(
@@ -258,17 +261,27 @@ class Ensemble(nn.Module):
         Three more observations that all members share draw the weights to equal ones. Weights by the ELBO would all be
         zero but for one.
         """
-        log_probs, count = self._log_probs(validation, seed)
+        log_probs = self._log_probs(validation, seed)
         self.weights.copy_(stacking(log_probs))
         self.calibration = None
-        return self._density(log_probs, count)
+        return self._density(log_probs)
 
-    def _log_probs(self, validation: Iterable[Any], seed: int) -> tuple[Tensor, float]:
-        """Return log p_c(t) of every observed number under each member, [C, n], and n."""
-        return member_log_probs(self.posteriors, list(Batches(validation, seed, self.device).everything()), seed)
+    def _log_probs(self, validation: Iterable[Any], seed: int) -> Tensor:
+        """Return log p_c(t) of every observed number under each member, [C, n]."""
+        found = []
+        for member in self.posteriors:
+            draws = WeightDraws(member, STACKING_DRAWS, generator=torch.Generator().manual_seed(seed))
+            rows = []
+            for batch in Batches(validation, seed, self.device).everything():
+                inputs, target = draws.split(batch)
+                log_prob = draws.mixture(inputs).log_prob(target).double()
+                observed = observed_target(member.model.likelihood, target)[1]
+                rows.append((log_prob if observed is None else log_prob[observed]).flatten().cpu())
+            found.append(torch.cat(rows))
+        return torch.stack(found)
 
-    def _density(self, log_probs: Tensor, count: float) -> float:
-        return float((self.weights.log().unsqueeze(-1) + log_probs).logsumexp(0).sum() / count)
+    def _density(self, log_probs: Tensor) -> float:
+        return float((self.weights.cpu().log().unsqueeze(-1) + log_probs).logsumexp(0).mean())
 
     def _result(self, results: Sequence[FitResult | LaplaceResult], **found: Any) -> EnsembleResult:
         status = min((one.status for one in results), key=WORST_FIRST.index)
@@ -286,7 +299,7 @@ class Ensemble(nn.Module):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write every member to a file of its own in a folder, the weights and the calibration.
 
-        `load_mixture(folder, networks)` reads them.
+        `load_ensemble(folder, networks)` reads them.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -299,7 +312,7 @@ class Ensemble(nn.Module):
         write(folder / "mixture.safetensors", tensors, {"kind": KIND, "networks": len(self.members)} | described)
 
 
-def load_mixture(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> Ensemble:
+def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> Ensemble:
     """Return the ensemble of a folder that `Ensemble.save` wrote, around networks of the same form.
 
     Args:
