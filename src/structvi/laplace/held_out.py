@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, log, sqrt
+from math import exp, inf, log, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,14 @@ from ..models.likelihoods import Gaussian
 from ..predict.draws import WeightDraws, on_device
 from ..predict.linearised import POINTS, evenly_spread, is_normal, jacobians, normal_outputs
 from ..predict.predictive import Predictive, observed_target
-from ..predict.temperature import FOLDS, GRID, ONE, cross_fitted_losses, fit_temperature, temperature_losses
+from ..predict.temperature import FOLDS, GRID, ONE, cross_fitted_losses, fit_temperature, losses_at, temperature_losses
 from .noise import learned_noise, set_noise
 from .place import TrainedNetwork
 
 #: draws of the weights for a candidate whose outputs are not known to be normal
 WEIGHT_DRAWS = 8
+#: the least temperature of a posterior: what needs a colder one is too wide, for the temperature only hides it
+COLDEST = 0.7
 #: fewer rows say nothing of a temperature
 FEWEST = 10
 #: numbers of log probabilities whose losses are tabulated at once
@@ -39,12 +41,14 @@ class HeldOut:
         count: observed elements: [n].
         grid: log temperatures or log noise factors: [G].
         of_temperature: whether the grid is that of a temperature, which may stay at one.
+        coldest: the least log temperature that may be fitted.
     """
 
     losses: Tensor
     count: Tensor
     grid: Tensor
     of_temperature: bool
+    coldest: float = -inf
 
     @cached_property
     def fitted(self) -> tuple[float, Tensor]:
@@ -55,6 +59,8 @@ class HeldOut:
             if few or not bool(losses.isfinite().all()):
                 return 0.0, plain
             value, rows = log(fit_temperature(losses)), -cross_fitted_losses(losses)
+            if value < self.coldest:
+                return self.coldest, -losses_at(losses, exp(self.coldest))
             is_bounded = abs(value) < 0.999 * float(GRID[-1])
             return (value, rows) if is_bounded and float(rows.sum()) > float(plain.sum()) else (0.0, plain)
         best = int(losses.sum(0).argmin())
@@ -104,8 +110,8 @@ def _number(value: Tensor) -> float:
 class Table:
     """The losses of a candidate, batch by batch; its predictive is the equal mixture of those of several networks."""
 
-    def __init__(self, grid: Tensor):
-        self.grid, self.losses, self.count = grid, list[Tensor](), list[Tensor]()
+    def __init__(self, grid: Tensor, coldest: float = log(COLDEST)):
+        self.grid, self.losses, self.count, self.coldest = grid, list[Tensor](), list[Tensor](), coldest
         self.of_temperature = False
 
     def add(self, predictives: Sequence[Sequence[Predictive]], target: Any) -> None:
@@ -126,7 +132,7 @@ class Table:
                 "validation= has no observation: it gave no batch, or every label is masked or ignored. Give held-out "
                 "data with labels, as a loader that can be read again"
             )
-        return HeldOut(torch.cat(self.losses), torch.cat(self.count), self.grid, self.of_temperature)
+        return HeldOut(torch.cat(self.losses), torch.cat(self.count), self.grid, self.of_temperature, self.coldest)
 
 
 def _losses(predictives: Sequence[Predictive], target: Any) -> tuple[Tensor, Tensor]:
@@ -202,7 +208,7 @@ def at_noise(network: TrainedNetwork, log_factor: float) -> Any:
 
 def of_networks(networks: Sequence[TrainedNetwork], batches: Iterable[Any], grid: Tensor) -> HeldOut:
     """Return the held-out losses of the average over the networks themselves, at each noise of the grid."""
-    table = Table(grid)
+    table = Table(grid, coldest=-inf)
     likelihoods = [[at_noise(one, u) for one in networks] for u in grid.tolist()]
     for batch in batches:
         with torch.no_grad():

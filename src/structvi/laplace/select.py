@@ -36,7 +36,7 @@ SHARE = 0.5
 #: prior widths in units of each tensor's root mean square, each 1.58 times the one before
 WIDTHS = tuple(round(1.5 * 2.5 ** (k / 2), 4) for k in range(-8, 1))
 #: widths of candidates that are measured on draws of the weights, which cost more
-DRAWN_WIDTHS = WIDTHS[2::3]
+DRAWN_WIDTHS = WIDTHS[2:8:2]
 #: passes over the training data that the Jacobians may take, and each candidate on draws
 JACOBIAN_PASSES, DRAWN_PASSES = 1.0, 0.3
 #: held-out rows that are read in any case
