@@ -956,11 +956,6 @@ MENU = {
         r"batch of inputs",
     ),
     "Lipschitz: negative strength": (lambda: vi.priors.LipschitzPrior(net(), X, -1.0), ValueError, r"positive number"),
-    "Lipschitz: BatchNorm in train mode": (
-        lambda: vi.priors.LipschitzPrior(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), X, 1.0),
-        ValueError,
-        r"BatchNorm in train mode.*eval mode",
-    ),
     "noise: unknown word": (lambda: likelihoods.Gaussian("learned"), ValueError, r'"point", "random" or "head"'),
     "noise: prior without randomness": (
         lambda: likelihoods.Gaussian("point", noise_prior=torch.distributions.Gamma(1.0, 1.0)),

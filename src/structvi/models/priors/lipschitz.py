@@ -1,53 +1,74 @@
 """A prior on how much a network can stretch its input: `LipschitzPrior`."""
 
-import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from math import erf, exp, inf, pi, sqrt
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
-from torch.func import functional_call
-from torch.fx.proxy import TraceError
-from torch.nn import functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
 
+from ...networks.call import alone_with, in_modes
 from ...parameters import Parameters
 from ...util.checks import check_positive
 from .base import PriorModule
-from .operator_norms import operator_norm, spectral_norm
 
 #: max |d/dx x Φ(x)|, at x = √2
 GELU = 0.5 * (1 + erf(1)) + exp(-1) / sqrt(pi)
 #: max |d/dx x sigmoid(x)|, where x tanh(x/2) = 2
 SILU = 1.0998393201288668
+#: relative change of σ² by one search in a Krylov space at which the last one is taken
+TOLERANCE = 1e-12
+#: vectors in a Krylov space
+KRYLOV = 24
+#: searches before an operator norm is given up
+RESTARTS = 200
+#: relative length below which a new vector of the space is rounding
+ROUNDING = 1e-14
 
-Tensors = Mapping[str, Tensor]
-Bound = float | Callable[[nn.Module, Tensors], Tensor]
-Bounds = Mapping[str | type[nn.Module], Bound]
-#: a constant, or (layer, its tensors [S, ..], the shape of one input) → its norm [S]
-Rule = float | Callable[[nn.Module, Tensors, torch.Size], Tensor | float]
+Bound = float | Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+
+LINEAR = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.AvgPool1d,
+    nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+)  # fmt: skip
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+#: how much layers without weights stretch their input at most; dropout as in eval mode
+CONSTANTS: dict[type[nn.Module], float | Callable[..., float]] = {
+    **dict.fromkeys([nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Identity, nn.Flatten, nn.Unflatten], 1.0),
+    **dict.fromkeys([nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d], 1.0),
+    nn.Sigmoid: 0.25,
+    nn.GELU: GELU,
+    nn.SiLU: SILU,
+    nn.LeakyReLU: lambda module: max(1.0, abs(module.negative_slope)),
+    nn.ELU: lambda module: max(1.0, abs(module.alpha)),
+}
+
+
+class _Layer(NamedTuple):
+    name: str
+    module: nn.Module
+    shape: torch.Size  # of one input, without the batch axis
+    tensors: Mapping[str, str]  # name in the module → name in the network
 
 
 class LipschitzPrior(PriorModule):
     """log p(θ) = −strength · Σ_l ∏_{k ≤ l} ‖layer_k‖: end-to-end Lipschitz regularisation of the feature maps.
 
     The product of the layers' operator norms (largest singular values) from the input to a layer bounds how much that
-    layer's output moves with the input; it is summed over the outputs of all layers that have weights. For a chain of
-    layers with norms L₁, L₂, .. and 1-Lipschitz activations that is L₁ + L₁L₂ + … . It is not normalised, and says
-    nothing about biases: add a prior that does, `NormalPrior(1.0) + LipschitzPrior(..)`.
+    layer's output moves with the input; it is summed over the outputs of all layers that have weights. For layers with
+    norms L₁, L₂, .. and 1-Lipschitz activations that is L₁ + L₁L₂ + … . It is not normalised, and says nothing about
+    biases: add a prior that does, `NormalPrior(1.0) + LipschitzPrior(..)`.
 
-    Linear layers are measured by their largest singular value, convolutions as the linear maps they are, with stride,
-    padding, dilation and groups, at the size of their input, to 1e-6. Activations and pooling have constants: 1 for
-    ReLU, Tanh, Softplus, Identity, Flatten, Dropout in eval mode and max-pooling without overlap, 1/4 for Sigmoid,
-    1.129 for GELU, 1.100 for SiLU, max(1, slope) for LeakyReLU and ELU, the norm of the linear map for average pooling
-    and BatchNorm in eval mode. A network that is not a chain of such layers is refused, unless told how.
+    Linear layers, convolutions, average pooling and BatchNorm in eval mode are measured as the linear maps they are, at
+    the size of their input. Activations, dropout and max-pooling without overlap have constants: `CONSTANTS`.
 
     Args:
-        net: the network, a chain: one layer's output is the next one's input.
+        net: an `nn.Sequential`, which may have others inside.
         example_input: [B, ..], for the size of the feature maps.
         strength: > 0.
-        bounds: what to take for layers by name or by class: a number, or a function of the module and its tensors at
+        bounds: what to take for modules by name or by class: a number, or a function of the module and its tensors at
             one draw, by name, that gives a scalar. A module so bounded may contain anything (a residual block, say).
 
     Example:
@@ -65,7 +86,7 @@ class LipschitzPrior(PriorModule):
         net: nn.Module,
         example_input: Tensor,
         strength: float,
-        bounds: Bounds | None = None,
+        bounds: Mapping[str | type[nn.Module], Bound] | None = None,
     ):
         super().__init__()
         if not isinstance(net, nn.Module):
@@ -74,37 +95,89 @@ class LipschitzPrior(PriorModule):
             came = tuple(example_input.shape) if isinstance(example_input, Tensor) else type(example_input).__name__
             raise ValueError(f"LipschitzPrior: example_input must be a batch of inputs [B, ..], got {came}")
         check_positive(strength, "the strength of a LipschitzPrior")
-        self.example_input, self.strength = example_input, strength
-        self.bounds = dict(bounds or {})
-        self._layers = tuple(_chain(net, example_input, self.bounds))
+        self.strength, self.bounds = strength, dict(bounds or {})
+        known = {*dict(net.named_modules()), *map(type, net.modules())}
+        for key, bound in self.bounds.items():
+            if key not in known:
+                raise ValueError(f"LipschitzPrior: bounds names {key!r}, but the network has no such module or class")
+            if not callable(bound) and (isinstance(bound, bool) or not 0 <= bound < inf):
+                raise ValueError(f"LipschitzPrior: the bound of {key!r} must be a number ≥ 0 or a function")
+        self._net = (net,)  # in a tuple: its weights are not the prior's to learn
+        names: dict[int, str] = {}
+        for name, tensor in net.named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), name)  # the name that a tied tensor has in the space
+        self._layers: list[_Layer] = []
+        x = example_input
+        with torch.no_grad(), in_modes(net, lambda module: False):
+            for name, module in self._chain(net):
+                own = {local: names[id(p)] for local, p in module.named_parameters(remove_duplicate=False)}
+                self._layers.append(_Layer(name, module, x.shape[1:], own))
+                x = module(x)
         if not any(layer.tensors for layer in self._layers):
             raise ValueError("LipschitzPrior: the network has no layer with weights, so there is nothing to bound")
-        self._net = (net,)  # in a tuple: its weights are not the prior's to learn
 
-    @property
-    def net(self) -> nn.Module:
-        return self._net[0]
+    def _chain(self, module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Give the layers in the order in which the input passes them."""
+        kind = type(module)
+        if kind is nn.Sequential and self._bound(name, module) is None:
+            for key, part in module.named_children():
+                yield from self._chain(part, f"{name}.{key}".removeprefix("."))
+            return
+        if self._bound(name, module) is None and (reason := _unknown(module)):
+            what = f"the layer {name!r}" if name else "the network"
+            raise ValueError(
+                f"LipschitzPrior cannot bound {what} ({kind.__name__}): {reason}; say how with bounds={{name or class: "
+                "a number, or a function of the module and its tensors}"
+            )
+        yield name, module
+
+    def _bound(self, name: str, module: nn.Module) -> Bound | None:
+        return self.bounds.get(name, self.bounds.get(type(module)))
 
     def extra_repr(self) -> str:
-        return f"{type(self.net).__name__}, strength={self.strength}"
+        return f"{type(self._net[0]).__name__}, strength={self.strength}"
 
     def norms(self, parameters: Parameters, theta: Tensor) -> dict[str, Tensor]:
         """Each layer's operator norm, or the bound taken for it, in their order: [S, P] → [S] each."""
-        named = parameters.unravel(theta)
+        named, S = parameters.unravel(theta), len(theta)
         if not any(name in named for layer in self._layers for name in layer.tensors.values()):
             raise ValueError(f"LipschitzPrior: none of the tensors {parameters.names[:8]} belongs to its network")
-        held = {name: tensor.detach().unsqueeze(0) for name, tensor in self.net.named_parameters()}
-        values = {}
-        for layer in self._layers:
-            _check_mode(layer.name, layer.module, self.bounds)
-            own = {local: named.get(name, held[name]) for local, name in layer.tensors.items()}
-            norm = layer.rule(layer.module, own, layer.shape) if callable(layer.rule) else layer.rule
-            values[layer.name] = torch.as_tensor(norm, dtype=theta.dtype, device=theta.device).expand(theta.shape[0])
-        return values
+        held = {name: p.detach().unsqueeze(0) for name, p in self._net[0].named_parameters() if name not in named}
+        every = {**held, **named}
+        found = {}
+        with alone_with(self._net[0]):
+            for layer in self._layers:
+                own = {local: every[name].expand(S, *every[name].shape[1:]) for local, name in layer.tensors.items()}
+                norm = torch.as_tensor(self._norm(layer, own, S), dtype=theta.dtype, device=theta.device)
+                found[layer.name] = norm.expand(S)
+        return found
+
+    def _norm(self, layer: _Layer, own: dict[str, Tensor], S: int) -> Tensor | float:
+        """One layer's norm at its tensors [S, ..]."""
+        name, module, shape, _ = layer
+        bound = self._bound(name, module)
+        if callable(bound):
+            values = [bound(module, {local: x[s] for local, x in own.items()}) for s in range(S)]
+            if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+                raise ValueError(
+                    f"LipschitzPrior: the bound of {name!r} must return a scalar tensor, got {values[0]!r}"
+                )
+            return torch.stack([value.reshape(()) for value in values])
+        if bound is not None:
+            return bound
+        if type(module) is nn.Linear:
+            return torch.linalg.matrix_norm(own["weight"], ord=2)
+        if isinstance(module, BATCH_NORMS):
+            scale = (module.running_var + module.eps).rsqrt()  # pyright: ignore[reportOptionalOperand]
+            return (own["weight"] * scale if module.affine else scale).abs().amax(-1)
+        if isinstance(module, LINEAR):
+            return operator_norm(module, own, shape, S)
+        constant = CONSTANTS.get(type(module), 1.0)
+        return constant(module) if callable(constant) else constant
 
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         if not bool(torch.isfinite(theta).all()):
-            return theta.new_full(theta.shape[:1], torch.nan)  # eigenvalues of such weights would fail to converge
+            return theta.new_full(theta.shape[:1], torch.nan)  # singular values of such weights would fail to converge
         product = theta.new_ones(theta.shape[0])
         total = torch.zeros_like(product)
         for layer, norm in zip(self._layers, self.norms(parameters, theta).values(), strict=True):
@@ -114,254 +187,62 @@ class LipschitzPrior(PriorModule):
         return -self.strength * total
 
 
-class _Layer(NamedTuple):
-    name: str
-    module: nn.Module
-    rule: Rule
-    shape: torch.Size  # of one input, without the batch axis
-    tensors: Mapping[str, str]  # name in the module → name in the network
-
-
-# --------------------------------------------------------------------------------------------------------- layers
-
-
-def _linear(module: nn.Module, tensors: Tensors, shape: torch.Size) -> Tensor:
-    return spectral_norm(tensors["weight"])
-
-
-def _convolution(module: nn.Module, tensors: Tensors, shape: torch.Size) -> Tensor:
-    without_bias = {"bias": torch.zeros_like(tensors["bias"][0])} if "bias" in tensors else {}
-
-    def apply(weight: Tensor, x: Tensor) -> Tensor:
-        return functional_call(module, {"weight": weight, **without_bias}, (x.unsqueeze(0),)).squeeze(0)
-
-    return operator_norm(apply, tensors["weight"], shape)
-
-
-def _average_pool(module: nn.Module, tensors: Tensors, shape: torch.Size) -> Tensor:
-    return operator_norm(lambda _, x: module(x.unsqueeze(0)).squeeze(0), torch.zeros(1, dtype=torch.float64), shape)
-
-
-def _batch_norm(module: nn.Module, tensors: Tensors, shape: torch.Size) -> Tensor:
-    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-    assert isinstance(module.running_var, Tensor)
-    scale = (module.running_var + module.eps).rsqrt()
-    return (tensors["weight"] * scale if module.affine else scale.unsqueeze(0)).abs().amax(-1)
-
-
-def _leaky_relu(module: nn.Module, tensors: Tensors, shape: torch.Size) -> float:
-    assert isinstance(module, nn.LeakyReLU)
-    return max(1.0, abs(module.negative_slope))
-
-
-def _elu(module: nn.Module, tensors: Tensors, shape: torch.Size) -> float:
-    assert isinstance(module, nn.ELU)
-    return max(1.0, abs(module.alpha))
-
-
-RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: _linear,
-    **dict.fromkeys([nn.Conv1d, nn.Conv2d, nn.Conv3d], _convolution),
-    **dict.fromkeys([nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d], _convolution),
-    **dict.fromkeys([nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d], _average_pool),
-    **dict.fromkeys([nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d], _average_pool),
-    **dict.fromkeys([nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d], 1.0),
-    **dict.fromkeys([nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d], _batch_norm),
-    **dict.fromkeys([nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Identity, nn.Flatten], 1.0),
-    **dict.fromkeys([nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d], 1.0),
-    nn.Sigmoid: 0.25,
-    nn.GELU: GELU,
-    nn.SiLU: SILU,
-    nn.LeakyReLU: _leaky_relu,
-    nn.ELU: _elu,
-}
-#: The same as functions and methods in a `forward`; reshaping one input leaves its length.
-FUNCTIONS: dict[object, float] = {
-    **dict.fromkeys([torch.relu, F.relu, "relu", torch.tanh, F.tanh, "tanh", F.softplus], 1.0),
-    **dict.fromkeys([torch.flatten, "flatten", torch.reshape, "reshape", "view", "contiguous"], 1.0),
-    **dict.fromkeys([torch.sigmoid, F.sigmoid, "sigmoid"], 0.25),
-    F.gelu: GELU,
-    F.silu: SILU,
-}
-
-
-def _refusal(module: nn.Module) -> str | None:
-    """Why there is no rule for this layer."""
-    if type(module) not in RULES:
-        return f"the norm of a {type(module).__name__} is not known"
-    if any(name not in dict(module.named_parameters(recurse=False)) for name in _weights(module)):
-        return "its weight is computed from other tensors"
-    if isinstance(module, nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d):
-        sizes = [_triple(x) for x in (module.kernel_size, module.stride, module.dilation)]
-        if any(stride < kernel or dilation != 1 for kernel, stride, dilation in zip(*sizes, strict=False)):
-            return "its windows overlap"
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None:
+def _unknown(module: nn.Module) -> str:
+    """Why there is no rule for this layer; empty where there is one."""
+    kind = type(module)
+    if kind in MAX_POOLS:
+        three = [torch.as_tensor(getattr(module, name)) for name in ("kernel_size", "stride")]
+        apart = bool((three[0] <= three[1]).all()) and torch.as_tensor(module.dilation).eq(1).all()
+        return "" if apart else "its windows overlap"
+    if isinstance(module, BATCH_NORMS) and module.running_var is None:
         return "it normalises by the batch"
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return "only the exact GELU has a known constant"
-    return None
+    known = kind is nn.Linear or kind in LINEAR or kind in BATCH_NORMS or kind in CONSTANTS
+    return "" if known else f"the norm of a {kind.__name__} is not known, nor the way through its forward"
 
 
-def _weights(module: nn.Module) -> list[str]:
-    return ["weight"] if RULES[type(module)] in (_linear, _convolution) else []
+def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch.Size, S: int) -> Tensor:
+    """Return the largest singular value of an affine layer at its tensors [S, ..], [S].
 
+    Its right singular vector v is the best of a Krylov space of AᵀA (Lanczos), again and again from the last one; then
+    σ = ‖Av‖, whose gradient at fixed v is that of uᵀAv.
+    """
+    tensors = {name: torch.zeros_like(x) if name == "bias" else x for name, x in tensors.items()}
+    fixed = {name: x.detach().double() for name, x in tensors.items()}
 
-def _triple(x: int | tuple[int, ...]) -> tuple[int, ...]:
-    return x if isinstance(x, tuple) else (x, x, x)
+    def image(own: Mapping[str, Tensor], v: Tensor) -> Tensor:
+        return vmap(lambda own, x: functional_call(module, own, (x.unsqueeze(0),)))(own, v.view(S, *shape)).flatten(1)
 
-
-def _check_mode(name: str, module: nn.Module, bounds: Bounds) -> None:
-    if name in bounds or type(module) in bounds or not module.training:
-        return
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        raise ValueError(f"LipschitzPrior: {name!r} is a BatchNorm in train mode, which has no norm; {_REMEDY}")
-    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-        raise ValueError(f"LipschitzPrior: {name!r} is a Dropout in train mode, which has no fixed norm; {_REMEDY}")
-
-
-_REMEDY = "put it in eval mode (net.eval()), or give bounds={name: number}"
-
-
-# ---------------------------------------------------------------------------------------------- the way through it
-
-
-def _chain(net: nn.Module, example: Tensor, bounds: Bounds) -> list[_Layer]:
-    """The layers in the order in which the input passes them; a network that is not a chain is refused."""
-    modules = dict(net.named_modules())
-    for key, bound in bounds.items():
-        if not (key in modules or (isinstance(key, type) and any(type(m) is key for m in modules.values()))):
-            raise ValueError(f"LipschitzPrior: bounds names {key!r}, but the network has no such module or class")
-        if not callable(bound):
-            number = isinstance(bound, int | float) and not isinstance(bound, bool) and 0 <= bound < inf
-            if not number:
-                raise ValueError(f"LipschitzPrior: the bound of {key!r} must be a number ≥ 0 or a function")
-    if _Tracer(bounds).is_leaf_module(net, ""):
-        return [_layer("", net, example.shape[1:], net, bounds)]
-    twin = copy.deepcopy(net).eval()  # the example must not move the running statistics
-    try:
-        graph = _Tracer(bounds).trace(twin)
-    except (TraceError, TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"LipschitzPrior cannot follow the network's forward ({str(error).splitlines()[0]}); "
-            "write it as a chain of layers, or wrap what branches in a module and give bounds={name: ..}"
-        ) from error
-    steps = _steps(graph)
-    for node in steps:
-        if node.op == "call_module":
-            name = str(node.target)
-            _check_known(name, modules[name], bounds)
-        elif node.target not in FUNCTIONS or node.kwargs.get("approximate", "none") != "none":
-            raise ValueError(
-                f"LipschitzPrior: the norm of the operation {node.name!r} is not known; use a layer for it, "
-                "or wrap it in a module and give bounds={name: ..}"
-            )
-    recorder = _Shapes(fx.GraphModule(twin, graph))
-    with torch.no_grad():
-        recorder.run(example)
-    layers = []
-    for node in steps:
-        shape = recorder.shapes[node.all_input_nodes[0]][1:]
-        if node.op == "call_module":
-            layers.append(_layer(str(node.target), modules[str(node.target)], shape, net, bounds))
-        else:
-            layers.append(_Layer(node.name, nn.Identity(), FUNCTIONS[node.target], shape, {}))
-    return layers
-
-
-def _layer(name: str, module: nn.Module, shape: torch.Size, net: nn.Module, bounds: Bounds) -> _Layer:
-    _check_known(name, module, bounds)
-    first: dict[int, str] = {}
-    for full, tensor in net.named_parameters(remove_duplicate=False):
-        first.setdefault(id(tensor), full)  # the name that a tied tensor has in the space
-    tensors = {local: first[id(tensor)] for local, tensor in module.named_parameters(remove_duplicate=False)}
-    bound = bounds.get(name, bounds.get(type(module)))
-    if bound is not None:
-        rule = partial(_told, name, bound) if callable(bound) else float(bound)
-    elif RULES[type(module)] is _average_pool:
-        rule = float(_average_pool(module, {}, shape))
+    device = next((x.device for x in fixed.values()), torch.device("cpu"))
+    start = torch.randn(shape.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v, last = start.to(device).expand(S, -1), torch.zeros(S, dtype=torch.float64, device=device)
+    _, pull = vjp(lambda x: image(fixed, x), v)
+    for _ in range(RESTARTS):
+        v, value = _best_in_krylov_space(lambda x: pull(image(fixed, x))[0], v)
+        if bool(((value - last).abs() <= TOLERANCE * value).all()):
+            break
+        last = value
     else:
-        rule = RULES[type(module)]
-    return _Layer(name, module, rule, shape, tensors)
+        raise ArithmeticError(f"an operator norm has not converged after {RESTARTS} searches in a Krylov space")
+    Av = image(tensors, v.to(next(iter(tensors.values()), v)))
+    length = Av.detach().norm(dim=-1, keepdim=True).clamp(min=torch.finfo(Av.dtype).tiny)
+    return (Av.detach() / length * Av).sum(-1)  # has a gradient at zero too
 
 
-def _told(name: str, bound: Callable[..., Tensor], module: nn.Module, tensors: Tensors, shape: torch.Size) -> Tensor:
-    """The user's bound at each draw."""
-    S = max((tensor.shape[0] for tensor in tensors.values()), default=1)
-    rows = [{local: x[s if x.shape[0] > 1 else 0] for local, x in tensors.items()} for s in range(S)]
-    values = [bound(module, row) for row in rows]
-    for value in values:
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(f"LipschitzPrior: the bound of {name!r} must return a scalar tensor, got {value!r}")
-    return torch.stack([value.reshape(()) for value in values])
-
-
-def _check_known(name: str, module: nn.Module, bounds: Bounds) -> None:
-    if name in bounds or type(module) in bounds:
-        return
-    if reason := _refusal(module):
-        raise ValueError(
-            f"LipschitzPrior cannot bound {f'the layer {name!r}' if name else 'the network'} "
-            f"({type(module).__name__}): {reason}; "
-            "say how with bounds={name or class: a number, or a function of the module and its tensors}"
-        )
-    _check_mode(name, module, bounds)
-
-
-class _Tracer(fx.Tracer):
-    """Stops at the layers with a rule and at those that the user bounds."""
-
-    def __init__(self, bounds: Bounds):
-        super().__init__()
-        self.bounds = bounds
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        told = module_qualified_name in self.bounds or type(m) in self.bounds
-        return told or super().is_leaf_module(m, module_qualified_name)
-
-
-class _Shapes(fx.Interpreter):
-    """Runs the graph and keeps the shapes of its tensors."""
-
-    def __init__(self, module: fx.GraphModule):
-        super().__init__(module)
-        self.shapes: dict[fx.Node, torch.Size] = {}
-
-    def run_node(self, n: fx.Node):
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.shapes[n] = result.shape
-        return result
-
-
-def _steps(graph: fx.Graph) -> list[fx.Node]:
-    """The operations on the one tensor that goes through the graph."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and (node.users or not node.args)]
-    if len(inputs) != 1:
-        raise ValueError(f"LipschitzPrior: the network takes {len(inputs)} inputs; a chain has one")
-    steps: list[fx.Node] = []
-    current, sizes = inputs[0], set()  # sizes: of tensors, as in x.view(x.size(0), -1)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op == "get_attr":
-            raise ValueError(
-                f"LipschitzPrior: the network uses its tensor {node.target!r} outside a layer that has a known norm; "
-                "use such a layer, or give bounds={name of its module: ..}"
-            )
-        if node.target in ("size", "dim") or (node.target is getattr and node.args[1] in ("shape", "ndim")):
-            sizes.add(node)
-            continue
-        tensors = [given for given in node.all_input_nodes if given not in sizes]
-        if not tensors and node.op == "call_function":
-            sizes.add(node)
-            continue
-        if tensors != [current]:
-            raise ValueError(
-                f"LipschitzPrior: the network is not a chain: {node.name!r} does not take just the output of "
-                f"{current.name!r}, but {[given.name for given in tensors]} (a residual sum, a concatenation, a "
-                "second branch); wrap the part that branches in a module and give bounds={name: ..}"
-            )
-        if node.op != "output":
-            steps.append(node)
-            current = node
-    return steps
+@torch.no_grad()
+def _best_in_krylov_space(gram: Callable[[Tensor], Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest Ritz vector, with its value, of S positive semidefinite operators, from v [S, n]."""
+    basis, images = v.new_zeros(v.shape[0], 0, v.shape[1]), []
+    for _ in range(min(KRYLOV, v.shape[1])):
+        size = v.norm(dim=-1, keepdim=True)
+        for _ in range(2):  # once more removes what rounding left
+            v = v - torch.einsum("sj,sjn->sn", torch.einsum("sjn,sn->sj", basis, v), basis)
+        length = v.norm(dim=-1, keepdim=True)
+        v = torch.where(length > ROUNDING * size, v / length, 0.0)  # the space is exhausted: only rounding is left
+        basis = torch.cat([basis, v.unsqueeze(1)], 1)
+        v = gram(v)
+        images.append(v)
+    T = torch.einsum("sin,sjn->sij", basis, torch.stack(images, 1))
+    values, vectors = torch.linalg.eigh(0.5 * (T + T.mT))
+    return torch.einsum("sj,sjn->sn", vectors[..., -1], basis), values[:, -1]
