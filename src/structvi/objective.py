@@ -16,8 +16,7 @@ from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.priors.base import learns
 from .models.target import Target
-from .util.checks import check_generator, check_integer
-from .util.host_reads import reads
+from .util.checks import check_generator, check_integer, reads
 
 Kind = Literal["path", "log_q", "entropy"]
 

@@ -34,7 +34,7 @@ from ..train.options import FitOptions
 from ..train.progress import Progress
 from ..train.result import FitResult, Skipped
 from ..train.running import run_fit
-from ..util.host_reads import unread
+from ..util.checks import unread
 from ..util.interrupts import uninterrupted
 from ..util.random_streams import borrowed_stream, one_seed_on
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..util.host_reads import reads
+from ..util.checks import reads
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 #: of an input that a network takes, where its entry has none of the names that forward has

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+from torch.nn.functional import pad
+
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood, split_mask
 
@@ -19,24 +22,30 @@ class Watched:
     def __init__(self, batches: Iterable[Any], model: BayesianModel):
         likelihood = model.likelihood
         self.batches, self.model, self.rows = batches, model, 0
-        self._constant = None
-        if isinstance(likelihood, Likelihood) and model.user_forward is None:
-            self._constant = likelihood.constant()
+        self._likelihood = likelihood if isinstance(likelihood, Likelihood) and model.user_forward is None else None
+        self._sums: Tensor | None = None
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
-            if self._constant is not None:
+            if self._likelihood is not None:
                 target, mask = split_mask(self.model.split(batch)[1])
-                self._constant.add(target, mask)
+                sums = self._likelihood.sums(target, mask)
+                self._sums = sums if sums is None or self._sums is None else _added(self._sums, sums)
                 self.rows += len(target)
             yield batch
 
     @property
     def log_likelihood(self) -> float | None:
         """Of the best constant, in nats for the whole data set."""
-        if self._constant is None or not self.rows:
+        if self._likelihood is None or self._sums is None:
             return None
-        return self._constant.log_likelihood() * (self.model.num_data / self.rows)
+        return self._likelihood.best_constant(self._sums) * (self.model.num_data / self.rows)
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two, where the shorter has zeros at its end: labels that a batch does not have."""
+    longest = max(a.shape[-1], b.shape[-1])
+    return pad(a, (0, longest - a.shape[-1])) + pad(b, (0, longest - b.shape[-1]))
 
 
 def worse_than_nothing(elbo: float, standard_error: float, constant: float | None) -> bool:

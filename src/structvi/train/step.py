@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..distributed.ranks import Ranks
 from ..models.batch import rows
 from ..objective import Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
-from ..util.host_reads import unread
+from ..util.checks import unread
 from .cuda_graph import CapturedStep
 from .memory import explain, need_of, there_is
 

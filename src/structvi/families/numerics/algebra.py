@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...util.host_reads import reads
+from ...util.checks import reads
 
 _BLOCK = 4096  # weights whose products are added in their own precision
 _LEAST = 256  # a block that leaves no rest has at least so many

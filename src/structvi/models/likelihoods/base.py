@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...util.configuration import configuration
 from ...util.random_streams import borrowed_stream
-from .constant import Constant
 
 NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -49,6 +48,19 @@ class Likelihood(nn.Module, ABC):
         # 0 is a possible observation of all of them: NaN and out-of-range labels under the mask do no harm
         return self.log_prob(output, target.masked_fill(~mask, 0)).masked_fill(~mask, 0.0)
 
+    @abstractmethod
+    def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        """log p(t | y) at one draw: output [B, ..], target [B, ..] → [B, ..]."""
+
+    @abstractmethod
+    def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        """p(t | y) at S draws, a torch distribution with batch shape [S, B, ..].
+
+        Args:
+            output: the network's, [S, B, ..]: always with the axis of the draws, [1, B, ..] for one.
+            values: the likelihood's random tensors at the draws, [S, *shape] each.
+        """
+
     def simulated(
         self, output: Any, target: Any, values: Mapping[str, Tensor], generator: torch.Generator | None = None
     ) -> Tensor:
@@ -64,26 +76,14 @@ class Likelihood(nn.Module, ABC):
             generator: of the observations.
         """
         t, mask = split_mask(target)
-        drawn = self._drawn(output, values, generator).to(t.dtype)
-        return self(output, drawn if mask is None else (drawn, mask))
+        with torch.no_grad(), borrowed_stream(generator):  # torch's distributions draw from the global stream
+            drawn = self.distribution(tree_map(lambda y: y.unsqueeze(0), output), values).sample().squeeze(0).to(t)
+        return self._log_prob_of_simulated(
+            output, drawn, t, torch.ones_like(t, dtype=torch.bool) if mask is None else mask
+        )
 
-    @torch.no_grad()
-    def _drawn(self, output: Any, values: Mapping[str, Tensor], generator: torch.Generator | None) -> Tensor:
-        with borrowed_stream(generator):  # torch's distributions draw from the global stream
-            return self.distribution(tree_map(lambda y: y.unsqueeze(0), output), values).sample().squeeze(0)
-
-    @abstractmethod
-    def log_prob(self, output: Any, target: Tensor) -> Tensor:
-        """log p(t | y) at one draw: output [B, ..], target [B, ..] → [B, ..]."""
-
-    @abstractmethod
-    def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
-        """p(t | y) at S draws, a torch distribution with batch shape [S, B, ..].
-
-        Args:
-            output: the network's, [S, B, ..]: always with the axis of the draws, [1, B, ..] for one.
-            values: the likelihood's random tensors at the draws, [S, *shape] each.
-        """
+    def _log_prob_of_simulated(self, output: Any, drawn: Tensor, target: Tensor, observed: Tensor) -> Tensor:
+        return self.log_prob(output, drawn).masked_fill(~observed, 0.0)
 
     def random_tensors(self) -> dict[str, Tensor]:
         """What of the likelihood is random, at its initial values; nothing by default."""
@@ -93,9 +93,13 @@ class Likelihood(nn.Module, ABC):
         """log p of the random tensors [S, *shape], a density in just these coordinates: [S]."""
         raise NotImplementedError(f"{type(self).__name__} has random tensors but no prior: write `log_prior(values)`")
 
-    def constant(self) -> Constant | None:
-        """What the best output that ignores the input is worth, to be told the targets; None where that is unknown."""
+    def sums(self, target: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Sums over the observed elements of a batch that `best_constant` needs, float64; None where it is unknown."""
         return None
+
+    def best_constant(self, sums: Tensor) -> float:
+        """Σ log p(t | y) at the best output y that ignores the input, from the `sums` over all batches."""
+        raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
         """The constructor's arguments: what the likelihood can be rebuilt from."""
@@ -126,6 +130,11 @@ def check_output(name: str, output: Any) -> None:
         raise TypeError(f"{name}: the network's output must be a tensor, got {type(output).__name__}")
 
 
+def check_floating(name: str, target: Tensor) -> None:
+    if not target.dtype.is_floating_point:
+        raise TypeError(f"{name}: the target must be floating, got {target.dtype}; for classes use Categorical")
+
+
 def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
     """ValueError where it is not log p(t | y) of each of B observations."""
     if not isinstance(log_prob, Tensor) or log_prob.shape[:1] != (B,):
@@ -148,17 +157,17 @@ def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
 
 def check_same_shape(name: str, output: Any, target: Tensor) -> None:
     check_output(name, output)
-    if output.shape != target.shape:
-        remedy = ""
-        if output.shape == (*target.shape, 1):
-            remedy = ": give targets as t.unsqueeze(-1)"
-        elif target.shape == (*output.shape, 1):
-            remedy = ": give targets as t.squeeze(-1)"
-        elif output.shape == (*target.shape[:1], 1, *target.shape[1:]):
-            remedy = ": give targets as t.unsqueeze(1)"
-        elif target.shape == (*output.shape[:1], 1, *output.shape[1:]):
-            remedy = ": give targets as t.squeeze(1)"
-        raise ValueError(
-            f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; "
-            f"they must be equal (broadcasting would silently compare every output with every target){remedy}"
-        )
+    if output.shape == target.shape:
+        return
+    remedy = ""
+    for axis in (-1, 1):
+        if target.ndim and output.shape == target.unsqueeze(axis).shape:
+            remedy = f": give targets as t.unsqueeze({axis})"
+        elif output.ndim and target.shape == output.unsqueeze(axis).shape:
+            remedy = f": give targets as t.squeeze({axis})"
+        if remedy:
+            break
+    raise ValueError(
+        f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; "
+        f"they must be equal (broadcasting would silently compare every output with every target){remedy}"
+    )

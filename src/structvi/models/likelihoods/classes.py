@@ -12,9 +12,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ...util.host_reads import reads
-from .base import NO_VALUES, Likelihood, check_output, check_same_shape, split_mask
-from .constant import ClassesConstant, Constant
+from ...util.checks import reads
+from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 
 
 class _Classes(Likelihood):
@@ -38,46 +37,52 @@ class _Classes(Likelihood):
             raise ValueError(f"{type(self).__name__}: {len(self.class_weights)} class_weights for {classes} classes")
         ignored = None if self.ignore_index is None else target == self.ignore_index
         labels = target if ignored is None else target.masked_fill(ignored, 0)
-        wrong = None
+        wrong = (labels < 0) | (labels >= classes)
+        if labels.dtype.is_floating_point:
+            wrong = wrong | (labels != labels.floor())
         if reads():
-            self._check_labels(labels, classes)
-        else:
-            wrong, labels = _wrong_labels(labels, classes)
-        log_prob = self._log_prob(output, labels)
+            if bool(wrong.any()):
+                raise self._wrong_labels(labels, classes)
+            wrong = None
+        log_prob = self._log_prob(output, labels if wrong is None else labels.masked_fill(wrong, 0))
+        if self.class_weights is not None:
+            log_prob = self._weights(labels if wrong is None else labels.masked_fill(wrong, 0), log_prob) * log_prob
         if wrong is not None:
             log_prob = log_prob.masked_fill(wrong, nan)
-        if self.class_weights is not None:
-            weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
-            log_prob = weights[labels.long()] * log_prob
         return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
 
-    def simulated(
-        self, output: Any, target: Any, values: Mapping[str, Tensor], generator: torch.Generator | None = None
-    ) -> Tensor:
-        # the weight is that of the label that was observed, and a gradient's square has it once
-        t, mask = split_mask(target)
-        self._check(output, t)
-        unseen = torch.zeros_like(t, dtype=torch.bool) if mask is None else ~mask
+    def _weights(self, labels: Tensor, like: Tensor) -> Tensor:
+        assert self.class_weights is not None
+        return torch.tensor(self.class_weights, dtype=like.dtype, device=like.device)[labels.long()]
+
+    def _log_prob_of_simulated(self, output: Any, drawn: Tensor, target: Tensor, observed: Tensor) -> Tensor:
+        self._check(output, target)
         if self.ignore_index is not None:
-            unseen = unseen | (t == self.ignore_index)
-        log_prob = self._log_prob(output, self._drawn(output, values, generator).to(t.dtype))
+            observed = observed & (target != self.ignore_index)
+        log_prob = self._log_prob(output, drawn)
         if self.class_weights is not None:
-            weights = torch.tensor(self.class_weights, dtype=log_prob.dtype, device=log_prob.device)
-            log_prob = weights[t.masked_fill(unseen, 0).long()].sqrt() * log_prob
-        return log_prob.masked_fill(unseen, 0.0)
+            # the weight is that of the label that was observed, and a gradient's square has it once
+            log_prob = self._weights(target.masked_fill(~observed, 0), log_prob).sqrt() * log_prob
+        return log_prob.masked_fill(~observed, 0.0)
 
-    def _check_labels(self, labels: Tensor, classes: int) -> None:
+    def _wrong_labels(self, labels: Tensor, classes: int) -> ValueError:
         if labels.dtype.is_floating_point and bool((labels != labels.floor()).any()):
-            raise ValueError(f"{type(self).__name__}: labels must be whole numbers, got fractions or NaN")
+            return ValueError(f"{type(self).__name__}: labels must be whole numbers, got fractions or NaN")
         low, high = (int(end) for end in torch.aminmax(labels))
-        if low < 0 or high >= classes:
-            raise ValueError(
-                f"{type(self).__name__}: labels run from {low} to {high}, but there are {classes} classes: labels must "
-                f"lie in 0 … {classes - 1}; for pixels without a label give ignore_index= or a mask"
-            )
+        return ValueError(
+            f"{type(self).__name__}: labels run from {low} to {high}, but there are {classes} classes: labels must "
+            f"lie in 0 … {classes - 1}; for pixels without a label give ignore_index= or a mask"
+        )
 
-    def constant(self) -> Constant:
-        return ClassesConstant(self.ignore_index, self.class_weights)
+    def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
+        """How often each label was observed, [the largest + 1]."""
+        labels = target.detach()[... if mask is None else mask]
+        labels = labels[labels != self.ignore_index] if self.ignore_index is not None else labels.reshape(-1)
+        return torch.bincount(labels.long().clamp(min=0)).double()
+
+    def best_constant(self, sums: Tensor) -> float:
+        counts = sums if self.class_weights is None else sums * sums.new_tensor(self.class_weights)[: len(sums)]
+        return float(torch.xlogy(counts, counts / counts.sum().clamp(min=1.0)).sum())
 
     @abstractmethod
     def _check(self, output: Any, target: Tensor) -> int:
@@ -86,15 +91,6 @@ class _Classes(Likelihood):
     @abstractmethod
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
         """Of labels that are all in range."""
-
-
-def _wrong_labels(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Which labels there are not, and others in their place, of which the host reads nothing."""
-    if not labels.dtype.is_floating_point:
-        inside = labels.clamp(0, classes - 1)
-        return inside != labels, inside
-    wrong = (labels < 0) | (labels >= classes) | (labels != labels.floor())
-    return wrong, labels.masked_fill(wrong, 0)
 
 
 class Categorical(_Classes):

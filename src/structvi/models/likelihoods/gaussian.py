@@ -9,16 +9,87 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, LogNormal, Normal
 
 from ...util.checks import is_positive
-from .base import NO_VALUES, Likelihood, check_output, check_same_shape
-from .constant import Constant, GaussianConstant
+from .base import NO_VALUES, Likelihood, check_floating, check_output, check_same_shape
 
-#: of a head the largest |log σ|: e^±20 squared is far from the ends of float32, and no noise of a measurement
+#: the largest |log σ| of a head: e^±20 squared is far from the ends of float32, and no noise of a measurement
 BOUND = 20.0
-#: the part of it inside which nothing is changed
+#: the part of the bound inside which `bounded` changes nothing
 LINEAR = 0.75
+#: columns of a target up to which the best constant has a mean for each; an image has one for all pixels
+COLUMNS = 64
 
 
-class Gaussian(Likelihood):
+class NoiseLikelihood(Likelihood):
+    """t = y + σ·(standard noise), independently for every element, with σ in one of several ways.
+
+    Args:
+        noise: a number, or one of `words`: "point", "random" or "head".
+        words: those that the likelihood has.
+        initial: where σ starts for "point" and "random".
+        bound: the largest |log σ| of a head.
+    """
+
+    log_noise: Tensor
+
+    def __init__(self, noise: float | str, words: tuple[str, ...], initial: float, bound: float):
+        super().__init__()
+        if noise not in words and not is_positive(noise):
+            expected = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
+            raise ValueError(f"noise must be a positive number, {expected}, got {noise!r}")
+        if not is_positive(initial):
+            raise ValueError(f"initial must be a positive standard deviation, got {initial!r}")
+        if initial != 1.0 and noise not in ("point", "random"):
+            raise ValueError(f"initial is where a learned noise starts; drop it with noise={noise!r}")
+        if not is_positive(bound):
+            raise ValueError(f"bound must be a positive number, the largest |log σ| of a head, got {bound!r}")
+        if bound != BOUND and noise != "head":
+            raise ValueError(f'bound is for noise="head", whose log σ the network gives; drop it with noise={noise!r}')
+        self.noise: float | str = noise if isinstance(noise, str) else float(noise)
+        self.initial, self.bound = float(initial), float(bound)
+        if noise == "point":
+            self.log_noise = nn.Parameter(torch.tensor(log(initial)))
+        elif noise == "random":
+            self.register_buffer("log_noise", torch.tensor(log(initial)), persistent=False)
+
+    def mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
+        """A mean, and the log σ that goes with it as far as it does not depend on the draw."""
+        name = type(self).__name__
+        if self.noise != "head":
+            check_output(name, output)
+            if isinstance(self.noise, float):
+                return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
+            return output, self.log_noise
+        if isinstance(output, Tensor):
+            if output.ndim <= channel or output.shape[channel] % 2:
+                raise ValueError(
+                    f'{name}("head"): the output must have an even number of channels on the axis after the batch, '
+                    f"first the means and then the log scales, got {tuple(output.shape)}"
+                )
+            mean, log_noise = output.chunk(2, dim=channel)
+        elif isinstance(output, Mapping) and {"mean", "log_scale"} <= output.keys():
+            mean, log_noise = output["mean"], output["log_scale"]
+        elif isinstance(output, tuple | list) and len(output) == 2:
+            mean, log_noise = output
+        else:
+            raise TypeError(
+                f'{name}("head"): the output must be a tensor [B, 2C, ..], a pair (mean, log_scale) or a dict with '
+                f"these keys, got {type(output).__name__}"
+            )
+        if mean.shape != log_noise.shape:
+            raise ValueError(
+                f'{name}("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
+            )
+        return mean, bounded(log_noise, self.bound)
+
+    def residual(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(t − y)/σ and log σ at one draw, with checks of the target."""
+        mean, log_noise = self.mean_and_log_noise(output, 1)
+        check_same_shape(type(self).__name__, mean, target)
+        check_floating(type(self).__name__, target)
+        return (target - mean) * (-log_noise).exp(), log_noise
+
+
+class Gaussian(NoiseLikelihood):
     """t ~ N(y, σ²), independently for every element of the output.
 
     Args:
@@ -48,8 +119,6 @@ class Gaussian(Likelihood):
         {'log_noise': tensor(0.)}
     """
 
-    log_noise: Tensor
-
     def __init__(
         self,
         noise: float | str,
@@ -57,41 +126,19 @@ class Gaussian(Likelihood):
         noise_prior: Distribution | None = None,
         bound: float = BOUND,
     ):
-        super().__init__()
-        if isinstance(noise, str):
-            if noise not in ("point", "random", "head"):
-                raise ValueError(f'noise must be a number, "point", "random" or "head", got {noise!r}')
-        elif not is_positive(noise):
-            raise ValueError(f"noise must be a positive standard deviation, got {noise!r}")
-        if not is_positive(initial):
-            raise ValueError(f"initial must be a positive standard deviation, got {initial!r}")
-        if initial != 1.0 and noise not in ("point", "random"):
-            raise ValueError(
-                f'initial is where the noise starts for "point" and "random"; drop it with noise={noise!r}'
-            )
+        super().__init__(noise, ("point", "random", "head"), initial, bound)
         if noise_prior is not None:
             if noise != "random":
                 raise ValueError(f'noise_prior needs noise="random"; with noise={noise!r} nothing has a prior')
             _check_noise_prior(noise_prior)
-        self.noise: float | str = noise if isinstance(noise, str) else float(noise)
-        self.initial, self.noise_prior, self.bound = float(initial), noise_prior, check_bound(bound, noise)
-        if noise == "point":
-            self.log_noise = nn.Parameter(torch.tensor(log(initial)))
-        elif noise == "random":
-            self.register_buffer("log_noise", torch.tensor(log(initial)), persistent=False)
-
-    def config(self) -> dict[str, Any]:
-        return without_usual_bound(super().config())
+        self.noise_prior = noise_prior
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
-        mean, log_noise = self._mean_and_log_noise(output, 1)
-        check_same_shape("Gaussian", mean, target)
-        if not target.dtype.is_floating_point:
-            raise TypeError(f"Gaussian: the target must be floating, got {target.dtype}; for classes use Categorical")
-        return -0.5 * ((target - mean) * (-log_noise).exp()).square() - log_noise - 0.5 * log(2 * pi)
+        z, log_noise = self.residual(output, target)
+        return -0.5 * z.square() - log_noise - 0.5 * log(2 * pi)
 
     def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
-        mean, log_noise = self._mean_and_log_noise(output, 2)
+        mean, log_noise = self.mean_and_log_noise(output, 2)
         if self.noise == "random":
             if "log_noise" not in values or values["log_noise"].shape != mean.shape[:1]:
                 came = {name: tuple(value.shape) for name, value in values.items()}
@@ -110,17 +157,25 @@ class Gaussian(Likelihood):
         prior = self.noise_prior or LogNormal(2 * log(self.initial), 2.0)
         return prior.log_prob((2 * log_noise).exp()) + log(2) + 2 * log_noise  # + log |dσ² / dlog σ|
 
-    def constant(self) -> Constant:
-        return GaussianConstant(self.noise)
+    def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
+        """How many there are, and the sums of t and t², [3, columns]."""
+        t = target.detach().double()
+        observed = torch.ones_like(t) if mask is None else mask.double()
+        t = t.masked_fill(observed == 0, 0.0)
+        if t.ndim != 2 or t.shape[1] > COLUMNS:
+            t, observed = t.reshape(-1, 1), observed.reshape(-1, 1)
+        return torch.stack([observed.sum(0), t.sum(0), t.square().sum(0)])
 
-    def _mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
-        """A mean, and the log σ that goes with it as far as it does not depend on the draw."""
-        if self.noise == "head":
-            return heads("Gaussian", output, channel, self.bound)
-        check_output("Gaussian", output)
+    def best_constant(self, sums: Tensor) -> float:
+        count, total, square = sums
+        n = count.clamp(min=1.0)
+        residual = (square - total.square() / n).clamp(min=0.0)  # [columns]
         if isinstance(self.noise, float):
-            return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
-        return output, self.log_noise
+            variance = torch.full_like(residual, self.noise**2)
+        else:
+            variance = residual / n if self.noise == "head" else (residual.sum() / n.sum()).expand_as(residual)
+        variance = variance.clamp(min=torch.finfo(torch.float64).tiny)
+        return float((-0.5 * residual / variance - 0.5 * count * (variance.log() + log(2 * pi))).sum())
 
 
 def bounded(x: Tensor, bound: float) -> Tensor:
@@ -135,44 +190,6 @@ def bounded(x: Tensor, bound: float) -> Tensor:
     inside = LINEAR * bound
     held = x.clamp(-inside, inside)
     return held + (bound - inside) * torch.tanh((x - held) / (bound - inside))
-
-
-def check_bound(bound: float, noise: float | str) -> float:
-    if not is_positive(bound):
-        raise ValueError(f"bound must be a positive number, the largest |log σ| of a head, got {bound!r}")
-    if bound != BOUND and noise != "head":
-        raise ValueError(f'bound is for noise="head", whose log σ the network gives; drop it with noise={noise!r}')
-    return float(bound)
-
-
-def without_usual_bound(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As before there was one: files and checkpoints stay what they are."""
-    return {name: value for name, value in arguments.items() if (name, value) != ("bound", BOUND)}
-
-
-def heads(name: str, output: Any, channel: int, bound: float) -> tuple[Tensor, Tensor]:
-    """(mean, log σ) from the output of a network with two heads, or with twice the channels; log σ inside ±bound."""
-    if isinstance(output, Tensor):
-        if output.ndim <= channel or output.shape[channel] % 2:
-            raise ValueError(
-                f'{name}("head"): the output must have an even number of channels on the axis after the batch, first '
-                f"the means and then the log scales, got {tuple(output.shape)}"
-            )
-        mean, log_noise = output.chunk(2, dim=channel)
-    elif isinstance(output, Mapping) and {"mean", "log_scale"} <= output.keys():
-        mean, log_noise = output["mean"], output["log_scale"]
-    elif isinstance(output, tuple | list) and len(output) == 2:
-        mean, log_noise = output
-    else:
-        raise TypeError(
-            f'{name}("head"): the output must be a tensor [B, 2C, ..], a pair (mean, log_scale) or a dict with these '
-            f"keys, got {type(output).__name__}"
-        )
-    if mean.shape != log_noise.shape:
-        raise ValueError(
-            f'{name}("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
-        )
-    return mean, bounded(log_noise, bound)
 
 
 def _check_noise_prior(prior: Distribution) -> None:

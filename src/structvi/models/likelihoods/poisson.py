@@ -1,23 +1,22 @@
 """Counts."""
 
 from collections.abc import Mapping
-from math import nan
+from math import log, nan
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions import Poisson as PoissonDistribution
 
-from ...util.host_reads import reads
+from ...util.checks import reads
 from .base import NO_VALUES, Likelihood, check_same_shape
-from .constant import Constant, PoissonConstant
 
 
 class Poisson(Likelihood):
     """t ~ Poisson(exp y), log p(t | y) = t·y − exp y − log t!: output of log rates, target of counts, equal shapes.
 
     Example:
-        >>> import torch
         >>> Poisson()(torch.zeros(2, 1), torch.tensor([[0], [1]])).squeeze(-1)
         tensor([-1., -1.])
     """
@@ -35,5 +34,11 @@ class Poisson(Likelihood):
     def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
         return PoissonDistribution(output.exp(), validate_args=False)
 
-    def constant(self) -> Constant:
-        return PoissonConstant()
+    def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
+        """How many there are, and the sums of t and log t!, [3]."""
+        t = target.detach().double()[... if mask is None else mask]
+        return torch.stack([torch.ones_like(t).sum(), t.sum(), (t + 1).lgamma().sum()])
+
+    def best_constant(self, sums: Tensor) -> float:
+        count, total, factorials = sums.tolist()
+        return (total * log(total / count) - total if total else 0.0) - factorials

@@ -10,8 +10,8 @@ from torch.distributions import Distribution
 from torch.distributions import StudentT as TorchStudentT
 
 from ...util.checks import is_positive
-from .base import NO_VALUES, Likelihood, check_output, check_same_shape
-from .gaussian import BOUND, check_bound, heads, without_usual_bound
+from .base import NO_VALUES
+from .gaussian import BOUND, NoiseLikelihood
 
 #: learned degrees of freedom lie between these: below there is no variance, above nothing to tell from a normal
 FEWEST, MOST = 2.0, 1000.0
@@ -36,7 +36,7 @@ class StudentTNoise(TorchStudentT):
         return self.loc + self.scale * quantile.to(self.loc)[where]
 
 
-class StudentT(Likelihood):
+class StudentT(NoiseLikelihood):
     """t = y + σ T_ν, T_ν Student's t with ν degrees of freedom, independently for every element of the output.
 
         log p(t | y) = log Γ((ν+1)/2) − log Γ(ν/2) − ½ log(νπ) − log σ − (ν+1)/2 log(1 + (t − y)²/(νσ²))
@@ -58,7 +58,6 @@ class StudentT(Likelihood):
         4.0
     """
 
-    log_noise: Tensor
     log_excess: Tensor
 
     def __init__(
@@ -69,20 +68,13 @@ class StudentT(Likelihood):
         initial_df: float = 4.0,
         bound: float = BOUND,
     ):
-        super().__init__()
-        for name, value, words in (("noise", noise, ("point", "head")), ("df", df, ("point",))):
-            if value not in words and not is_positive(value):
-                expected = " or ".join(f'"{word}"' for word in words)
-                raise ValueError(f"{name} must be a positive number or {expected}, got {value!r}")
-        if not is_positive(initial):
-            raise ValueError(f"initial must be a positive scale, got {initial!r}")
+        super().__init__(noise, ("point", "head"), initial, bound)
+        if df != "point" and not is_positive(df):
+            raise ValueError(f'df must be a positive number or "point", got {df!r}')
         if not is_positive(initial_df) or not FEWEST < initial_df < MOST:
             raise ValueError(f"initial_df must lie between {FEWEST:g} and {MOST:g}, got {initial_df!r}")
-        self.noise: float | str = noise if isinstance(noise, str) else float(noise)
         self.df: float | str = df if isinstance(df, str) else float(df)
-        self.initial, self.initial_df, self.bound = float(initial), float(initial_df), check_bound(bound, noise)
-        if noise == "point":
-            self.log_noise = nn.Parameter(torch.tensor(log(initial)))
+        self.initial_df = float(initial_df)
         if df == "point":
             self.log_excess = nn.Parameter(torch.tensor(log(initial_df - FEWEST)))
 
@@ -92,29 +84,14 @@ class StudentT(Likelihood):
             return torch.tensor(self.df, dtype=torch.float64)
         return FEWEST + self.log_excess.clamp(max=log(MOST - FEWEST)).exp()
 
-    def config(self) -> dict[str, Any]:
-        return without_usual_bound(super().config())
-
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
-        y, log_noise = self._location_and_log_noise(output, 1)
-        check_same_shape("StudentT", y, target)
-        if not target.dtype.is_floating_point:
-            raise TypeError(f"StudentT: the target must be floating, got {target.dtype}; for classes use Categorical")
+        z, log_noise = self.residual(output, target)
         df = self.df_value()
-        z = (target - y) * (-log_noise).exp()
         return _constant(df).to(z) - log_noise - 0.5 * (df + 1).to(z) * torch.log1p(z.square() / df.to(z))
 
     def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
-        y, log_noise = self._location_and_log_noise(output, 2)
+        y, log_noise = self.mean_and_log_noise(output, 2)
         return StudentTNoise(self.df_value().to(y), y, log_noise.to(y).exp(), validate_args=False)
-
-    def _location_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
-        if self.noise == "head":
-            return heads("StudentT", output, channel, self.bound)
-        check_output("StudentT", output)
-        if isinstance(self.noise, float):
-            return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
-        return output, self.log_noise
 
 
 def _constant(df: Tensor) -> Tensor:
