@@ -25,7 +25,6 @@ from .files.file import CheckpointError
 from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
-from .models.tempered import Tempered, annealed
 from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .posterior import Posterior, load, variationalize, variationalize_head
@@ -95,9 +94,7 @@ __all__ = [
     "Schedule",
     "Status",
     "Summary",
-    "Tempered",
     "__version__",
-    "annealed",
     "constraints",
     "couplings",
     "diagnostics",

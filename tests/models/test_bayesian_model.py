@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, Parameters, elbo, likelihoods, variationalize
+from structvi import BayesianModel, Estimator, LogDensity, Parameters, elbo, likelihoods, variationalize
 from structvi.families import MeanField
 from structvi.models.priors import NormalPrior
 
@@ -366,4 +366,4 @@ def test_a_target_of_the_users_own():
             return -0.5 * theta.square().sum(-1)
 
     q = MeanField().bind(Mine.space)
-    assert elbo(q, Mine(), groups=3).requires_grad
+    assert elbo(q, Mine(), estimator=Estimator(groups=3)).requires_grad

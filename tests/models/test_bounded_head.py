@@ -8,9 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.files.describe import decode, encode
 from structvi.models.likelihoods import Gaussian, StudentT
-from structvi.models.likelihoods.gaussian import BOUND, bounded
+from structvi.models.likelihoods.gaussian import bounded
 
 
 def test_a_bound_is_smooth_odd_and_nothing_inside():
@@ -44,19 +43,6 @@ def test_moderate_scales_are_as_they_were():
     t = torch.zeros(50, 1)
     expected = torch.distributions.Normal(output[:, :1], output[:, 1:].exp()).log_prob(t)
     assert torch.allclose(Gaussian("head")(output, t), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_written_down():
-    """The usual bound is not: files and checkpoints from before it was there stay the same."""
-    assert "bound" not in Gaussian("head").config()
-    assert Gaussian("head", bound=7.0).config()["bound"] == 7.0
-    again = decode(encode(StudentT("head", bound=7.0)))
-    assert again.bound == 7.0
-    assert decode(encode(Gaussian("head"))).bound == BOUND
-    with pytest.raises(ValueError, match="bound must be a positive number"):
-        Gaussian("head", bound=-1.0)
-    with pytest.raises(ValueError, match='bound is for noise="head"'):
-        Gaussian("point", bound=3.0)
 
 
 @pytest.mark.parametrize("make", [Gaussian, StudentT])

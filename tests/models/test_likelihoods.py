@@ -430,10 +430,10 @@ def test_variational_posterior_with_random_noise():
 Y, T = torch.zeros(4, 2, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
 C = torch.zeros(4, dtype=torch.long)
 BAD = [
-    (lambda: Gaussian("learned"), ValueError, 'noise must be a number, "point", "random" or "head"'),
-    (lambda: Gaussian(0.0), ValueError, "noise must be a positive standard deviation, got 0.0"),
-    (lambda: Gaussian(True), ValueError, "noise must be a positive standard deviation"),
-    (lambda: Gaussian(None), ValueError, "noise must be a positive standard deviation, got None"),
+    (lambda: Gaussian("learned"), ValueError, 'noise must be a positive number, "point", "random" or "head"'),
+    (lambda: Gaussian(True), ValueError, "noise must be a positive number, .* got True"),
+    (lambda: Gaussian("head", bound=-1.0), ValueError, "bound must be a positive number"),
+    (lambda: Gaussian("point", bound=3.0), ValueError, 'bound is for noise="head"'),
     (lambda: Gaussian("point", initial=-1.0), ValueError, "initial must be a positive standard deviation"),
     (lambda: Gaussian(0.1, initial=0.2), ValueError, "drop it with noise=0.1"),
     (lambda: Gaussian("point", noise_prior=Gamma(1.0, 1.0)), ValueError, 'noise_prior needs noise="random"'),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.bayesian_model import BayesianModel
-from ..models.priors.base import MixturePrior, Prior
+from ..models.priors.base import Prior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
 from ..parameters import Parameters
@@ -99,10 +99,6 @@ def prior_moments(model: BayesianModel) -> tuple[Tensor, Tensor]:
 def _moments(prior: Prior, space: Parameters, size: int) -> tuple[Tensor, Tensor]:
     mean = torch.zeros(size, dtype=torch.float64)
     sd = torch.full_like(mean, torch.nan)
-    if isinstance(prior, MixturePrior):
-        each = [_moments(one, space, size) for one in prior.priors]
-        means, sds = (torch.stack(own) for own in zip(*each, strict=True))
-        return means.mean(0), (sds.square().mean(0) + means.var(0, correction=0)).sqrt()
     if isinstance(prior, ScalePrior):
         factor = {NormalPrior: 1.0, LaplacePrior: sqrt(2)}.get(type(prior), torch.nan)
         if isinstance(prior, StudentTPrior) and prior.df > 2:

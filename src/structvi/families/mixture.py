@@ -171,8 +171,7 @@ class Mixture(Family):
     one the mirror image of the one before. To start elsewhere, bind parts at points of your own and pass the list.
 
     A part does not see a mode that its draws never reach: two parts that start on the same side of a target with two
-    modes end on the same one. `fit(target, family)` of a log density looks for the modes first and places a part at
-    each. In a loop of your own fit to `annealed(target, progress)`, where all parts begin wide.
+    modes end on the same one. `fit_density` looks for the modes first and places a part at each.
 
     Args:
         part: a recipe, or a list of recipes, or a list of bound families over the same tensors: the mixture of

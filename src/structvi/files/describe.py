@@ -25,7 +25,7 @@ from ..families import (
     ScaleMixture,
 )
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
-from ..models.priors.base import MixturePrior, SumPrior
+from ..models.priors.base import SumPrior
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.hierarchical import HierarchicalNormalPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, StudentTPrior
@@ -62,7 +62,6 @@ _BY_KIND: dict[Kind, tuple[type, ...]] = {
         HierarchicalNormalPrior,
         DistributionPrior,
         SumPrior,
-        MixturePrior,
     ),
 }
 #: rebuilt from their constructor's arguments, which they keep as attributes

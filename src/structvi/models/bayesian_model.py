@@ -20,7 +20,7 @@ from ..parameters import Parameters
 from ..util.checks import is_integer
 from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
 from .likelihoods import Categorical, Likelihood, check_log_prob
-from .priors.base import ByHand, Prior, PriorModule, SeparablePrior, log_prior
+from .priors.base import Prior, SeparablePrior, log_prior
 from .target import NOTHING, check_theta
 
 #: Whether this thread's networks run in full precision, whatever `precision` says.
@@ -194,12 +194,6 @@ class BayesianModel(nn.Module):
             value = value + _per_draw(own, theta, "likelihood's log_prior")
         return value
 
-    def prior_by_hand(self, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
-        """log p(θ) and its gradient without a graph, where the prior has them; None: ask `log_prior`."""
-        if self.likelihood_names or not isinstance(self.prior, PriorModule):
-            return None
-        return self.prior.by_hand(self.net_space, theta, squares)
-
     def likelihood_values(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """The likelihood's random tensors at the draws θ [S, P], by its own names: [S, *shape] each."""
         shared = {name: tensor.expand(theta.shape[0], *tensor.shape) for name, tensor in fixed.items()}
@@ -229,19 +223,16 @@ class BayesianModel(nn.Module):
             B = batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
-            log_prob = self._log_prob(own, output, target)
+            if own:
+                assert isinstance(self.likelihood, nn.Module)
+                with alone_with(self.likelihood):
+                    log_prob = functional_call(self.likelihood, own, (output, target))
+            else:
+                log_prob = self.likelihood(output, target)
             check_log_prob(log_prob, output, target, B)
-            return sum_weights(log_prob if log_prob.ndim == 1 else log_prob.reshape(-1)).to(log_prob.dtype)
+            return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
         return self.at_draws(one, theta, batch, fixed), B
-
-    def _log_prob(self, own: Mapping[str, Tensor], output: Any, target: Any) -> Any:
-        """log p(t | y) with these values of the likelihood's random tensors."""
-        if not own:
-            return self.likelihood(output, target)
-        assert isinstance(self.likelihood, nn.Module)
-        with alone_with(self.likelihood):
-            return functional_call(self.likelihood, dict(own), (output, target))
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
@@ -276,20 +267,18 @@ class BayesianModel(nn.Module):
             what: tells functions apart that vmap may treat differently.
         """
         with alone_with(self.net):
+            if theta.shape[0] == 1:
+                return self.evaluation(one, theta)
             modules = list(self.net.modules())
             against = {
                 "activations are checkpointed": self.checkpoint_activations,
                 "the network is compiled": self.compiled is not None,
                 "the network draws random numbers": any(map(draws, modules)),
-                "convolutions with a kernel for each draw are slow under vmap": self._convolves(fixed),
+                "convolutions with a kernel for each draw are slow under vmap": bool(self._kernels - fixed.keys()),
             }
             found = next((why for why, holds in against.items() if holds), "")
             key = what, frozenset(fixed), tuple(module.training for module in modules), self.is_linearised
             return self.evaluation(one, theta, key, batch=batch, against=found, exactly=_full_precision)
-
-    def _convolves(self, fixed: Mapping[str, Tensor]) -> bool:
-        """Whether a convolution has a kernel for each draw."""
-        return any(name not in fixed for name in self._kernels)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The inputs of a batch and its target, where there is no `forward=` that alone knows them."""

@@ -27,7 +27,7 @@ class PlainKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return torch._scaled_dot_product_attention_math(*args, **kwargs)[0]
+            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
         if func is multi_head_attention_forward and kwargs.get("need_weights") is False:
             # with weights torch computes them, without it takes a fused kernel
             return func(*args, **{**kwargs, "need_weights": True})[0], None
@@ -42,7 +42,7 @@ def _recurrence(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `torch.lstm` and its like: the output, and the last states of each layer and direction."""
     x = x.transpose(0, 1) if batch_first else x  # [T, B, n]
-    states = list(zip(*start, strict=True)) if kind is torch.lstm else [(h,) for h in start]
+    states: list[Any] = list(zip(*start, strict=True)) if kind is torch.lstm else [(h,) for h in start]
     size = len(weights) // len(states)
     ways = 2 if both_ways else 1
     for layer in range(layers):

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import (
-    Categorical,
     Cauchy,
     Independent,
     Laplace,
-    MixtureSameFamily,
     MultivariateNormal,
     Normal,
     StudentT,
@@ -203,29 +201,9 @@ def test_sums():
     torch.testing.assert_close(three(SPACE, theta), expected + vi.priors.StudentTPrior(3.0)(SPACE, theta))
 
 
-def test_a_mixture_is_that_of_densities():
-    """Against torch's mixture of normals, with tensors that all draws share too; and it integrates to one."""
-    widths, theta = (1.0, 0.3, 0.1), draws()
-    prior = vi.priors.MixturePrior([vi.priors.NormalPrior(width) for width in widths])
-    each = Independent(Normal(theta.new_zeros(3, SPACE.size), theta.new_tensor(widths).unsqueeze(-1)), 1)
-    truth = MixtureSameFamily(Categorical(theta.new_ones(3)), each)
-    torch.testing.assert_close(prior(SPACE, theta), truth.log_prob(theta))
-    shared = {"a.bias": SPACE.unravel(theta)["a.bias"][0]}
-    rest = SPACE.without(shared)
-    own = theta[:, : rest.size]
-    expected = prior(SPACE, SPACE.join(own, shared))
-    torch.testing.assert_close(log_prior(prior, SPACE, own, shared), expected)
-    line = vi.Parameters({"z": torch.zeros(1).double()})
-    grid = torch.linspace(-8, 8, 20_001, dtype=torch.float64).unsqueeze(-1)
-    assert torch.trapezoid(prior(line, grid).exp(), grid.squeeze()).item() == pytest.approx(1.0, abs=1e-6)
-    assert prior.normalised
-
-
 def test_configurations_rebuild_the_prior():
     theta = draws()
-    mixture = vi.priors.MixturePrior([vi.priors.NormalPrior(1.0), vi.priors.LaplacePrior(0.1)])
     for prior in (
-        mixture,
         vi.priors.NormalPrior.fan_in(2.0),
         vi.priors.StudentTPrior(2.0, {"*": 0.3}, per="tensor"),
         vi.priors.LaplacePrior(2.0),
@@ -347,17 +325,6 @@ BAD = {
         lambda: vi.priors.DistributionPrior({"*": MULTI})(SPACE, draws()),
         ValueError,
         r"a.weight has shape \(3, 4\), its MultivariateNormal \(5,\)",
-    ),
-    "mixture of nothing": (lambda: vi.priors.MixturePrior([]), ValueError, "expects a list of priors"),
-    "mixture with a number": (
-        lambda: vi.priors.MixturePrior([vi.priors.NormalPrior(1.0), 3]),
-        TypeError,
-        "expected a prior .* got 3",
-    ),
-    "mixture with a sum": (
-        lambda: vi.priors.MixturePrior([vi.priors.NormalPrior(1.0) + vi.priors.LaplacePrior(1.0)]),
-        ValueError,
-        "SumPrior is known up to a constant",
     ),
     "sum of nothing": (lambda: vi.priors.SumPrior([]), ValueError, "expects a list of priors"),
     "sum with a number": (lambda: vi.priors.NormalPrior(1.0) + 3, TypeError, "expected a prior .* got 3"),

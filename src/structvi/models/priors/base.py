@@ -2,8 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import log
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +9,6 @@ from torch import Tensor, nn
 from ...parameters import Parameters
 
 Prior = Callable[[Parameters, Tensor], Tensor]
-
-
-class ByHand(NamedTuple):
-    """log p(θ) without a graph, and its gradient in closed form."""
-
-    value: Tensor  # [S], in float64
-    #: (gradients [S, P], coefficients [S]): adds the coefficients times ∇ log p to the gradients, in place
-    add: Callable[[Tensor, Tensor], None]
-    #: where ∇ log p is a number times θ, that number
-    slope: float | None = None
 
 
 class PriorModule(nn.Module, ABC):
@@ -33,37 +21,11 @@ class PriorModule(nn.Module, ABC):
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         """log p(θ): [S, P] → [S]."""
 
-    def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-        """log p at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
-        return self(parameters, _join(parameters, theta, fixed))
-
-    def by_hand(self, parameters: Parameters, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
-        """log p and its gradient at draws [S, P], for a step without a graph; None: by automatic differentiation.
-
-        Args:
-            parameters: the space of θ.
-            theta: the draws.
-            squares: θ·θ [S] in float64, where it is known.
-        """
-        return None
-
     def __add__(self, other: Prior) -> "SumPrior":
         return SumPrior([self, other])
 
     def __radd__(self, other: Prior) -> "SumPrior":
         return SumPrior([other, self])
-
-
-def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-    """Any prior at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
-    if fixed and isinstance(prior, PriorModule):
-        return prior.with_fixed(parameters, theta, fixed)
-    return prior(parameters, _join(parameters, theta, fixed))
-
-
-def learns(prior: Prior) -> bool:
-    """Whether the prior has parameters that are fitted with the ELBO."""
-    return isinstance(prior, nn.Module) and any(p.requires_grad for p in prior.parameters())
 
 
 class SeparablePrior(PriorModule):
@@ -80,14 +42,6 @@ class SeparablePrior(PriorModule):
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         self.check(parameters)
         return self.terms(parameters, theta)
-
-    def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-        self.check(parameters)
-        shared = parameters.subset(fixed)
-        value = self.terms(shared, shared.ravel(fixed).unsqueeze(0))  # [1]
-        if len(fixed) == len(parameters):
-            return value.expand(theta.shape[0])
-        return value + self.terms(parameters.without(fixed), theta)
 
 
 class SumPrior(PriorModule):
@@ -109,8 +63,11 @@ class SumPrior(PriorModule):
 
     def __init__(self, priors: Sequence[Prior]):
         super().__init__()
-        _check(type(self).__name__, priors)
+        if not isinstance(priors, Sequence) or not priors:
+            raise ValueError(f"SumPrior expects a list of priors, got {priors!r}")
         for prior in priors:
+            if not callable(prior) or isinstance(prior, type):
+                raise TypeError(f"SumPrior: expected a prior (parameters, theta) → [S], got {prior!r}")
             if learns(prior):
                 raise ValueError(
                     "a sum of priors is not normalised, and its constant depends on the scale that "
@@ -122,54 +79,21 @@ class SumPrior(PriorModule):
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         return torch.stack([prior(parameters, theta) for prior in self.priors]).sum(0)
 
-    def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([log_prior(prior, parameters, theta, fixed) for prior in self.priors]).sum(0)
+
+def learns(prior: Prior) -> bool:
+    """Whether the prior has parameters that are fitted with the ELBO."""
+    return isinstance(prior, nn.Module) and any(p.requires_grad for p in prior.parameters())
 
 
-class MixturePrior(PriorModule):
-    """p(θ) = 1/C Σ_c p_c(θ): one of several priors is right, and nobody knows which; a width that is not known.
-
-    Args:
-        priors: a list of them, all of them normalised.
-
-    Example:
-        >>> from structvi.models.priors import NormalPrior
-        >>> prior = MixturePrior([NormalPrior(1.0), NormalPrior(0.1)])
-        >>> prior(Parameters({"z": torch.zeros(1)}), torch.zeros(1, 1))  # log of the mean of 0.399 and 3.99
-        tensor([0.7858])
-    """
-
-    def __init__(self, priors: Sequence[Prior]):
-        super().__init__()
-        _check(type(self).__name__, priors)
-        for prior in priors:
-            if isinstance(prior, PriorModule) and not prior.normalised:
-                raise ValueError(
-                    f"{type(prior).__name__} is known up to a constant, and how it compares with the other priors of "
-                    "a mixture is not known: give priors that are normalised"
-                )
-        self.priors = list(priors)
-        self.modules_of_mixture = nn.ModuleList(prior for prior in priors if isinstance(prior, nn.Module))
-
-    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
-        return self._mean([prior(parameters, theta) for prior in self.priors])
-
-    def with_fixed(self, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-        return self._mean([log_prior(prior, parameters, theta, fixed) for prior in self.priors])
-
-    def _mean(self, values: list[Tensor]) -> Tensor:
-        return torch.stack(values).logsumexp(0) - log(len(values))
-
-
-def _check(name: str, priors: Sequence[Prior]) -> None:
-    if not isinstance(priors, Sequence) or not priors:
-        raise ValueError(f"{name} expects a list of priors, got {priors!r}")
-    for prior in priors:
-        if not callable(prior) or isinstance(prior, type):
-            raise TypeError(f"{name}: expected a prior (parameters, theta) → [S], got {prior!r}")
-
-
-def _join(parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-    if len(fixed) == len(parameters):
-        return parameters.ravel(fixed).expand(theta.shape[0], -1)
-    return parameters.join(theta, fixed)
+def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
+    """Any prior at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
+    S = theta.shape[0]
+    if fixed and isinstance(prior, SumPrior):
+        return torch.stack([log_prior(one, parameters, theta, fixed) for one in prior.priors]).sum(0)
+    if fixed and isinstance(prior, SeparablePrior):
+        prior.check(parameters)
+        shared = parameters.subset(fixed)
+        value = prior.terms(shared, shared.ravel(fixed).unsqueeze(0)).expand(S)
+        return value if len(fixed) == len(parameters) else value + prior.terms(parameters.without(fixed), theta)
+    whole = len(fixed) == len(parameters)
+    return prior(parameters, parameters.ravel(fixed).expand(S, -1) if whole else parameters.join(theta, fixed))

@@ -217,7 +217,7 @@ def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch
     device = next((x.device for x in fixed.values()), torch.device("cpu"))
     start = torch.randn(shape.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     v, last = start.to(device).expand(S, -1), torch.zeros(S, dtype=torch.float64, device=device)
-    _, pull = vjp(lambda x: image(fixed, x), v)
+    pull = vjp(lambda x: image(fixed, x), v)[1]
     for _ in range(RESTARTS):
         v, value = _best_in_krylov_space(lambda x: pull(image(fixed, x))[0], v)
         if bool(((value - last).abs() <= TOLERANCE * value).all()):

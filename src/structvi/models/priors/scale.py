@@ -1,11 +1,11 @@
 """Centred priors with a scale, fixed or learned: normal, Laplace and Student-t."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
 from math import lgamma, log, pi, prod
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,21 @@ from ...families.numerics.algebra import sum_squares, sum_weights
 from ...parameters import Parameters
 from ...util.checks import check_positive
 from ...util.patterns import assign, check_patterns
-from .base import ByHand, SeparablePrior
+from .base import SeparablePrior
 
 Scale = float | Mapping[str, float]
 
 
-class _Run(NamedTuple):
-    """Neighbouring weights with one scale."""
-
-    size: int
-    scale: Tensor | float
-    log_scale: Tensor | float
-
-
-def _with_divisors(owners: Sequence[int], shapes: Sequence[torch.Size], by_fan_in: bool) -> list[tuple[int, float]]:
-    divisors = [prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0 for shape in shapes]
-    return list(zip(owners, divisors, strict=True))
-
-
 @lru_cache(maxsize=64)  # a prior asks at every step
-def _stretches(
-    owners: tuple[int, ...], shapes: tuple[torch.Size, ...], by_fan_in: bool, grouped: bool
-) -> list[tuple[tuple[int, float], int]]:
-    """Neighbouring weights of one pattern and one divisor, and how many; where `grouped`, of one tensor."""
-    pairs = list(zip(_with_divisors(owners, shapes, by_fan_in), (shape.numel() for shape in shapes), strict=True))
+def _runs(
+    shapes: tuple[torch.Size, ...], owners: tuple[int, ...], by_fan_in: bool, grouped: bool
+) -> list[tuple[int, float, int]]:
+    """Pattern, divisor of its scale and size of each tensor; unless grouped, of neighbours that have both alike."""
+    divisors = [prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0 for shape in shapes]
+    each = list(zip(owners, divisors, (shape.numel() for shape in shapes), strict=True))
     if grouped:
-        return pairs
-    return [(key, sum(size for _, size in run)) for key, run in groupby(pairs, key=lambda pair: pair[0])]
+        return each
+    return [(*key, sum(size for *_, size in run)) for key, run in groupby(each, key=lambda one: one[:2])]
 
 
 class ScalePrior(SeparablePrior):
@@ -85,37 +73,31 @@ class ScalePrior(SeparablePrior):
         assign(parameters.names, self.patterns, type(self).__name__)
 
     def terms(self, parameters: Parameters, theta: Tensor) -> Tensor:
-        runs = self._runs(parameters)
-        pieces = torch.split(theta, [run.size for run in runs], dim=-1)
-        terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(pieces, runs, strict=True)]
+        runs = self._runs(parameters, self.grouped)
+        pieces = torch.split(theta, [size for *_, size in runs], dim=-1)
+        terms = [self.log_density(x, *self._scale(*key)) for x, (*key, _) in zip(pieces, runs, strict=True)]
         return torch.stack(terms).sum(0).to(theta.dtype)
 
     def scales(self, parameters: Parameters) -> dict[str, float]:
         """The scale of each tensor, as it is now."""
-        names = zip(parameters.names, self._keys(parameters), strict=True)
+        runs = zip(parameters.names, self._runs(parameters, grouped=True), strict=True)
         with torch.no_grad():
-            return {name: float(self._run(key, 0).scale) for name, key in names}
+            return {name: float(self._scale(*key)[0]) for name, (*key, _) in runs}
 
     def owners(self, parameters: Parameters) -> list[int]:
         """For each tensor which of the patterns it belongs to."""
-        return [owner for owner, _ in self._keys(parameters)]
+        return [owner for owner, *_ in self._runs(parameters, grouped=True)]
 
-    def _keys(self, parameters: Parameters) -> list[tuple[int, float]]:
-        """For each tensor its pattern and the divisor of its scale."""
+    def _runs(self, parameters: Parameters, grouped: bool) -> list[tuple[int, float, int]]:
         owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
-        return _with_divisors(owners, parameters.shapes, self.by_fan_in)
+        return _runs(parameters.shapes, owners, self.by_fan_in, grouped)
 
-    def _runs(self, parameters: Parameters) -> list[_Run]:
-        owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
-        stretches = _stretches(owners, parameters.shapes, self.by_fan_in, self.grouped)
-        return [self._run(key, size) for key, size in stretches]
-
-    def _run(self, key: tuple[int, float], size: int) -> _Run:
-        owner, divisor = key
+    def _scale(self, owner: int, divisor: float) -> tuple[Tensor | float, Tensor | float]:
+        """A scale and its logarithm."""
         if self.learn:
             log_scale = self.log_scale[owner] - log(divisor)
-            return _Run(size, log_scale.exp(), log_scale)
-        return _Run(size, self.values[owner] / divisor, log(self.values[owner] / divisor))
+            return log_scale.exp(), log_scale
+        return self.values[owner] / divisor, log(self.values[owner] / divisor)
 
     def extra_repr(self) -> str:
         text = repr(self.scale) + (", by fan-in" if self.by_fan_in else "")
@@ -146,28 +128,6 @@ class NormalPrior(ScalePrior):
 
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
         return sum_squares(x) * (-0.5 / scale**2) - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
-
-    def by_hand(self, parameters: Parameters, theta: Tensor, squares: Tensor | None = None) -> ByHand | None:
-        if self.learn or type(self) is not NormalPrior:  # of a class of the user's own log p may be another
-            return None
-        self.check(parameters)
-        runs = self._runs(parameters)
-        sizes = [run.size for run in runs]
-
-        def cut(x: Tensor) -> Sequence[Tensor]:
-            return torch.split(x, sizes, dim=-1) if len(sizes) > 1 else (x,)
-
-        def add(gradient: Tensor, coefficient: Tensor) -> None:
-            for g, x, run in zip(cut(gradient), cut(theta.detach()), runs, strict=True):
-                g.addcmul_(x, coefficient.unsqueeze(-1), value=-1 / float(run.scale) ** 2)
-
-        with torch.no_grad():
-            if len(runs) == 1:
-                (size, scale, log_scale), total = runs[0], sum_squares(theta) if squares is None else squares
-                value = total * (-0.5 / scale**2) - size * (log_scale + 0.5 * log(2 * pi))
-                return ByHand(value, add, -1 / float(scale) ** 2)
-            terms = [self.log_density(x, run.scale, run.log_scale) for x, run in zip(cut(theta), runs, strict=True)]
-            return ByHand(torch.stack(terms).sum(0), add)
 
 
 class LaplacePrior(ScalePrior):
