@@ -230,7 +230,7 @@ class Ensemble(nn.Module):
         self.weights.fill_(1 / C)
         density, notes = None, []
         if validation is not None and weights == "stacked":
-            density = self.stack(validation, seed)
+            density = self.stack(validation, seed=seed)
             notes = ["the weights were chosen on the held-out data: its log density above is optimistic"]
         elif validation is not None:
             density = self._density(self._log_probs(validation, seed))
@@ -255,7 +255,7 @@ class Ensemble(nn.Module):
             notes=[f"placed for the ensemble: {results[0].selected}"],
         )  # fmt: skip
 
-    def stack(self, validation: Iterable[Any], seed: int = 0) -> float:
+    def stack(self, validation: Iterable[Any], *, seed: int = 0) -> float:
         """Give the members the weights with the highest held-out log density, and return that density.
 
         Three more observations that all members share draw the weights to equal ones. Weights by the ELBO would all be

@@ -22,6 +22,8 @@ from ..predict.draws import WeightDraws, on_device
 from ..predict.predictive import Predictive
 from ..predict.predictor import Predictor
 
+__all__ = ["export_predictive"]
+
 
 class FixedPredictive(nn.Module):
     """x → class probabilities [B, C, ..], or (mean, variance) of t [B, ..] each, at S draws that never change.

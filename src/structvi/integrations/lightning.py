@@ -37,6 +37,9 @@ else:
             ) from None
 
 
+__all__ = ["BayesianModule", "PosteriorCallback"]
+
+
 class BayesianModule(LightningModule):
     """A posterior that a Trainer fits, `Trainer(max_epochs=20, gradient_clip_val=10.0).fit(module, loader)`.
 

@@ -29,6 +29,8 @@ except ImportError:
         'structvi.integrations.sklearn needs scikit-learn ≥ 1.6: pip install "structvi[sklearn]"'
     ) from None
 
+__all__ = ["BayesianClassifier", "BayesianRegressor"]
+
 #: steps of a fit where epochs are not given; a network of 50 hidden units converges on a few thousand rows
 STEPS = 4000
 #: rows in one call of the network, which bounds the memory of a prediction
