@@ -1,7 +1,7 @@
 """`make release VERSION=0.2.0`: the changelog's section and the version, in a clean tree; nothing is committed or sent.
 
 What stands under [Unreleased] becomes the section of the version, with the date, and a new, empty [Unreleased] stands
-above it. The version is written to pyproject.toml, src/structvi/util/version.py and CITATION.cff.
+above it. The version is written to pyproject.toml, src/structvi/util/__init__.py and CITATION.cff.
 """
 
 import re
@@ -14,7 +14,7 @@ HEADING = "## [Unreleased]"
 #: file → the line that has the version
 PLACES = {
     "pyproject.toml": r'(?m)^(version = ")[^"]+(")$',
-    "src/structvi/util/version.py": r'(?m)^(__version__ = ")[^"]+(")$',
+    "src/structvi/util/__init__.py": r'(?m)^(__version__ = ")[^"]+(")$',
     "CITATION.cff": r"(?m)^(version: )\S+()$",
 }
 

@@ -1,6 +1,7 @@
 """structvi: any PyTorch model, or any log density, becomes a variational posterior."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import constraints, couplings, optim
 from .ensemble.ensemble import Ensemble, EnsembleResult
@@ -34,8 +35,7 @@ from .predict.predictive import Predictive
 from .result import Result, Status
 from .train.options import Checkpoint, Compute, Schedule
 from .train.result import FitResult, History
-from .util.later import later
-from .util.version import __version__
+from .util import __version__
 
 if TYPE_CHECKING:
     from . import diagnostics, imaging, plots
@@ -45,19 +45,25 @@ if TYPE_CHECKING:
     from .density.summary import Summary
     from .predict.tiles import predict_tiles
 
-__getattr__ = later(
-    __name__,
-    {
-        "DensityFit": "density.result",
-        "Summary": "density.summary",
-        "diagnostics": "diagnostics.",
-        "fit_density": "density.fit",
-        "load_fit": "density.loading",
-        "imaging": "imaging.",
-        "plots": "plots.",
-        "predict_tiles": "predict.tiles",
-    },
-)
+#: names that few programs use → the modules that have them, loaded when they are asked for
+_LATER = {
+    "DensityFit": "density.result",
+    "Summary": "density.summary",
+    "diagnostics": "diagnostics",
+    "fit_density": "density.fit",
+    "load_fit": "density.loading",
+    "imaging": "imaging",
+    "plots": "plots",
+    "predict_tiles": "predict.tiles",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_LATER[name]}", __name__)
+    return module if _LATER[name] == name else getattr(module, name)
+
 
 __all__ = [
     "MAP",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from .util.version import __version__
+from .util import __version__
 
 MISSING = 'the command line needs the extra "reproduce": pip install "structvi[reproduce]"'
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from structvi.util import __version__
 from structvi.util.folder_files import check_folder, write_together
-from structvi.util.version import __version__
 
 from .measures import LEVEL
 from .methods import Adapter, log_prob_of

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structvi.util import __version__
 from structvi.util.folder_files import check_folder, write_together
-from structvi.util.version import __version__
 from structvi_paper.pages import figure, number, picture, plain, render
 
 from .measures import Estimate, Measures

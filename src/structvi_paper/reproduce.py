@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from structvi.util import __version__
 from structvi.util.folder_files import check_folder, write_together
-from structvi.util.version import __version__
 
 from . import couplings, figure1, figure2, figure3, table1, table2
 from .pages import number, picture, plain, render

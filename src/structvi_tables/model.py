@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structvi.posterior import load
-from structvi.util.version import __version__
+from structvi.util import __version__
 
 from .columns import Columns, Encoded, values_of
 from .members import network

@@ -6,7 +6,7 @@ from html import escape
 from math import log
 from typing import Any
 
-from structvi.util.version import __version__
+from structvi.util import __version__
 
 from .assessing import NAMED_ROWS, OURS, Assessment
 from .fitting import TableFit

@@ -1,9 +1,6 @@
 """A checkpoint knows what it is a fit of: others are refused with what differs, the same goes on bit for bit."""
 
-import os
-import signal
 import tempfile
-import textwrap
 
 import pytest
 import torch
@@ -13,8 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import structvi as vi
-from structvi.util.folder_lock import FolderInUse
-from tests.children import python
 
 N = 40
 
@@ -218,48 +213,6 @@ def test_a_folder_belongs_to_one_fit(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_two_fits_at_once_in_one_folder(tmp_path):
-    """The second is refused while the first is at it; nothing of the first is lost."""
-    first, loader = problem()
-    refused = []
-
-    def second(history):
-        if len(history) == 5:
-            other, other_loader = problem(data=rows(seed=4))
-            with pytest.raises(FolderInUse, match="in use by this process"):
-                other.fit(other_loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
-            refused.append(True)
-
-    first.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, every=4), callback=second)
-    assert refused
-    assert len(list(tmp_path.glob("fit-*.safetensors"))) == 2
-
-
-def test_the_lock_dies_with_its_process(tmp_path):
-    """A fit that is killed leaves a folder that can be resumed without a hand."""
-    script = textwrap.dedent(f"""
-        import os, signal, sys
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import structvi as vi
-        from test_fingerprint import OPTIONS, problem
-
-        def kill(history):
-            if len(history) == 6:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        bayes, loader = problem()
-        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint({str(tmp_path)!r}, every=4), callback=kill)
-    """)
-    ended = python(script)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    whole, loader = problem()
-    whole.fit(loader, **OPTIONS)
-    bayes, loader = problem()
-    result = bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
-    assert any("resumed at step 4" in note for note in result.notes)
-    assert all(torch.equal(tensor, bayes.learned()[key]) for key, tensor in whole.learned().items())
-
-
 def test_a_finished_fit_is_extended(tmp_path):
     bayes, loader = problem()
     bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path))
@@ -334,3 +287,28 @@ def test_resume_is_refused_or_exact(family, steps, stop, every, accumulate, batc
     whole, loader = problem(**made)
     whole.fit(loader, **options)
     assert all(torch.equal(tensor, again.learned()[key]) for key, tensor in whole.learned().items())
+
+
+def test_a_killed_fit_is_resumed(tmp_path):
+    """A fit that is killed leaves a folder that can be resumed without a hand."""
+    script = textwrap.dedent(f"""
+        import os, signal, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import structvi as vi
+        from test_fingerprint import OPTIONS, problem
+
+        def kill(history):
+            if len(history) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        bayes, loader = problem()
+        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint({str(tmp_path)!r}, every=4), callback=kill)
+    """)
+    ended = python(script)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    whole, loader = problem()
+    whole.fit(loader, **OPTIONS)
+    bayes, loader = problem()
+    result = bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
+    assert any("resumed at step 4" in note for note in result.notes)
+    assert all(torch.equal(tensor, bayes.learned()[key]) for key, tensor in whole.learned().items())

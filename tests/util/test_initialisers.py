@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import structvi as vi
 from structvi.util.initialisers import Initialisers
 
 
@@ -44,3 +45,30 @@ def test_a_model_that_initialises_its_parts():
     fresh = Initialisers(Model(nn.Linear(2, 2), nn.Linear(2, 1)))()
     assert all((fresh[name] == 7).all() for name in ("0.weight", "1.weight"))
     assert not (fresh["0.bias"] == 7).any()
+
+
+def test_a_reset_with_arguments_is_left_to_its_layer():
+    """`variationalize` asks for the initialisation scale of every tensor, and only the layer knows what gain is meant."""
+
+    class Gained(nn.Linear):
+        def reset_parameters(self, gain=None):
+            super().reset_parameters()
+
+        def _reset_parameters(self, gain):
+            nn.init.xavier_uniform_(self.weight, gain)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3, 2), 0.5))
+
+        def reset_parameters(self, gain):
+            nn.init.constant_(self.weight, gain)
+
+        def forward(self, x):
+            return x @ self.weight
+
+    fresh = Initialisers(nn.Sequential(Gained(3, 3), Scaled()))()
+    assert (fresh["1.weight"] == 0.5).all()
+    bayes = vi.variationalize(nn.Sequential(nn.Linear(2, 3), Scaled()), vi.likelihoods.Gaussian(1.0), num_data=4)
+    assert bayes.space.scales[2] == 0.5

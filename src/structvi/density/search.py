@@ -20,7 +20,7 @@ from ..families.mean_field import MeanField
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
-from ..util.live import is_live
+from ..util.progress import is_live
 from .approximation import Approximation, Shape, Whole
 from .averaging import (
     AVERAGED,

@@ -10,7 +10,7 @@ from ..parameters import Parameters
 from ..result import Result, Status
 from ..train.batches import Reread
 from ..util.checks import check_seed
-from ..util.shown import Stages
+from ..util.progress import progress_bar
 from .allowance import FEWEST_DRAWS, FEWEST_REPEATS, Allowance
 from .gradients import gradient_noise
 from .importance_weights import K_LIMIT, Importance, Moments, importance
@@ -91,12 +91,14 @@ def diagnose(
     allowed = Allowance.of(problem, result, passes, draws)
     findings: list[Finding] = []
     parts: dict[str, Any] = {}
-    with Stages(4, "diagnose", progress) as stages:
-        stages.begin("ELBO")
+    with progress_bar(total=4, label="diagnose", unit="part", show=progress) as stages:
+        stages.set_postfix_str("ELBO")
         _elbo(problem, allowed, seed, findings, parts)
-        stages.begin(f"importance weights of {allowed.draws} draws")
+        stages.update()
+        stages.set_postfix_str(f"importance weights of {allowed.draws} draws")
         _weights(q, data, problem, allowed, seed, findings, parts)
-        stages.begin("what was learned")
+        stages.update()
+        stages.set_postfix_str("what was learned")
         if result is not None:
             findings += _fit(result)
         if problem.posterior is not None and problem.batches is not None:
@@ -105,7 +107,8 @@ def diagnose(
             findings += _learned(problem.posterior, loader, seed + 3, parts)
         if problem.family().low_rank_part() is not None:
             findings.append(_low_rank(problem.family, parts))
-        stages.begin("gradients")
+        stages.update()
+        stages.set_postfix_str("gradients")
         if gradients and any(parameter.requires_grad for parameter in problem.family.parameters()):
             _gradients(q, data, allowed, seed, findings, parts)
     sound, verdict = _verdict(findings, result, network)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..util.version import __version__
+from ..util import __version__
 from .maps import Maps
 from .planes import most_uncertain
 

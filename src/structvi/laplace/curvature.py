@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..models.batch import batch_size
+from ..models.batch import batch_size, rows_of
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood
 from ..models.priors.base import Prior, log_prior
-from ..util.batch_rows import rows_of
 
 #: gradients in all; the relative standard error of a diagonal entry is √(2/GRADIENTS) = 9 %, of a scale half of it
 GRADIENTS = 256

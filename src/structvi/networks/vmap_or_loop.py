@@ -11,8 +11,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..util.checks import check_integer
-from ..util.sizes import in_words
+from ..util.checks import check_integer, in_words
 from .plain_kernels import PlainKernels
 
 Mode = Literal["auto", "vmap", "loop"]

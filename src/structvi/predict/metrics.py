@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Normal
 
 from ..util.checks import check_iterable
-from ..util.shown import shown
+from ..util.progress import progress_bar
 from .draws import on_device
 from .predict import draws_for
 from .predictive import Predictive, observed_target
@@ -141,7 +141,7 @@ def evaluate(
         posterior, first, draws, reference=reference, generator=generator, linearise=linearise, calibrated=calibrated
     )
     totals = _Totals(tuple(levels))
-    for batch in shown(batches, length_of(loader), "evaluate", progress):
+    for batch in progress_bar(batches, total=length_of(loader), label="evaluate", show=progress):
         inputs, target = predict.split(on_device(batch, predict.device))
         totals.add(predict(inputs), target)
     return totals.metrics(predict.draws)

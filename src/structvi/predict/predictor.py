@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..families.point import MAP
 from ..networks.call import alone_with
-from ..util.sizes import in_words
+from ..util.checks import in_words
 from .draws import WeightDraws
 from .predictive import Predictive
 

@@ -1,13 +1,13 @@
 """A training step captured as one CUDA graph: the launches of its kernels no longer wait for Python."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-from ..util.garbage import uncollected
 
 if TYPE_CHECKING:
     from .step import Step
@@ -76,3 +76,15 @@ class CapturedStep:
         self.graph.replay()
         self.common.set_state(self.generator.get_state())
         return self.told, self.norm
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, no garbage in cycles is collected: the end of an older graph makes a capture fail."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

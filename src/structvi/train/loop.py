@@ -17,8 +17,8 @@ from ..optim.coordinates import CoordinateOptimizer
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
 from ..util.interrupts import uninterrupted
+from ..util.progress import progress_bar
 from ..util.random_streams import borrowed_stream
-from ..util.shown import shown
 from . import verdict as words
 from .averaging import Snapshots, assign, averaged, copied
 from .batches import Batches, mean_rows
@@ -365,7 +365,7 @@ class Run:
     def _evaluate(self, label: str) -> Worth:
         every = self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size))
         read = Watched(every, self.posterior.model)
-        batches = Counted(shown(read, self.compared, label, self.show))
+        batches = Counted(progress_bar(read, total=self.compared, label=label, show=self.show))
         try:
             settings = self.settings
             worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings.seed, settings.kl_weight)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ..couplings import Coupling
 from ..families.low_rank import factors
 from ..models.batch import rows
-from ..util.sizes import in_words
+from ..util.checks import in_words
 
 if TYPE_CHECKING:
     from ..posterior import Posterior

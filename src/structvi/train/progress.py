@@ -6,7 +6,7 @@ from math import isnan
 
 from tqdm import tqdm
 
-from ..util.live import is_live
+from ..util.progress import is_live
 
 
 class Progress:

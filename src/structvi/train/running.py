@@ -1,7 +1,6 @@
 """A fit from its options to its result."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from torch.func import functional_call
 from ..distributed.collectives import LostRankError
 from ..distributed.ranks import Ranks
 from ..files import fit_checkpoint
-from ..util.folder_lock import folder_lock
 from . import checkpoints
 from .batches import Batches
 from .before import notes_before, with_held_out
@@ -35,35 +33,33 @@ def run_fit(posterior: "Posterior", loader: Iterable[Any], options: FitOptions, 
     ranks = Ranks(options.computing.parallel, posterior.family)
     kept = options.checkpoint
     try:
-        with _own_folder(kept) if kept is not None and ranks.rank == 0 else nullcontext():
-            batches = Batches(loader, options.seed, posterior.device, ranks.part)
-            if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
-                batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
-            found = None if kept is None or not kept.resume else fit_checkpoint.latest(kept.directory)
-            notes = notes_before(posterior, batches, options)
-            run = begin(posterior, batches, options, ranks, found)
-            run.notes = notes + run.notes
-            stopped = _loop(run, options, label)
-            if kept is not None:
-                checkpoints.save(run, kept.directory)
-            result = run.finish(stopped)
+        if kept is not None and ranks.rank == 0:
+            _check_folder(kept)
+        batches = Batches(loader, options.seed, posterior.device, ranks.part)
+        if ranks.mode == "data" and not batches.splits:  # each rank has a sampler of its own
+            batches.restrict(sorted({index for own in ranks.tell(batches.indices) for index in own}))
+        found = None if kept is None or not kept.resume else fit_checkpoint.latest(kept.directory)
+        notes = notes_before(posterior, batches, options)
+        run = begin(posterior, batches, options, ranks, found)
+        run.notes = notes + run.notes
+        stopped = _loop(run, options, label)
+        if kept is not None:
+            checkpoints.save(run, kept.directory)
+        result = run.finish(stopped)
     finally:
         ranks.close()
     posterior.last_fit = result
     return result
 
 
-@contextmanager
-def _own_folder(kept: Checkpoint) -> Iterator[None]:
-    """Inside, the folder of checkpoints is this fit's alone."""
-    with folder_lock(kept.directory, "a fit"):
-        there = fit_checkpoint.files(kept.directory)
-        if there and not kept.resume:
-            raise ValueError(
-                f"the folder {kept.directory} holds checkpoints of another fit, up to {there[0].name}: a folder "
-                "belongs to one fit. Give another folder, go on with that fit (resume=True), or remove its files"
-            )
-        yield
+def _check_folder(kept: Checkpoint) -> None:
+    """A folder of checkpoints belongs to one fit."""
+    there = fit_checkpoint.files(kept.directory)
+    if there and not kept.resume:
+        raise ValueError(
+            f"the folder {kept.directory} holds checkpoints of another fit, up to {there[0].name}: a folder "
+            "belongs to one fit. Give another folder, go on with that fit (resume=True), or remove its files"
+        )
 
 
 def _loop(run: Run, options: FitOptions, label: str) -> bool:

@@ -111,3 +111,17 @@ class unread:
 
     def __exit__(self, *_: Any) -> None:
         _READS.reset(self.token)
+
+
+def in_words(size: float) -> str:
+    """Return a number of bytes with a unit.
+
+    Example:
+        >>> in_words(12), in_words(3.2e9)
+        ('12 B', '3.2 GB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

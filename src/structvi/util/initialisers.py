@@ -9,8 +9,6 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-METHODS = ("reset_parameters", "_reset_parameters", "_init_weights")
-
 
 class Initialisers:
     """The layers' own initialisation (`reset_parameters` and its like), called in one copy of a network.
@@ -37,9 +35,15 @@ class Initialisers:
             warnings.warn(message, stacklevel=3)
             return
         for module in reversed(list(self._twin.modules())):
-            for method in METHODS:
-                if callable(initialise := getattr(module, method, None)):
-                    self._calls += _calls(initialise, module)
+            for method in ("reset_parameters", "_reset_parameters"):
+                initialise = getattr(module, method, None)
+                if callable(initialise) and _required(initialise) == 0:  # with arguments only the layer knows how
+                    self._calls.append(initialise)
+            initialise = getattr(module, "_init_weights", None)
+            if callable(initialise) and _required(initialise) == 1:  # what a model applies to each of its parts
+                self._calls += [partial(initialise, part) for part in reversed(list(module.modules()))]
+            elif callable(initialise) and _required(initialise) == 0:
+                self._calls.append(initialise)
 
     def __call__(self) -> dict[str, Tensor]:
         if self._twin is None:
@@ -52,13 +56,7 @@ class Initialisers:
         return dict(self._twin.named_parameters())  # asked again: a layer may have put another in the place of one
 
 
-def _calls(initialise: Callable[..., object], module: nn.Module) -> list[Callable[[], object]]:
-    """`reset()` of a layer, or `initialise(part)` that a model applies to each of its parts."""
-    required = [
-        p for p in signature(initialise).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
-    if not required:
-        return [initialise]
-    if len(required) == 1:
-        return [partial(initialise, part) for part in reversed(list(module.modules()))]
-    return []
+def _required(function: Callable[..., object]) -> int:
+    """How many arguments a call needs."""
+    kinds = signature(function).parameters.values()
+    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in kinds)

@@ -6,7 +6,7 @@ import types
 import pytest
 
 import structvi as vi
-from structvi.util.live import in_notebook, is_live
+from structvi.util.progress import is_live, progress_bar
 
 
 class ZMQInteractiveShell:
@@ -27,7 +27,6 @@ def shell(monkeypatch, kind):
 def test_a_notebook_is_known(monkeypatch, kind, expected):
     shell(monkeypatch, kind)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert in_notebook() is expected
     assert is_live() is expected
 
 
@@ -35,6 +34,16 @@ def test_ipython_need_not_be_there(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     assert not is_live()
+
+
+def test_a_bar_is_for_a_live_line_alone(monkeypatch, capsys):
+    shell(monkeypatch, None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert list(progress_bar([1, 2], total=2, label="two", show=True)) == [1, 2]
+    assert capsys.readouterr().err == ""
+    shell(monkeypatch, ZMQInteractiveShell)
+    assert list(progress_bar([1, 2], total=2, label="two", show=True)) == [1, 2]
+    assert "two" in capsys.readouterr().err
 
 
 def test_a_fit_in_a_notebook_is_one_line(monkeypatch, capsys):
