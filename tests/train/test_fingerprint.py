@@ -1,6 +1,9 @@
 """A checkpoint knows what it is a fit of: others are refused with what differs, the same goes on bit for bit."""
 
+import os
+import signal
 import tempfile
+import textwrap
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import structvi as vi
+from tests.children import python
 
 N = 40
 
