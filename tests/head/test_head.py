@@ -91,16 +91,6 @@ def test_scales_and_noise_maximise_the_evidence(monkeypatch):
     assert any("noise was chosen" in note for note in result.notes)
 
 
-def test_a_prior_that_learns_one_scale(monkeypatch):
-    monkeypatch.setattr(head, "TOLERANCE", 1e-9)
-    net, (x, t) = network(2), regression()
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(0.1, learn=True))
-    bayes.fit_head([(x, t)], progress=False)
-    mean, covariance = moments(bayes)
-    s2 = (mean.square().sum() + covariance.trace()) / mean.numel()  # the fixed point
-    assert float(2 * bayes.model.prior.log_scale.detach()) == pytest.approx(float(s2.log()), abs=1e-4)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkeypatch):
     monkeypatch.setattr(head, "TOLERANCE", 1e-5)
@@ -242,28 +232,25 @@ def test_a_convolution_as_the_head_is_a_regression_on_its_patches(head):
     assert bayes.elbo([(x, t)], groups=2).value == pytest.approx(result.elbo.value, abs=1e-7)
 
 
-def test_a_term_beside_the_head_and_a_held_bias():
-    class Skip(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(3, 1)
-            self.head.bias.requires_grad_(False)
-
-        def forward(self, x):
-            return self.head(x).squeeze(-1) + x.sum(-1)
-
-    torch.manual_seed(0)
-    net, (x, t) = Skip().double(), regression(1)
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), vi.priors.NormalPrior(1.0))
-    bayes.fit_head([(x, t[:, 0])], progress=False)
-    assert bayes.space.names == ("head.weight",)
-    assert bayes.elbo([(x, t[:, 0])], groups=2).per_group.std() < 1e-8
-
-
 def tied():
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     net[2].weight = net[0].weight
     return net
+
+
+def with_fixed_bias():
+    net = nn.Linear(3, 3)
+    net.bias.requires_grad_(False)
+    return net
+
+
+class Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x) + x
 
 
 class Twice(nn.Module):
@@ -282,14 +269,22 @@ class Twice(nn.Module):
         (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), likelihoods.Categorical(), None, "normalisation"),
         (tied, likelihoods.Categorical(), None, "no other layer shares"),
         (Twice, likelihoods.Categorical(), None, "called 2 times"),
+        (Skip, likelihoods.Categorical(), None, "or a sum comes after it"),
+        (with_fixed_bias, likelihoods.Categorical(), None, "bias, if any, is trainable"),
+        (lambda: nn.Linear(3, 3), likelihoods.Categorical(class_weights=[1, 2, 3]), None, "without class weights"),
         (lambda: nn.Linear(3, 3), likelihoods.Poisson(), None, "fit_head is for likelihoods.Gaussian"),
         (lambda: nn.Linear(3, 3), likelihoods.Gaussian("random"), None, "fit_head is for likelihoods.Gaussian"),
-        (lambda: nn.Linear(3, 3), likelihoods.Categorical(), vi.priors.LaplacePrior(1.0), "independent normals"),
+        (
+            lambda: nn.Linear(3, 3),
+            likelihoods.Categorical(),
+            vi.priors.LaplacePrior(1.0),
+            "needs a NormalPrior of known scales",
+        ),
         (
             lambda: nn.Linear(3, 3),
             likelihoods.Categorical(),
             vi.priors.StudentTPrior(3.0, learn=True),
-            "independent normals",
+            "needs a NormalPrior of known scales",
         ),
     ],
 )
@@ -313,16 +308,6 @@ def test_bad_arguments_are_named():
     bayes = vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*")
     with pytest.raises(ValueError, match="the family is MeanField"):
         bayes.fit_head([(x, t)])
-
-
-def test_a_prior_of_distributions_with_a_centre():
-    net, (x, t) = network(1, bias=False), regression(1)
-    prior = vi.priors.DistributionPrior({"*": torch.distributions.Normal(0.3, 0.8)})
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian(noise=0.7), prior)
-    result = bayes.fit_head([(x, t)], progress=False)
-    estimate = bayes.elbo([(x, t)], groups=2)
-    assert estimate.per_group.std() < 1e-5
-    assert estimate.value == pytest.approx(result.elbo.value, abs=1e-5)
 
 
 def test_quasi_random_normals_have_exact_second_moments():

@@ -18,8 +18,6 @@ from torch.quasirandom import SobolEngine
 
 from .features import Rows
 
-#: nodes of the Gauss–Hermite quadrature over one logit: exact to rounding for logits of any head
-NODES = 64
 #: quasi-random draws of the C logits of a row, or 8 C if that is more
 DRAWS = 256
 #: random rotations of these draws, by which errors of rows cancel
@@ -48,7 +46,7 @@ class GaussianBound:
 
     def add(self, rows: Rows) -> None:
         features, weight = rows.features, rows.weight
-        t = weight * (rows.target - rows.offset)
+        t = weight * rows.target
         if bool((weight == 1).all()):
             self.gram += features.mT @ features
         else:
@@ -86,72 +84,49 @@ class GaussianBound:
 
 
 class LabelBound:
-    """Labels: the features are stored, and the logits of every row are drawn, always at the same points.
-
-    Binary labels are independent given their logits: each logit is integrated by a quadrature. Class labels have
-    quasi-random draws of all C logits.
-    """
+    """Labels, binary ones or classes: the features are stored, and the C logits of every row drawn at fixed points."""
 
     def __init__(self, outputs: int, width: int, is_binary: bool, seed: int):
         self.outputs, self.width, self.is_binary, self.seed = outputs, width, is_binary, seed
-        self.draws = NODES if is_binary else max(DRAWS, 8 * outputs)
+        self.draws = max(DRAWS, 8 * outputs)
         self.rows: list[Rows] = []
 
     def add(self, rows: Rows) -> None:
         self.rows.append(rows)
 
-    def expect(self, mean: Tensor, covariance: Tensor) -> Expected:
-        """Return the expectation at N(mean [M], covariance [M, M])."""
+    def expect(self, mean: Tensor, covariance: Tensor, other: int = 0) -> Expected:
+        """Return the expectation at N(mean [M], covariance [M, M]), on the k-th other set of draws."""
         C, D = self.outputs, self.width
         total, gradient, precision = 0.0, mean.new_zeros(C, D), mean.new_zeros(C, D, C * D)
-        for rows, log_prob, p, weights in self._drawn(mean, covariance, self.seed):
-            total += float((rows.weight * (log_prob @ weights)).sum())
-            average = torch.einsum("nsc,s->nc", p, weights)
-            gradient += (rows.weight * (rows.target - average)).mT @ rows.features
+        for rows, logits in self._drawn(mean, covariance, self.seed + other):  # logits [n, S, C]
+            weight, t = rows.weight, rows.target
             if self.is_binary:
-                curvature = torch.diag_embed(rows.weight * torch.einsum("nsc,s->nc", p * (1 - p), weights))
+                p, log_prob = logits.sigmoid(), t.unsqueeze(1) * logits - torch.nn.functional.softplus(logits)
+                curvature = torch.diag_embed(weight * (p * (1 - p)).mean(1))
             else:
-                second = p.mT @ (p * weights.unsqueeze(-1))
-                curvature = (torch.diag_embed(average) - second) * rows.weight.unsqueeze(-1)
+                log_p = logits.log_softmax(-1)
+                p, log_prob = log_p.exp(), t.unsqueeze(1) * log_p
+                curvature = (torch.diag_embed(p.mean(1)) - p.mT @ p / self.draws) * weight.unsqueeze(-1)
+            total += float((weight * log_prob.mean(1)).sum())
+            gradient += (weight * (t - p.mean(1))).mT @ rows.features
             for c in range(C):  # the upper triangle of blocks
                 sides = curvature[:, c, c:].unsqueeze(-1) * rows.features.unsqueeze(1)  # [n, C − c, D]
                 precision[c, :, c * D :] += rows.features.mT @ sides.flatten(1)
         upper = precision.view(C * D, C * D).triu()
         return Expected(total, gradient.reshape(-1), upper + upper.triu(1).mT)
 
-    def values(self, mean: Tensor, covariance: Tensor, sets: int) -> Tensor:
-        """Return E log p(T | θ) on sets of draws that no fit has seen: [sets]."""
-        found = []
-        for seed in range(self.seed + 1, self.seed + 1 + sets):
-            every = self._drawn(mean, covariance, seed)
-            found.append(sum(float((rows.weight * (log_p @ w)).sum()) for rows, log_p, _, w in every))
-        return torch.tensor(found, dtype=torch.float64)
-
-    def _drawn(self, mean: Tensor, covariance: Tensor, seed: int) -> Iterator[tuple[Rows, Tensor, Tensor, Tensor]]:
-        """Yield rows, log p of their labels [n, C, S] or [n, 1, S], probabilities [n, S, C] and weights [S]."""
+    def _drawn(self, mean: Tensor, covariance: Tensor, seed: int) -> Iterator[tuple[Rows, Tensor]]:
+        """Yield some rows at a time with draws of their logits."""
         C, D = self.outputs, self.width
-        if self.is_binary:
-            points, weights = (part.to(mean) for part in hermite(NODES))
-        else:
-            points, turns = quasi_normal(self.draws, C, seed).to(mean), _rotations(C, seed).to(mean)
-            weights = mean.new_full((self.draws,), 1 / self.draws)
+        points, turns = quasi_normal(self.draws, C, seed).to(mean), _rotations(C, seed).to(mean)
         chunk = max(1, NUMBERS // (C * max(self.draws, D)))
         for batch in self.rows:
             for start in range(0, len(batch.features), chunk):
                 rows = Rows(*(part[start : start + chunk] for part in batch))
-                centre = (rows.features @ mean.view(C, D).mT + rows.offset).unsqueeze(1)  # [n, 1, C]
-                spread = _covariances(rows.features, covariance.view(C, D, C * D))
-                if self.is_binary:
-                    deviation = spread.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt().unsqueeze(1)
-                    logits = centre + deviation * points.view(-1, 1)
-                    softplus = torch.nn.functional.softplus(logits)
-                    log_prob = (rows.target.unsqueeze(1) * logits - softplus).mT
-                    yield rows, log_prob, logits.sigmoid(), weights
-                    continue
-                turn = turns[torch.arange(len(spread), device=mean.device) % ROTATIONS]
-                logits = centre + points @ (_root(spread) @ turn).mT
-                log_p = logits.log_softmax(-1)
-                yield rows, (log_p * rows.target.unsqueeze(1)).sum(-1).unsqueeze(1), log_p.exp(), weights
+                root = _root(_covariances(rows.features, covariance.view(C, D, C * D)))
+                turn = turns[torch.arange(len(root), device=mean.device) % ROTATIONS]
+                centre = (rows.features @ mean.view(C, D).mT).unsqueeze(1)
+                yield rows, centre + points @ (root @ turn).mT
 
 
 def _covariances(features: Tensor, blocks: Tensor) -> Tensor:
@@ -170,19 +145,6 @@ def _root(covariance: Tensor) -> Tensor:
     size = covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None]
     ridge = torch.eye(covariance.shape[-1]).to(covariance) * (1e-12 * size + 1e-30)
     return torch.linalg.cholesky(covariance + ridge)
-
-
-def hermite(count: int) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights for E f(z), z ~ N(0, 1): exact for polynomials of a degree below 2·count.
-
-    Example:
-        >>> nodes, weights = hermite(8)
-        >>> round(float(weights @ nodes**4), 6)
-        3.0
-    """
-    side = torch.arange(1, count, dtype=torch.float64).sqrt()
-    nodes, vectors = torch.linalg.eigh(torch.diag(side, 1) + torch.diag(side, -1))
-    return nodes, vectors[0].square()
 
 
 def quasi_normal(count: int, dimensions: int, seed: int) -> Tensor:

@@ -1,10 +1,7 @@
 """The features that come to a network's last layer, and the targets beside them, row by row.
 
-The network's output must be the layer's own, up to its shape and a term that does not depend on the layer:
-
-    y = W φ + b + c(x).
-
-A row is one position: an input of a linear layer, a place of a convolution, whose features are the patch under it.
+The network's output must be the layer's own, up to its shape: y = W φ + b. A row is one position: an input of a linear
+layer, a place of a convolution, whose features are the patch under it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +26,6 @@ class Rows(NamedTuple):
     """The n rows of one batch, with C outputs."""
 
     features: Tensor  # [n, D], the last column ones if the bias is random
-    offset: Tensor  # [n, C]: what the output has beside the layer's
     target: Tensor  # [n, C]; labels of classes as one-hot
     weight: Tensor  # [n, C], or [n, 1] of classes: zero if nothing was observed
 
@@ -73,12 +69,11 @@ class Head:
                 f"trainable weight that no other layer shares; here {', '.join(names)} are random. "
                 "variationalize_head(net, likelihood) makes one"
             )
-        if isinstance(layer, CONVOLUTIONS) and layer.groups != 1:
-            raise ValueError(f"fit_head is for convolutions of one group, and {self.name!r} has {layer.groups}")
         self.bias, self.outputs = "bias" in kinds, layer.weight.shape[0]
+        if (layer.bias is not None) != self.bias or (isinstance(layer, CONVOLUTIONS) and layer.groups != 1):
+            raise ValueError(f"fit_head is for a layer {self.name!r} of one group whose bias, if any, is trainable")
         self.width = layer.weight[0].numel() + self.bias
         self._axis: int | None = None
-        self._is_checked = False
 
     @property
     def order(self) -> Tensor:
@@ -100,12 +95,9 @@ class Head:
             for batch in batches:
                 output, target, features, own = self._call(layer, theta, batch)
                 model.likelihood(output, target)  # its checks of shapes, types and labels
-                if not self._is_checked:
-                    self._check(layer, theta, batch, output, features, own)
-                offset = self._as_rows(output) - own
-                if isinstance(layer, LAYERS) and not self.bias and layer.bias is not None:
-                    offset = offset + layer.bias
-                yield Rows(features.double(), offset.double(), *self._targets(target)), batch_size(target)
+                if self._axis is None:
+                    self._axis = self._axis_of(layer, theta, batch, output, own)
+                yield Rows(features.double(), *self._targets(target)), batch_size(target)
 
     def _call(self, layer: nn.Module, theta: Tensor, batch: Any) -> tuple[Any, Any, Tensor, Tensor]:
         """Return output and target of the network, and the layer's features [n, D] and output [n, C]."""
@@ -125,34 +117,23 @@ class Head:
         own = y.movedim(1, -1) if isinstance(layer, CONVOLUTIONS) else y
         return output, target, features, own.reshape(-1, self.outputs)
 
-    def _check(
-        self, layer: nn.Module, theta: Tensor, batch: Any, output: Tensor, features: Tensor, own: Tensor
-    ) -> None:
-        """Raise if, at other values of the layer, the output does not change as the layer's does."""
+    def _axis_of(self, layer: nn.Module, theta: Tensor, batch: Any, output: Tensor, own: Tensor) -> int:
+        """Return the axis of the outputs; raise if, at other values of the layer, the output is not the layer's own."""
         noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0)).to(theta)
-        moved = theta + self.model.net_space.scale.to(theta) * noise
-        there, _, features_there, own_there = self._call(layer, moved, batch)
-        change = own_there - own
-        near = torch.finfo(theta.dtype).eps ** 0.5 * float(change.abs().max() + own.abs().max())
-        axes: tuple[int | None, ...] = (1,) if isinstance(self.model.likelihood, Categorical) else (1, -1)
-        for axis in (*axes, None) if self.outputs == 1 else axes:
-            fits = axis is None or (output.ndim > 1 and output.shape[axis] == self.outputs)
-            if not fits or output.numel() != own.numel() or features.shape != features_there.shape:
-                continue
-            self._axis = axis
-            error = (self._as_rows(there) - self._as_rows(output) - change).abs().max()
-            if bool(error <= near) and torch.equal(features, features_there):
-                self._is_checked = True
-                return
+        there, _, _, own_there = self._call(layer, theta + self.model.net_space.scale.to(theta) * noise, batch)
+        for axis in (1,) if isinstance(self.model.likelihood, Categorical) else (1, -1, 0):
+            rows = [self._as_rows(y, axis) for y in (output, there) if y.numel() == own.numel() and y.ndim > axis]
+            if len(rows) == 2 and torch.equal(rows[0], own) and torch.equal(rows[1], own_there):
+                return axis
         raise ValueError(
-            f"the network's output {tuple(output.shape)} is not that of its layer {self.name!r} plus what does not "
-            "depend on it: a nonlinearity, a normalisation or a pooling comes after it, or its weights are used "
-            "elsewhere too. Name the last layer with layer=, let the network give its logits or means, or use fit"
+            f"the network's output {tuple(output.shape)} is not that of its layer {self.name!r}: a nonlinearity, a "
+            "normalisation, a pooling or a sum comes after it, or its weights are used elsewhere too. Name the last "
+            "layer with layer=, let the network give its logits or means, or use fit"
         )
 
-    def _as_rows(self, y: Tensor) -> Tensor:
+    def _as_rows(self, y: Tensor, axis: int) -> Tensor:
         """Return what has the shape of the network's output as [n, C]."""
-        return y.reshape(-1, 1) if self._axis is None else y.movedim(self._axis, -1).reshape(-1, self.outputs)
+        return y.movedim(axis, -1).reshape(-1, self.outputs)
 
     def _targets(self, target: Any) -> tuple[Tensor, Tensor]:
         likelihood = self.model.likelihood
@@ -162,19 +143,22 @@ class Head:
         if not isinstance(likelihood, Gaussian) and likelihood.ignore_index is not None:
             is_known = is_known & (t != likelihood.ignore_index)
         t, weight = t.masked_fill(~is_known, 0), is_known.double()
-        if not isinstance(likelihood, Gaussian) and likelihood.class_weights is not None:
-            weight = weight * torch.tensor(likelihood.class_weights, dtype=torch.float64, device=t.device)[t.long()]
         if isinstance(likelihood, Categorical):
             one_hot = nn.functional.one_hot(t.reshape(-1).long(), self.outputs)
             return one_hot.double(), weight.reshape(-1, 1)
-        return self._as_rows(t).double(), self._as_rows(weight)
+        assert self._axis is not None
+        return self._as_rows(t, self._axis).double(), self._as_rows(weight, self._axis)
 
 
 @contextmanager
 def _recorded(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Give what the layer is called with and what it returns, inside."""
     calls: list[tuple[Tensor, Tensor]] = []
-    handle = layer.register_forward_hook(lambda _, inputs, y: calls.append((inputs[0], y)))
+
+    def record(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        calls.append((inputs[0], y))
+
+    handle = layer.register_forward_hook(record)
     try:
         yield calls
     finally:

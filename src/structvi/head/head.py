@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from glob import escape
-from math import exp, log, nan, pi
+from math import exp, log, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from ..families.normal import NormalForm, Triangle
 from ..laplace.place import trained_values
-from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian
-from ..models.priors.base import PriorModule, learns
 from ..models.priors.scale import NormalPrior
 from ..objective import Estimate
 from ..result import Result, Status
@@ -69,8 +67,7 @@ def fit_head(
 
     The network passes over the data once. For `Gaussian` noise N(μ, Σ) is the posterior itself; for `Bernoulli` and
     `Categorical` it is the normal of the highest ELBO, of which there is one. If you left the prior open, each
-    tensor's is N(0, s²) with the s that maximises the bound. So are the scales of `NormalPrior(learn=True)` and the
-    noise of `Gaussian("point")`.
+    tensor's is N(0, s²) with the s that maximises the bound; so does the noise of `Gaussian("point")`.
 
     Args:
         posterior: over one linear layer or convolution, as `variationalize_head` makes it.
@@ -80,7 +77,7 @@ def fit_head(
         seed: of the quasi-random draws of class logits.
 
     Raises:
-        ValueError: the output is not linear in the layer, the prior is not normal, or the likelihood is another one.
+        ValueError: the output is not the layer's own, the prior is no `NormalPrior`, or the likelihood is another one.
 
     Example:
         >>> from structvi import likelihoods, variationalize_head
@@ -109,12 +106,11 @@ def fit_head(
 
 def _check(posterior: "Posterior") -> None:
     likelihood = posterior.model.likelihood
-    if not isinstance(likelihood, Gaussian | Bernoulli | Categorical) or (
-        isinstance(likelihood, Gaussian) and likelihood.noise in ("random", "head")
-    ):
+    is_gaussian = isinstance(likelihood, Gaussian) and likelihood.noise not in ("random", "head")
+    if not is_gaussian and not (isinstance(likelihood, Bernoulli | Categorical) and likelihood.exact):
         raise ValueError(
-            'fit_head is for likelihoods.Gaussian with a known noise or noise="point", Bernoulli and Categorical, got '
-            f"{likelihood!r}: use fit"
+            'fit_head is for likelihoods.Gaussian with a known noise or noise="point", and for Bernoulli and '
+            f"Categorical without class weights, got {likelihood!r}: use fit"
         )
     form = posterior.family.normal()
     if form is None or not isinstance(form.root, Triangle):
@@ -136,19 +132,6 @@ def _bound(head: Head, seed: int) -> GaussianBound | LabelBound:
         log_noise = log(likelihood.noise) if known else float(likelihood.log_noise.detach())  # pyright: ignore
         return GaussianBound(head.outputs, head.width, log_noise, head.posterior.device)
     return LabelBound(head.outputs, head.width, isinstance(likelihood, Bernoulli), seed)
-
-
-class _Prior(NamedTuple):
-    """N(centre, diag(precision)⁻¹), the precision base·exp(−2 shift[owner]) if scales are learned."""
-
-    centre: Tensor  # [M]
-    base: Tensor  # [M]
-    owner: Tensor  # [M], long
-    least: Tensor  # [K]: of `shift`
-    constant: float  # of the log prior, beside that of a normal
-
-    def precision(self, shift: Tensor) -> Tensor:
-        return self.base * (-2 * shift)[self.owner].exp() if len(shift) else self.base
 
 
 class _Normal(NamedTuple):
@@ -174,25 +157,31 @@ class _Climb:
 
     def __init__(self, head: Head, bound: GaussianBound | LabelBound, scale: float):
         self.head, self.bound, self.scale, self.order = head, bound, scale, head.order
-        self.prior = self._read_prior()
-        self.shift = self.prior.least.new_zeros(len(self.prior.least))
-        likelihood = head.model.likelihood
+        space, likelihood = head.model.net_space, head.model.likelihood
+        self.owner = torch.arange(len(space)).repeat_interleave(torch.tensor(space.numels)).to(self.order)[self.order]
+        self.learns_prior = "prior" in head.posterior.left_open
+        self.least = (LEAST * space.scales.double()).log().to(self.order.device)
+        self.log_scale = self._prior_scales()
         self.learns_noise = isinstance(likelihood, Gaussian) and likelihood.noise == "point"
         mean = trained_values(head.posterior).double()[self.order]
         at_mean = bound.expect(mean, torch.zeros(len(mean), len(mean)).to(mean))
-        precision = torch.diag(self.prior.precision(self.shift)) + scale * at_mean.precision
+        precision = torch.diag(self._prior()) + scale * at_mean.precision
         self.q = self._at(mean, precision, torch.linalg.cholesky(precision))
         self.path = [self.elbo]
 
     @property
     def elbo(self) -> float:
-        return self.scale * self.q.expected.value - self.q.kl + self.prior.constant
+        return self.q.objective
+
+    def _prior(self) -> Tensor:
+        """Return the prior's precision [M]."""
+        return (-2 * self.log_scale)[self.owner].exp()
 
     def run(self, iterations: int, progress: bool) -> bool:
         """Take at most so many steps; return whether the last one has converged."""
         for k in range(iterations):
             objective = self.q.objective
-            if len(self.shift) or self.learns_noise:
+            if self.learns_prior or self.learns_noise:
                 self._learn()
             else:
                 self.q = self._step(self.q)
@@ -212,17 +201,17 @@ class _Climb:
 
     def _scored(self, q: _Normal) -> _Normal:
         """Return the same normal under the present prior."""
-        precision = self.prior.precision(self.shift)
-        square = (q.mean - self.prior.centre).square() + q.covariance.diagonal()
+        precision = self._prior()
+        square = q.mean.square() + q.covariance.diagonal()
         cost = (precision * square).sum() - len(q.mean) - precision.log().sum()
         kl = 0.5 * (float(cost) - q.log_det)
         return q._replace(kl=kl, objective=self.scale * q.expected.value - kl)
 
     def _step(self, q: _Normal) -> _Normal:
         """Take a step of the natural gradient as long as raises the bound; return `q` itself if none does."""
-        prior = self.prior.precision(self.shift)
+        prior = self._prior()
         wanted = torch.diag(prior) + self.scale * q.expected.precision
-        gradient = self.scale * q.expected.gradient - prior * (q.mean - self.prior.centre)
+        gradient = self.scale * q.expected.gradient - prior * q.mean
         length = 1.0
         while length >= SHORTEST:
             precision = torch.lerp(q.precision, wanted, length)
@@ -236,9 +225,10 @@ class _Climb:
 
     def _learn(self) -> None:
         """Update prior scales and noise at this q, and then q: by MacKay's update if that raises the bound."""
-        q, shift, noise = self.q, self.shift, self._noise()
+        q, log_scale, noise = self.q, self.log_scale, self._noise()
         for faster in (True, False):
-            self.shift = (shift + self._change_of_scales(faster)).maximum(self.prior.least)
+            if self.learns_prior:
+                self.log_scale = (log_scale + self._change_of_scales(faster)).maximum(self.least)
             there = q
             if isinstance(self.bound, GaussianBound) and self.learns_noise:
                 least = self.bound.least_noise(self.head.model.space.dtype)
@@ -248,18 +238,16 @@ class _Climb:
             if there.objective > q.objective:
                 self.q = there
                 return
-            self.shift = shift
+            self.log_scale = log_scale
             if isinstance(self.bound, GaussianBound):
                 self.bound.log_noise = noise
 
     def _change_of_scales(self, faster: bool) -> Tensor:
         """Return ½ log |μ|²/(s² γ) with γ = n − tr Σ/s², or ½ log (|μ|² + tr Σ)/(n s²): [K]."""
-        K, precision = len(self.shift), self.prior.precision(self.shift)
-        if not K:
-            return self.shift
+        precision = self._prior()
 
         def sums(values: Tensor) -> Tensor:
-            return values.new_zeros(K).index_add(0, self.prior.owner, values)
+            return values.new_zeros(len(self.log_scale)).index_add(0, self.owner, values)
 
         count, square = sums(torch.ones_like(precision)), sums(precision * self.q.mean.square())
         spread = sums(precision * self.q.covariance.diagonal())
@@ -281,26 +269,16 @@ class _Climb:
     def _noise(self) -> float:
         return self.bound.log_noise if isinstance(self.bound, GaussianBound) else 0.0
 
-    def _read_prior(self) -> _Prior:
-        posterior, model = self.head.posterior, self.head.model
-        space, prior = model.net_space, model.prior
-        theta = trained_values(posterior).double()
-        sizes = torch.tensor(space.numels)
-        if "prior" in posterior.left_open:  # one scale a tensor
-            owner = torch.arange(len(space)).repeat_interleave(sizes).to(theta.device)
-            least = (LEAST * space.scales.double()).log().to(theta.device)
-            return _Prior(torch.zeros_like(theta), torch.ones_like(theta), owner[self.order], least, 0.0)
-        centre, precision, constant = normal_prior(model, theta)
-        owner, least = torch.zeros_like(theta, dtype=torch.long), theta.new_zeros(0)
-        if isinstance(prior, NormalPrior) and prior.learn:
-            owner = torch.tensor(prior.owners(space)).repeat_interleave(sizes).to(theta.device)
-            least = theta.new_full((len(prior.log_scale),), log(LEAST))
-        elif learns(prior):
+    def _prior_scales(self) -> Tensor:
+        """Return the logarithm of each tensor's prior scale, one to start with if the prior was left open."""
+        prior, space = self.head.model.prior, self.head.model.net_space
+        if self.learns_prior:
+            return torch.zeros_like(self.least)
+        if not isinstance(prior, NormalPrior) or prior.learn:
             raise ValueError(
-                f"fit_head learns the scale of a NormalPrior alone, not what {type(prior).__name__} learns: give a "
-                "NormalPrior, leave prior= out, or use fit"
+                f"fit_head needs a NormalPrior of known scales, or prior= left out, got {prior!r}: use fit"
             )
-        return _Prior(centre[self.order], precision[self.order], owner[self.order], least, constant)
+        return torch.tensor(list(prior.scales(space).values()), dtype=torch.float64, device=self.least.device).log()
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -311,11 +289,9 @@ class _Climb:
         posterior.family.set_normal(NormalForm(q.mean[back].to(like), Triangle(root.to(like))))
         if isinstance(model.likelihood, Gaussian) and self.learns_noise:
             model.likelihood.log_noise.fill_(self._noise())
-        if "prior" in posterior.left_open:
-            scales = zip(model.net_space.names, self.shift.exp().tolist(), strict=True)
+        if self.learns_prior:
+            scales = zip(model.net_space.names, self.log_scale.exp().tolist(), strict=True)
             model.prior = NormalPrior({escape(name): value for name, value in scales})
-        elif isinstance(model.prior, NormalPrior) and model.prior.learn:
-            model.prior.log_scale.add_(self.shift.to(model.prior.log_scale))
 
     def result(self, converged: bool) -> HeadResult:
         steps = len(self.path) - 1
@@ -323,9 +299,9 @@ class _Climb:
         if not converged:
             verdict = f"after {steps} steps the ELBO still rises by more than {TOLERANCE:g} nats"
         elbo = Estimate(self.elbo, 0.0, torch.tensor([self.elbo], dtype=torch.float64))
-        if isinstance(self.bound, LabelBound) and not self.bound.is_binary:  # on draws that the fit has not seen
-            values = self.bound.values(self.q.mean, self.q.covariance, SETS)
-            elbo = Estimate.of(self.scale * values - self.q.kl + self.prior.constant)
+        if isinstance(self.bound, LabelBound):  # on draws that the fit has not seen
+            found = [self.bound.expect(self.q.mean, self.q.covariance, 1 + k).value for k in range(SETS)]
+            elbo = Estimate.of(self.scale * torch.tensor(found, dtype=torch.float64) - self.q.kl)
         return HeadResult(
             status=Status.CONVERGED if converged else Status.IMPROVING, verdict=verdict, elbo=elbo,
             notes=self._notes(), steps=steps, path=self.path,
@@ -334,44 +310,9 @@ class _Climb:
     def _notes(self) -> list[str]:
         model = self.head.model
         notes = [f"of the network only {self.head.name or 'its one layer'!r} is random: all else is fixed"]
-        if len(self.shift) and isinstance(model.prior, NormalPrior):
+        if self.learns_prior and isinstance(model.prior, NormalPrior):
             found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
             notes.append(f"the prior's scales were chosen by the ELBO: {found}")
-        if bool((self.shift <= self.prior.least).any()):
-            notes.append("a scale of the prior ended at its lower limit: the data say nothing of that tensor")
         if self.learns_noise:
             notes.append(f"the noise was chosen by the ELBO: {exp(self._noise()):.4g}")
-        if not isinstance(model.likelihood, Gaussian) and not model.likelihood.exact:  # pyright: ignore
-            notes.append("the likelihood is weighted: its ELBO is no bound on the evidence")
-        if isinstance(model.prior, PriorModule) and not model.prior.normalised:
-            notes.append("the prior is not normalised: the ELBO is known up to a constant")
         return notes
-
-
-def normal_prior(model: BayesianModel, theta: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return centre and precision [P] of a prior of independent normals, and its constant beside theirs.
-
-    Any prior whose log density is a quadratic function of each number by itself is one; three gradients tell.
-    """
-
-    def gradient(at: Tensor) -> Tensor:
-        row = at.detach().requires_grad_()
-        with torch.enable_grad():
-            value = model.log_prior(row.unsqueeze(0)).sum()
-            return torch.autograd.grad(value, row)[0] if value.requires_grad else torch.zeros_like(row)
-
-    zero = torch.zeros_like(theta)
-    slope = gradient(zero)
-    precision = slope - gradient(torch.ones_like(theta))
-    probe = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0), dtype=theta.dtype).to(theta.device)
-    near = 1e-6 * (slope.abs() + precision.abs() * (1 + probe.abs()))
-    if not bool((precision > 0).all()) or bool(((slope - precision * probe - gradient(probe)).abs() > near).any()):
-        raise ValueError(
-            f"fit_head needs a prior of independent normals, and {model.prior!r} is another: give a NormalPrior, leave "
-            "prior= out, or use fit"
-        )
-    centre = slope / precision
-    with torch.no_grad():
-        value = float(model.log_prior(zero.unsqueeze(0)))
-    own = -0.5 * (precision * centre.square()).sum() + 0.5 * (precision / (2 * pi)).log().sum()
-    return centre, precision, value - float(own)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class TrainedNetwork:
     """
 
     posterior: "Posterior"
-    likelihood: Likelihood
+    likelihood: Any
     family: Family
     curvature: Curvature
     obstacle: str
