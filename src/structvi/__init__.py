@@ -39,7 +39,7 @@ from .util import __version__
 
 if TYPE_CHECKING:
     from . import diagnostics, imaging, plots
-    from .density.fit import fit_density
+    from .density.api import fit_density
     from .density.loading import load_fit
     from .density.result import DensityFit
     from .density.summary import Summary
@@ -50,7 +50,7 @@ _LATER = {
     "DensityFit": "density.result",
     "Summary": "density.summary",
     "diagnostics": "diagnostics",
-    "fit_density": "density.fit",
+    "fit_density": "density.api",
     "load_fit": "density.loading",
     "imaging": "imaging",
     "plots": "plots",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structvi.density.fit import fit_density
+from structvi.density.api import fit_density
 from structvi.density.fixed_draws import FixedDraws
 from structvi.families import Density, kl
 from structvi.families.full import FullNormalDensity

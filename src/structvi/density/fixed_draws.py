@@ -4,13 +4,11 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from ..couplings import Noise
+from ..couplings import Coupling, Noise, naive
 from ..families.family import Family
 from ..families.gaussian import Gaussian
-from ..families.mean_field import DiagonalNormal
 from ..models.target import Target
 from ..objective import Estimator, NonFiniteError, check_spaces, elbo, terms_at
-from .fresh_draws import fresh_draws
 
 
 class FixedDraws:
@@ -46,7 +44,7 @@ class FixedDraws:
 
 
 def _points(m: int, n: int, seed: int) -> Tensor:
-    """[m, n]"""
+    """Return normal quasi-random points with covariance I, [m, n]."""
     if n <= SobolEngine.MAXDIM:
         uniform = SobolEngine(n, scramble=True, seed=seed).draw(m, dtype=torch.float64)
         rows = torch.special.ndtri(uniform.clamp(1e-10, 1 - 1e-10))
@@ -57,22 +55,24 @@ def _points(m: int, n: int, seed: int) -> Tensor:
 
 
 def least_draws(n: int) -> int:
-    """Twice a power of two (what Sobol points like) that is at least 8 and at least n = P + K."""
+    """Return twice a power of two (what Sobol points like) that is at least 8 and at least n = P + K."""
     return 2 * max(8, 1 << (n - 1).bit_length())
 
 
+def fresh_draws(seed: int, device: torch.device) -> tuple[Coupling, torch.Generator]:
+    """Return the coupling of independent draws, and a generator on the device."""
+    return naive, torch.Generator(device).manual_seed(seed)
+
+
 def fixed_elbo(family: Family, target: Target, coupling: FixedDraws) -> Tensor:
-    """The ELBO on the fixed draws, a function of the family's parameters alone."""
+    """Return the ELBO on the fixed draws, a function of the family's parameters alone."""
     check_spaces(family, target)
     density = family()
     if not density.accurate:
         raise NonFiniteError("rounding would spoil the covariance")
-    if not density.coupled and (own := family.mean_and_scale()) is not None:
-        density = DiagonalNormal(*own)  # a torch distribution that is a normal: the same one on the fixed noise
     if isinstance(density, Gaussian):
         draws = density.draw(1, coupling)
-        terms = terms_at(density, draws, None, target, None, Estimator("entropy"))
-        return terms.objective().mean()
+        return terms_at(density, draws, None, target, None, Estimator("entropy")).objective().mean()
     if not density.coupled:  # it makes its own draws: the same from the same seed
         naive, generator = fresh_draws(coupling.seed, target.space.device)
         return elbo(family, target, None, Estimator("log_q", coupling.draws, naive), generator)

@@ -14,58 +14,74 @@ import torch
 from torch import Tensor
 
 from ..families.family import Family
-from ..families.forms import RelativeForm
+from ..families.normal import Diagonal, LowRank, NormalForm
 from ..objective import NonFiniteError
-from .coordinates import Limit
-from .large_mean import better_mean
-from .large_member import Member, Members
-from .large_model import Products, sound_directions, updated
-from .low_rank_matrix import LowRankMatrix, independent
-from .result import ENOUGH, Found
-from .rows import ascend
-from .search import Search
+from .gaussian import set_form
+from .lbfgs import ascend
+from .lowrank import Approximation, LowRankMatrix, between_scales, independent
+from .schedule import ENOUGH, Found, Search
+from .targets import Limit
 
-#: the fewest evaluations that such a fit can be limited to
-LARGE_LEAST = 4096
+#: P above which a family that is a diagonal plus low rank is fitted so
+LARGE = 256
+#: evaluations that such a fit can be limited to, at least
+LEAST_LIMIT = 4096
 #: points at which the log density is computed at once
 CHUNK = 128
-#: nats that four steps of a climb must gain, and its steps
-ROUGH, CLIMB = 0.2, 150
-#: times that a first normal is made ten times narrower, and its pairs of draws
-NARROWER, HANDFUL = 12, 4
-#: rounds that make the rows of the Hessian equal, pairs of draws each, and the greatest change of a scale
-EQUAL, PAIRS, CHANGE = 12, 8, 100.0
-#: draws have seeds far from those that data are made with: the same numbers as a design's columns are no noise
-MIXED = 0x9E3779B97F4A7C15
-#: pairs of draws beyond the rank, and columns of the model for each that q has, and more
-MORE, COLUMNS, BESIDE = 16, 4, 16
-#: the fewest columns that count, for families with less
+#: steps of the climb
+CLIMB = 150
+#: times that a first normal is made ten times narrower
+NARROWER = 12
+#: rounds that make the rows of the Hessian equal
+EQUAL = 12
+#: pairs of draws of such a round
+PAIRS = 8
+#: greatest factor of a scale in such a round
+CHANGE = 100.0
+#: pairs of draws, and products, beyond the rank
+MORE = 16
+#: columns of the model for each column of q
+COLUMNS = 4
+#: columns that count, for families with fewer
 FEWEST = 32
-#: draws around which products are taken: one and, where there is noise, twice as many, up to so many
-BASES = 8
-#: steps, and evaluations after which there is no other; nats for each number that may be left
-STEPS, MOST_EVALUATIONS, LEFT = 60, 30_000, 1e-4
-#: nats, beyond three standard errors, that make a step a failure; the share of the way that is then gone, at least
-WORSE, LEAST_SHARE = 1.0, 1e-3
-#: or a standard error so many times as large
-NOISIER = 5.0
-#: at most so much of the way: a variance grows by no more than twenty at once
-MOST_SHARE = 0.95
-#: steps over which the promise must halve; where it does not, and nothing is gained, it is noise, to be averaged
+#: steps of the search
+STEPS = 60
+#: evaluations after which no other step begins
+MOST = 30_000
+#: nats for each number that may be left
+LEFT = 1e-4
+#: nats, beyond three standard errors, that make a step a failure
+WORSE = 1.0
+#: share of the way to the best for the model, at most and at least
+MOST_SHARE, LEAST_SHARE = 0.95, 1e-3
+#: steps over which the promise must halve, or else it is noise, and shares of 1/t average it
 WINDOW = 3
-#: length of the steps along chosen directions: Gauss and Hermite's three points, of which the middle one has no weight
+#: length of the steps along chosen directions: the outer points of Gauss and Hermite's three
 LENGTH = 3**0.5
-#: nats, and tolerance of the search for the family's best
-MEMBER, MEMBER_STEPS = 1e-3, 50
-#: steps that search for it from more than one start
-EARLY = 4
+#: nats, of the search for the family's best
+TOLERANCE = 1e-3
+#: rounds between diagonal and low-rank part of the model
+ROUNDS = 4
+#: factor by which one round changes the model's diagonal, at most
+LIMIT = 3.0
+#: least curvature along a direction that is believed, relative to q's
+LEAST = 1e-8
+#: curvature, relative to q's, in place of one that is not positive: q is made wider
+WIDER = 0.25
+#: least diagonal of the model, relative to that of q's precision
+FLOOR = 1e-3
+#: median of the square of a normal number
+MEDIAN = 0.455
+#: squared standard errors that make a correction by itself certain
+CERTAIN = 4.0
 
 
 class At(NamedTuple):
-    """A normal of the family, and what is known of the curvature there."""
+    """A normal of the family, and a model of the curvature there."""
 
     mean: Tensor  # [P]
-    member: Member
+    root: LowRank
+    precision: LowRankMatrix
     model: LowRankMatrix
 
 
@@ -75,20 +91,24 @@ class Seen(NamedTuple):
     elbo: float
     error: float
     slope: Tensor  # [P]
-    draws: Products
+    steps: Tensor  # [n, P]
+    curved: Tensor  # [n, P]
 
-    @property
-    def least(self) -> float:
-        """What the ELBO surely is."""
-        return self.elbo - 3 * self.error
+    def is_worse(self, best: "Seen | None") -> bool:
+        """Return whether the ELBO is below another by more than noise explains, or its noise has grown."""
+        if best is None:
+            return False
+        lost = best.elbo - self.elbo - 3 * hypot(self.error, best.error)
+        return lost > WORSE or self.error > 5 * best.error + WORSE
 
 
-class Step(NamedTuple):
-    """From where, with which ELBO, and what is known for the way on."""
-
-    at: At
-    seen: Seen
-    model: LowRankMatrix
+def large_root(form: NormalForm | None) -> LowRank | None:
+    """Return the root of a normal of many numbers that is a diagonal plus low rank; None for all others."""
+    if form is None or len(form.mean) <= LARGE:
+        return None
+    if isinstance(form.root, Diagonal):
+        return LowRank(form.root.scale, form.root.scale.new_zeros(len(form.mean), 0), False)
+    return form.root if isinstance(form.root, LowRank) else None
 
 
 class LargeSearch:
@@ -96,24 +116,24 @@ class LargeSearch:
 
     Args:
         run: the target and its count.
-        form: the family as it is bound: its rank and form and, to go on from, where it is.
-        starts: of climbs.
+        form: the family as it is bound; its root has the rank and the form.
     """
 
-    def __init__(self, run: Search, form: RelativeForm, starts: int):
-        self.run, self.space, self.starts = run, run.space, starts
-        self.form = form
-        self.members = Members(form.factor.shape[-1], form.of_precision)
-        self.columns = columns = max(FEWEST, self.members.rank)
-        self.pairs, self.directions, self.rank = columns + MORE, columns + MORE, COLUMNS * columns + BESIDE
-        self.generator = torch.Generator().manual_seed((run.seed * MIXED + MIXED) % (1 << 63))
+    def __init__(self, run: Search, form: NormalForm):
+        root = large_root(form)
+        assert root is not None
+        self.run, self.space, self.mean, self.root = run, run.space, form.mean.double(), root
+        rank = root.factor.shape[1]
+        self.approximation = Approximation(rank, root.of_precision)
+        self.columns = columns = max(FEWEST, rank)
+        self.pairs, self.rank = columns + MORE, COLUMNS * columns + MORE
         self.moves, self.bases = 0, 1
         self.unknown: Tensor | None = None  # [n, P], products that the model did not expect
 
     # ---- the log density
 
     def score(self, theta: Tensor) -> tuple[Tensor, Tensor] | None:
-        """log p and its gradient at rows; None where one is not finite."""
+        """Return log p and its gradient at rows; None if one is not finite."""
         values, gradients = [], []
         for some in theta.split(CHUNK):
             some = some.to(self.space.initial).detach().requires_grad_()
@@ -122,64 +142,57 @@ class LargeSearch:
             values.append(value.detach().double())
             gradients.append(gradient.double())
         value, gradient = torch.cat(values), torch.cat(gradients)
-        if not bool(value.isfinite().all() and gradient.isfinite().all()):
-            return None
-        return value, gradient
+        return (value, gradient) if bool(value.isfinite().all() and gradient.isfinite().all()) else None
 
     def noise(self, n: int) -> Tensor:
-        """Directions of a standard normal, at its radius √P: [n, P]."""
-        z = torch.randn(n, self.space.size, generator=self.generator, dtype=torch.float64).to(self.space.device)
+        """Return directions of a standard normal at its radius √P, [n, P]."""
+        z = self.run.noise(n)
         return z * (self.space.size**0.5 / z.norm(dim=-1, keepdim=True))
 
     def mirrored(self, centre: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """At centre ± steps: mean log p [n], mean gradient and minus half its difference, [n, P]."""
+        """Return of centre ± steps the mean log p [n], mean gradient and minus half its difference, [n, P]."""
         found = self.score(torch.cat([centre + steps, centre - steps]))
         if found is None:
             return None
         (up, down), (g, h) = (x.split(len(steps)) for x in found)
         return (up + down) / 2, (g + h) / 2, (h - g) / 2
 
-    # ---- where it begins
+    # ---- the first normal
 
-    def climb(self) -> Tensor:
-        """The highest end of climbs from the starts: [P]."""
+    def begin(self, starts: int) -> At:
+        """Return a diagonal normal after a climb."""
         self.run.stage = "climb"
-        origin, scale = self.space.initial.double(), self.space.scale.double()
-
-        def function(z: Tensor) -> tuple[Tensor, Tensor]:
-            z = z.detach().requires_grad_()
-            value = self.run.target.log_joint((origin + scale * z).to(self.space.initial))
-            (gradient,) = torch.autograd.grad(value.sum(), z)
-            return value.detach().double(), gradient
-
-        points = torch.stack([self.run.start(index).initial for index in range(self.starts)])
-        z = (points.double() - origin) / scale
-        path: list[tuple[Tensor, Tensor, Tensor]] = []
-        with suppress(Limit):
-            ascend(function, z, torch.zeros_like(z), tolerance=ROUGH, iterations=CLIMB, path=path)
-        if not path or not path[-1][1].max() > -inf:
+        climbs = self.run.climb(torch.stack([self.run.start(i).initial for i in range(starts)]), iterations=CLIMB)
+        if climbs is None or not climbs.ends()[1].max() > -inf:
             raise NonFiniteError(
-                f"the log density is not finite around any of {self.starts} starts; give the parameters values at "
-                "which it is finite: Parameters({name: value, ..})"
+                f"the log density is not finite around any of {starts} starts; give the parameters values at which "
+                "it is finite: Parameters({name: value, ..})"
             )
-        ends, values, _ = path[-1]
-        return origin + scale * ends[int(values.argmax())]
+        theta, values = climbs.ends()
+        mean, scale = theta[values.argmax()], self.space.scale.double()
+        self.run.stage = "start"
+        with suppress(Limit):
+            scale = self.equal(mean, self.width(mean))
+        return self.at(mean, LowRank(scale, scale.new_zeros(len(scale), 0), self.root.of_precision))
+
+    def at(self, mean: Tensor, root: LowRank) -> At:
+        """Return a normal whose own precision is the model of the curvature."""
+        precision = LowRankMatrix.precision_of(root)
+        return At(mean, root, precision, precision)
 
     def width(self, mean: Tensor) -> Tensor:
-        """The multiple of the space's scales with the highest ELBO, on a handful of draws: [P]."""
-        self.run.stage = "start"
-        scale, best = self.space.scale.double(), (-inf, self.space.scale.double())
-        z, P = self.noise(HANDFUL), self.space.size
+        """Return the multiple of the space's scales with the highest ELBO on a handful of draws, [P]."""
+        scale, best, z = self.space.scale.double(), (-inf, self.space.scale.double()), self.noise(4)
         for k in range(NARROWER):
             found = self.mirrored(mean, 0.1**k * scale * z)
-            elbo = -inf if found is None else found[0].mean().item() - k * P * log(10)
+            elbo = -inf if found is None else found[0].mean().item() - k * len(mean) * log(10)
             if elbo < best[0]:
                 break
             best = max(best, (elbo, 0.1**k * scale), key=lambda one: one[0])
         return best[1]
 
     def equal(self, mean: Tensor, scale: Tensor) -> Tensor:
-        """Scales s with s_i²(ASSA)_ii = 1: what a diagonal has whose draws and scores have the same moments: [P]."""
+        """Return scales s with s_i²(ASSA)_ii = 1: draws and scores of that diagonal have the same moments."""
         for _ in range(EQUAL):
             steps = scale * self.noise(PAIRS)
             found = self.mirrored(mean, steps)
@@ -190,25 +203,11 @@ class LargeSearch:
             scale = torch.clamp(new, scale / CHANGE, scale * CHANGE)
         return scale
 
-    def begin(self, goes_on: bool) -> At:
-        """After a climb; or where the family is."""
-        of_precision = self.members.of_precision
-        if goes_on:
-            self.run.stage = "start"
-            member = Member.of(self.form)
-            return At(self.form.mean.double(), member, member.precision())
-        mean = self.climb()
-        scale = self.space.scale.double()
-        with suppress(Limit):
-            scale = self.equal(mean, self.width(mean))
-        member = Member(scale, scale.new_zeros(len(scale), 0), of_precision)
-        return At(mean, member, member.precision())
-
     # ---- a step
 
     def look(self, at: At) -> Seen | None:
-        """Mirrored draws; what the model expects of them is known exactly and taken off the noise."""
-        covariance = at.member.precision().inverse()
+        """Return what mirrored draws tell; what the model expects of them is known and taken off the noise."""
+        covariance = at.precision.inverse()
         steps = covariance.root(self.noise(self.pairs))
         found = self.mirrored(at.mean, steps)
         if found is None:
@@ -217,21 +216,19 @@ class LargeSearch:
         value = value + 0.5 * (steps * at.model.product(steps)).sum(-1)
         entropy = 0.5 * covariance.log_det() + 0.5 * len(at.mean) * (1 + log(2 * pi))
         elbo = value.mean().item() - 0.5 * at.model.trace_of(covariance) + entropy
-        return Seen(elbo, value.std().item() / len(value) ** 0.5, slope.mean(0), Products(steps, curved))
+        return Seen(elbo, value.std().item() / len(value) ** 0.5, slope.mean(0), steps, curved)
 
-    def probe(self, at: At, slope: Tensor) -> Products | None:
-        """Products with the directions of the slope, of q's factor, of the model's greatest parts, and of what it did
-        not expect."""
-        precision = at.member.precision()
-        covariance = precision.inverse()
-        wanted = [covariance.root_transposed(slope.unsqueeze(0)).mT, precision.U[:, precision.v != 0]]
-        if self.unknown is not None:
-            wanted.append(covariance.root_transposed(self.unknown).mT)
-        v = at.model.v
+    def learned(self, at: At, seen: Seen) -> LowRankMatrix | None:
+        """Return the model with what draws and products along directions tell; None if log p is not finite.
+
+        The directions: the slope, q's factor, the model's greatest parts, and what the model did not expect.
+        """
+        covariance, v = at.precision.inverse(), at.model.v
         most = (v - v.log1p()).topk(min(self.columns, len(v))).indices
-        wanted.append(covariance.root_transposed((at.model.U[:, most] * at.model.a.sqrt().unsqueeze(-1)).mT).mT)
-        wanted.append(self.noise(1).mT)  # so that there is always one
-        basis = independent(torch.cat(wanted, dim=-1)).mT  # [k, P], in units of q
+        parts = (at.model.U[:, most] * at.model.a.sqrt().unsqueeze(-1)).mT
+        unknown = seen.slope.new_zeros(0, len(at.mean)) if self.unknown is None else self.unknown
+        rows = covariance.root_transposed(torch.cat([seen.slope.unsqueeze(0), unknown, parts]))
+        basis = independent(torch.cat([rows.mT, at.precision.U, self.noise(1).mT], dim=-1)).mT  # in units of q
         steps, curved = covariance.root(basis), torch.zeros_like(basis)
         for beside in self.noise(self.bases).split(1):
             beside = covariance.root(beside - (basis @ beside.mT) * basis)
@@ -239,145 +236,178 @@ class LargeSearch:
             if found is None:
                 return None
             curved += found[2] / (LENGTH * self.bases)
-        return Products(steps, curved)
-
-    def moved(self, step: Step, share: float) -> tuple[At, float]:
-        """The family's best for this share of the way to the quadratic, and the nats that the quadratic gains."""
-        at, model = step.at, step.model
-        q = at.member.precision()
-        whole = q.mixed(model, share, self.rank + self.members.rank)
-        mean = at.mean + share * whole.inverse().product(step.seen.slope.unsqueeze(0)).squeeze(0)
-        starts = [self.members.nearest(whole, [whole.a.rsqrt(), at.member.scale])]
-        if self.moves < EARLY:  # between the scales of conditionals and margins; the optimum is chosen early
-            starts.append((whole.inverse().diagonal() / whole.diagonal()) ** 0.25)
-        self.moves += 1
-        member = self.members.best(whole, starts, MEMBER, MEMBER_STEPS)
-        return At(mean, member, model), self.promise(step, At(mean, member, model))
-
-    @staticmethod
-    def promise(step: Step, to: At) -> float:
-        """Nats from here to there if log p is the quadratic."""
-        here, there = (one.member.precision().inverse() for one in (step.at, to))
-        way = (to.mean - step.at.mean).unsqueeze(0)
-        quadratic = (way @ step.seen.slope).item() - 0.5 * (way * step.model.product(way)).sum().item()
-        spread = step.model.trace_of(there) - step.model.trace_of(here)
-        return quadratic - 0.5 * spread + 0.5 * (there.log_det() - here.log_det())
-
-    def learned(self, at: At, seen: Seen) -> LowRankMatrix | None:
-        """The model of the curvature with what draws and products tell; None where log p is not finite."""
-        chosen = self.probe(at, seen.slope)
-        if chosen is None:
-            return None
-        precision = at.member.precision()
-        model = updated(at.model.a, precision, seen.draws, sound_directions(chosen, precision), self.rank)
-        steps, curved = (x[: self.directions] for x in seen.draws)
-        self.unknown = curved - model.product(steps)
+        model = updated_model(at, seen, steps, curved, self.rank)
+        self.unknown = (seen.curved - model.product(seen.steps))[: self.pairs]
         return model
+
+    def moved(self, at: At, seen: Seen, model: LowRankMatrix, share: float) -> tuple[At, float]:
+        """Return the family's best for this share of the way to the quadratic, and the nats that it gains."""
+        whole = at.precision.mixed(model, share, self.rank + self.approximation.rank)
+        mean = at.mean + share * whole.inverse().product(seen.slope.unsqueeze(0)).squeeze(0)
+        starts = torch.stack([whole.a.rsqrt(), at.root.scale])
+        if self.approximation.rank:
+            kl = [self.approximation.kl(one.log().unsqueeze(0), whole)[0].item() for one in starts]
+            starts = starts[kl.index(min(kl)) :][:1]
+        if self.moves < 4:  # between the scales of conditionals and margins; the optimum is chosen early
+            middle = between_scales(whole.diagonal().rsqrt(), whole.inverse().diagonal().sqrt(), 2, self.noise(2))[1:]
+            starts = torch.cat([starts, middle])
+        self.moves += 1
+        root, _ = self.approximation.best(whole, starts, TOLERANCE, 50)
+        new = At(mean, root, LowRankMatrix.precision_of(root), model)
+        here, there, way = at.precision.inverse(), new.precision.inverse(), (mean - at.mean).unsqueeze(0)
+        quadratic = (way @ seen.slope).item() - 0.5 * (way * model.product(way)).sum().item()
+        spread = model.trace_of(there) - model.trace_of(here)
+        return new, quadratic - 0.5 * spread + 0.5 * (there.log_det() - here.log_det())
+
+    def better_mean(self, at: At) -> tuple[Tensor, float]:
+        """Return the mean by L-BFGS on a few mirrored draws, in units of q, and the nats that are left.
+
+        Along directions that q is narrow in and log p is wide in, slopes are small and ways long. The new mean is
+        taken if it gains two standard errors on other draws.
+        """
+        covariance = at.precision.inverse()
+        steps, path = covariance.root(self.noise(4)), []
+        steps = torch.cat([steps, -steps])
+
+        def function(x: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.score(at.mean + covariance.root(x) + steps)
+            if found is None:
+                return x.new_full((1,), -inf), torch.zeros_like(x)
+            return found[0].mean().view(1), covariance.root_transposed(found[1].mean(0, keepdim=True))
+
+        start = torch.zeros_like(at.mean).unsqueeze(0)
+        ended = ascend(function, start, tolerance=1e-9, iterations=200, memory=50, path=path)
+        new = at.mean + covariance.root(ended.z).squeeze(0)
+        steps = covariance.root(self.noise(self.pairs))
+        before, after = (self.mirrored(centre, steps) for centre in (at.mean, new))
+        if before is None or after is None:
+            return at.mean, 0.0
+        gains = after[0] - before[0]
+        if gains.mean().item() < 2 * gains.std().item() / len(gains) ** 0.5:
+            return at.mean, 0.0
+        values = [value.item() for _, value, _ in path]
+        return new, 0.0 if bool(ended.converged) else values[-1] - values[len(values) // 2]
 
     # ---- the search
 
-    def search(self, goes_on: bool) -> tuple[At, float, float, bool]:
-        """Where it ended, the ELBO there, what is left, and whether that is next to nothing."""
-        at = self.begin(goes_on)
-        self.run.stage = "family"
-        before: Step | None = None
-        best: Step | None = None
+    def search(self, starts: int, goes_on: bool) -> tuple[At, float, float, bool]:
+        """Return where it ended, the ELBO there, what is left, and whether that is next to nothing."""
+        at = self.at(self.mean, LowRank(*(x.double() for x in self.root[:2]), self.root[2])) if goes_on else None
+        at = self.begin(starts) if at is None else at
+        self.run.stage, before, best = "family", None, None
         share, averaged, failed, promises, elbos = MOST_SHARE, 0, 0, [], []
         left, enough = inf, max(ENOUGH * self.run.tolerance, LEFT * self.space.size)
-        try:
+        with suppress(Limit):
             for _ in range(STEPS):
                 seen = self.look(at)
-                model = self.learned(at, seen) if seen is not None and not _worse(seen, best) else None
-                if self.run.target.evaluations > MOST_EVALUATIONS:
+                model = self.learned(at, seen) if seen is not None and not seen.is_worse(best and best[1]) else None
+                if self.run.target.evaluations > MOST:
                     break
-                if seen is None or model is None:
-                    share, averaged, promises = share / 4, 0, []
-                    self.bases = min(BASES, 2 * self.bases)
+                if seen is None or model is None:  # a shorter step; after every second failure, learn anew
+                    share, averaged, promises, failed = share / 4, 0, [], failed + 1
+                    self.bases = min(8, 2 * self.bases)
                     if share < LEAST_SHARE:
                         left = inf  # no step is right
                         break
-                    failed += 1
-                    at = self.narrower(at) if before is None else self.again(before, share, failed)
+                    if before is None:
+                        at = self.at(at.mean, at.root._replace(scale=0.1 * at.root.scale))
+                    else:
+                        at = self.moved(*before, share)[0] if failed % 2 else before[0]
                     continue
-                before, failed = Step(at, seen, model), 0
-                best = before if best is None or seen.least > best.seen.least else best
-                self.record(before)
+                before, failed = (at, seen, model), 0
+                if best is None or seen.elbo - 3 * seen.error > best[1].elbo - 3 * best[1].error:
+                    best = before
+                self.run.draws = 2 * self.pairs
+                self.run.record(seen.elbo)
                 elbos.append(seen.elbo)
-                at, promise = self.moved(before, share)
+                at, promise = self.moved(*before, share)
                 promises.append(promise / share)
                 left = abs(promise if averaged else promise / share)
-                if left < (ENOUGH * self.run.tolerance if not averaged else enough):
-                    covariance = at.member.precision().inverse()
-                    mean, more = better_mean(self.score, at.mean, covariance, self.noise, self.pairs)
+                if left < (enough if averaged else ENOUGH * self.run.tolerance):
+                    mean, more = self.better_mean(at)
                     at, left = at._replace(mean=mean), left + more
                     break
                 if averaged or _is_noise(promises, elbos):
                     averaged += 1
-                    self.bases = min(BASES, 2 * self.bases)
+                    self.bases = min(8, 2 * self.bases)
                     share = 1 / (1 + averaged)
                 else:
                     share = min(MOST_SHARE, 2 * share)
-        except Limit:
-            self.run.target.exhausted = True
-        end, elbo = self.judged(at, best)
-        return end, elbo, left, left < enough and end is at
-
-    def again(self, before: Step, share: float, failed: int) -> At:
-        """A shorter step; after every second that has failed, back to where it began, to learn the curvature anew."""
-        return self.moved(before, share)[0] if failed % 2 else before.at
-
-    def record(self, step: Step) -> None:
-        self.run.draws = 2 * self.pairs
-        self.run.record(step.seen.elbo)
-
-    def narrower(self, at: At) -> At:
-        """A tenth as wide."""
-        member = at.member._replace(scale=0.1 * at.member.scale)
-        return At(at.mean, member, member.precision())
-
-    def judged(self, at: At, best: Step | None) -> tuple[At, float]:
-        """The end or, if worse on draws that neither has seen, the best step before; and an ELBO that it surely has.
-
-        Of a search that the limit ended by the evaluations that were held back.
-        """
-        self.run.target.limit += self.run.held
         seen = None
         with suppress(Limit):
             seen = self.look(at)
-        if best is None or (seen is not None and not _worse(seen, best)):
-            return at, -inf if seen is None else seen.least
-        return best.at, best.seen.least
-
-
-def _worse(seen: Seen, best: Step | None) -> bool:
-    """Whether the ELBO is below that of the best step by more than noise explains, or its noise has grown."""
-    if best is None:
-        return False
-    lost = best.seen.elbo - seen.elbo - 3 * hypot(seen.error, best.seen.error)
-    return lost > WORSE or seen.error > NOISIER * best.seen.error + WORSE
+        if best is not None and (seen is None or seen.is_worse(best[1])):
+            return best[0], best[1].elbo - 3 * best[1].error, left, False
+        return at, -inf if seen is None else seen.elbo - 3 * seen.error, left, left < enough
 
 
 def _is_noise(promises: list[float], elbos: list[float]) -> bool:
-    """Whether the promise no longer halves and what was promised was not gained."""
+    """Return whether the promise no longer halves and what was promised was not gained."""
     if len(promises) <= 2 * WINDOW:
         return False
     slow = min(promises[-WINDOW:]) > 0.5 * min(promises[-2 * WINDOW : -WINDOW])
     return slow and elbos[-1] - elbos[-1 - WINDOW] < 0.5 * sum(promises[-1 - WINDOW : -1])
 
 
-def fit_large(run: Search, family: Family, form: RelativeForm, starts: int, goes_on: bool) -> Found:
-    """The family, bound, at the best that was found; `form` is its own.
+def updated_model(at: At, seen: Seen, steps: Tensor, curved: Tensor, rank: int) -> LowRankMatrix:
+    """Return the model of what is now known: block BFGS along the directions, from a diagonal that draws correct.
+
+    With steps T and products Y = AT the curvature is B − BT(TᵀBT)⁻¹TᵀB + Y(TᵀY)⁻¹Yᵀ for B = diag(a): right along the
+    directions, and positive. For draws δ of N(m, Λ⁻¹) the diagonal of what is left is E (y − Âδ)∘Λδ; it is believed as
+    far as it is above its noise (James and Stein). As B holds the diagonal both are repeated.
+
+    Args:
+        at: q, with the model before.
+        seen: draws δ and their products y.
+        steps, curved: T and Y in rows; T is orthonormal in units of q.
+        rank: columns of the model.
+    """
+    inner = steps @ curved.mT
+    values, turn = torch.linalg.eigh((inner + inner.mT) / 2)
+    steps, curved = turn.mT @ steps, turn.mT @ curved
+    wrong = values < LEAST
+    curved = torch.where(wrong.unsqueeze(-1), WIDER * at.precision.product(steps), curved)
+    values = torch.where(wrong, WIDER, values)
+    a, weight, floor = at.model.a, at.precision.product(seen.steps), FLOOR * at.precision.diagonal()
+    for index in range(ROUNDS + 1):
+        before = a * steps
+        inside, vectors = torch.linalg.eigh(steps @ before.mT)
+        inverse = (vectors / inside.clamp(min=1e-12 * float(inside[-1]))) @ vectors.mT
+        if index == ROUNDS:
+            break
+        left = seen.curved - a * seen.steps + (seen.steps @ before.mT @ inverse) @ before
+        left = left - (seen.steps @ curved.mT / values) @ curved
+        a = torch.maximum(a * _correction(left, seen.steps, weight, a), floor)
+    columns = torch.cat([before.mT, curved.mT], dim=-1)
+    return LowRankMatrix.of(a, columns, torch.block_diag(-inverse, (1 / values).diag()), rank)
+
+
+def _correction(left: Tensor, steps: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+    """Return the factor [P] of the diagonal: believed as far as all numbers are above their noise, or one by itself."""
+    n, each = len(left), left * weight
+    found = each.sum(0) / (steps * weight).sum(0).clamp(min=0.5 * n) / a
+    noise, square = each.var(0) / n / a.square(), found.square().clamp(min=1e-300)
+    all_of_them = 1 - noise.median() / (square.median() / MEDIAN)
+    gain = torch.maximum(1 - CERTAIN * noise / square, all_of_them).clamp(min=0.0)
+    return (1 + gain * found).clamp(1 / LIMIT, LIMIT)
+
+
+def fit_large(run: Search, family: Family, starts: int, goes_on: bool) -> Found:
+    """Return the family, bound, at the best that was found.
 
     Args:
         run: the target and its count.
         family: bound; it is left at the end of the search.
-        form: what `family.relative_form()` says.
         starts: of climbs.
         goes_on: whether it goes on from where it is.
     """
-    end, elbo, left, settled = LargeSearch(run, form, starts).search(goes_on)
-    like, K = run.space.initial, form.factor.shape[-1]
-    factor = torch.nn.functional.pad(end.member.factor, (0, K - end.member.factor.shape[-1]))
-    mean, scale, factor = (x.to(like) for x in (end.mean, end.member.scale, factor))
-    family.take_relative_form(RelativeForm(mean, scale, factor, form.of_precision))
+    form = family.normal()
+    assert form is not None
+    search = LargeSearch(run, form)
+    end, elbo, left, settled = search.search(starts, goes_on)
+    missing = search.root.factor.shape[1] - end.root.factor.shape[1]
+    root = end.root._replace(factor=torch.nn.functional.pad(end.root.factor, (0, missing)))
+    set_form(
+        family, NormalForm(end.mean, Diagonal(root.scale) if isinstance(form.root, Diagonal) else root), run.generator
+    )
     return Found(family, elbo, left, settled, end.model)

@@ -1,144 +1,188 @@
-"""L-BFGS with a line search that survives points where the function has no value."""
+"""L-BFGS for every row of a matrix at once, each by itself or on a plane of its own."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from math import inf, isfinite
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: f: [d] → value and gradient [d], float64; (inf, anything) where there is no value.
-Function = Callable[[Tensor], tuple[float, Tensor]]
+#: f: [n, P] → values [n] and gradients [n, P]
+RowFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-#: pairs (step, change of gradient) that are remembered
-MEMORY = 50
-#: evaluations of one line search
-SEARCH = 25
-#: iterations over which a decrease must be seen
-WINDOW = 5
-#: strong Wolfe conditions: sufficient decrease and curvature
-DECREASE, CURVATURE = 1e-4, 0.9
-
-
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """One vector of them all, in float64."""
-    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+#: evaluations of one line search, at most
+SEARCH = 20
+#: factor of a longer step, if the slope at the end of a step is nearly the slope at its beginning
+LONGER = 4.0
+#: that share of the slope
+STEEP = 0.9
+#: iterations over which a gain must be seen
+WINDOW = 4
 
 
-class Curvature:
-    """What is known of the inverse Hessian: the last steps s and the changes of gradient y = Hs that they met.
+class Ascent(NamedTuple):
+    """Where rows ended: points [n, P], values [n], and whether a further step promises less than the tolerance [n]."""
 
-    Functions that differ little, such as averages over other draws, can share one.
+    z: Tensor
+    value: Tensor
+    converged: Tensor
+
+
+class Pairs:
+    """Inverse Hessians of rows: steps s [n, P] and the changes of gradient y [n, P] that they met.
+
+    Example:
+        >>> pairs = Pairs(memory=5)
+        >>> pairs.add(torch.tensor([[1.0, 0.0]]), torch.tensor([[4.0, 0.0]]), torch.ones(1))
+        >>> pairs.newton(torch.eye(2))[0, 0]
+        tensor(0.2500)
     """
 
-    def __init__(self) -> None:
-        self.pairs: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=MEMORY)
+    def __init__(self, memory: int) -> None:
+        self.pairs: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=memory)
+        self.scale: Tensor | None = None  # [n]
 
-    def add(self, s: Tensor, y: Tensor) -> None:
-        """Pairs that would make the estimate indefinite are left out."""
-        product = float(s @ y)
-        if product > 1e-10 * float(s.norm() * y.norm()):
-            self.pairs.append((s, y, product))
+    def add(self, s: Tensor, y: Tensor, first: Tensor) -> None:
+        """Add a pair to rows whose estimate stays positive; `first` [n] is their scale before the first pair."""
+        product, square = (s * y).sum(-1), y.square().sum(-1)
+        sound = (product > 1e-10 * s.norm(dim=-1) * y.norm(dim=-1)) & (square > 1e-300) & product.isfinite()
+        s, y = (torch.where(sound.unsqueeze(-1), x, 0.0) for x in (s, y))
+        self.pairs.append((s, y, torch.where(sound, 1 / torch.where(sound, product, 1.0), 0.0)))
+        before = first if self.scale is None else self.scale
+        self.scale = torch.where(sound, product / torch.where(sound, square, 1.0), before)
+
+    def forget(self, rows: Tensor, first: Tensor) -> None:
+        """Forget all pairs of rows, a mask [n]."""
+        self.pairs = deque([(s, y, torch.where(rows, 0.0, i)) for s, y, i in self.pairs], maxlen=self.pairs.maxlen)
+        if self.scale is not None:
+            self.scale = torch.where(rows, first, self.scale)
 
     def newton(self, gradient: Tensor) -> Tensor:
-        """H⁻¹ g by the two-loop recursion: [d] → [d]."""
-        if not self.pairs:
-            return gradient / max(1.0, float(gradient.norm()))
-        x, weights = gradient.clone(), []
-        for s, y, product in reversed(self.pairs):
-            weights.append(float(s @ x) / product)
-            x.sub_(y, alpha=weights[-1])
-        _, y, product = self.pairs[-1]
-        x.mul_(product / float(y @ y))
-        for (s, y, product), weight in zip(self.pairs, reversed(weights), strict=True):
-            x.add_(s, alpha=weight - float(y @ x) / product)
+        """Return H⁻¹ g of every row, by the two-loop recursion: [n, P] → [n, P]."""
+        if self.scale is None:
+            return gradient * unit(gradient).unsqueeze(-1)
+        x, weights = gradient, []
+        for s, y, inverse in reversed(self.pairs):
+            weights.append(inverse * (s * x).sum(-1))
+            x = x - weights[-1].unsqueeze(-1) * y
+        x = x * self.scale.unsqueeze(-1)
+        for (s, y, inverse), weight in zip(self.pairs, reversed(weights), strict=True):
+            x = x + (weight - inverse * (y * x).sum(-1)).unsqueeze(-1) * s
         return x
 
 
-def minimise(
-    function: Function,
-    x: Tensor,
-    *,
-    tolerance: float,
-    iterations: int = 1000,
-    curvature: Curvature | None = None,
-) -> tuple[Tensor, float, bool]:
-    """The best point found, its value, and whether it is a minimum to within `tolerance`, in the function's units.
+def unit(gradient: Tensor) -> Tensor:
+    """Return the factor [n] that makes a first step no longer than one."""
+    return 1 / gradient.norm(dim=-1).clamp(min=1)
 
-    It ends where a Newton step promises less than the tolerance, ½ gᵀH⁻¹g, and five iterations have gained
-    less, or where no step along the gradient decreases the function by more than rounding.
+
+def tangent(rows: Tensor, normal: Tensor) -> Tensor:
+    """Return rows without their part along the normals, [n, P] each."""
+    return rows - (rows * normal).sum(-1, keepdim=True) * normal
+
+
+def ascend(
+    function: RowFunction,
+    z: Tensor,
+    normal: Tensor | None = None,
+    *,
+    tolerance: float = 1e-2,
+    iterations: int = 60,
+    memory: int = 8,
+    path: list[tuple[Tensor, Tensor, Tensor]] | None = None,
+) -> Ascent:
+    """Return the highest points found from the rows of z.
+
+    A row that starts where the function has no value stays there, with the value −∞. A row ends where four iterations
+    have gained less than the tolerance, or where a line search along the gradient finds nothing.
+
+    Args:
+        function: values and gradients at rows.
+        z: starts, [n, P].
+        normal: of length one, [n, P]: each row stays on the plane with this normal.
+        tolerance, iterations: when to end.
+        memory: pairs of steps and gradients that are remembered.
+        path: a list to which every iteration adds points [n, P], their values [n] and gradients [n, P].
 
     Example:
-        >>> start = torch.zeros(2, dtype=torch.float64)
-        >>> x, value, converged = minimise(lambda x: (float(x @ x - 6 * x.sum()), 2 * x - 6), start, tolerance=1e-6)
-        >>> x.round(decimals=3).tolist(), converged
-        ([3.0, 3.0], True)
+        >>> start, normal = torch.tensor([[2.0, 5.0]]), torch.tensor([[1.0, 0.0]])
+        >>> ascend(lambda z: (-z.square().sum(-1), -2 * z), start, normal).z
+        tensor([[2., 0.]])
     """
-    curvature = Curvature() if curvature is None else curvature
-    value, gradient = function(x)
-    if not isfinite(value):
-        return x, value, False
-    values = [value]
+    normal = torch.zeros_like(z) if normal is None else normal
+
+    def on_plane(rows: Tensor, normal: Tensor) -> tuple[Tensor, Tensor]:
+        value, gradient = function(rows)
+        sound = value.isfinite() & gradient.isfinite().all(-1)
+        return torch.where(sound, value, -inf), torch.where(sound.unsqueeze(-1), tangent(gradient, normal), 0.0)
+
+    at = (z, *on_plane(z, normal))
+    active, pairs, values = at[1].isfinite(), Pairs(memory), [at[1]]
+    converged, steepest = torch.zeros_like(active), torch.ones_like(active)
+    path = [] if path is None else path
+    path.append(at)
     for _ in range(iterations):
-        direction = -curvature.newton(gradient)
-        slope = float(gradient @ direction)
-        settled = len(values) > WINDOW and values[-1 - WINDOW] - value < tolerance
-        if curvature.pairs and -slope / 2 < tolerance and (settled or -slope / 2 < 1e-3 * tolerance):
-            return x, value, True
-        found = _search(function, x, value, gradient, direction, slope)
-        if found is None:
-            if not curvature.pairs:
-                return x, value, -slope < max(tolerance, 1e-12 * abs(value))
-            curvature.pairs.clear()
-            continue
-        step, value, new_gradient = found
-        curvature.add(step * direction, new_gradient - gradient)
-        x, gradient = x + step * direction, new_gradient
-        values.append(value)
-    return x, value, False
+        gradient = at[2]
+        direction = tangent(pairs.newton(gradient), normal)
+        slope = (gradient * direction).sum(-1)
+        lost = ~(slope > 0) | ~slope.isfinite()
+        direction = torch.where(lost.unsqueeze(-1), gradient * unit(gradient).unsqueeze(-1), direction)
+        slope = (gradient * direction).sum(-1)
+        gained = values[-1] - values[max(0, len(values) - 1 - WINDOW)]
+        settled = (gained < tolerance) & (len(values) > WINDOW)
+        converged |= active & (slope < 2 * tolerance) & (settled | (slope < 1e-3 * tolerance))
+        active = active & ~settled & (slope > 1e-3 * tolerance)
+        if not bool(active.any()):
+            break
+        found = _search(on_plane, at, normal, direction, slope, active)
+        moved = found[1] > at[1]
+        pairs.add(found[0] - at[0], gradient - found[2], unit(gradient))
+        stuck = active & ~moved
+        if bool((stuck & ~steepest).any()):  # once more along the gradient
+            pairs.forget(stuck, unit(gradient))
+        converged |= stuck & steepest & (slope < tolerance)
+        active, steepest = active & (moved | ~steepest), stuck
+        at = found
+        values.append(at[1])
+        path.append(at)
+    return Ascent(at[0], at[1], converged)
+
+
+Point = tuple[Tensor, Tensor, Tensor]
 
 
 def _search(
-    function: Function, x: Tensor, value: float, gradient: Tensor, direction: Tensor, slope: float
-) -> tuple[float, float, Tensor] | None:
-    """A step that meets the strong Wolfe conditions, or failing that the best that decreases: step, value, gradient.
+    function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    at: Point,
+    normal: Tensor,
+    direction: Tensor,
+    slope: Tensor,
+    active: Tensor,
+) -> Point:
+    """Return a step of every active row that gains enough.
 
-    An interval is kept that holds such a step: its lower end decreases enough and still descends, its upper end does
-    not decrease enough, climbs, or has no value. A point without value shortens the step to a tenth or, once there is a
-    lower end, halves the interval.
+    A step is made longer where the slope is still there at its end. Where it gains too little it is made shorter: by a
+    parabola or, where there is no value, to a tenth.
     """
-    if not slope < 0:
-        return None
-    low, low_value, low_slope, low_gradient = 0.0, value, slope, gradient
-    high, high_value = inf, inf
-    step = 1.0
+    z, value, gradient = (x.clone() for x in at)
+    step, left, grown = torch.ones_like(slope), active.nonzero().squeeze(-1), torch.zeros_like(active)
     for _ in range(SEARCH):
-        new_value, new_gradient = function(x + step * direction)
-        new_slope = float(new_gradient @ direction) if isfinite(new_value) else inf
-        if not (isfinite(new_value) and isfinite(new_slope)):
-            high, high_value = step, inf
-        elif new_value > value + DECREASE * step * slope or new_value >= low_value:
-            high, high_value = step, new_value
-        elif abs(new_slope) <= -CURVATURE * slope:
-            return step, new_value, new_gradient
-        elif new_slope > 0:
-            high, high_value = low, low_value
-            low, low_value, low_slope, low_gradient = step, new_value, new_slope, new_gradient
-        else:
-            low, low_value, low_slope, low_gradient = step, new_value, new_slope, new_gradient
-        step = _next(low, low_value, low_slope, high, high_value)
-        if abs(high - low) <= 1e-9 * max(1.0, low):
+        if not len(left):
             break
-    return (low, low_value, low_gradient) if low_value < value else None
-
-
-def _next(low: float, low_value: float, low_slope: float, high: float, high_value: float) -> float:
-    """The minimum of the parabola through what is known, kept inside the interval; beyond it where there is no end."""
-    if high == inf:
-        return 4 * low
-    width = high - low
-    if high_value == inf:
-        return low + (0.1 if low == 0.0 else 0.5) * width
-    bend = high_value - low_value - low_slope * width
-    fraction = -low_slope * width / (2 * bend) if bend > 0 else 0.5
-    return low + min(max(fraction, 0.1), 0.9) * width
+        trial = at[0][left] + step[left].unsqueeze(-1) * direction[left]
+        new_value, new_gradient = function(trial, normal[left])
+        good = (new_value >= at[1][left] + 1e-4 * step[left] * slope[left]) & (new_value > value[left])
+        rows = left[good]
+        z[rows], value[rows], gradient[rows] = trial[good], new_value[good], new_gradient[good]
+        steep = (new_gradient * direction[left]).sum(-1) > STEEP * slope[left]
+        longer = left[good & steep]
+        grown[longer] = True
+        old = step[left]
+        bend = at[1][left] + slope[left] * old - new_value
+        known = bend.isfinite() & (bend > 0)
+        shorter = torch.where(known, slope[left] * old.square() / (2 * torch.where(known, bend, 1.0)), 0.1 * old)
+        step[left] = torch.clamp(shorter, 0.05 * old, 0.5 * old)
+        step[longer] = LONGER * old[good & steep]
+        left = left[(good & steep) | (~good & ~grown[left])]
+    return z, value, gradient

@@ -24,10 +24,11 @@ from ..objective import Estimate
 from ..parameters import Parameters
 from ..result import Status
 from ..util.checks import is_integer
-from .minibatches import OverBatches
-from .modes import Mode
-from .result import DensityFit, SearchStep
+from .adam import OverBatches
+from .mixture import Mode
+from .result import DensityFit
 from .saving import COUNTS, SAME, at_mean, space_of
+from .schedule import SearchStep
 
 _FIELDS = {"kind", "family", "space", "dtype", "log_joint", "minibatches", "status", "verdict", "notes", "seconds"}
 _FIELDS |= {"elbo", "trace", "modes", *COUNTS}

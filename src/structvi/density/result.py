@@ -1,40 +1,43 @@
 """What `vi.fit_density` hands back, and how it judges what a search came to."""
 
 import os
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from math import isinf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from ..density.weighted_draws import Unavailable
 from ..families.family import Family
 from ..models.target import Target
-from ..objective import Estimate
+from ..objective import Estimate, NonFiniteError
 from ..parameters import Select
+from ..predict.draws import IndependentDraws
 from ..predict.inference_data import inference_data
 from ..result import Result, Status
-from ..util.checks import check_seed
-from .drawing import DRAWS, Corrected, sample
-from .improper import Runaway
-from .low_rank_matrix import LowRankMatrix
-from .modes import Mode
+from ..util.checks import check_integer, check_seed
+from .correction import LEAST, MOST, TIMES, Correction, correct
+from .gaussian import NARROW
+from .importance import K_LIMIT, Unavailable
+from .mixture import Mode
+from .properness import Runaway
 from .saving import save_fit
+from .schedule import ENOUGH, Found, SearchStep
+from .smc import Annealing
 from .summary import Summary, summarise
-from .units import NARROW
+from .targets import Counted
 
 if TYPE_CHECKING:
     from arviz import InferenceData
+
+#: of q; by importance weights; or led to the posterior step by step
+Corrected = bool | Literal["annealed"]
 
 #: iid draws of the ELBO that is reported
 FRESH = 1024
 #: a mean this far from zero, or an ELBO this high, is a fit that found no end
 FAR = 1e12
-#: share of searches that ended in other optima of which the verdict speaks
-OTHER = 0.1
-#: more draws must gain less than this many tolerances
-ENOUGH = 10
 
 #: What to do after a fit that ended so.
 NEXT = {
@@ -48,28 +51,6 @@ NEXT = {
     Status.UNCLEAR: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
     Status.TOO_SHORT: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
 }
-
-
-class SearchStep(NamedTuple):
-    """One evaluation of the objective that improved on all before it in the same search."""
-
-    stage: str
-    evaluations: int
-    draws: int
-    elbo: float
-
-
-class Found(NamedTuple):
-    """Where a search ended: ELBO on its draws, what it gained, and whether it is an optimum.
-
-    Of many numbers, the mean curvature of the log density there, as far as it was learned.
-    """
-
-    family: Family
-    elbo: float
-    gain: float
-    converged: bool
-    curvature: LowRankMatrix | None = None
 
 
 @dataclass(repr=False, kw_only=True)
@@ -92,6 +73,8 @@ class DensityFit(Result):
         trace: the steps of all searches.
         check_evaluations: points at which the log density was computed after the fit, to see whether it can be
             normalised; not among `evaluations`.
+        refused: points at which the log density raised an error of its arithmetic, and counted as zero density.
+        corrected_draws: what `correction` has made.
         modes: of a mixture those that were seen, the heaviest first, and how many searches ended at each.
     """
 
@@ -104,7 +87,9 @@ class DensityFit(Result):
     trace: list[SearchStep]
     check_evaluations: int = 0
     verdict_evaluations: int = FRESH
+    refused: int = 0
     modes: list[Mode] = field(default_factory=list)
+    corrected_draws: Correction | None = None
 
     @property
     def reached(self) -> list[int]:
@@ -122,23 +107,42 @@ class DensityFit(Result):
     def next_step(self) -> str:
         return NEXT.get(self.status, "vi.fit_density(target, result.family, ..) goes on; look at the verdict first")
 
-    def sample(
-        self, n: int = 1000, *, corrected: Corrected = False, generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """n draws of the parameters' values by name, [n, *shape] each: of q or, corrected, of the posterior itself.
+    def correction(self, evaluations: int | None = None) -> Correction:
+        """Return the fit's one correction towards the posterior: importance-weighted draws, see `correct`.
 
-        Corrected ones are draws of q, and of normals with longer tails around it, resampled with Pareto-smoothed
-        importance weights. Where k̂ is 0.7 or more there are none, and the error says what to do. Where fewer
-        than n are effective some are the same.
+        It is made at the first call and kept. It spends ten times the fit's evaluations, at least 1,000 and at most
+        40,000, or as many as you allow: another number makes it anew.
+        """
+        check_integer("evaluations", evaluations, 500, optional=True)
+        if self.status is Status.DIVERGED:
+            raise Unavailable(f"no correction: {self.verdict}")
+        allowed = evaluations or min(MOST, max(LEAST, TIMES * self.evaluations))
+        if self.corrected_draws is None or (evaluations and self.corrected_draws.allowed != evaluations):
+            generator = torch.Generator(self.target.space.device).manual_seed(0)
+            self.corrected_draws = correct(self.family, self.target, allowed, generator)
+        return self.corrected_draws
+
+    def sample(
+        self,
+        n: int = 1000,
+        *,
+        corrected: Corrected = False,
+        evaluations: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, Tensor]:
+        """Return n draws of the parameters' values by name, [n, *shape] each: of q or, corrected, of the posterior.
+
+        Corrected ones are weighted draws of `correction`, resampled. If k̂ is 0.7 or more there are none, and the error
+        says what to do. If fewer than n are effective some are the same.
 
         Where weights cannot bridge what is between them, `corrected="annealed"` leads q to the posterior step by step,
-        by Hamiltonian Monte Carlo (`density/annealing.py`), and warns where that may have missed some of it.
+        by Hamiltonian Monte Carlo (`density/smc.py`), and warns where that may have missed some of it.
 
         Args:
             n: how many.
-            corrected: whether to correct q's draws towards the posterior; it needs arviz, and evaluates the log
-                density at 10 max(4000, n) points, and four times as many where few of them are effective. "annealed"
-                takes ten to three hundred thousand, and 30 for each draw beyond 2000 or more.
+            corrected: whether to correct q's draws towards the posterior; it needs arviz. "annealed" takes ten to
+                three hundred thousand evaluations, and 30 for each draw beyond 2000 or more.
+            evaluations: of the log density, that a correction may spend, see `correction`.
             generator: the source of all randomness; the global stream if None.
 
         Example:
@@ -150,42 +154,95 @@ class DensityFit(Result):
             >>> draws["s"].mean().round(decimals=1)
             tensor(3., dtype=torch.float64)
         """
-        if corrected:
-            self._refuse_diverged("draws")
-        return sample(self.family, self.target, n, corrected, generator)
+        check_integer("n", n)
+        space = self.target.space
+        if corrected == "annealed":
+            if self.status is Status.DIVERGED:
+                raise Unavailable(f"no corrected draws: {self.verdict}")
+            theta = self._annealed(n, generator)
+            return space.constrain(theta[resampled(theta.new_full((len(theta),), 1 / len(theta)), n, generator)])
+        if not isinstance(corrected, bool):
+            raise ValueError(f'corrected must be True, False or "annealed", got {corrected!r}')
+        if not corrected:
+            return space.constrain(self._of_q(n, generator))
+        weighted = self.correction(evaluations)
+        weighted.refuse("draws")
+        return space.constrain(weighted.theta[resampled(weighted.weights, n, generator)])
 
     def summary(
-        self, *, corrected: bool | None = None, select: Select = "*", draws: int = DRAWS, seed: int = 0
+        self,
+        *,
+        corrected: bool | None = None,
+        select: Select = "*",
+        evaluations: int | None = None,
+        draws: int = 4000,
+        seed: int = 0,
     ) -> Summary:
-        """A table of the parameters' values: mean, sd, quantiles, Monte Carlo error, and k̂ below it.
+        """Return a table of the parameters' values: mean, sd, quantiles, Monte Carlo error, and k̂ below it.
 
         Args:
-            corrected: True for the posterior itself, by importance weights, as in `sample`; False for q; None for the
-                posterior where k̂ allows it and q where not: the line below the table says which.
+            corrected: True for the posterior itself, by the weighted draws of `correction`; False for q, without an
+                evaluation; None for the posterior if k̂ allows it and q if not: the line below the table says which.
             select: which parameters, by glob pattern, several, or a predicate.
-            draws: of q, in each of two runs; corrected ones are up to five times as many.
-            seed: of the draws.
+            evaluations: of the log density, that a correction may spend.
+            draws: of q, for a table of q.
+            seed: of these.
         """
-        if corrected:
-            self._refuse_diverged("table")
-        if self.status is Status.DIVERGED:
-            corrected = False
-        summary = summarise(self.family, self.target, corrected=corrected, select=select, draws=draws, seed=seed)
-        return summary if self.converged else summary.noting(f"The fit: {self.verdict}")
-
-    def _refuse_diverged(self, what: str) -> None:
-        if self.status is Status.DIVERGED:
-            raise Unavailable(f"no corrected {what}: {self.verdict}")
+        check_seed(seed)
+        check_integer("draws", draws, 100)
+        space, k, why = self.target.space, None, ""
+        if corrected is not False:
+            try:
+                weighted = self.correction(evaluations)
+            except (Unavailable, ImportError, NonFiniteError) as reason:
+                if corrected:
+                    raise
+                why = f" No k̂: {reason}."
+            else:
+                k, spent = weighted.k, f"{weighted.evaluations:,} evaluations"
+                if corrected:
+                    weighted.refuse("table")
+                if weighted.trusted:
+                    S, effective = len(weighted.theta), weighted.effective
+                    note = f"Of the posterior: {S} weighted draws, {effective:.0f} effective, {spent}. k̂ = {k:.2f}."
+                    return self._noted(summarise(weighted.theta, space, select, weighted.weights, k, note))
+                why = f" k̂ = {k:.2f}, {K_LIMIT} or more: q misses part of the posterior, do not rely on this table."
+        theta = self._of_q(draws, torch.Generator(space.device).manual_seed(seed))
+        return self._noted(summarise(theta, space, select, None, k, f"Of q: {draws} draws.{why}"))
 
     def to_arviz(
-        self, draws: int = 1000, *, corrected: Corrected = False, select: Select = "*", seed: int = 0
+        self,
+        draws: int = 1000,
+        *,
+        corrected: Corrected = False,
+        select: Select = "*",
+        evaluations: int | None = None,
+        seed: int = 0,
     ) -> "InferenceData":
-        """Draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
+        """Return draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
         check_seed(seed)
         space = self.target.space
         names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
-        drawn = self.sample(draws, corrected=corrected, generator=generator)
+        drawn = self.sample(draws, corrected=corrected, evaluations=evaluations, generator=generator)
         return inference_data({name: drawn[name] for name in names})
+
+    def _noted(self, summary: Summary) -> Summary:
+        return summary if self.converged else replace(summary, notes=(*summary.notes, f"The fit: {self.verdict}"))
+
+    @torch.no_grad()
+    def _of_q(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Return independent draws of θ: [n, P]."""
+        own = IndependentDraws(self.family(), n, generator)
+        return torch.cat([self.target.space.join(draws.theta, draws.fixed) for draws in own])
+
+    def _annealed(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Return at least n draws of θ that q was led to the posterior by; warn of what speaks against them."""
+        if generator is None:
+            generator = torch.Generator(self.target.space.device).manual_seed(int(torch.randint(2**62, ())))
+        annealed = Annealing(self.family(), Counted(self.target).log_joint, generator).run(n)
+        if doubts := annealed.doubts(self.target.space):
+            warnings.warn(f"annealed draws: {doubts}", stacklevel=3)
+        return annealed.theta
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fit to one safetensors file without code: the family, ELBO, verdict, counts, trace and modes.
@@ -205,6 +262,21 @@ class DensityFit(Result):
         save_fit(self, path)
 
 
+def resampled(weights: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """Return n indices, each as often as n times its weight says, by less than one more or less, in random order.
+
+    Example:
+        >>> resampled(torch.tensor([0.5, 0.0, 0.5]), 6, None).sort().values
+        tensor([0, 0, 0, 2, 2, 2])
+    """
+    device = weights.device
+    drawn_on = device if generator is None else generator.device
+    offset = torch.rand((), generator=generator, device=drawn_on).to(device)
+    points = (torch.arange(n, device=device) + offset) / n
+    index = torch.searchsorted(weights.cumsum(0), points.to(weights.dtype)).clamp_max(len(weights) - 1)
+    return index[torch.randperm(n, generator=generator, device=drawn_on).to(device)]
+
+
 def judge(
     found: Found,
     fresh: Estimate,
@@ -215,7 +287,6 @@ def judge(
     exhausted: bool,
     evaluations: int,
     stage: str,
-    elsewhere: float = 0.0,
 ) -> tuple[Status, str]:
     """Status and words, from where the last search ended, the ELBO on draws it has not seen, and the check."""
     if runaway is not None:
@@ -250,13 +321,7 @@ def judge(
             f"the draws are over-fitted: ELBO {found.elbo:.2f} on the {draws} draws fitted, {fresh} on fresh "
             f"ones; raise draws="
         )
-    words = f"converged: ELBO {fresh}, {draws} draws"
-    if elsewhere > OTHER:
-        words += (
-            f"; the best of many optima: {100 * elsewhere:.0f} % of the searches near it ended in worse ones, and "
-            "another seed= may find a better one, by up to 0.2 nats where that was tried"
-        )
-    return Status.CONVERGED, words
+    return Status.CONVERGED, f"converged: ELBO {fresh}, {draws} draws"
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ from ..files.posterior_description import DENSITY_FIT
 from ..models.target import Target
 from ..objective import Estimate
 from ..parameters import Parameters
-from .minibatches import OverBatches
-from .modes import Mode
+from .adam import OverBatches
+from .mixture import Mode
 
 #: counts that a fit has, in a file
-COUNTS = ("evaluations", "draws", "starts", "check_evaluations", "verdict_evaluations")
+COUNTS = ("evaluations", "draws", "starts", "check_evaluations", "verdict_evaluations", "refused")
 
 
 #: by how much log p at the mean may differ, as a share of itself and of one nat

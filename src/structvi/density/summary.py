@@ -1,7 +1,7 @@
 """What a fit of a log density says of its parameters, as a table."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import floor, inf, log10
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..density.pareto import K_LIMIT
-from ..density.weighted_draws import Unavailable
-from ..families.family import Family
-from ..models.target import Target
-from ..objective import NonFiniteError
-from ..parameters import Select
-from ..util.checks import check_integer, check_seed
-from .drawing import draws_of_q, weighted_draws
+from ..parameters import Parameters, Select
 
 if TYPE_CHECKING:
     import pandas
@@ -27,37 +20,11 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 
 def summarise(
-    family: Family, target: Target, *, corrected: bool | None, select: Select, draws: int, seed: int
+    theta: Tensor, space: Parameters, select: Select, weights: Tensor | None, k: float | None, note: str
 ) -> "Summary":
-    """The table of a fit: see `DensityFit.summary`."""
-    check_seed(seed)
-    check_integer("draws", draws, 100)
-    space, generator = target.space, torch.Generator(target.space.device).manual_seed(seed)
-    names = space.matching(select)
-
-    def of(theta: Tensor, weights: Tensor | None, k: float | None, note: str) -> Summary:
-        values = space.constrain(theta)
-        return Summary({name: values[name] for name in names}, weights, k, (note,))
-
-    try:
-        weighted = weighted_draws(family, target, draws, generator)
-    except (Unavailable, ImportError, NonFiniteError) as reason:
-        if corrected:
-            raise
-        theta = draws_of_q(family, space, draws, generator)
-        return of(theta, None, None, f"Of q: {draws} draws. No k̂: {reason}.")
-    k = weighted.k
-    if corrected:
-        weighted.refuse("table")
-    if corrected or (corrected is None and weighted.trusted):
-        note = f"Of the posterior: {len(weighted.theta)} weighted draws, {weighted.effective:.0f} effective"
-        return of(weighted.theta, weighted.weights, k, f"{note}. k̂ = {k:.2f}, below {K_LIMIT}.")
-    meaning = (
-        f"below {K_LIMIT}: corrected draws can be trusted"
-        if weighted.trusted
-        else f"and from {K_LIMIT} on q misses part of the posterior: do not rely on this table"
-    )
-    return of(weighted.of_q, None, k, f"Of q: {len(weighted.of_q)} draws. k̂ = {k:.2f}, {meaning}.")
+    """Return the table of draws θ [S, P] with weights: see `DensityFit.summary`."""
+    values = space.constrain(theta)
+    return Summary({name: values[name] for name in space.matching(select)}, weights, k, (note,))
 
 
 class Row(NamedTuple):
@@ -169,10 +136,6 @@ class Summary:
             if row.name == label:
                 return row
         raise KeyError(f"no row {label!r}; there are {[row.name for row in self.rows[:12]]}")
-
-    def noting(self, note: str) -> "Summary":
-        """The same with one more note below."""
-        return replace(self, notes=(*self.notes, note))
 
     def __str__(self) -> str:
         table = [["", "mean", "sd", "5%", "50%", "95%", "mcse"], *([row.name, *_numbers(row)] for row in self.rows)]

@@ -5,12 +5,10 @@ Populations of draws of q₀, which is q stretched around its mean, go through t
     log π_t(θ) = (1 − t) log q₀(θ) + t log p(θ) + const,  t from 0 to 1.
 
 From one t to the next each draw has the weight (p/q₀)^Δt, with Δt such that half of them stay effective; they are
-resampled, and moved by Hamiltonian Monte Carlo, which leaves π_t as it is (sequential Monte Carlo: Del Moral, Doucet
+resampled, and moved by Hamiltonian Monte Carlo, which leaves π_t unchanged (sequential Monte Carlo: Del Moral, Doucet
 and Jasra, JRSS B 68:411, 2006). At t = 1 moves go on until populations, each in two halves of its moves, agree.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import ceil, inf, log
 from statistics import fmean
 from typing import NamedTuple
@@ -20,26 +18,32 @@ from torch import Tensor
 
 from ..families.density import Density
 from ..parameters import Parameters
-from .weighted_draws import LogJoint, Unavailable, check_available
+from .importance import LogJoint, Unavailable, check_available
 
 #: populations that know nothing of each other, and draws of each
 POPULATIONS, EACH = 4, 32
-#: q₀ is so many times as wide as q: what q has missed beside it is then in reach
+#: width of q₀ relative to q: what q has missed beside it is then in reach
 STRETCH = 4.0
 #: share of a population's draws that stays effective from one t to the next
 EFFECTIVE = 0.5
-#: most t's, most steps of a move's path, and moves of the first round at t = 1; each further round is twice as long
-TEMPERATURES, LEAPS, MOVES = 400, 64, 16
+#: values of t at most, and steps of a path at most
+TEMPERATURES, LEAPS = 400, 64
+#: moves of the first round at t = 1; each further round is twice as long
+MOVES = 16
 #: evaluations after which no further round begins
 ENOUGH = 100_000
 #: longest path in standard deviations, about half an orbit
 PATH = 3.0
-#: acceptance that steps are led to, how fast, and the least part of a step that a draw takes by chance
-RATE, SPEED, PART = 0.8, 0.5, 0.3
-#: populations agree below this R̂
+#: acceptance that steps are led to, and how fast
+RATE, SPEED = 0.8, 0.5
+#: least part of a step that a draw takes by chance
+PART = 0.3
+#: R̂ below which populations agree
 AGREE = 1.05
-#: nats of energy that a broken path has lost, and the share of such paths from which on there may be necks
-BROKEN, NECKS = 10.0, 0.02
+#: nats of energy that a broken path has lost
+BROKEN = 10.0
+#: share of such paths from which on there may be necks
+NECKS = 0.02
 
 
 class Annealed(NamedTuple):
@@ -48,21 +52,20 @@ class Annealed(NamedTuple):
     theta: Tensor  # [S, P]
     #: the largest R̂ of log p and of the numbers, between populations and halves of their moves
     r_hat: float
-    #: what it is of: −1 for log p
+    #: index of the number that it is of; −1 for log p
     worst: int
-    #: share of the moves' paths that lost more than ten nats of energy: they met a neck or a bend
+    #: share of the paths that lost more than ten nats of energy: they met a neck or a bend
     broken: float
-    #: log ∫ p as each population has it
+    #: log ∫ p by each population
     log_evidence: tuple[float, ...]
     temperatures: int
     evaluations: int
 
     def doubts(self, space: Parameters) -> str:
-        """What there is to be said against them; "" where nothing is."""
+        """Return what there is to be said against them; "" if nothing."""
         words = []
         if not self.r_hat < AGREE:
-            own = [name for name in space.names if space.slice(name).start <= self.worst < space.slice(name).stop]
-            name = own[0] if own else "log p"
+            name = "log p" if self.worst < 0 else space.label(self.worst)
             words.append(f"populations do not agree, R̂ of {name} is {self.r_hat:.2f} and should be below {AGREE}")
         if self.broken > NECKS:
             words.append(
@@ -87,29 +90,9 @@ class _At(NamedTuple):
     def slope(self, t: float) -> Tensor:
         return (1 - t) * self.slope_q + t * self.slope_p
 
-    def take(self, index: Tensor) -> "_At":
-        return _At(*(x[index] for x in self))
-
     def where(self, taken: Tensor, other: "_At") -> "_At":
         pairs = zip(self, other, strict=True)
         return _At(*(torch.where(taken if x.ndim == 1 else taken.unsqueeze(-1), x, y) for x, y in pairs))
-
-
-@dataclass
-class _Mover:
-    """Hamiltonian Monte Carlo in the units of a root [P, P], or of scales [P]; its step follows the acceptance."""
-
-    units: Callable[[Tensor], Tensor]
-    step: float
-    root: Tensor = field(default_factory=lambda: torch.ones(()))
-    #: mean squared jump of an evaluation, in standard deviations
-    jump: float = 0.0
-
-    def along(self, x: Tensor) -> Tensor:
-        return x @ self.root.mT if self.root.ndim == 2 else x * self.root
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient @ self.root if self.root.ndim == 2 else gradient * self.root
 
 
 class Annealing:
@@ -124,21 +107,18 @@ class Annealing:
     def __init__(self, density: Density, log_joint: LogJoint, generator: torch.Generator):
         check_available(density)
         self.density, self.log_joint, self.generator = density, log_joint, generator
-        self.mean = density.mean.detach()
-        self.evaluations = 0
+        self.mean, self.evaluations = density.mean.detach(), 0
         self.broken: list[float] = []
-        P = len(self.mean)
-        scales = _Mover(lambda x: x.std(0), 0.5 / P**0.25)
-        self.movers = [scales] if POPULATIONS * EACH < 4 * P else [scales, _Mover(_root, 0.5 / P**0.25)]
+        self.step = 0.5 / len(self.mean) ** 0.25
 
     def run(self, n: int) -> Annealed:
-        """At least n draws."""
+        """Return at least n draws."""
         draws, evidence, count = self.annealed()
-        best, moves = max(self.movers, key=lambda mover: mover.jump), max(MOVES, ceil(n / POPULATIONS / EACH))
+        moves = max(MOVES, ceil(n / POPULATIONS / EACH))
         while True:
             kept, self.broken = [], []
             for _ in range(moves):
-                draws = self.moved(draws, 1.0, best)
+                draws = self.moved(draws, 1.0)
                 kept.append((draws.theta, draws.log_p))
             theta, log_p = (torch.stack(x) for x in zip(*kept, strict=True))
             values = torch.cat([theta, log_p.unsqueeze(-1)], dim=-1)
@@ -146,15 +126,17 @@ class Annealing:
             moves *= 2
             if float(r_hat.max()) < AGREE or self.evaluations > ENOUGH:
                 break
-        worst = int(r_hat.argmax())
-        return Annealed(
-            theta.flatten(0, 1), r_hat.max().item(), -1 if worst == len(self.mean) else worst, fmean(self.broken),
-            tuple(evidence.tolist()), count, self.evaluations,
-        )  # fmt: skip
+        worst, broken = int(r_hat.argmax()), fmean(self.broken)
+        worst, theta = -1 if worst == len(self.mean) else worst, theta.flatten(0, 1)
+        return Annealed(theta, r_hat.max().item(), worst, broken, tuple(evidence.tolist()), count, self.evaluations)
 
     def annealed(self) -> tuple[_At, Tensor, int]:
-        """Draws at t = 1, the log evidence of each population, and how many t's there were."""
-        draws = self.at(self.mean + STRETCH * (self.drawn() - self.mean))
+        """Return draws at t = 1, the log evidence of each population, and how many t's there were."""
+        drawn = self.density.draw(POPULATIONS * EACH, generator=self.generator)
+        chosen = torch.multinomial(drawn.weight.detach(), POPULATIONS * EACH, True, generator=self.generator)
+        theta = drawn.theta.detach()
+        theta = theta if len(theta) == POPULATIONS * EACH else theta[chosen]
+        draws = self.at(self.mean + STRETCH * (theta - self.mean))
         t, evidence, count = 0.0, torch.zeros(POPULATIONS, dtype=torch.float64), 0
         while t < 1:
             count += 1
@@ -164,21 +146,12 @@ class Annealing:
             new = next_temperature(ratio, t)
             weight = (new - t) * ratio
             evidence += weight.logsumexp(-1).cpu() - log(EACH)
-            draws, t = draws.take(self.resampled(weight)), new
-            for mover in self.movers:
-                draws = self.moved(draws, t, mover)
+            index = self.resampled(weight)
+            draws, t = self.moved(_At(*(x[index] for x in draws)), new), new
         return draws, evidence, count
 
-    @torch.no_grad()
-    def drawn(self) -> Tensor:
-        """Independent draws of q, [S, P]."""
-        draws = self.density.draw(POPULATIONS * EACH, generator=self.generator)
-        if len(draws.theta) == POPULATIONS * EACH:
-            return draws.theta
-        chosen = torch.multinomial(draws.weight, POPULATIONS * EACH, replacement=True, generator=self.generator)
-        return draws.theta[chosen]
-
     def at(self, theta: Tensor) -> _At:
+        """Return both densities at θ."""
         with torch.enable_grad():
             theta = theta.detach().requires_grad_()
             log_p = self.log_joint(theta)
@@ -186,53 +159,44 @@ class Annealing:
         theta, log_p = theta.detach(), log_p.detach()
         self.evaluations += len(theta)
         is_number = log_p.isfinite() & slope_p.isfinite().all(-1)
+        log_p, slope_p = torch.where(is_number, log_p, -inf), torch.where(is_number.unsqueeze(-1), slope_p, 0.0)
         inside = self.mean + (theta - self.mean) / STRETCH
         with torch.no_grad():
             log_q = self.density.log_prob(inside) - len(self.mean) * log(STRETCH)
-        slope_q = self.density.score(inside) / STRETCH
-        return _At(
-            theta, torch.where(is_number, log_p, -inf), log_q,
-            torch.where(is_number.unsqueeze(-1), slope_p, 0.0), slope_q,
-        )  # fmt: skip
+        return _At(theta, log_p, log_q, slope_p, self.density.score(inside) / STRETCH)
 
     def resampled(self, log_weights: Tensor) -> Tensor:
-        """Indices [S] of draws, of each population its own, evenly by weight."""
+        """Return indices [S] of draws, of each population its own, evenly by weight."""
         weights = log_weights.softmax(-1)
-        offset = self.random(POPULATIONS, 1)
-        points = (torch.arange(EACH, device=weights.device) + offset) / EACH
+        points = (torch.arange(EACH, device=weights.device) + self.random(POPULATIONS, 1)) / EACH
         index = torch.searchsorted(weights.cumsum(-1), points).clamp_max(EACH - 1)
         return (index + EACH * torch.arange(POPULATIONS, device=weights.device).unsqueeze(-1)).flatten()
 
-    def moved(self, draws: _At, t: float, mover: _Mover) -> _At:
-        """One path of leapfrog steps for each draw, of 1 to `LEAPS`, taken or not."""
-        scale = draws.theta.std(0)
-        mover.root = mover.units(draws.theta)
-        longest = min(LEAPS, ceil(PATH / mover.step))
-        number = int(torch.randint(1, longest + 1, (), generator=self.generator, device=self.generator.device))
-        momentum = torch.randn(
-            draws.theta.shape, generator=self.generator, dtype=scale.dtype, device=self.generator.device
-        )
-        step = mover.step * (PART + (1 - PART) * self.random(len(momentum), 1)).to(scale.dtype)
+    def moved(self, draws: _At, t: float) -> _At:
+        """Return the ends of leapfrog paths, taken or not, in units of the draws' covariance."""
+        root = _root(draws.theta)
+        number = int(self.random(1).item() * min(LEAPS, ceil(PATH / self.step))) + 1
+        like = {"generator": self.generator, "dtype": root.dtype, "device": self.generator.device}
+        momentum = torch.randn(draws.theta.shape, **like)
+        step = self.step * (PART + (1 - PART) * self.random(len(momentum), 1)).to(root.dtype)
         end, before = draws, draws.value(t) - momentum.square().sum(-1) / 2
         for _ in range(number):
-            momentum = momentum + step / 2 * mover.back(end.slope(t))
-            end = self.at(end.theta + step * mover.along(momentum))
-            momentum = momentum + step / 2 * mover.back(end.slope(t))
+            momentum = momentum + step / 2 * (end.slope(t) @ root)
+            end = self.at(end.theta + step * (momentum @ root.mT))
+            momentum = momentum + step / 2 * (end.slope(t) @ root)
         change = end.value(t) - momentum.square().sum(-1) / 2 - before
         self.broken.append((~(change > -BROKEN)).double().mean().item())
         chance = change.exp().clamp(max=1.0).nan_to_num(nan=0.0)
-        taken = self.random(len(chance)).to(chance.dtype) < chance
-        mover.step *= float(torch.exp(SPEED * (chance.mean() - RATE)))
-        jump = ((end.theta - draws.theta) / scale).square().mean(-1)
-        mover.jump += 0.3 * ((chance * jump.nan_to_num(posinf=0.0)).mean().item() / number - mover.jump)
-        return end.where(taken, draws)
+        self.step *= float(torch.exp(SPEED * (chance.mean() - RATE)))
+        return end.where(self.random(len(chance)).to(chance.dtype) < chance, draws)
 
     def random(self, *size: int) -> Tensor:
+        """Return uniform numbers."""
         return torch.rand(size, generator=self.generator, dtype=torch.float64, device=self.generator.device)
 
 
 def next_temperature(ratio: Tensor, t: float) -> float:
-    """The largest t at which enough draws of every population stay effective, for ratios log p/q₀ [R, n].
+    """Return the largest t at which enough draws of every population stay effective, for ratios log p/q₀ [R, n].
 
     Example:
         >>> next_temperature(torch.zeros(2, 8), 0.0)
@@ -256,7 +220,7 @@ def next_temperature(ratio: Tensor, t: float) -> float:
 
 
 def nested_r_hat(values: Tensor) -> Tensor:
-    """R̂ of populations that are each one long chain, in two halves: [moves, R, n, ...] → [...].
+    """Return R̂ of populations that are each one long chain, in two halves: [moves, R, n, ...] → [...].
 
     √(1 + B/W), B the variance of the 2R means, W the mean variance within (Margossian et al., 2024). With n draws that
     know nothing of each other it is about √(1 + 1/n).
@@ -274,8 +238,10 @@ def nested_r_hat(values: Tensor) -> Tensor:
 
 
 def _root(theta: Tensor) -> Tensor:
-    """A root of the draws' covariance, drawn a little towards independence."""
+    """Return a root of the draws' covariance, drawn a little towards independence; scales alone for few draws."""
     x = theta - theta.mean(0)
+    if len(x) < 4 * x.shape[1]:
+        return x.std(0).diag()
     covariance = x.mT @ x / len(x)
     root, failed = torch.linalg.cholesky_ex(0.9 * covariance + 0.1 * covariance.diagonal().diag())
     return x.std(0).diag() if failed.item() else root

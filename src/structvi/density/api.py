@@ -1,4 +1,4 @@
-"""`vi.fit_density`: a family fitted to a log density on fixed draws, on which the ELBO is a plain function."""
+"""`vi.fit_density`: a family fitted to a log density."""
 
 import copy
 import time
@@ -10,25 +10,22 @@ import torch
 
 from ..families.density import MAX_DENSE
 from ..families.family import Family
+from ..families.mixture import mixture_of
 from ..models.bayesian_model import BayesianModel
 from ..models.log_density import LogDensity
 from ..models.target import Target
 from ..objective import Estimate, Estimator, NonFiniteError, elbo_terms, not_finite
 from ..util.checks import check_integer, check_positive, check_seed, is_positive
-from .coordinates import RANDOM, Counted
-from .fixed_draws import least_draws
-from .fresh_draws import fresh_draws
-from .hills import NOTE
-from .improper import runaway
-from .large import CHUNK, LARGE_LEAST, fit_large
-from .large_member import large_form
-from .lbfgs import Curvature
-from .minibatches import OverBatches, fit_minibatches
-from .mixtures import fit_mixture
+from .adam import OverBatches, fit_minibatches
+from .fixed_draws import fresh_draws, least_draws
+from .large import CHUNK, LEAST_LIMIT, fit_large, large_root
+from .mixture import fit_mixture
+from .properness import runaway
 from .result import FRESH, DensityFit, judge
-from .search import Search
+from .schedule import Search
+from .targets import Counted
 
-#: searches from different points, where none is asked for
+#: searches from different points, unless you ask for another number
 STARTS = 4
 
 
@@ -46,36 +43,37 @@ def fit_density(
     lr: float = 0.05,
     progress: bool = True,
 ) -> DensityFit:
-    """Maximise the ELBO of a log density without a step size: Newton's method on draws that stay the same.
+    """Maximise the ELBO of a log density without a step size: Newton's method on fixed draws.
 
     From several points log p is climbed, one gradient a step. Around the best hill the gradients at draws of a normal
     tell the quadratic that log p is on average; the family goes to its best approximation of the normal that is best
     for it, and so on. Then new draws, more each time, until they move it by less than ten tolerances.
-    L-BFGS on the fixed draws goes on where these steps are slow. Families of your own that are no normal with `mean`
-    and `log_scale` alone start as they are bound, and L-BFGS alone fits them.
+    L-BFGS on the fixed draws goes on where these steps are slow. Families without a `normal()` start where they are
+    bound, and L-BFGS alone fits them.
 
-    Of more than 256 numbers a family that is a diagonal plus low rank is fitted without a P×P matrix, from products of
-    the mean curvature with few directions, in a memory of a few P(K + 100) numbers (`large.py`).
+    A family that is a diagonal plus low rank over more than 256 numbers is fitted without a P×P matrix, from products
+    of the mean curvature with few directions (`large.py`).
 
-    Of a mixture the modes are looked for first, by searches from many points, and each part starts at one
-    (`mixtures.py`); where a mode with mass has no part, the status is `MISSED_MODES`.
+    For a mixture the modes are looked for first, by climbs from many points, and each part starts at one
+    (`mixture.py`); if a mode with mass has no part, the status is `MISSED_MODES`.
 
-    Then every number is led far away from the fit (`improper.py`): where nothing stops it the log density cannot be
+    Then every number is led far away from the fit (`properness.py`): if nothing stops it the log density cannot be
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
     With a `loader` the log density is seen in minibatches, `fn(parameters, batch)` an unbiased estimate of the whole:
     log prior + (N/B) Σ log likelihood, B the rows of the batch. That is a fit by Adam, with a number of steps
-    (`minibatches.py`).
+    (`adam.py`).
 
     Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or
-    `cholesky_correlation`; the log density is written of their values.
+    `cholesky_correlation`; the log density is written of their values. A point at which the log density raises a
+    `LinAlgError`, an `ArithmeticError` or a `ValueError` has no density; `refused` counts them.
 
     Args:
         target: `LogDensity`, or anything with `space`, whose values are the first start, and `log_joint` [S, P] → [S].
         family: a recipe, or a bound family, whose copy goes on from where it is.
         loader: a `DataLoader` or a list of batches, for log densities of two arguments; it needs `steps`.
-        draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096. Where it is
-            given there are P×P matrices whatever P is.
+        draws: a fixed number of them, at least 2(P + K); by default as many as are needed, up to 4096. With it there
+            are P×P matrices whatever P is.
         starts: how many points to start from, the first at the space's values, others normal around it with its scales;
             the best by ELBO is gone on with. By default 4, and 1 for a bound family; not for mixtures, whose modes are
             looked for.
@@ -83,7 +81,7 @@ def fit_density(
         max_evaluations: of the log density, all in all; of the check after the fit, as many again.
         tolerance: in nats of the ELBO.
         steps, lr: with a loader, how many steps, one batch each, and the highest learning rate, which falls to zero.
-        progress: one live line, in a terminal or a notebook.
+        progress: one line that moves, in a terminal or a notebook.
 
     Example:
         >>> from structvi import FullNormal, LogDensity, Parameters
@@ -96,77 +94,68 @@ def fit_density(
     check_seed(seed)
     check_positive(lr, "lr")
     began = time.perf_counter()
+    _check_types(target, family)
     if loader is not None or steps is not None:
-        return _in_minibatches(target, family, loader, draws, starts, max_evaluations, steps, lr, seed, progress)
-    probe = _checked(target, family, draws, starts, max_evaluations, tolerance)
+        for name, value in (("draws", draws), ("starts", starts), ("max_evaluations", max_evaluations)):
+            if value is not None:
+                raise ValueError(f"{name}= is for fits of a whole log density; with a loader give steps= and lr=")
+        if loader is None or steps is None:
+            raise ValueError(
+                "minibatches need a loader and a number of steps: fit_density(target, family, loader, steps=2000)"
+            )
+        q = copy.deepcopy(family) if family.is_bound else family
+        fitted = fit_minibatches(target, q, loader, steps=steps, lr=lr, seed=seed, progress=progress)
+        return DensityFit(
+            target=OverBatches(target, loader), notes=_notes(target), status=fitted.status, verdict=fitted.verdict,
+            elbo=fitted.elbo, family=fitted.family, evaluations=fitted.evaluations, verdict_evaluations=0,
+            seconds=time.perf_counter() - began, draws=0, starts=1, trace=[],
+        )  # fmt: skip
+    bound = _checked(target, family, draws, starts, max_evaluations, tolerance)
     run = Search(target, inf if max_evaluations is None else max_evaluations - FRESH, seed, tolerance, progress)
-    starts, mixed = 1 if family.is_bound else starts or STARTS, None
-    form = None if draws else large_form(probe)
-    if form is not None:
-        found = fit_large(run, copy.deepcopy(probe), form, starts, goes_on=family.is_bound)
+    mixture, form = mixture_of(family), None if bound.parts() else bound.normal()
+    is_large = not draws and not bound.parts() and large_root(form) is not None
+    mixed, starts = None, 1 if family.is_bound else starts or STARTS
+    if is_large:
+        found = fit_large(run, copy.deepcopy(bound), starts, goes_on=family.is_bound)
     elif family.is_bound:
-        found = run.levels(copy.deepcopy(family), run.target, Curvature(), draws)
-    elif (sought := family.parts_sought()) is not None:
-        mixed = fit_mixture(run, family, sought, starts, draws)
+        found = run.levels(copy.deepcopy(family), run.target, draws)
+    elif mixture is not None:
+        mixed = fit_mixture(run, mixture, starts, draws)
         found = mixed.found
-    elif (coordinates := probe.coordinates) is not None:
-        found = run.gaussian(family, coordinates, starts, draws)
+    elif form is not None:
+        found = run.gaussian(family, form, starts, draws)
     else:
         found = run.any(family, starts, draws)
     run.bar.close()
-    fresh = _fresh(found.family, target, seed, FRESH if form is None else CHUNK)
     counted, stage = run.target, run.stage
+    fresh = _fresh(found.family, target, seed, CHUNK if is_large else FRESH)
     checked = Counted(target, inf if max_evaluations is None else max_evaluations)
     improper = runaway(checked, found.family, found.converged, found.curvature)
     status, verdict = judge(
         found, fresh, improper, draws=run.draws, tolerance=tolerance,
         exhausted=counted.exhausted or counted.shortened, evaluations=counted.evaluations, stage=stage,
-        elsewhere=run.elsewhere,
     )  # fmt: skip
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
-    random = [RANDOM.format(*counted.differ)] if counted.differ else []
-    seen = [NOTE.format(hills=run.hills)] if run.hills > 1 else []
-    return DensityFit(
-        target=target, notes=_notes(target) + random + (seen if mixed is None else mixed.notes),
-        status=status, verdict=verdict, elbo=fresh, family=found.family, evaluations=counted.evaluations,
-        seconds=time.perf_counter() - began, draws=run.draws, starts=starts, trace=run.trace,
-        check_evaluations=checked.evaluations, modes=[] if mixed is None else mixed.modes,
-    )  # fmt: skip
-
-
-def _in_minibatches(
-    target: Target,
-    family: Family,
-    loader: Iterable[Any] | None,
-    draws: int | None,
-    starts: int | None,
-    limit: int | None,
-    steps: int | None,
-    lr: float,
-    seed: int,
-    progress: bool,
-) -> DensityFit:
-    began = time.perf_counter()
-    _check_types(target, family)
-    if loader is None or steps is None:
-        raise ValueError(
-            "minibatches need a loader and a number of steps: fit_density(target, family, loader, steps=2000)"
+    notes = _notes(target) + ([] if mixed is None else mixed.notes)
+    if counted.random:
+        one, other = counted.random
+        notes.append(
+            f"the log density is random, {one:.6g} and {other:.6g} at the same point: make its random numbers once, "
+            "before the fit, or give the data in batches, by a loader"
         )
-    for name, value in (("draws", draws), ("starts", starts), ("max_evaluations", limit)):
-        if value is not None:
-            raise ValueError(f"{name}= is for fits of a whole log density; with a loader give steps= and lr=")
-    q = copy.deepcopy(family) if family.is_bound else family
-    fitted = fit_minibatches(target, q, loader, steps=steps, lr=lr, seed=seed, progress=progress)
+    if counted.refused:
+        notes.append(f"the log density raised an error at {counted.refused} points, which count as zero density")
     return DensityFit(
-        target=OverBatches(target, loader), notes=_notes(target), status=fitted.status, verdict=fitted.verdict,
-        elbo=fitted.elbo, family=fitted.family, evaluations=fitted.evaluations, verdict_evaluations=0,
-        seconds=time.perf_counter() - began, draws=0, starts=1, trace=[],
+        target=target, notes=notes, status=status, verdict=verdict, elbo=fresh, family=found.family,
+        evaluations=counted.evaluations, seconds=time.perf_counter() - began, draws=run.draws, starts=starts,
+        trace=run.trace, check_evaluations=checked.evaluations, refused=counted.refused,
+        modes=[] if mixed is None else mixed.modes,
     )  # fmt: skip
 
 
 def _notes(target: Target) -> list[str]:
-    """Why draws were evaluated one by one, where vmap could not do it."""
+    """Return why draws were evaluated one by one, if vmap could not do it."""
     if not isinstance(target, LogDensity) or "cannot run" not in (target.evaluation.reason or ""):
         return []
     return [
@@ -176,12 +165,12 @@ def _notes(target: Target) -> list[str]:
 
 
 def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
-    """The ELBO on draws that the fit has not seen, so many at once."""
+    """Return the ELBO on draws that the fit has not met, so many at once."""
     coupling, generator = fresh_draws(seed + 1, target.space.device)
     estimator = Estimator("log_q", at_once, coupling)
     try:
         with torch.no_grad():
-            terms = (elbo_terms(family, target, None, estimator, generator) for _ in range(FRESH // at_once))
+            terms = (elbo_terms(family, Counted(target), None, estimator, generator) for _ in range(FRESH // at_once))
             values = torch.cat([one.objective() for one in terms])
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
@@ -189,19 +178,18 @@ def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
 
 
 def _bound(family: Family, target: Target) -> Family:
-    """The recipe bound, of a mixture whatever number of parts it will have."""
-    sought = family.parts_sought()
-    if sought is None:
+    """Return the recipe bound, of a mixture with any number of parts."""
+    mixture = mixture_of(family)
+    if mixture is None or mixture.components != "auto":
         return family.bind(target.space, torch.Generator())
-    parts = [one.bind(target.space, torch.Generator()) for one in sought.recipes]
-    return family.of_parts(parts, target.space.initial.new_zeros(len(parts)))
+    parts = [part.bind(target.space, torch.Generator()) for part in mixture.parts()]
+    return type(mixture).weighted(parts, target.space.initial.new_zeros(len(parts)))
 
 
 def _checked(
     target: Target, family: Family, draws: int | None, starts: int | None, limit: int | None, tolerance: float
 ) -> Family:
-    """The arguments of `fit`; returns the family, bound."""
-    _check_types(target, family)
+    """Check the arguments of `fit_density`; return the family, bound."""
     for name, value, least in (("draws", draws, 2), ("starts", starts, 1)):
         check_integer(name, value, least, optional=True)
     if not is_positive(tolerance):
@@ -213,8 +201,8 @@ def _checked(
         )
     P = target.space.size
     bound = family if family.is_bound else _bound(family, target)
-    large = not draws and large_form(bound) is not None
-    few = FRESH + (LARGE_LEAST if large else 16 * least_draws(P))
+    large = not draws and not bound.parts() and large_root(bound.normal()) is not None
+    few = FRESH + (LEAST_LIMIT if large else 16 * least_draws(P))
     check_integer("max_evaluations", limit, few, optional=True)
     if P > MAX_DENSE and not large:
         raise ValueError(

@@ -1,0 +1,169 @@
+"""One correction of a fit towards the posterior, within a budget: weighted draws, some around mass beside the fit."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf, isnan, log
+
+import torch
+from torch import Tensor
+
+from ..families.density import Density
+from ..families.family import Family
+from ..models.target import Target
+from .gaussian import Place
+from .importance import K_LIMIT, ROUNDS, Unavailable, normals_of, psislw_of_arviz, weigh
+from .mixture import DENSE, GROUPS, Modes, is_at
+from .schedule import Search
+from .targets import Counted, Limit
+
+#: evaluations that a correction may spend, relative to the fit's, and at least
+TIMES, LEAST = 10, 1000
+#: share of these for the search for mass beside the fit
+SEARCHING = 0.3
+#: evaluations beyond which no further draws are made, unless the user allows more
+MOST = 40_000
+#: share of q's mass from which on mass beside it counts
+COUNTS = 1e-3
+#: nats by which p must be above q there
+OVER = 2.0
+#: share of the draws for it, at least and at most
+SHARES = (0.05, 0.95)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Draws of θ with importance weights towards the posterior, of two independent runs.
+
+    Attributes:
+        theta: with tails, [S, P].
+        weights: summing to one, [S].
+        k: k̂, the larger of the two runs'.
+        beside: normals beside q that were found and drawn from.
+        evaluations: of the log density, all in all.
+        allowed: how many evaluations were allowed.
+    """
+
+    theta: Tensor
+    weights: Tensor
+    k: float
+    beside: int
+    evaluations: int
+    allowed: int
+
+    @property
+    def trusted(self) -> bool:
+        """Whether k̂ allows to correct by these weights."""
+        return self.k < K_LIMIT
+
+    @property
+    def effective(self) -> float:
+        """The effective number of draws, 1/Σ w²."""
+        return 1 / self.weights.square().sum().item()
+
+    def refuse(self, what: str) -> None:
+        """Raise if k̂ says that the weights correct nothing."""
+        if self.trusted:
+            return
+        raise Unavailable(
+            f"no corrected {what}: k̂ of the importance weights is {self.k:.2f}, and from {K_LIMIT} on they cannot be "
+            "trusted, for q misses part of the posterior. Take a family nearer to it (FullNormal(), a Mixture), write "
+            "the model in other parameters (theta = mu + tau * z of a hierarchy), use MCMC, or have q led to the "
+            'posterior by some of it, corrected="annealed"; corrected=False gives q itself'
+        )
+
+
+@torch.no_grad()
+def correct(family: Family, target: Target, evaluations: int, generator: torch.Generator) -> Correction:
+    """Return draws of θ with importance weights towards the target; raise `Unavailable` if there are none.
+
+    A part of the evaluations looks for modes and shoulders of p beside q, around which draws are made too. The others
+    are two runs, of draws of q and rounds of draws with tails: by chance k̂ of one run is low now and then.
+
+    Args:
+        family: q, bound.
+        target: the log density.
+        evaluations: of the log density, at most.
+        generator: of all draws.
+    """
+    psislw_of_arviz()  # before the searches, not after
+    counted, density = Counted(target, evaluations), family()
+    seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    around = beside(density, target, seed, int(SEARCHING * evaluations), counted)
+    rounds = 1 + (ROUNDS if around or normals_of(density) else 0)
+    draws = max(50, (evaluations - counted.evaluations) // (2 * rounds))
+    counted.limit = inf
+    runs = [
+        weigh(family(), target.space, counted.log_joint, draws, around=around, generator=generator) for _ in range(2)
+    ]
+    k = max((one.k_weights for one in runs), key=lambda k: inf if isnan(k) else k)
+    weights = torch.cat([one.weights for one in runs]) / 2
+    found = max(0, len(around) - len(normals_of(density)))
+    theta = torch.cat([one.theta for one in runs])
+    return Correction(theta, weights, k, found, counted.evaluations, evaluations)
+
+
+def beside(
+    density: Density, target: Target, seed: int, evaluations: int, counted: Counted | None = None
+) -> list[Place]:
+    """Return q's normals and those around what climbs find of p without them, with shares of the mass; [] if none.
+
+    Draws of q, also with tails, do not meet a mode that is far away or narrow, and weights of what is not drawn
+    correct nothing.
+
+    Args:
+        density: q, a mixture of normals of at most 512 numbers; of others nothing is found.
+        target: p.
+        seed: of all points.
+        evaluations: of p, at most.
+        counted: the target with a count that these evaluations are added to.
+    """
+    own = normals_of(density) if density.P <= DENSE and density.bound else []
+    run = Search(target, evaluations, seed, 1e-3, progress=False)
+    if not own:
+        return []
+    found: list[Place] = []
+    with suppress(Limit), torch.enable_grad():
+        found = _found(density, own, run, evaluations)
+    if counted is not None:
+        counted.evaluations += run.target.evaluations
+    return found
+
+
+def _found(density: Density, own: list[Place], run: Search, evaluations: int) -> list[Place]:
+    with torch.no_grad():
+        drawn = density.draw(64, generator=torch.Generator(density.mean.device).manual_seed(run.seed))
+        over = run.target.log_joint(drawn.theta) - density.log_prob(drawn.theta)
+    mass = (drawn.weight @ over / drawn.weight.sum()).item()
+    if not abs(mass) < inf:
+        return []
+    known = [Place(place.normal, place.log_mass + mass) for place in own]
+    seen = Modes(run, density.mean.detach(), density.variance.detach().sqrt(), run.generator)
+    seen.at_modes, quiet = [], 0
+    while quiet < 2:
+        is_new = seen.round(
+            known + seen.places, max(64, min(GROUPS, evaluations // 8)), max(8, min(64, evaluations // 200))
+        )
+        quiet = 0 if is_new else quiet + 1
+        if not is_new and not seen.places:
+            break
+    places = []
+    for place, point in [(one, m.theta) for one, m in zip(seen.at_modes, seen.modes, strict=True)] + [
+        (one, one.normal.mean) for one in seen.shoulders
+    ]:
+        with torch.no_grad():
+            above = run.target.log_joint(point.unsqueeze(0)) - density.log_prob(point.unsqueeze(0)) - mass
+        is_own = any(is_at(one.normal, place.normal) or _is_among(one, place) for one in own)
+        if not is_own and place.log_mass - mass > log(COUNTS) and above.item() > OVER:
+            places.append(place)
+    if not places:
+        return []
+    share = torch.tensor([mass, *(place.log_mass for place in places)], dtype=torch.float64).softmax(0).clamp(*SHARES)
+    made = [Place(one.normal, one.log_mass + share[0].log().item()) for one in own]
+    return made + [Place(one.normal, s.log().item()) for one, s in zip(places, share[1:], strict=True)]
+
+
+def _is_among(part: Place, mode: Place) -> bool:
+    """Return whether draws of a part go to a mode that is no spike among them: that of a skewed posterior is aside."""
+    P = len(mode.normal.mean)
+    wider = (part.normal.root.diagonal().log().sum() - torch.linalg.slogdet(mode.normal.root).logabsdet).item()
+    return float(part.normal.distance(mode.normal.mean.unsqueeze(0))) < P**0.5 + 1 and wider < P * log(3)

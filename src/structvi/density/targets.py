@@ -1,0 +1,188 @@
+"""Targets as searches see them: counted, checked, and in other coordinates."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.target import Target
+from .lowrank import LowRankMatrix
+
+#: relative difference that rounding may make between two values of a log density at one point
+SAME = 1e-4
+ADVICE = "write it with operations of torch alone, without numpy, float(), .item() and .detach()"
+#: errors of a log density that say "not here": a matrix that is not positive, an argument that a distribution refuses
+REFUSALS = (torch.linalg.LinAlgError, ValueError, ArithmeticError)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Limit(Exception):
+    """No evaluation is left."""
+
+
+class Counted:
+    """A target with a count and a limit of evaluations; the first answer is checked.
+
+    A point at which the log density raises one of `REFUSALS` has the density zero, and is counted in `refused`. If it
+    raises at all points of the first call, then the error is raised.
+    """
+
+    def __init__(self, target: Target, limit: float = inf):
+        self.target, self.space, self.limit = target, target.space, limit
+        self.evaluations, self.refused, self.exhausted = 0, 0, False
+        #: whether a search ended at a part of the limit
+        self.shortened = False
+        #: two values at one point, if they differ
+        self.random: tuple[float, float] | None = None
+        self._known = False
+
+    def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
+        """Return log p, [S, P] → [S]."""
+        if self.evaluations + len(theta) > self.limit:
+            self.exhausted = True
+            raise Limit
+        self.evaluations += len(theta)
+        try:
+            value = self.target.log_joint(theta) if self._known else checked_log_joint(self.target, theta)
+        except REFUSALS as error:
+            values = list(self._each(theta, error))
+            if not self._known and self.refused >= len(theta):
+                raise
+            value = torch.cat(values)
+        if not self._known:
+            self._known = True
+            self._ask_again(theta.detach()[-4:], value.detach()[-4:])
+        return value
+
+    def _each(self, theta: Tensor, error: Exception) -> Iterator[Tensor]:
+        """Yield values of parts of the rows: halves, until a single row raises."""
+        if len(theta) == 1:
+            self.refused += 1
+            yield theta.sum(-1) * 0 - inf
+            return
+        for half in theta.split((len(theta) + 1) // 2):
+            try:
+                yield self.target.log_joint(half)
+            except REFUSALS as own:
+                yield from self._each(half, own)
+
+    @torch.no_grad()
+    def _ask_again(self, theta: Tensor, value: Tensor) -> None:
+        """Compare values with those at the same points a moment ago: a random log density has no maximum."""
+        if self.evaluations + len(theta) > self.limit:
+            return
+        self.evaluations += len(theta)
+        try:
+            again = self.target.log_joint(theta)
+        except REFUSALS:
+            return
+        for one, other in zip(value.tolist(), again.tolist(), strict=True):
+            if abs(one - other) > SAME * (1 + abs(one)):
+                self.random = (one, other)
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """Allow this share of the evaluations that are left; after it the target is not `exhausted`."""
+        limit = self.limit
+        self.limit = self.evaluations + share * (limit - self.evaluations)
+        try:
+            yield
+        finally:
+            self.limit = limit
+            self.shortened, self.exhausted = self.shortened or self.exhausted, False
+
+
+def checked_log_joint(target: Target, theta: Tensor) -> Tensor:
+    """Return log p at θ [S, P], after checks: one value a draw, with a gradient.
+
+    Example:
+        >>> from structvi import LogDensity, Parameters
+        >>> target = LogDensity(lambda p: -p["z"].detach().square().sum(), Parameters({"z": torch.zeros(2)}))
+        >>> checked_log_joint(target, torch.zeros(3, 2, requires_grad=True))
+        Traceback (most recent call last):
+        TypeError: the log density has no gradient: what it returns does not follow θ; write it with operations of ...
+    """
+    try:
+        value: Any = target.log_joint(theta)
+    except RuntimeError as error:
+        if "numpy()" in str(error):  # torch's words for numpy on what has a gradient
+            raise TypeError(f"the log density has no gradient: it calls numpy; {ADVICE}") from error
+        if "dtype" in str(error) or "expected scalar type" in str(error):  # the latter is torch 2.6
+            raise TypeError(
+                f"the log density mixes precisions: {error}; the parameters are {theta.dtype}, give the data in it too"
+            ) from error
+        raise
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        came = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"the log density has no gradient: it returns {came}; {ADVICE}")
+    if value.shape != theta.shape[:1]:
+        raise TypeError(
+            f"log_joint must return one value for each of {len(theta)} draws, [{len(theta)}], got {list(value.shape)}; "
+            "sum over all but the first axis"
+        )
+    if theta.requires_grad and not value.requires_grad:
+        raise TypeError(f"the log density has no gradient: what it returns does not follow θ; {ADVICE}")
+    return value
+
+
+class View:
+    """A target in other coordinates, θ = centre + root z, with log p(θ) + log |det root|.
+
+    Args:
+        target: the target in θ.
+        centre: [P].
+        root: [P, P], [P] for a diagonal, or a `LowRankMatrix`: the covariance of θ for standard z.
+    """
+
+    def __init__(self, target: Target, centre: Tensor, root: Tensor | LowRankMatrix):
+        self.target, self.centre, self.root = target, centre, root
+        self.space = target.space.at(torch.zeros_like(target.space.initial))
+        if isinstance(root, LowRankMatrix):
+            self.scale, log_det = root.diagonal().sqrt(), root.log_det() / 2  # [P]
+        elif root.ndim == 1:
+            self.scale, log_det = root.abs(), root.abs().log().sum().item()
+        else:
+            self.scale, log_det = root.norm(dim=-1), torch.linalg.slogdet(root).logabsdet.item()
+        self.log_det: float = log_det
+
+    def steps(self, z: Tensor) -> Tensor:
+        """Return root z of rows."""
+        if isinstance(self.root, LowRankMatrix):
+            return self.root.root(z)
+        return z * self.root if self.root.ndim == 1 else z @ self.root.mT
+
+    def back(self, x: Tensor) -> Tensor:
+        """Return rootᵀ x of rows: gradients by z from those by θ."""
+        if isinstance(self.root, LowRankMatrix):
+            return self.root.root_transposed(x)
+        return x * self.root if self.root.ndim == 1 else x @ self.root
+
+    def z(self, theta: Tensor) -> Tensor:
+        """Return the coordinates of rows of θ."""
+        x = theta - self.centre
+        if isinstance(self.root, LowRankMatrix):
+            return self.root.inverse().root_transposed(x)
+        return x / self.root if self.root.ndim == 1 else torch.linalg.solve(self.root, x.mT).mT
+
+    def theta(self, z: Tensor) -> Tensor:
+        """Return θ of rows of coordinates."""
+        return self.centre + self.steps(z)
+
+    def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
+        """Return the log density of z = `theta`."""
+        return self.target.log_joint(self.theta(theta).to(self.space.initial)) + self.log_det
+
+    def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log density and its gradient by z: [n, P] → [n], [n, P], in float64."""
+        z = z.detach().double().requires_grad_()
+        value = self.log_joint(z)
+        (gradient,) = torch.autograd.grad(value.sum(), z)
+        return value.detach().double(), gradient
+
+    @torch.no_grad()
+    def values(self, z: Tensor) -> Tensor:
+        """Return the log density, −∞ where it is not finite."""
+        value = self.log_joint(z).double()
+        return torch.where(value.isfinite(), value, -inf)

@@ -1,0 +1,163 @@
+"""A method under examination: `name`, `fit` and `draw`, and the methods of this package in that form."""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from structvi.couplings import naive
+from structvi.density.api import fit_density
+from structvi.density.fixed_draws import FixedDraws
+from structvi.families import (
+    MAP,
+    Density,
+    Family,
+    FullNormal,
+    LowRankNormal,
+    LowRankPrecision,
+    MCDropout,
+    MeanField,
+    Mixture,
+    PerLayer,
+)
+from structvi.objective import Estimator, elbo
+from structvi.posterior import variationalize
+from structvi_paper.methods import KEEP
+
+from .problems import Data, Problem
+
+#: rank of the structured families
+RANK = 4
+#: searches for the best mixture: both modes of "bimodal" were found from 8 seeds of 8 with 12, from 6 with 4
+MIXTURE_STARTS = 12
+#: steps of Adam for a network, all data at once
+STEPS = 2000
+#: fixed masks over which the objective of MC dropout is averaged
+MASKS = 512
+
+
+class NotApplicable(ValueError):
+    """Raised by `fit` where a method cannot be put to a problem; the message says why, and the row of the table too."""
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """What a method needs to be examined. `log_prob(theta [S, P]) -> [S]`, normalised, may be there besides.
+
+    Example:
+        >>> class Prior:
+        ...     name = "the prior"
+        ...     def fit(self, problem, seed):
+        ...         self.P = problem.P
+        ...     def draw(self, n, generator):
+        ...         return torch.randn(n, self.P, generator=generator, dtype=torch.float64)
+        >>> isinstance(Prior(), Adapter)
+        True
+    """
+
+    name: str
+
+    def fit(self, problem: Problem, seed: int) -> object:
+        """Approximate the posterior of `problem`, a target with `space`, `log_joint` and, for networks, `data`.
+
+        What the method is compared with is not in it: see `Problem.question`.
+        """
+        ...
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """Independent draws of the approximation: [n, P]."""
+        ...
+
+
+def density_of(adapter: Adapter) -> Callable[[Tensor], Tensor] | None:
+    """Its `log_prob`, where it has one."""
+    return getattr(adapter, "log_prob", None)
+
+
+class Ours:
+    """A family of structvi, fitted as its user would: `fit_density`, for the network `variationalize(..).fit(..)`.
+
+    Point masses have no ELBO: of log densities their objective is maximised on fixed draws.
+
+    Args:
+        family: a recipe, or a function from the problem to one.
+        name: that of the family's class, and its rank, by default.
+    """
+
+    density: Density
+
+    def __init__(self, family: Family | Callable[[Problem], Family], name: str | None = None):
+        rank = getattr(family, "rank", None)
+        self.family = family
+        self.name = name or type(family).__name__ + ("" if rank is None else f" {rank}")
+
+    def fit(self, problem: Problem, seed: int) -> None:
+        recipe = self.family if isinstance(self.family, Family) else self.family(problem)
+        if not problem.identified:
+            assert problem.data is not None
+            family = fit_network(recipe, problem.data, seed)
+        elif not recipe.bind(problem.space, torch.Generator())().bound:
+            family = _fit_points(recipe, problem, seed)
+        else:
+            starts = MIXTURE_STARTS if isinstance(recipe, Mixture) else None
+            family = fit_density(problem, recipe, starts=starts, seed=seed, progress=False).family
+        self.space, self.density = problem.space, family.requires_grad_(False)()
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        draws = self.density.draw(n, naive, generator)
+        theta = self.space.join(draws.theta, draws.fixed)
+        weight = draws.weight.reshape(n, -1)  # of the parts of a mixture, one of which is taken for each draw
+        chosen = torch.multinomial(weight, 1, generator=generator).squeeze(-1)
+        return theta.reshape(n, -1, self.space.size)[torch.arange(n), chosen]
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        if not self.density.bound:  # in some weights a point mass: no density
+            return theta.new_full((len(theta),), -torch.inf)
+        return self.density.log_prob(theta)
+
+
+def fit_network(recipe: Family, data: Data, seed: int) -> Family:
+    """All data at once, Adam."""
+    generator = torch.Generator().manual_seed(seed)
+    bayes = variationalize(data.build(), data.likelihood, recipe, data.prior, generator=generator, evaluation="vmap")
+    loader = DataLoader(TensorDataset(data.x, data.t), batch_size=len(data.x))
+    bayes.fit(loader, steps=STEPS, estimator=Estimator(groups=4), seed=seed, progress=False)
+    return bayes.family
+
+
+def _fit_points(recipe: Family, problem: Problem, seed: int) -> Family:
+    """E log p(data, θ) over fixed draws, by L-BFGS."""
+    family = recipe.bind(problem.space, torch.Generator().manual_seed(seed))
+    coupling = FixedDraws(MASKS, seed)
+    optimizer = torch.optim.LBFGS(family.parameters(), max_iter=500, history_size=50, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = -elbo(family, problem, estimator=Estimator(coupling=coupling))
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    return family
+
+
+def _head(problem: Problem) -> Family:
+    if problem.identified:
+        raise NotApplicable("a Bayesian head needs a network with a body")
+    return PerLayer({"2.*": FullNormal(), "0.*": MAP()})
+
+
+def ours() -> dict[str, Ours]:
+    """The methods of this package, by the names of the command line."""
+    return {
+        "map": Ours(MAP(), "MAP"),
+        "mc-dropout": Ours(MCDropout(keep=KEEP), "MC dropout"),
+        "mean-field": Ours(MeanField(), "mean field"),
+        "structured": Ours(lambda problem: LowRankNormal(min(RANK, problem.P)), f"structured normal {RANK}"),
+        "precision": Ours(lambda problem: LowRankPrecision(min(RANK, problem.P)), f"structured precision {RANK}"),
+        "full": Ours(FullNormal(), "full normal"),
+        "mixture": Ours(Mixture(FullNormal(), components=2), "mixture of 2 normals"),
+        "head": Ours(_head, "Bayesian head"),
+    }
