@@ -226,7 +226,7 @@ def run(target: Multimodal, seed: int, auto: bool, known: float | None) -> dict:
     return {
         "target": target.name, "seed": seed, "short": short, "error": error, "status": str(result.status),
         "is_short": short > SHORT[target.kind] + 2 * error, "kind": target.kind, "true": len(target.modes),
-        "found": len(result.modes), "parts": len(result.family.mixture_parts()[0]),
+        "found": len(result.modes), "parts": len(result.family.parts()),
         "evaluations": result.evaluations, "check": result.check_evaluations, "seconds": seconds,
     }  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_what_is_not_normal_is_fitted_as_well_as_with_dense_matrices(monkeypatch
     X, signs = numbers(80, 40, seed=3) @ torch.diag(numbers(40, seed=4).exp()), numbers(80, seed=5).sign()
     logistic = target(lambda z: torch.nn.functional.logsigmoid(signs * (X @ z)).sum() - z.square().sum() / 2, P=40)
     dense = fit(logistic, recipe, tolerance=1e-2)
-    monkeypatch.setattr("structvi.density.large_member.LARGE", 39)
+    monkeypatch.setattr("structvi.density.large.LARGE", 39)
     large = fit(logistic, recipe, tolerance=1e-2)
     noise = FixedDraws(4096, seed=9)
 
@@ -114,7 +114,7 @@ def test_up_to_the_threshold_nothing_is_changed(monkeypatch):
     def never(*_, **__):
         raise AssertionError("a large search")
 
-    monkeypatch.setattr("structvi.density.fit.fit_large", never)
+    monkeypatch.setattr("structvi.density.api.fit_large", never)
     fit(target(lambda z: -z.square().sum() / 2, P=20), vi.LowRankNormal(2))
     with pytest.raises(AssertionError, match="a large search"):
         fit(target(lambda z: -z.square().sum() / 2, P=257), vi.LowRankNormal(2))

@@ -84,7 +84,7 @@ def test_far_from_the_mass_too(gaussian_target, full_normal, monkeypatch):
 def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
     target, mean, covariance, _ = random_gaussian(0, gaussian_target)
     monkeypatch.setattr(
-        "structvi.density.weighted_draws.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5)
+        "structvi.density.importance.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5)
     )
     # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
     near, far = (
@@ -122,7 +122,7 @@ def test_a_lost_mode_is_flagged_by_weights_without_mean_however_many_are_effecti
 
 def test_k_near_a_limit_is_the_mean_of_several_sets(gaussian_target, full_normal, monkeypatch):
     target, mean, covariance, _ = random_gaussian(0, gaussian_target)
-    module = sys.modules["structvi.density.weighted_draws"]
+    module = sys.modules["structvi.density.importance"]
     values = iter([1.05, -0.5, -0.5, -0.5, -0.5, 0.6, 0.5, 0.7, 0.65])  # own, four rounds of tails, four more sets
     monkeypatch.setattr(module, "psis", lambda x: (x.softmax(0), next(values)))
     report = diagnose(full_normal(target.space, mean, covariance), target, gradients=False)

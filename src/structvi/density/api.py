@@ -117,6 +117,8 @@ def fit_density(
     mixed, starts = None, 1 if family.is_bound else starts or STARTS
     if is_large:
         found = fit_large(run, copy.deepcopy(bound), starts, goes_on=family.is_bound)
+    elif family.is_bound and form is not None:
+        found = run.go_on(family, form, draws)
     elif family.is_bound:
         found = run.levels(copy.deepcopy(family), run.target, draws)
     elif mixture is not None:
@@ -129,7 +131,7 @@ def fit_density(
     run.bar.close()
     counted, stage = run.target, run.stage
     fresh = _fresh(found.family, target, seed, CHUNK if is_large else FRESH)
-    checked = Counted(target, inf if max_evaluations is None else max_evaluations)
+    checked = Counted(target, inf if max_evaluations is None else max_evaluations, checked=True)
     improper = runaway(checked, found.family, found.converged, found.curvature)
     status, verdict = judge(
         found, fresh, improper, draws=run.draws, tolerance=tolerance,
@@ -170,7 +172,10 @@ def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
     estimator = Estimator("log_q", at_once, coupling)
     try:
         with torch.no_grad():
-            terms = (elbo_terms(family, Counted(target), None, estimator, generator) for _ in range(FRESH // at_once))
+            terms = (
+                elbo_terms(family, Counted(target, checked=True), None, estimator, generator)
+                for _ in range(FRESH // at_once)
+            )
             values = torch.cat([one.objective() for one in terms])
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)

@@ -86,7 +86,7 @@ def correct(family: Family, target: Target, evaluations: int, generator: torch.G
         generator: of all draws.
     """
     psislw_of_arviz()  # before the searches, not after
-    counted, density = Counted(target, evaluations), family()
+    counted, density = Counted(target, evaluations, checked=True), family()
     seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
     around = beside(density, target, seed, int(SEARCHING * evaluations), counted)
     rounds = 1 + (ROUNDS if around or normals_of(density) else 0)

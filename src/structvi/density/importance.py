@@ -249,10 +249,10 @@ def normals_of(density: Density) -> list[Place]:
     """Return the normals that a density is a mixture of, with the logarithms of their weights; [] for all others."""
     made = []
     for weight, normal in weighted_normals(density):
-        root, failed = torch.linalg.cholesky_ex(normal.covariance().double())
+        root, failed = torch.linalg.cholesky_ex(normal.covariance().detach().double())
         if failed.item():  # lost to rounding: any root makes a proposal
             root = normal.variance.double().clamp_min(1e-300).sqrt().diag()
-        made.append(Place(Normal(normal.mean.double(), root), log(max(weight, 1e-300))))
+        made.append(Place(Normal(normal.mean.detach().double(), root), log(max(weight, 1e-300))))
     return made
 
 

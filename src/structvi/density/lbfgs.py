@@ -95,7 +95,8 @@ def ascend(
     """Return the highest points found from the rows of z.
 
     A row that starts where the function has no value stays there, with the value −∞. A row ends where four iterations
-    have gained less than the tolerance, or where a line search along the gradient finds nothing.
+    have gained less than the tolerance and the next promises less, or where a line search along the gradient finds
+    nothing.
 
     Args:
         function: values and gradients at rows.
@@ -131,8 +132,8 @@ def ascend(
         slope = (gradient * direction).sum(-1)
         gained = values[-1] - values[max(0, len(values) - 1 - WINDOW)]
         settled = (gained < tolerance) & (len(values) > WINDOW)
-        converged |= active & (slope < 2 * tolerance) & (settled | (slope < 1e-3 * tolerance))
-        active = active & ~settled & (slope > 1e-3 * tolerance)
+        converged |= active & ((settled & (slope < 2 * tolerance)) | (slope < 1e-3 * tolerance))
+        active = active & ~converged
         if not bool(active.any()):
             break
         found = _search(on_plane, at, normal, direction, slope, active)

@@ -227,6 +227,6 @@ def between_scales(conditional: Tensor, marginal: Tensor, number: int, noise: Te
         >>> between_scales(torch.ones(2), torch.full((2,), 4.0), 3, torch.zeros(3, 2))[:, 0]
         tensor([1., 2., 4.])
     """
-    index = torch.arange(number, device=noise.device).unsqueeze(-1)
+    index = torch.arange(number, device=noise.device, dtype=noise.dtype).unsqueeze(-1)
     log_scale = torch.lerp(conditional.log(), marginal.log(), (index % 3) / 2)
     return (log_scale + torch.where(index > 2, 0.25 * (1 + index % 4), 0.0) * noise).exp()

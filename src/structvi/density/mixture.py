@@ -50,6 +50,8 @@ QUIET, LONGER = 2, 6
 NEAR = 0.7
 #: and within so many nats
 NATS = 0.5
+#: standard deviations around an end from which climbs go on, to see whether it is a saddle
+JITTER = 0.3
 #: ends that a climb of a round looks at
 MOST = 24
 #: share of the mass from which on a mode is worth another round
@@ -58,6 +60,8 @@ COUNTS = 1e-4
 SHOULDER = 2e-3
 #: draws that weigh a shoulder
 WEIGHED = 32
+#: widths around a part of a fit, relative to it, at which mass may be left
+WIDER = (1.5, 2.5, 4.0)
 #: Newton's steps of a mode's normal
 STEPS = 30
 #: fits of a given number of parts, and further parts of "auto", at most
@@ -124,6 +128,8 @@ class Modes:
         self.modes: list[Mode] = []
         self.at_modes: list[Place] = []
         self.shoulders: list[Place] = []
+        #: around the parts of a fit, with the mass that it leaves there
+        self.wider: list[Place] = []
         #: ends of climbs that are not at a mode of their own: θ, log p and the index of the mode
         self.aliases: list[tuple[Tensor, float, int]] = []
 
@@ -138,25 +144,25 @@ class Modes:
 
     def search(self, wanted: int = 1) -> None:
         """Make rounds until some find nothing that counts, more of them with fewer places than are wanted."""
-        z = torch.cat(
-            [torch.zeros(1, len(self.view.centre), dtype=torch.float64), *(s * self.noise(EACH) for s in FIRST)]
-        )
-        self.climb(z.to(self.view.centre))
+        # not the start itself, which may be a saddle between modes
+        self.climb(torch.cat([FIRST[0] * self.noise(1) / 10, *(size * self.noise(EACH) for size in FIRST)]))
         quiet = 0
         for _ in range(ROUNDS if self.places else 0):
             quiet = 0 if self.round(self.places) else quiet + 1
             if quiet >= (QUIET if len(self.places) >= wanted else LONGER):
                 break
 
-    def round(self, known: list[Place], points: int = POINTS, climbers: int = CLIMBERS) -> bool:
-        """Climb from points around these normals; return whether anything that counts was new."""
+    def round(self, known: list[Place], points: int = POINTS, climbers: int = CLIMBERS, fitted: bool = False) -> bool:
+        """Climb from points around these normals, those of a fit or not; return whether what counts was new."""
         masses, before = Masses(known), len(self.modes)
         theta = self.points(known, points)
         z = self.view.z(theta)
         value = self.view.values(z) - self.view.log_det
         over = value - masses(theta)[0]
         self.climb(z[self.chosen(value, over, LEFT[-1], climbers)])
-        found = [self.climb_residual(masses, z[self.chosen(value, over, least, climbers)], least) for least in LEFT]
+        starts = [z[self.chosen(value, over, least, climbers)] for least in LEFT]
+        around = known if fitted else []
+        found = [self.climb_residual(masses, z, least, around) for z, least in zip(starts, LEFT, strict=True)]
         total = self.total()
         return any(found) or any(place.log_mass - total > log(COUNTS) for place in self.at_modes[before:])
 
@@ -229,8 +235,19 @@ class Modes:
         return None
 
     def add(self, climbs: Climbs, row: int, theta: Tensor, value: float) -> tuple[int | None, bool]:
-        """Fit a normal at a new end; return its mode, perhaps one that is known, and whether it is new."""
-        found = self.run.fit_hill(climbs.normal(row), value, STEPS)
+        """Fit a normal at a new end; return its mode, perhaps one that is known, and whether it is new.
+
+        Climbs from around it go on first: an end may be a saddle between modes.
+        """
+        start = climbs.normal(row)
+        again = self.ascended(self.view, self.view.z(theta + JITTER * self.noise(4) @ start.root.mT))
+        if again is not None and again.ends()[1].max() > value + NATS / 5:
+            ends, values = again.ends()
+            best = int(values.argmax())
+            theta, value, start = ends[best], values[best].item(), again.normal(best)
+            if (index := self.known(theta, value)) is not None:
+                return index, False
+        found = self.run.fit_hill(start, value, STEPS)
         if found is None:
             return None, False
         normal, elbo = found[0][-1], found[1]
@@ -242,8 +259,11 @@ class Modes:
         self.at_modes.append(Place(normal, elbo))
         return len(self.modes) - 1, True
 
-    def climb_residual(self, masses: Masses, z: Tensor, least: float) -> bool:
-        """Climb what the normals leave of p, then log p above the ends; return whether mass that counts was new."""
+    def climb_residual(self, masses: Masses, z: Tensor, least: float, around: list[Place]) -> bool:
+        """Climb what the normals leave of p, then log p above the ends; return whether mass that counts was new.
+
+        Mass around one of the normals has no end of a climb: for those in `around` wider normals are weighed.
+        """
 
         def left(z: Tensor) -> tuple[Tensor, Tensor]:
             value, gradient = self.view(z)
@@ -266,22 +286,27 @@ class Modes:
             normal = climbs.normal(row)
             is_open &= (normal.distance(theta) >= NEAR) | (values < values[row] - NATS)
             is_open[row] = False
-            noise = self.noise(WEIGHED)
-            drawn = left(self.view.z(normal.mean + noise @ normal.root.mT))[0] - self.view.log_det
-            log_normal = -noise.square().sum(-1) / 2 - noise.shape[1] / 2 * log(2 * pi) - half_log_det(normal.root)
-            mass = min(
-                (drawn - log_normal).logsumexp(0).item() - log(WEIGHED), values[row].item() - log_normal.max().item()
-            )
+            mass = self.mass_left(left, normal, values[row].item())
             vain += 1
             if mass - self.total() > log(SHOULDER):
                 own.append(Place(normal, mass))
                 vain = 0
+        if around:
+            wider = [place.normal._replace(root=times * place.normal.root) for place in around for times in WIDER]
+            self.wider = [Place(normal, self.mass_left(left, normal, inf)) for normal in wider]
         new = bool(own) and self.climb(self.view.z(torch.stack([place.normal.mean for place in own])))
         for place in sorted(own, key=lambda one: -one.log_mass):
             if not any(float(one.normal.distance(place.normal.mean.unsqueeze(0))) < 1 for one in self.places):
                 self.shoulders.append(place)
                 new = True
         return new
+
+    def mass_left(self, left: RowFunction, normal: Normal, value: float) -> float:
+        """Return the log of what is left of p around a normal, by importance sampling; `value` is at its mean."""
+        noise = self.noise(WEIGHED)
+        drawn = left(self.view.z(normal.mean + noise @ normal.root.mT))[0] - self.view.log_det
+        log_normal = -noise.square().sum(-1) / 2 - noise.shape[1] / 2 * log(2 * pi) - half_log_det(normal.root)
+        return min((drawn - log_normal).logsumexp(0).item() - log(WEIGHED), value - log_normal.max().item())
 
     def found(self) -> list[Mode]:
         """Return the modes, the heaviest first."""
@@ -361,10 +386,11 @@ class _Mixing:
 
     def as_many_as_pay(self, draws: int | None) -> Found:
         """Return a fit with a part for each mode that counts, then for what the fit leaves, as long as that gains."""
-        every = self.start(self.seen.places)
-        elbo, evidence = self.weighed(every)
-        exact = evidence - elbo < BESIDE
-        found = self.fit(self.seen.places if exact else self.heavy(), draws)
+        places = self.heavy()
+        with suppress(Limit):  # where p is just these normals
+            elbo, evidence = self.weighed(self.start(self.seen.places))
+            places = self.seen.places if evidence - elbo < BESIDE else places
+        found = self.fit(places, draws)
         with suppress(Limit):
             for _ in range(MORE):
                 elbo, evidence = self.weighed(found.family)
@@ -374,8 +400,9 @@ class _Mixing:
                     trial, gain = self.fit(self.heavy(), draws), GAIN
                 else:
                     left = evidence - elbo
-                    places = sorted(self.seen.shoulders + shoulders, key=lambda place: -place.log_mass)
-                    most = max((place.log_mass for place in self.seen.shoulders), default=-inf)
+                    beside = self.seen.shoulders + self.seen.wider
+                    places = sorted(beside + shoulders, key=lambda place: -place.log_mass)
+                    most = max((place.log_mass for place in beside), default=-inf)
                     beside = log1p(exp(min(0.0, most - found.elbo)))
                     if not places or max(left - GAIN, beside - BESIDE) <= 0 or self.run.target.exhausted:
                         break
@@ -459,7 +486,7 @@ class _Mixing:
         before, self.seen.shoulders = len(self.seen.modes), []
         self.run.stage = "modes"
         try:
-            self.seen.round(self.places_of(found))
+            self.seen.round(self.places_of(found), fitted=True)
         except Limit:
             return False
         total = self.seen.total()

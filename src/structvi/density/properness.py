@@ -64,7 +64,7 @@ HIGH = 1e12
 FOLLOWED = 128
 #: numbers up to which units are dense
 DENSE = 256
-#: least curvature that is believed, relative to the fit's, its inverse the greatest; the second where the first is wrong
+#: least curvature that is believed, relative to the fit's; the second if the first is wrong
 FLOORS = (1e-4, 1e-1)
 #: widths of a normal that is fitted to the mass of a plane, to begin with
 WIDTHS = (1.0, 1e-2, 1e-4, 1e-8, 1e-12, 1e-16, 1e-20)
@@ -150,6 +150,8 @@ def _form(family: Family, target: Target) -> NormalForm:
     """Return the fit as a normal: of a mixture the part whose mean has the highest log p, else the moments of draws."""
     parts = [part for part in family.parts() if part.bound_space().size == target.space.size]
     forms = [form for part in parts or [family] if (form := part.normal()) is not None]
+    if len(forms) == 1:
+        return forms[0]
     if forms:
         values = target.log_joint(torch.stack([form.mean for form in forms]))
         return forms[int(values.nan_to_num(nan=-inf).argmax())]
@@ -184,7 +186,8 @@ def _rays(views: list[View]) -> Rays | None:
         if not isfinite(base):
             return None
         grown = torch.maximum(view.scale, (view.centre - space.initial).abs()) / space.scale
-        numbers = grown.topk(P if P <= 2 * DENSE else min(FOLLOWED, P // 4)).indices.sort().values
+        led = min(FOLLOWED, max(1, P // 4)) if isinstance(view.root, LowRankMatrix) and P > DENSE else P
+        numbers = grown.topk(led).indices.sort().values
         units = torch.zeros(len(numbers), P, dtype=view.centre.dtype, device=view.centre.device)
         units[torch.arange(len(numbers)), numbers] = 1.0
         normal = view.back(units) / view.scale[numbers].unsqueeze(-1)
@@ -236,7 +239,7 @@ def _not_closed(view: View, normal: Tensor, highest: Tensor) -> Tensor:
 def _begin(view: View, z: Tensor, normal: Tensor, before: float, radius: float) -> Tensor:
     """Return starts at a radius: on from the point before, on the ray through it, or where the mean went."""
     tries = [z + (radius - before) * normal, z * (radius / before)]
-    along = view.z(2 * view.centre - view.target.space.initial)
+    along = view.z((2 * view.centre - view.target.space.initial).unsqueeze(0)).squeeze(0)
     share = (normal @ along).unsqueeze(-1)  # [n, 1]
     forward = share > 1e-3 * along.norm()
     tries.append(torch.where(forward, radius * along / torch.where(forward, share, 1.0), tries[0]))

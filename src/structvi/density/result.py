@@ -239,7 +239,7 @@ class DensityFit(Result):
         """Return at least n draws of θ that q was led to the posterior by; warn of what speaks against them."""
         if generator is None:
             generator = torch.Generator(self.target.space.device).manual_seed(int(torch.randint(2**62, ())))
-        annealed = Annealing(self.family(), Counted(self.target).log_joint, generator).run(n)
+        annealed = Annealing(self.family(), Counted(self.target, checked=True).log_joint, generator).run(n)
         if doubts := annealed.doubts(self.target.space):
             warnings.warn(f"annealed draws: {doubts}", stacklevel=3)
         return annealed.theta

@@ -6,8 +6,9 @@ starts ─ climbs of log p ─▶ a normal around the best hill ─ Newton's ste
                       the family by Newton's steps on S, 4S, 16S.. draws, until new draws no longer move it
 """
 
+import copy
 from contextlib import suppress
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -48,6 +49,10 @@ ROUGH = 0.1
 CLIMB = 0.2
 #: steps of a climb
 STEPS = 60
+#: draws that choose between points of a climb
+HANDFUL = 8
+#: steps after which points come into question beside a climb's end
+EARLIER = (0, 4, 8, 12, 16, 24, 32, 48)
 #: steps and gradients from which a climb's covariance is learned
 LEARNED = 40
 #: nats that log p falls between two hills
@@ -97,14 +102,14 @@ class Climbs(NamedTuple):
         z, value, _ = self.path[-1]
         return self.view.theta(z), value - self.view.log_det
 
-    def normal(self, row: int) -> Normal:
-        """Return the normal at a row's end whose covariance is the inverse Hessian that its steps have met.
+    def normal(self, row: int, last: int = -1) -> Normal:
+        """Return the normal at a row's end, or at step `last`, with the inverse Hessian that its steps have met.
 
         As in Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 23:306, 2022).
         """
         pairs = Pairs(LEARNED)
-        steps = [(z[row], gradient[row]) for z, _, gradient in self.path]
-        for (z, gradient), (new, then) in zip(steps[:-1], steps[1:], strict=True):
+        steps = [(z[row], gradient[row]) for z, _, gradient in self.path[: last % len(self.path) + 1]]
+        for (z, gradient), (new, then) in pairwise(steps):
             if bool((new != z).any()):
                 pairs.add((new - z).unsqueeze(0), (gradient - then).unsqueeze(0), torch.ones_like(z[:1]))
         z, gradient = steps[-1]
@@ -166,12 +171,31 @@ class Search:
             if values[row] == -inf or self.is_known(theta[row], values[row].item(), theta[kept]):
                 continue
             kept.append(row)
-            start = climbs.normal(row)
+            start = self.most_mass(climbs, row)
             found = self.fit_hill(start, values[row].item(), SECOND if stages else 100)
             stages = stages or [start]
             if found is not None and found[1] > best:
                 stages, best, settled = found
         return [stage for stage in stages if not is_far(stage, self.space)] or stages[:1], settled
+
+    def most_mass(self, climbs: Climbs, row: int) -> Normal:
+        """Return the normal with the highest ELBO on a handful of draws, at a climb's end or before it.
+
+        A climb may go past the mass, as in a funnel.
+        """
+        half = self.noise(HANDFUL // 2)
+        z = torch.cat([half, -half]) * (half.shape[1] ** 0.5 / half.norm(dim=-1)).repeat(2).unsqueeze(-1)
+        z_row = torch.stack([z[row] for z, _, _ in climbs.path])
+        end = int((z_row.diff(dim=0) != 0).any(-1).sum())
+        best, highest = climbs.normal(row), -inf
+        with suppress(Limit), torch.no_grad():
+            for step in (end, *(step for step in EARLIER if step < end)):
+                normal = climbs.normal(row, step)
+                values = self.target.log_joint((normal.mean + z @ normal.root.mT).to(self.space.initial)).double()
+                elbo = torch.nan_to_num(values, nan=-inf).mean().item() + normal.entropy()
+                if highest < elbo < inf:
+                    best, highest = normal, elbo
+        return best
 
     def is_known(self, theta: Tensor, value: float, known: Tensor) -> bool:
         """Return whether an end is on the hill of another: log p halfway is not below both."""
@@ -206,6 +230,10 @@ class Search:
         if not trusted and not isinstance(form.root, Diagonal):
             stages += [normal for normal in [self.mean_field(stages)] if not is_far(normal, self.space)]
         return self.newton(recipe, shape, [*stages[:-1], shape(stages[-1])], draws, trusted)
+
+    def go_on(self, family: Family, form: NormalForm, draws: int | None) -> Found:
+        """Return a bound family at the best normal of its shape, from where it is."""
+        return self.newton(family, Shape(form, self.noise), [normal_of(form)], draws, True)
 
     def mean_field(self, stages: list[Normal]) -> Normal:
         """Return the best mean field near the stages, for a full normal that fits few draws too well."""
@@ -274,7 +302,7 @@ class Search:
         """Return the end of L-BFGS from a normal, in coordinates in which it is about standard."""
         root = triangular(normal.root) if shape.whole else normal.precision().diagonal().rsqrt()
         view = View(self.target, normal.mean, root)
-        q = recipe.bind(view.space, self.generator)
+        q = self.made(recipe, view.space)
         form = normal.to_form()
         set_form(q, form.standard() if shape.whole else form.affine(-normal.mean / root, 1 / root), self.generator)
         found = self.maximise(q, view, S, iterations=SLOW)
@@ -284,8 +312,16 @@ class Search:
 
     def family_at(self, recipe: Family, normal: Normal) -> Family:
         """Return the recipe bound, at a normal of its shape."""
-        q = recipe.bind(self.space, self.generator)
+        q = self.made(recipe, self.space)
         set_form(q, normal.to_form(), self.generator)
+        return q
+
+    def made(self, recipe: Family, space: Parameters) -> Family:
+        """Return the recipe bound to a space, or a copy of a bound family over it."""
+        if not recipe.is_bound:
+            return recipe.bind(space, self.generator)
+        q = copy.deepcopy(recipe)
+        q.space = space
         return q
 
     # ---- any family

@@ -29,14 +29,14 @@ class Counted:
     raises at all points of the first call, then the error is raised.
     """
 
-    def __init__(self, target: Target, limit: float = inf):
+    def __init__(self, target: Target, limit: float = inf, checked: bool = False):
         self.target, self.space, self.limit = target, target.space, limit
         self.evaluations, self.refused, self.exhausted = 0, 0, False
         #: whether a search ended at a part of the limit
         self.shortened = False
         #: two values at one point, if they differ
         self.random: tuple[float, float] | None = None
-        self._known = False
+        self._known = checked
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         """Return log p, [S, P] → [S]."""

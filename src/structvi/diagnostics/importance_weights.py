@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..density.beside import beside
-from ..density.pareto import K_LIMIT, psis
-from ..density.weighted_draws import Importance, Moments, Unavailable, weigh
+from ..density.correction import beside
+from ..density.importance import K_LIMIT, Importance, Moments, Unavailable, psis, weigh
 from ..families.family import Family
 from ..models.target import Target
 from ..util.checks import check_seed
@@ -58,7 +57,7 @@ def importance(
         tails = False
     with problem.mode():
         density = problem.family()
-        around = beside(density, data, seed, thorough=True) if tails is not False and isinstance(data, Target) else []
+        around = beside(density, data, seed, draws) if tails is not False and isinstance(data, Target) else []
         return weigh(
             density, problem.space, problem.log_joint, draws, tails=tails, around=around,
             generator=problem.generator(seed),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..density.weighted_draws import Unavailable
+from ..density.importance import Unavailable
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target

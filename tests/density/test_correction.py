@@ -10,7 +10,7 @@ import torch
 from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, Normal, Poisson
 
 import structvi as vi
-from structvi.density.drawing import resampled
+from structvi.density.result import resampled
 from structvi.diagnostics import Unavailable
 
 N = 2_000
@@ -185,16 +185,15 @@ def test_moments_of_a_function_are_those_of_values(fitted):
     assert moments.sd.item() == pytest.approx(1 / 6, rel=0.05)
 
 
-def test_draws_are_refused_where_weights_cannot_be_trusted(monkeypatch):
+def test_draws_are_refused_where_weights_cannot_be_trusted():
     """Cauchy tails in every one of 40 numbers: no weights of normals reach them."""
     space = vi.Parameters({"s": vi.constraints.positive(1.0, shape=40)})
     target = vi.LogDensity(lambda p: (-torch.log1p(p["s"].log().square()) - p["s"].log()).sum(), space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
-    monkeypatch.setattr("structvi.density.drawing.DRAWS", 500)
-    for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True, draws=500)):
+    for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True)):
         with pytest.raises(Unavailable, match=r"no corrected .*k̂ .* is \d\.\d\d, and from 0.7 on .*MCMC"):
             call()
-    said = r"Of q: \d+ draws. k̂ = \d\.\d\d, and from 0.7 on .* do not rely on this table"
+    said = r"Of q: 500 draws. k̂ = \d\.\d\d, 0.7 or more: .* do not rely on this table"
     assert re.search(said, str(result.summary(draws=500)))
     assert result.sample(10)["s"].shape == (10, 40)
 
@@ -283,7 +282,8 @@ def test_modes_beside_a_normal_are_drawn_from():
     result = vi.fit_density(target, vi.FullNormal(), starts=1, progress=False)
     q = result.family().mean.detach()
     assert (q - centres).norm(dim=-1).min() < 0.1  # one of them
-    table = result.summary()
+    table = result.summary(evaluations=40_000)
+    assert result.correction().beside == 2
     mean = weights @ centres
     sd = (weights @ (widths.square().unsqueeze(-1) + (centres - mean).square())).sqrt()
     assert table.k is not None
@@ -309,3 +309,30 @@ def test_weights_that_end_at_a_bound_have_no_tail():
     assert abs(table.mean["v"].item() / (b / (a - 1)) - 1) < 0.02
     assert abs(table.sd["v"].item() / (b / (a - 1) / sqrt(a - 2)) - 1) < 0.05
     assert abs(table.sd["mu"].item() / sqrt(b / (a - 1) / 12) - 1) < 0.05
+
+
+def test_one_correction_within_its_budget_is_kept():
+    """Ten times the evaluations of the fit, at least 1,000; it was 42,000 at every call."""
+    target, _ = gamma()
+    seen = 0
+
+    class Counted:
+        space = target.space
+
+        def log_joint(self, theta, batch=None):
+            nonlocal seen
+            seen += len(theta)
+            return target.log_joint(theta)
+
+    result = vi.fit_density(Counted(), vi.FullNormal(), progress=False)
+    before = seen
+    table, allowed = result.summary(), max(1000, 10 * result.evaluations)
+    spent = seen - before
+    assert spent == result.correction().evaluations <= allowed
+    result.sample(50, corrected=True)
+    result.to_arviz(50, corrected=True)
+    assert seen == before + spent
+    assert f"{spent:,} evaluations" in str(table)
+    assert result.correction(evaluations=5000).evaluations <= 5000
+    assert seen > before + spent
+    assert result.summary(corrected=False).k is None

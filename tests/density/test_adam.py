@@ -5,7 +5,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.density.minibatches import shares
 
 N, NOISE = 240, 0.5
 
@@ -111,9 +110,3 @@ def test_a_smaller_last_batch_counts_as_its_rows_do(shuffle):
     torch.testing.assert_close(result.target.log_joint(theta), -0.5 * (x - 0.3).square().sum().view(1))
     evidence = -0.5 * (x - x.mean()).square().sum() + 0.5 * torch.tensor(2 * torch.pi / 100).log()
     assert result.elbo.value == pytest.approx(evidence.item(), abs=0.01)
-
-
-def test_shares_of_batches():
-    assert shares([40, 40, 40]) == [1.0, 1.0, 1.0]
-    assert shares([32, None, 4]) == [1.0, 1.0, 1.0]
-    assert sum(shares([5, 3, 1])) == pytest.approx(3)

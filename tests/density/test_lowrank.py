@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from structvi.density.low_rank_matrix import LowRankMatrix, independent, top_eigenvectors
+from structvi.density.lowrank import Approximation, LowRankMatrix, independent
+from structvi.families.normal import LowRank
 
 
 def numbers(*shape, seed=0):
@@ -57,7 +58,48 @@ def test_columns_that_are_sums_of_others_are_left_out():
 def test_eigenvectors_of_a_diagonal_plus_low_rank(spread):
     d, X, v = (spread * numbers(60, seed=4)).exp(), numbers(60, 5, seed=5), numbers(5, seed=6).exp()
     exact = torch.linalg.eigvalsh(torch.diag(d) + (X * v) @ X.mT).flip(0)
-    values, vectors, _ = top_eigenvectors(d, X, v, 6, None)
+    matrix = LowRankMatrix.of(d, X, v.diag(), 5)
+    values, vectors, _ = matrix.top(6, None)
     torch.testing.assert_close(values, exact[:6], rtol=1e-8, atol=0)
     product = d.unsqueeze(-1) * vectors + (X * v) @ (X.mT @ vectors)
     torch.testing.assert_close(product, vectors * values, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("of_precision", [False, True])
+def test_the_precision_of_a_root(of_precision):
+    scale, factor = numbers(6).exp(), numbers(6, 2, seed=1)
+    matrix = torch.eye(6, dtype=torch.float64) + factor @ factor.mT
+    exact = (
+        matrix / scale / scale.unsqueeze(-1) if of_precision else torch.linalg.inv(matrix * scale * scale.unsqueeze(-1))
+    )
+    torch.testing.assert_close(dense(LowRankMatrix.precision_of(LowRank(scale, factor, of_precision))), exact)
+
+
+@pytest.mark.parametrize("of_precision", [False, True])
+def test_the_best_factor_has_the_kl_and_gradient_of_autograd_dense_or_not(of_precision):
+    M, rank = made(P=12, r=4), 2
+    approximation, log_scale = Approximation(rank, of_precision), (0.3 * numbers(1, 12, seed=8)).requires_grad_()
+    kl, gradient, held, vectors = approximation.kl(log_scale, dense(M))
+    factor = vectors[0] * (held[0] - 1).clamp(min=0).sqrt()
+    matrix = torch.eye(12, dtype=torch.float64) + factor.detach() @ factor.detach().mT
+    scale = log_scale[0].exp()
+    covariance = torch.linalg.inv(matrix) if of_precision else matrix
+    covariance = covariance * scale * scale.unsqueeze(-1)
+    exact = 0.5 * ((dense(M) * covariance).sum() - 12 - torch.logdet(covariance) - torch.logdet(dense(M)))
+    torch.testing.assert_close(kl[0], exact)
+    (slope,) = torch.autograd.grad(exact, log_scale)  # at fixed factor: the best one has no gradient of its own
+    torch.testing.assert_close(gradient, slope)
+    others = Approximation(rank, of_precision).kl(log_scale, M)
+    torch.testing.assert_close(others[0], kl)
+    torch.testing.assert_close(others[1], gradient, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("of_precision", [False, True])
+def test_a_normal_of_the_form_is_its_own_best(of_precision):
+    scale, factor = numbers(8).exp(), 3 * numbers(8, 2, seed=1)
+    matrix = LowRankMatrix.precision_of(LowRank(scale, factor, of_precision))
+    starts = torch.stack([matrix.diagonal().rsqrt(), scale])
+    for precision in (dense(matrix), matrix):
+        root, kl = Approximation(2, of_precision).best(precision, starts, 1e-9, 1000)
+        assert kl < 1e-6
+        torch.testing.assert_close(dense(LowRankMatrix.precision_of(root)), dense(matrix), rtol=0.02, atol=0.02)

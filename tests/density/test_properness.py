@@ -10,7 +10,9 @@ from benchmarks.improper import (
     fit,
     gaussian,
 )
-from structvi.density.improper import RADII, Runaway
+from structvi.density.lowrank import LowRankMatrix
+from structvi.density.properness import RADII, Runaway, plane_mass
+from structvi.density.targets import View
 
 
 @pytest.mark.parametrize("family", ["mean field", "full"])
@@ -70,7 +72,7 @@ def test_the_check_leaves_fit_and_global_stream_alone(monkeypatch):
     log_density, P = PROPER["Neal's funnel"]
     checked = fit(log_density, P)
     assert torch.equal(before, torch.get_rng_state())
-    monkeypatch.setattr("structvi.density.fit.runaway", lambda *_: None)
+    monkeypatch.setattr("structvi.density.api.runaway", lambda *_: None)
     alone = fit(log_density, P)
     assert alone.check_evaluations == 0 < checked.check_evaluations
     assert checked.elbo.value == alone.elbo.value
@@ -108,3 +110,22 @@ def test_words(change, words):
     said = Runaway(("a → +∞", "b → −∞"), RADII[-1], change).words()
     assert "nothing stops a → +∞, b → −∞. 1,000,000 standard deviations away" in said
     assert f"the log density is {words}" in said
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_mass_of_a_plane_is_that_of_a_normal(number):
+    """The integral of a normal over θ_i = c, against its marginal density there."""
+    root = torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tril() + torch.eye(3)
+    covariance = root @ root.mT
+    space = vi.Parameters({"z": torch.zeros(3, dtype=torch.float64)})
+    exact = torch.distributions.MultivariateNormal(torch.zeros(3, dtype=torch.float64), covariance)
+    target = vi.LogDensity(lambda p: exact.log_prob(p["z"]), space)
+    marginal = torch.distributions.Normal(0.0, covariance[number, number].sqrt())
+    masses = []
+    for c in (0.5, 2.0):
+        theta = c * covariance[number] / covariance[number, number]
+        masses.append(plane_mass(View(target, torch.zeros_like(theta), root), number, theta))
+    expected = marginal.log_prob(torch.tensor(2.0)) - marginal.log_prob(torch.tensor(0.5))
+    assert masses[1] - masses[0] == pytest.approx(expected.item(), abs=1e-6)
+    low_rank = View(target, torch.zeros_like(theta), LowRankMatrix.diag(covariance.diagonal()))
+    assert plane_mass(low_rank, number, theta) <= masses[1] + 1

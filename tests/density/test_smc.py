@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import structvi as vi
-from structvi.density import annealing
-from structvi.density.annealing import Annealing, nested_r_hat, next_temperature
-from structvi.density.weighted_draws import Unavailable
+from structvi.density import smc
+from structvi.density.smc import Annealing, nested_r_hat, next_temperature
+from structvi.density.importance import Unavailable
 
 F64 = torch.float64
 
@@ -34,7 +34,7 @@ def test_a_normal_far_from_q_has_its_moments_and_its_evidence():
         return -0.5 * ((theta - mean) / root).square().sum(-1)
 
     found = Annealing(family(), log_p, seeded()).run(4000)
-    assert found.r_hat < annealing.AGREE
+    assert found.r_hat < smc.AGREE
     # 128 draws at least know nothing of each other: four standard errors
     assert ((found.theta.mean(0) - mean) / root).abs().max() < 4 / 128**0.5
     assert (found.theta.std(0) / root - 1).abs().max() < 4 / (2 * 128) ** 0.5
@@ -72,13 +72,13 @@ def test_a_neck_is_told():
 
 def test_populations_that_do_not_agree_are_told(monkeypatch):
     """Two modes that no path joins, and one t: each population keeps the share that chance gave it."""
-    monkeypatch.setattr(annealing, "ENOUGH", 0)
+    monkeypatch.setattr(smc, "ENOUGH", 0)
     space = vi.Parameters({"z": torch.zeros(1, dtype=F64)})
     target = vi.LogDensity(lambda p: torch.logaddexp(-50 * (p["z"] - 3) ** 2, -50 * (p["z"] + 3) ** 2).sum(), space)
     family = vi.FullNormal().bind(space).requires_grad_(False)
-    monkeypatch.setattr(annealing, "EACH", 4)
+    monkeypatch.setattr(smc, "EACH", 4)
     found = [Annealing(family(), target.log_joint, seeded(seed)).run(64) for seed in range(3)]
-    assert max(one.r_hat for one in found) > annealing.AGREE
+    assert max(one.r_hat for one in found) > smc.AGREE
     assert any("z" in one.doubts(space) for one in found)
 
 

@@ -10,9 +10,7 @@ from torch.distributions import Independent, StudentT
 
 import structvi as vi
 from structvi.density.fixed_draws import FixedDraws, least_draws
-from structvi.density.newton import Normal
 from structvi.density.result import FRESH
-from structvi.density.search import Search
 from structvi.families.full import FullNormalDensity
 from structvi_paper.optima import best_kl, random_gaussians
 
@@ -174,7 +172,7 @@ def test_scales_that_differ_by_many_orders():
 
 
 def test_a_funnel_is_fitted_and_needs_more_draws_than_a_normal():
-    result = fit(target(funnel), vi.FullNormal())
+    result = fit(target(funnel), vi.FullNormal(), seed=1)
     assert result.converged
     assert result.draws > fit(gaussian(2), vi.FullNormal()).draws
     # on 10⁵ fresh draws no coordinate's ascent is left beyond the noise: E ∂ELBO/∂mean = 0 at the optimum
@@ -338,20 +336,11 @@ def test_what_a_limit_ends_is_no_wreck():
     assert wide.elbo.standard_error < 5
 
 
-def test_the_best_stage_comes_back_also_where_the_last_is_little_worse():
-    run = Search(target(lambda z: -0.5 * z.square().sum(), P=3), 1e5, 0, 1e-3, False)
-    best = Normal(torch.zeros(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
-    last = best._replace(mean=best.mean + 1.0)  # 1.5 nats worse
-    run.target.exhausted = True
-    assert run.on_held_draws(last, [(-1.0, best), (-3.0, last)]) is best
-    assert run.release() == 0
-
-
 def test_an_edge_is_told_as_one():
     """Half a normal, −∞ below zero: climbs end at the edge. It was called improper, after up to 724 thousand points."""
     space = vi.Parameters({"z": torch.ones(1, dtype=torch.float64)})
     target = vi.LogDensity(lambda p: torch.where(p["z"] > 0, -0.5 * p["z"].square(), -torch.inf).sum(), space)
     result = vi.fit_density(target, vi.FullNormal(), progress=False)
     assert result.status is vi.Status.DIVERGED
-    assert "shrunk onto an edge" in result.verdict
+    assert "not given as positive" in result.verdict
     assert result.evaluations < 50_000

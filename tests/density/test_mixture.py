@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributions import Independent, StudentT
 
 import structvi as vi
-from structvi.density.mixtures import Mixed
-from structvi.density.result import Found
+from structvi.density.mixture import Mixed
+from structvi.density.schedule import Found
 
 
 def space(P=2):
@@ -69,7 +69,7 @@ def test_a_mixture_of_normals_is_found(components):
     assert sorted(result.family().proportions.tolist()) == pytest.approx([0.1, 0.4, 0.5], abs=0.01)
     assert len(result.modes) == 3
     assert result.family.space is not None
-    assert all(part.space is result.family.space for part in result.family.mixture_parts()[0])
+    assert all(part.space is result.family.space for part in result.family.parts())
 
 
 def test_both_labellings_are_found():
@@ -98,14 +98,14 @@ def test_more_parts_than_modes_lose_nothing():
 def test_auto_adds_parts_while_they_gain():
     single = fit(Bent(), vi.FullNormal()).elbo.value
     result = fit(Bent(), vi.Mixture(vi.FullNormal(), "auto"))
-    assert len(result.family.mixture_parts()[0]) > 1
+    assert len(result.family.parts()) > 1
     assert result.elbo.value > single + 0.05
     assert len(result.modes) == 1
 
 
 def test_auto_of_one_normal_is_one_part():
     result = fit(Normals([[1.0, 2.0]], [0.3], [1.0]), vi.Mixture(vi.FullNormal(), "auto"))
-    assert len(result.family.mixture_parts()[0]) == 1
+    assert len(result.family.parts()) == 1
     assert abs(result.elbo.value) < 1e-3
 
 
@@ -140,7 +140,9 @@ def test_a_limit_too_low_to_look_for_modes_is_said():
     result = fit(three(), vi.Mixture(vi.MeanField(), 2), max_evaluations=20_000)
     assert result.modes == []
     assert any("no modes were looked for" in note for note in result.notes)
-    with pytest.raises(ValueError, match=r'components="auto" needs modes, and modes are looked for where P ≤ 512'):
+    with pytest.raises(
+        ValueError, match=r'components="auto" needs modes, and modes are looked for with normal parts, P ≤ 512'
+    ):
         fit(three(), vi.Mixture(vi.MeanField(), "auto"), max_evaluations=20_000)
 
 
@@ -172,7 +174,7 @@ def test_a_wide_part_without_a_maximum_that_draws_never_reach_has_a_part(seed):
     target = Normals(centres, [2.2, 2.9], [0.83, 0.17])
     result = vi.fit_density(target, vi.Mixture(vi.FullNormal(), components="auto"), seed=seed, progress=False)
     assert result.converged
-    assert len(result.family.mixture_parts()[0]) == 2
+    assert len(result.family.parts()) == 2
     assert result.elbo.value > -0.02
 
 
