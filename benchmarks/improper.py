@@ -4,7 +4,7 @@
 
 Each with `vi.fit_density`'s defaults, but for a limit of evaluations where the search of an improper one would go
 far. A missed one is an improper log density that is not called so, a false alarm a proper one that is. The tests of
-`structvi.density.improper` have these targets at seed 0.
+`structvi.density.properness` have these targets at seed 0.
 """
 
 import argparse

@@ -61,14 +61,6 @@ def made_once(tmp_path_factory, request):
     return get
 
 
-@pytest.fixture
-def short_searches(monkeypatch):
-    """Fewer corrected draws, after a short look for mass beside q: for what is not about finding any."""
-    monkeypatch.setattr("structvi.density.drawing.DRAWS", 1000)
-    for name, value in {"POINTS": 256, "CLIMBERS": 8, "ROUNDS": 1}.items():
-        monkeypatch.setattr(f"structvi.density.beside.{name}", value)
-
-
 class PeakBytes(TorchDispatchMode):
     """Live bytes of storages made inside, and their peak."""
 

@@ -162,7 +162,7 @@ SEEDED = {
     "calibrate": lambda s: str(fresh().calibrate(DATA, seed=s)),
     "calibrate mixture": lambda s: str(copy.deepcopy(mixture()).calibrate(DATA, seed=s)),
     "diagnose": lambda s: fresh().diagnose(DATA, seed=s).verdict,
-    "summary": lambda s: density_fit().summary(draws=200, seed=s).mean["z"],
+    "summary": lambda s: density_fit().summary(corrected=False, draws=200, seed=s).mean["z"],
     "to_arviz": lambda s: density_fit().to_arviz(5, seed=s).posterior["z"].values,
     "to_arviz posterior": lambda s: posterior().to_arviz(draws=5, seed=s).posterior["weight"].values,
     "gradient_noise": lambda s: str(vi.diagnostics.gradient_noise(wide(), TARGET, seed=s)),

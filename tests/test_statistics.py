@@ -31,7 +31,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("example", KNOWN)
-def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys, short_searches):
+def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys):
     runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert "converged" in out
@@ -42,7 +42,7 @@ def test_an_example_runs_and_its_table_holds_what_is_known(example, capsys, shor
         assert abs(mean - value) < 3 * sd, name
 
 
-def test_draws_of_a_hierarchy_are_calibrated(short_searches):
+def test_draws_of_a_hierarchy_are_calibrated():
     """Two schools and few replications: enough to see a spread that is three times too large."""
     draws = Draws({}, corrected=True, starts=1, draws=32)
     kept = {}
@@ -61,7 +61,7 @@ def test_draws_of_a_hierarchy_are_calibrated(short_searches):
     assert not sbc(two, wrong, replications=20).passed
 
 
-def test_what_the_page_shows_runs_as_written(capsys, tmp_path, monkeypatch, short_searches):
+def test_what_the_page_shows_runs_as_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "statistics.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

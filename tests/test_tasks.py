@@ -30,7 +30,7 @@ def test_every_task_has_its_page():
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_ten_lines_run_as_written(name, tmp_path, monkeypatch, capsys, short_searches):
+def test_the_ten_lines_run_as_written(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     yours, ten = re.findall(r"```python\n(.*?)```", page(name), flags=re.DOTALL)
     lines = [line for line in ten.splitlines() if line.strip()]

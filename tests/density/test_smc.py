@@ -5,8 +5,8 @@ import torch
 
 import structvi as vi
 from structvi.density import smc
-from structvi.density.smc import Annealing, nested_r_hat, next_temperature
 from structvi.density.importance import Unavailable
+from structvi.density.smc import Annealing, nested_r_hat, next_temperature
 
 F64 = torch.float64
 

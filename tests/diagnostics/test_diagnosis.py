@@ -83,9 +83,7 @@ def test_far_from_the_mass_too(gaussian_target, full_normal, monkeypatch):
 
 def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
     target, mean, covariance, _ = random_gaussian(0, gaussian_target)
-    monkeypatch.setattr(
-        "structvi.density.importance.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5)
-    )
+    monkeypatch.setattr("structvi.density.importance.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5))
     # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
     near, far = (
         diagnose(full_normal(target.space, mean, scale**2 * covariance), target, gradients=False)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..families.family import Family
 from ..families.mixture import Mixture
 from ..models.target import Target
+from ..parameters import Parameters
 from ..result import Status
 from .fixed_draws import fresh_draws
 from .gaussian import Normal, Place, Shape, half_log_det, normal_of, set_form
@@ -443,7 +444,7 @@ class _Mixing:
         log_weights = self.run.space.initial.new_tensor([place.log_mass for place in places])
         return Mixture.weighted(parts, log_weights, common_noise=self.recipe.common_noise)
 
-    def moved(self, mixture: Mixture, shift: Tensor, root: Tensor, space) -> Mixture:
+    def moved(self, mixture: Family, shift: Tensor, root: Tensor, space: Parameters) -> Family:
         """Return a copy with every part in other coordinates."""
         mixture = copy.deepcopy(mixture)
         for part in mixture.parts():
@@ -458,7 +459,6 @@ class _Mixing:
         start, centre, scale = self.start(places), self.view.centre, self.view.scale
         inside = self.moved(start, -centre / scale, 1 / scale, self.view.space)
         found = self.run.levels(inside, self.view, draws)
-        assert isinstance(found.family, Mixture)
         made = self.moved(found.family, centre, scale, self.run.space)
         with suppress(Limit):
             before, after = self.weighed(start)[0], self.weighed(made)[0]
