@@ -11,12 +11,12 @@ from tqdm import tqdm
 from ..couplings import paired
 from ..families.family import Family
 from ..families.low_rank import hold_factors, release_factors
+from ..models.batch import rows_of
 from ..models.target import Target
 from ..objective import Estimate, Estimator, NonFiniteError, elbo, elbo_terms, not_finite
 from ..result import Status
-from ..util.batch_rows import rows_of
 from ..util.checks import check_integer, check_iterable, check_positive
-from ..util.live import is_live
+from ..util.progress import is_live
 
 #: pairs of draws a step
 GROUPS = 4

@@ -21,7 +21,7 @@ from ..families.normal import Diagonal, NormalForm
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
-from ..util.live import is_live
+from ..util.progress import is_live
 from .fixed_draws import FixedDraws, fixed_elbo, least_draws
 from .gaussian import Normal, Shape, is_far, normal_of, set_form, triangular
 from .lbfgs import Pairs, ascend
