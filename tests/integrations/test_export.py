@@ -80,6 +80,11 @@ CASES = {
 }
 
 
+#: tier one; the others are slow
+QUICK = ("yes or no", "random noise", "noise from a head", "masks", "a random head", "images", "keywords")
+SLOW = pytest.mark.slow
+
+
 def posterior(make=mlp, likelihood=CATEGORICAL, family=None, **options):
     torch.manual_seed(0)
     return vi.variationalize(make(), likelihood, family or vi.MeanField(initial_scale=1.0), num_data=20, **options)
@@ -92,7 +97,7 @@ def called(program, x):
     return module(*x) if isinstance(x, tuple) else module(x)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES])
 def test_the_program_says_what_the_posterior_says(name):
     make, likelihood, family, inputs = CASES[name]
     bayes = posterior(make, likelihood, family)
@@ -130,13 +135,13 @@ def test_it_is_saved_without_the_users_data_and_runs_without_structvi(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch's own
-@pytest.mark.parametrize("name", ["labels", "images", "attention", "keywords"])
+@pytest.mark.parametrize("name", ["images", *(pytest.param(name, marks=SLOW) for name in ("attention", "keywords"))])
 def test_a_linearised_posterior_at_one_batch_size(name):
     """Also after the decompositions by which other formats are made."""
     make, likelihood, _, inputs = CASES[name]
     bayes = posterior(make, likelihood, linearise=True)
-    program = export_predictive(bayes, inputs(5), DRAWS, dynamic_batch=False, generator=generator())
-    expected = bayes.predict(inputs(5), DRAWS, generator=generator()).mean
+    program = export_predictive(bayes, inputs(5), 2, dynamic_batch=False, generator=generator())
+    expected = bayes.predict(inputs(5), 2, generator=generator()).mean
     for one in (program, program.run_decompositions()):
         torch.testing.assert_close(called(one, inputs(5)), expected)
 
