@@ -503,13 +503,13 @@ class StackedFits:
         (-_column(weight, fit) * (fit - _column(kl_weight, fit) * complexity)).mean(-1).sum().backward()
         with torch.no_grad():
             elbo = (fit - complexity).double()
-            learning = [x for x in self.stacked.values() if x.grad is not None]
-            norm = sum(x.grad.double().reshape(len(x), -1).square().sum(1) for x in learning).sqrt()
+            gradients = [x.grad for x in self.stacked.values() if x.grad is not None]
+            norm = torch.stack([x.double().reshape(len(x), -1).square().sum(1) for x in gradients]).sum(0).sqrt()
             finite = norm.isfinite() & elbo.isfinite().all(-1)
             coefficient = (self.clip / norm.clamp(min=1e-30)).clamp(max=1.0)
-            for x in learning:
+            for x in gradients:
                 rows = -1, *[1] * (x.ndim - 1)
-                x.grad = torch.where(finite.view(rows), x.grad * coefficient.to(x).view(rows), 0.0)
+                x.copy_(torch.where(finite.view(rows), x * coefficient.to(x).view(rows), 0.0))
             error = elbo.std(-1) / elbo.shape[1] ** 0.5 if elbo.shape[1] > 1 else torch.full_like(norm, nan)
             told = torch.stack([elbo.mean(-1), error, norm, finite.double()], 1).tolist()  # the host waits once
             self._move(rates, told)
@@ -518,9 +518,9 @@ class StackedFits:
                 for name, mean in self.average.items():
                     mean.lerp_(self.stacked[name], torch.tensor(weights).to(mean).view(-1, *[1] * (mean.ndim - 1)))
         seconds = time.monotonic() - started
-        for one, row in zip(self.fits, told, strict=True):
+        for one, (value, deviation, size, is_finite) in zip(self.fits, told, strict=True):
             if one.goes_on:
-                one.record(*row, seconds)
+                one.record(value, deviation, size, is_finite, seconds)
 
     def _move(self, rates: Sequence[float], told: Sequence[Sequence[float]]) -> None:
         """Make one step of Adam at the highest rate; posteriors at a lower one go that part of the way."""

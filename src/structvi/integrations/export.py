@@ -86,8 +86,8 @@ def linear_graph(net: nn.Module, at: Mapping[str, Tensor], inputs: tuple[Any, di
     """
 
     def linear(tensors: dict[str, Tensor], arguments: Any, keywords: dict[str, Any]) -> Any:
-        y, back = vjp(lambda own: functional_call(net, own, arguments, keywords), dict(at))
-        _, forth = vjp(lambda u: back(u)[0], pytree.tree_map(torch.zeros_like, y))
+        y, back, *_ = vjp(lambda own: functional_call(net, own, arguments, keywords), dict(at))
+        _, forth, *_ = vjp(lambda u: back(u)[0], pytree.tree_map(torch.zeros_like, y))
         (slope,) = forth({name: tensors[name] - at[name] for name in at})
         return pytree.tree_map(torch.add, y, slope)
 

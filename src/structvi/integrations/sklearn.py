@@ -108,9 +108,10 @@ class BayesianEstimator(BaseEstimator):
     def predictive(self, X: Any) -> Iterator[Predictive]:
         """Yield predictive distributions of the standardised target, `ROWS` rows at a time, all from the same draws."""
         check_is_fitted(self, "posterior_")
-        inputs = self._standardised(validate_data(self, X, reset=False, dtype=np.float64))
-        for rows in inputs.split(ROWS):
-            yield self.posterior_.predict(rows, draws=self.draws, generator=torch.Generator().manual_seed(self._seed))
+        rows: Any = validate_data(self, X, reset=False, dtype=np.float64)
+        inputs = self._standardised(rows)
+        for part in inputs.split(ROWS):
+            yield self.posterior_.predict(part, draws=self.draws, generator=torch.Generator().manual_seed(self._seed))
 
     def _refuse(self, options: dict[str, Any]) -> None:
         if options:
