@@ -18,7 +18,7 @@ SRC = Path(structvi.__file__).parent
 ROOMS = (
     "util", "constraints", "parameters", "couplings", "families", "networks", "models", "objective", "result",
     "files", "distributed", "predict", "optim", "density", "train", "laplace", "head",
-    "imaging", "plots", "diagnostics", "posterior", "ensemble", "testing", "integrations", "cli", "",
+    "imaging", "plots", "diagnostics", "posterior", "ensemble", "loading", "testing", "integrations", "cli", "",
 )  # fmt: skip
 #: What is no concrete family: protocols that any family, ours or a user's, has.
 PROTOCOLS = {"Density", "DistributionDensity", "Draws", "Family", "Gaussian", "Shard", "NormalForm"}

@@ -328,7 +328,7 @@ TABLE = {
         r"log densities.*variationalize\(net",
     ),
     "fit: no family": (lambda: vi.fit_density(TARGET, "full"), TypeError, r"expects a family, got str.*FullNormal\(\)"),
-    "load: a log density": (lambda: vi.load("a.safetensors", TARGET), TypeError, r"got LogDensity.*vi\.load_fit\(path"),
+    "load: a number": (lambda: vi.load("a.safetensors", 3), TypeError, r"a list of networks or a log density; got int"),
     "fit: a point mass": (lambda: vi.fit_density(TARGET, vi.MAP()), ValueError, r"has no density"),
     "fit: few draws": (
         lambda: vi.fit_density(TARGET, vi.LowRankNormal(2), draws=8),

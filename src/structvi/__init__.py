@@ -28,7 +28,7 @@ from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
-from .posterior import Posterior, load, variationalize, variationalize_head
+from .posterior import Posterior, variationalize, variationalize_head
 from .predict import metrics
 from .predict.metrics import Metrics
 from .predict.predictive import Predictive
@@ -40,9 +40,9 @@ from .util import __version__
 if TYPE_CHECKING:
     from . import diagnostics, imaging, plots
     from .density.api import fit_density
-    from .density.loading import load_fit
     from .density.result import DensityFit
     from .density.summary import Summary
+    from .loading import load
     from .predict.tiles import predict_tiles
 
 #: names that few programs use → the modules that have them, loaded when they are asked for
@@ -51,7 +51,7 @@ _LATER = {
     "Summary": "density.summary",
     "diagnostics": "diagnostics",
     "fit_density": "density.api",
-    "load_fit": "density.loading",
+    "load": "loading",
     "imaging": "imaging",
     "plots": "plots",
     "predict_tiles": "predict.tiles",
@@ -111,7 +111,6 @@ __all__ = [
     "kl",
     "likelihoods",
     "load",
-    "load_fit",
     "metrics",
     "optim",
     "plots",

@@ -74,7 +74,7 @@ def _into(out: Path | None = None) -> Iterator[None]:
 
     from structvi_tables.reading import TableError
 
-    from .files.header import CheckpointError
+    from .files.file import CheckpointError
     from .util.folder_files import check_folder
 
     if out is not None:

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -430,7 +430,7 @@ def variationalize_head(
     return posterior
 
 
-def load(
+def load_posterior(
     path: str | os.PathLike[str],
     net: nn.Module,
     *,
@@ -440,31 +440,7 @@ def load(
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
     device: torch.device | str | None = None,
 ) -> Posterior:
-    """The posterior of a file that `Posterior.save` wrote, around a network of the same form.
-
-    The network's tensors that are not random, held ones and buffers, are part of the posterior: they are copied from
-    the file into `net`, as `load_state_dict` does; the random ones of `net` are left as they are. A file that was
-    saved with network="hash" changes nothing in `net`, and is refused where those tensors are not the same.
-
-    Args:
-        path: the file.
-        net: a network with the tensors of the one that was saved; where they differ, the error names them.
-        family, prior, likelihood, forward: what you wrote yourself is not in the file: give it again, made with the
-            same arguments. Its tensors, if it has any, are set from the file.
-        device: where to move all of it, `net` included; None for where `net` is.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, of another version or of another kind.
-        ValueError: the network, or what you gave, is not what was saved.
-
-    Example:
-        >>> import tempfile
-        >>> from structvi import MeanField, likelihoods
-        >>> path = os.path.join(tempfile.mkdtemp(), "posterior.safetensors")
-        >>> variationalize(nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=100).save(path)
-        >>> load(path, nn.Linear(3, 2)).family
-        MeanField(initial_mean='current', initial_scale=0.1)
-    """
+    """Return the posterior of a file that `Posterior.save` wrote, see `structvi.loading.load`."""
     found = posterior_file.load(path, net, family=family, prior=prior, likelihood=likelihood, forward=forward)
     posterior = Posterior(found.model, found.family, dropout=found.dropout, batch_norm=found.batch_norm)
     posterior.calibration, posterior.chosen_on = found.calibration, found.chosen_on

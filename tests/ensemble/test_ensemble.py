@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.ensemble.ensemble import load_ensemble, stacking
+from structvi.ensemble.ensemble import stacking
 from structvi.files.file import write
 from structvi.models.calibration import Adjustment
 
@@ -210,17 +210,17 @@ def test_saved_and_loaded(tmp_path):
     found = ensemble.calibrate(loader(40, 60), conformal=True)
     ensemble.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
     ensemble.save(tmp_path / "ensemble")
-    again = load_ensemble(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
+    again = vi.load(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
     assert torch.equal(again.weights, ensemble.weights)
     assert again.calibration.described() == ensemble.calibration.described()
     assert torch.equal(again.predict(X).mean, ensemble.predict(X).mean)
     assert not torch.allclose(again.predict(X).mean, ensemble.predict(X, calibrated=False).mean, atol=1e-3)
     assert torch.equal(again.predict(X).conformal(0.8), ensemble.predict(X).conformal(0.8))
     with pytest.raises(ValueError, match="of 3 networks, got 2"):
-        load_ensemble(tmp_path / "ensemble", networks(2))
+        vi.load(tmp_path / "ensemble", networks(2))
     (tmp_path / "ensemble" / "network-0.safetensors").rename(tmp_path / "ensemble" / "mixture.safetensors")
     with pytest.raises(vi.CheckpointError, match="does not describe a mixture"):
-        load_ensemble(tmp_path / "ensemble", networks())
+        vi.load(tmp_path / "ensemble", networks())
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration)
     description = {"kind": "mixture of networks", "networks": 2, "calibration": calibration}
     write(tmp_path / "mixture.safetensors", {"weights": ensemble.weights, **tensors}, description)
     with pytest.raises(vi.CheckpointError, match=r"mixture\.safetensors"):
-        load_ensemble(tmp_path, networks(2))
+        vi.load(tmp_path, networks(2))
 
 
 def test_what_is_no_ensemble():

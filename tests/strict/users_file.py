@@ -94,7 +94,7 @@ def log_densities(folder: Path) -> None:
     result = vi.fit_density(target, vi.FullNormal(), progress=False)
     assert_type(result, vi.DensityFit)
     result.save(folder / "fit.safetensors")
-    assert_type(vi.load_fit(folder / "fit.safetensors", target), vi.DensityFit)
+    assert_type(vi.load(folder / "fit.safetensors", target), vi.DensityFit)
     assert_type(result.family, vi.Family)
     assert_type(result.family(), vi.Density)
     assert_type(result.family().draw(2), vi.Draws)

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 
 from ..families.family import Family
-from ..files.describe import decode
-from ..files.file import CheckpointError, opened
-from ..files.header import Entry, brief
-from ..files.implied import tensors_of_family
-from ..files.parts import any_start, check_values, differences, set_tensors, shown, under
-from ..files.posterior_description import DENSITY_FIT, refusing
+from ..files.describe import decode, refusing
+from ..files.file import CheckpointError, Table, brief, opened
+from ..files.posterior_file import differences, shapes_of, under
 from ..models.target import Target
 from ..objective import Estimate
 from ..parameters import Parameters
@@ -27,7 +24,7 @@ from ..util.checks import is_integer
 from .adam import OverBatches
 from .mixture import Mode
 from .result import DensityFit
-from .saving import COUNTS, SAME, at_mean, space_of
+from .saving import COUNTS, DENSITY_FIT, SAME, at_mean, space_of
 from .schedule import SearchStep
 
 _FIELDS = {"kind", "family", "space", "dtype", "log_joint", "minibatches", "status", "verdict", "notes", "seconds"}
@@ -82,18 +79,18 @@ def load_fit(
         q = _family(saved, family, space, path)
         with refusing(path):
             expected = _expected(saved, q, space)
-        file = {name: (entry.shape,) for name, entry in stored.table.items() if name != "elbo.per_group"}
+        file = {name: (shape,) for name, (shape, _) in stored.table.items() if name != "elbo.per_group"}
         if different := differences(file, {name: (shape,) for name, shape in expected.items()}):
             what = f"{path}: the family ({type(q).__name__}) is not the one that was saved. The tensors are\n"
             raise (CheckpointError if family is None else ValueError)(what + "\n".join(different))
         _check_dtypes(stored.table, space, family is None, path)
         tensors = stored.tensors()
     own = under("family", tensors)
-    if family is None:
-        check_values(own, f"{path}: the family")
+    if family is None and not all(bool(x.isfinite().all()) for x in own.values()):
+        raise CheckpointError(f"{path}: the family has values that are not finite: save one whose fit has not failed")
     with refusing(path):
-        q = q if q.is_bound else q.bind(space, any_start())
-    set_tensors(q, own, f"{path}: the family ({type(q).__name__})")
+        q = q if q.is_bound else q.bind(space, torch.Generator().manual_seed(0))
+    q.load_state_dict(own, assign=True)
     q.to(space.device)
     theta = tensors["modes.theta"].to(space.initial)
     modes = [Mode(theta[i], *numbers) for i, numbers in enumerate(saved["modes"])]
@@ -150,7 +147,7 @@ def _check_space(saved: Mapping[str, Any], space: Parameters, path: Any) -> None
     if different := differences(there, here):
         raise ValueError(f"{path} is the fit of other parameters. They are\n" + "\n".join(different))
     if saved["space"] != space_of(space):
-        raise ValueError(f"{path} has the parameters in another order: {', '.join(map(shown, there))}")
+        raise ValueError(f"{path} has the parameters in another order: {', '.join(map(brief, there))}")
     if saved["dtype"] != str(space.dtype):
         raise ValueError(f"{path} is a fit in {brief(saved['dtype'])}, the parameters here are in {space.dtype}")
 
@@ -170,7 +167,7 @@ def _family(saved: Mapping[str, Any], family: Family | None, space: Parameters, 
         )
     if not isinstance(family, Family):
         raise TypeError(f"family must be a family such as MeanField(), got {family!r}")
-    return family if family.is_bound else family.bind(space, any_start())
+    return family if family.is_bound else family.bind(space, torch.Generator().manual_seed(0))
 
 
 def _expected(saved: Mapping[str, Any], q: Family, space: Parameters) -> dict[str, tuple[int, ...]]:
@@ -178,15 +175,15 @@ def _expected(saved: Mapping[str, Any], q: Family, space: Parameters) -> dict[st
     if q.is_bound:
         shapes = {name: tuple(tensor.shape) for name, tensor in q.state_dict().items()}
     else:
-        shapes = tensors_of_family(saved["family"]["value"], space)
+        shapes = {name: shape for name, (shape, _) in shapes_of(q, space).items()}
     own = {f"family.{name}": shape for name, shape in shapes.items()}
     return {**own, "modes.theta": (len(saved["modes"]), space.size)}
 
 
-def _check_dtypes(table: Mapping[str, Entry], space: Parameters, ours: bool, path: Any) -> None:
-    wrong = [name for name in under("family", table) if ours and table[f"family.{name}"].dtype != space.dtype]
+def _check_dtypes(table: Table, space: Parameters, ours: bool, path: Any) -> None:
+    wrong = [name for name in under("family", table) if ours and table[f"family.{name}"][1] != space.dtype]
     per_group = table.get("elbo.per_group")
-    if wrong or per_group is None or per_group.dtype != torch.float64 or len(per_group.shape) != 1:
+    if wrong or per_group is None or per_group[1] != torch.float64 or len(per_group[0]) != 1:
         raise CheckpointError(f"{path} is damaged: it does not hold the numbers that structvi writes")
 
 

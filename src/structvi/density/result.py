@@ -247,16 +247,16 @@ class DensityFit(Result):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fit to one safetensors file without code: the family, ELBO, verdict, counts, trace and modes.
 
-        The log density is a function and is not in it: `vi.load_fit(path, target)` is given it again. The file is
+        The log density is a function and is not in it: `vi.load(path, target)` is given it again. The file is
         written whole or not at all.
 
         Example:
             >>> import tempfile
-            >>> from structvi import FullNormal, LogDensity, Parameters, fit_density, load_fit
+            >>> from structvi import FullNormal, LogDensity, Parameters, fit_density, load
             >>> path = os.path.join(tempfile.mkdtemp(), "fit.safetensors")
             >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), Parameters({"z": torch.zeros(2)}))
             >>> fit_density(target, FullNormal(), progress=False).save(path)
-            >>> print(load_fit(path, target).status)
+            >>> print(load(path, target).status)
             converged
         """
         save_fit(self, path)

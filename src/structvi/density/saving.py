@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from ..families.family import Family
-from ..files.describe import check
+from ..files.describe import decode
 from ..files.file import write
-from ..files.parts import describe_part
-from ..files.posterior_description import DENSITY_FIT
+from ..files.posterior_file import describe_part
 from ..models.target import Target
 from ..objective import Estimate
 from ..parameters import Parameters
@@ -23,6 +22,7 @@ from .mixture import Mode
 
 #: counts that a fit has, in a file
 COUNTS = ("evaluations", "draws", "starts", "check_evaluations", "verdict_evaluations", "refused")
+DENSITY_FIT = "density fit"
 
 
 #: by how much log p at the mean may differ, as a share of itself and of one nat
@@ -55,7 +55,7 @@ def save_fit(fit: Savable, path: str | os.PathLike[str]) -> None:
         raise ValueError("the family has values that are not finite, and a file of it could not be loaded: fit again")
     described = describe_part(family)
     if "value" in described:
-        check(described["value"], "family", len(target.space.names))
+        decode(described["value"], "family", len(target.space.names))
     P = target.space.size
     tensors["elbo.per_group"] = fit.elbo.per_group
     tensors["modes.theta"] = torch.stack([m.theta for m in fit.modes]) if fit.modes else torch.zeros(0, P)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
+from ..files.describe import refusing
 from ..files.file import CheckpointError, opened, write
-from ..files.posterior_description import refusing
 from ..files.posterior_file import check_calibration
 from ..laplace.laplace import place_together
 from ..laplace.result import LaplaceResult
@@ -23,7 +23,7 @@ from ..models.calibration import Calibration
 from ..models.priors.base import Prior
 from ..objective import Estimate, NonFiniteError
 from ..parameters import Parameters
-from ..posterior import Posterior, load, variationalize
+from ..posterior import Posterior, load_posterior, variationalize
 from ..predict.calibration import calibrate
 from ..predict.draws import WeightDraws
 from ..predict.metrics import evaluate
@@ -299,7 +299,7 @@ class Ensemble(nn.Module):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write every member to a file of its own in a folder, the weights and the calibration.
 
-        `load_ensemble(folder, networks)` reads them.
+        `vi.load(folder, networks)` reads them.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -331,7 +331,9 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
-    members = [load(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)]
+    members = [
+        load_posterior(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)
+    ]
     ensemble = Ensemble(members)
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on

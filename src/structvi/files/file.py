@@ -1,42 +1,54 @@
 """One file of tensors and a description: written whole or not at all, and believed only where its SHA-256 agrees.
 
-The format is safetensors with one entry of metadata, "structvi": the canonical JSON of {"description", "format",
-"sha256"}. Reading it never runs code. The header is read first, with bounds, and has to account for every byte of the
-file before a tensor is read.
+The format is safetensors with one entry of metadata, "structvi": the JSON of {"description", "format", "sha256"}.
+Reading it never runs code, and takes no more memory than the file has bytes.
 """
 
 import hashlib
 import json
 import os
 import secrets
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save as serialise
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .header import HEADER, CheckpointError, Entry, MissingFile, brief, check_nesting, parse, read_header, read_table
+#: the version of the format that this module writes, and the only one that it reads
+FORMAT = 2
+#: bytes of the longest description: a hundred thousand tensors' names and shapes take about as many
+LONGEST = 10_000_000
+#: how safetensors names dtypes
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: The version of the format that this module writes, and the only one it reads.
-FORMAT = 1
-_ENTRY = "structvi"
+#: tensor names with their shape and dtype
+Table = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be read, is damaged, or is not one of ours; the message says which."""
+
+
+class MissingFile(CheckpointError, FileNotFoundError):
+    """There is no file of that name."""
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
     """Write one file atomically: afterwards `path` holds all of it, or what it held before.
 
-    A temporary file in the same directory is written, flushed to the disk and renamed. Where one of these steps fails,
-    the temporary file is removed; the error says that what was there is untouched. A symbolic link stays, and the file
-    that it leads to is written.
+    A temporary file in the same directory is written, flushed to the disk and renamed. Tensors are written one after
+    the other from where they are: of one on a GPU, or with gaps, a copy is held.
 
     Args:
-        path: the file; one that is there is replaced. Devices, pipes and sockets are refused.
+        path: the file; one that is there is replaced.
         tensors: by name, on any device.
         description: JSON values: strings, numbers, booleans, None, lists and dicts with strings as keys.
 
@@ -47,45 +59,56 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         >>> read(path)
         ({'x': tensor([1., 1.])}, {'step': 3})
     """
-    target = _target(Path(path))
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got {tensor!r}")
-    # clones: safetensors refuses tensors that share memory
-    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    description = json.loads(_canonical(dict(description)))
-    envelope = {"description": description, "format": FORMAT, "sha256": _digest(plain, description)}
+    target = Path(os.path.realpath(path))  # a symbolic link stays
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no directory {Path(path).parent}; make it first")
+    if target.exists() and not target.is_file():
+        kind = "directory" if target.is_dir() else "device"
+        raise IsADirectoryError(f"cannot write {path}: it is a {kind}; give the name of a file in it")
+    # the largest elements first, so that each tensor begins at a multiple of its own
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    place = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
+            raise TypeError(f"cannot write {path}: {name} is a {tensor.layout} tensor of {tensor.dtype}")
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, place + size]
+        }  # fmt: skip
+        place += size
+    envelope = {"description": dict(description), "format": FORMAT, "sha256": digest(tensors, description)}
     text = _canonical(envelope)
-    try:
-        check_nesting(text)
-    except ValueError as error:
-        raise ValueError(f"cannot write {path}: its description has {error}, which would not be read") from None
-    if len(text) > HEADER:
-        raise ValueError(f"cannot write {path}: its description takes {len(text)} bytes, at most {HEADER} are read")
-    try:
-        data = serialise(plain, metadata={_ENTRY: text})
-    except SafetensorError as error:  # with the names it is longer than that
-        raise ValueError(f"cannot write {path}: {error}") from None
-    except KeyError as error:  # complex numbers, before 0.5
-        raise ValueError(f"cannot write {path}: this safetensors writes no {error}, a newer one may") from None
+    if len(text) > LONGEST:
+        raise ValueError(f"cannot write {path}: its description takes {len(text)} bytes, at most {LONGEST} are read")
+    head = _canonical({"__metadata__": {"structvi": text}, **header}).encode()
+    head += b" " * (-len(head) % 8)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            _write_bytes(file, data)
-            _fsync(file)
-        _rename(temporary, target)
-    except BaseException as error:
+            file.write(len(head).to_bytes(8, "little") + head)
+            for name in names:
+                file.write(_bytes(tensors[name]))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        left = "the file that was there is untouched" if target.exists() else "no file was made"
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}; {left}") from error
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            left = "the file that was there is untouched" if target.exists() else "no file was made"
-            raise _unwritten(path, error, f"; {left}") from error
-        raise
-    _fsync_directory(target.parent)
+    if os.name == "posix":  # the rename itself, which Windows has no way to flush
+        handle = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, on the CPU, and the description of a file that `write` wrote.
+    """Return the tensors, on the CPU, and the description of a file that `write` wrote.
 
     Raises:
         CheckpointError: the file is missing, damaged, of another version or of another kind.
@@ -95,188 +118,109 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 class Stored:
-    """An open file whose header has been read and fits it; its tensors have not been read, nor is its SHA-256 checked.
+    """An open file whose header fits it; its tensors have not been read, nor is its SHA-256 checked."""
 
-    Args:
-        file: a regular file, open for reading, at its first byte.
-        path: its name, for messages.
-    """
-
-    def __init__(self, file: BufferedReader, path: Path):
-        self._file, self._path = file, path
-        size = os.fstat(file.fileno()).st_size
-        header = read_header(file, size, path)
-        envelope = _envelope(header, path)
+    def __init__(self, description: dict[str, Any], table: Table, tensors: Callable[[], dict[str, Tensor]]):
         #: what was written with the tensors
-        self.description: dict[str, Any] = envelope["description"]
-        self._sha = envelope["sha256"]
-        #: name → what the header says of a tensor, in the order of their bytes
-        self.table = read_table(header, size - file.tell(), path)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU; once."""
-        size = sum(entry.stop - entry.start for entry in self.table.values())
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if size > memory:
-            raise CheckpointError(f"{self._path} has {size} bytes of tensors, more than this machine's {memory}")
-        try:
-            tensors = {name: self._next(entry) for name, entry in self.table.items()}
-            sha = _digest(tensors, self.description)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self._path}: {error.strerror or error}") from None
-        except (MemoryError, RuntimeError):  # torch's own for memory that it does not get
-            raise CheckpointError(f"there is no memory for the {size} bytes of tensors in {self._path}") from None
-        if self._sha != sha:
-            raise CheckpointError(
-                f"{self._path} is damaged: its content does not have the SHA-256 that was written with it"
-            )
-        return tensors
-
-    def _next(self, entry: Entry) -> Tensor:
-        data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-        rest = data.numpy().data
-        while rest:
-            count = self._file.readinto(rest)
-            if not count:
-                raise CheckpointError(f"{self._path} is truncated: it became shorter while it was read")
-            rest = rest[count:]
-        if entry.dtype == torch.bool and len(data) and data.max() > 1:
-            raise CheckpointError(f"{self._path} is damaged: a boolean tensor has bytes that are neither 0 nor 1")
-        return data.view(entry.dtype).reshape(entry.shape)
+        self.description = description
+        #: name → shape and dtype
+        self.table = table
+        self.tensors = tensors
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[Stored]:
-    """A file with its header read and checked, for who wants to see it before memory is taken for the tensors.
+    """Open a file with its header read and checked, to be looked at before memory is taken for the tensors.
 
     Raises:
         CheckpointError: as `read`, but for damage that only the SHA-256 shows.
     """
-    path = Path(path)
+    if not os.path.exists(path):
+        raise MissingFile(f"cannot read {path}: there is no such file")
+    if not os.path.isfile(path):
+        raise CheckpointError(f"cannot read {path}: it is a directory, a pipe or a device, not a file")
     try:
-        _check_regular(os.stat(path), path)  # before it is opened: to open a device may do something already
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe put there since would block
-    except CheckpointError:
-        raise
-    except FileNotFoundError:
-        raise MissingFile(f"cannot read {path}: No such file or directory") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise CheckpointError(f"cannot read {path}: {reason}") from None
-    with open(handle, "rb") as file:
-        _check_regular(os.fstat(file.fileno()), path)
-        try:
-            stored = Stored(file, path)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-        except MemoryError:
-            raise CheckpointError(f"there is no memory for the header of {path}") from None
-        yield stored
+        with safe_open(path, framework="pt") as file:
+            description, sha = _envelope(file.metadata(), path)
+            table: Table = {}
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                part = file.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise CheckpointError(f"{path} is damaged: {brief(name)} has the dtype {brief(part.get_dtype())}")
+                table[name] = (tuple(part.get_shape()), DTYPES[part.get_dtype()])
+
+            def tensors() -> dict[str, Tensor]:
+                found = {name: file.get_tensor(name).clone() for name in table}  # the file may change later
+                if digest(found, description) != sha:
+                    raise CheckpointError(
+                        f"{path} is damaged: its content does not have the SHA-256 that was written with it"
+                    )
+                return found
+
+            yield Stored(description, table, tensors)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no safetensors file ({brief(str(error), 200)}); structvi does not unpickle what "
+            "torch.save writes"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    except MemoryError:
+        raise CheckpointError(f"there is no memory for the tensors in {path}") from None
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of names, dtypes, shapes and bytes of tensors, in the order of their names.
+def digest(tensors: Mapping[str, Tensor], description: Any = None) -> str:
+    """Return the SHA-256 of a description, and of names, dtypes, shapes and bytes of tensors.
 
     Example:
         >>> digest({"a": torch.zeros(2)}) == digest({"a": torch.zeros(2, 1)})
         False
     """
-    return _digest(tensors, None)
-
-
-def _digest(tensors: Mapping[str, Tensor], description: Any) -> str:
     sha = hashlib.sha256(_canonical(description).encode())
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name]
         sha.update(_canonical([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_bytes(tensor))
     return sha.hexdigest()
+
+
+def brief(value: object, length: int = 80) -> str:
+    """Return what came, for a message: short, and without control characters, whatever a file holds.
+
+    Example:
+        >>> brief("a" * 100, 8)
+        "'aaaaaa…"
+    """
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, without a copy where it lies on the CPU without gaps."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _envelope(header: dict[str, Any], path: Path) -> dict[str, Any]:
-    metadata = header.get("__metadata__")
-    if not isinstance(metadata, dict) or not isinstance(metadata.get(_ENTRY), str):
-        raise CheckpointError(
-            f'{path} was not written by structvi, or is damaged: its metadata lack the entry "{_ENTRY}"'
-        )
-    envelope = parse(metadata[_ENTRY], path, "description")
-    # another spelling of the same JSON was not written by us
-    canonical = _canonical(envelope) == metadata[_ENTRY]
-    if not isinstance(envelope, dict) or not isinstance(envelope.get("description"), dict) or not canonical:
-        raise CheckpointError(f"{path} is damaged: its description is not as structvi writes it")
-    missing = [field for field in ("format", "sha256") if field not in envelope]
-    if missing or len(envelope) != 3 or len(metadata) != 1:
-        raise CheckpointError(f"{path} is damaged: its description lacks {missing} or has more than structvi writes")
-    if type(envelope["format"]) is not int or envelope["format"] != FORMAT:  # true is 1, too
-        raise CheckpointError(
-            f"{path} has format version {brief(envelope['format'])}, this structvi reads {FORMAT}: "
-            "read it with the structvi that wrote it"
-        )
-    return envelope
-
-
-# Which files are read and written
-
-
-def _check_regular(status: os.stat_result, path: Path) -> None:
-    if kind := _other_kind(status.st_mode):
-        raise CheckpointError(f"cannot read {path}: it is {kind}, not a file")
-
-
-def _other_kind(mode: int) -> str | None:
-    """What it is in place of a regular file."""
-    if stat.S_ISREG(mode):
-        return None
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
-
-
-def _target(path: Path) -> Path:
-    """The file to write: behind a symbolic link the one that it leads to, whether it is there or not."""
-    kind = None
+def _envelope(metadata: Mapping[str, str] | None, path: Any) -> tuple[dict[str, Any], str]:
+    """The description of a file, and the SHA-256 that it should have."""
+    text = (metadata or {}).get("structvi")
+    if text is None:
+        raise CheckpointError(f'{path} was not written by structvi: its metadata lack the entry "structvi"')
+    if len(text) > LONGEST:
+        raise CheckpointError(f"{path} is damaged: its description takes {len(text)} bytes, at most {LONGEST} are read")
     try:
-        target = Path(os.path.realpath(path)) if path.is_symlink() else path
-        if not target.parent.is_dir():
-            raise FileNotFoundError(f"cannot write {path}: there is no directory {target.parent}; make it first")
-        with suppress(FileNotFoundError):
-            kind = _other_kind(os.stat(target).st_mode)
-    except OSError as error:
-        raise error if error.errno is None else _unwritten(path, error) from None
-    if kind == "a directory":
-        raise IsADirectoryError(f"cannot write {path}: it is a directory; give the name of a file in it")
-    if kind is not None:
-        raise OSError(f"cannot write {path}: it is {kind}, not a file; give the name of a file")
-    return target
-
-
-def _unwritten(path: str | os.PathLike[str], error: OSError, left: str = "") -> OSError:
-    text = f"cannot write {path}: {error.strerror or error}{left}"
-    return OSError(text) if error.errno is None else OSError(error.errno, text)
-
-
-# The steps of `write` to the disk, each a function of its own so that tests can make one fail.
-
-
-def _write_bytes(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-
-
-def _fsync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _rename(source: Path, target: Path) -> None:
-    os.replace(source, target)
-
-
-def _fsync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        envelope = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its description is no JSON ({error})") from None
+    match envelope:
+        case {"description": dict() as description, "format": version, "sha256": str() as sha}:
+            if version is True or version != FORMAT:
+                raise CheckpointError(
+                    f"{path} has format version {brief(version)}, this structvi reads {FORMAT}: read it with the "
+                    "structvi that wrote it"
+                )
+            return description, sha
+    raise CheckpointError(f"{path} is damaged: its description is not as structvi writes it")

@@ -10,9 +10,7 @@ from torch import Tensor
 from . import file
 
 KIND = "fit"
-#: Of what a checkpoint's description holds; older ones cannot be resumed.
-VERSION = 2
-#: The last checkpoints are kept: where the newest is damaged, the one before is read.
+#: how many are kept: where the newest is damaged, the one before is read
 KEPT = 2
 
 
@@ -28,33 +26,27 @@ class Found(NamedTuple):
 def write(
     directory: str | os.PathLike[str], step: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any]
 ) -> None:
-    """`directory`/fit-<step>.safetensors, atomically; then all but the last two are removed."""
+    """Write `directory`/fit-<step>.safetensors atomically; then remove all but the last two."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"fit-{step:010d}.safetensors"
-    file.write(path, tensors, {"kind": KIND, "version": VERSION, "state": dict(description)})
+    file.write(path, tensors, {"kind": KIND, "state": dict(description)})
     # what a process that was killed while writing has left
     for old in [*files(directory)[KEPT:], *directory.glob(".fit-*.tmp")]:
         old.unlink()
 
 
 def latest(directory: str | os.PathLike[str]) -> Found | None:
-    """The newest checkpoint in a directory that is whole, or the one that is given itself; None where there is none."""
+    """Return the newest checkpoint in a directory that is whole; None where there is none."""
     damaged: list[str] = []
-    there = [Path(directory)] if Path(directory).is_file() else files(directory)
-    for path in there:
+    for path in files(directory):
         try:
             tensors, description = file.read(path)
         except file.CheckpointError as error:
             damaged.append(f"{path.name} was left aside: {error}")
             continue
-        if description.get("kind") != KIND:
+        if description.get("kind") != KIND or not isinstance(description.get("state"), dict):
             raise file.CheckpointError(f"{path} is no checkpoint of a fit: of kind {description.get('kind')!r}")
-        if description.get("version") != VERSION or not isinstance(description.get("state"), dict):
-            raise file.CheckpointError(
-                f"{path} is a checkpoint of another version of structvi, which this one cannot go on from: finish "
-                "the fit with the version that began it, or begin again"
-            )
         return Found(path, tensors, description["state"], damaged)
     if damaged:
         raise file.CheckpointError(f"no checkpoint in {directory} is whole: " + "; ".join(damaged))
@@ -62,5 +54,5 @@ def latest(directory: str | os.PathLike[str]) -> Found | None:
 
 
 def files(directory: str | os.PathLike[str]) -> list[Path]:
-    """The newest first."""
+    """Return the checkpoints in a directory, the newest first."""
     return sorted(Path(directory).glob("fit-*.safetensors"), reverse=True)

@@ -1,11 +1,12 @@
 """Save and load: a posterior as one file of tensors and a description, without code.
 
-What a file says is checked in this order, and nothing is made before it has passed: the header fits the file, the
-description is one of a posterior, the network is the one that was saved, the tensors in the header are those that
-description and network ask for; then they are read, their SHA-256 and values are checked, and the parts are built.
+Nothing is made before it has been checked: the header fits the file, the description is one of a posterior, the network
+is the one that was saved, and the tensors in the header are those that the family, bound on the meta device, would
+have. Then they are read, and their SHA-256 and values are checked.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,30 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
+from ..models.batch import check_keys
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
-from ..networks.call import alone_with
-from ..networks.modes import BatchNorm, Dropout
+from ..networks.modes import BATCH_NORM, DROPOUT, BatchNorm, Dropout
 from ..networks.padding import padding_rows
+from ..networks.vmap_or_loop import Evaluation
 from ..parameters import Parameters
 from ..result import Status
-from ..util.patterns import few
-from .describe import Kind, check, decode, encode
-from .file import CheckpointError, digest, opened, write
-from .header import Entry
-from .implied import tensors_of_family
-from .parts import any_start, check_values, describe_part, differences, set_tensors, shown, under
-from .posterior_description import KIND, PARTS, Saved, Table, most_patterns, refusing
+from ..util.checks import check_one_of, is_integer
+from .describe import Kind, OfYourOwn, decode, encode, refusing
+from .file import CheckpointError, Table, brief, digest, opened, write
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: the tensors at which a network is linearised
-LINEARISED = "linearised"
-#: the scores of conformal sets
-SCORES = "calibration"
+KIND = "posterior"
+PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
+FIELDS = {
+    "kind", *PARTS, "forward", "random", "hash", "num_data", "dropout", "batch_norm", "checkpoint_activations", "evaluation",
+    "linearised", "calibration", "chosen_on", "keys", "fit_status",
+}  # fmt: skip
+#: lines of differences in a message
+LINES = 20
 
 
 class Loaded(NamedTuple):
@@ -54,62 +56,42 @@ class Loaded(NamedTuple):
 def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
-    if network not in ("store", "hash"):
-        raise ValueError(f'network must be "store" or "hash", got {network!r}')
-    model = posterior.model
-    with alone_with(model.net):  # no call has drawn weights in it
-        random, held = _tensors_of(model.net, model.net_space.names)
-        held |= _padding_of(model.net, random)
+    check_one_of("network", network, ("store", "hash"))
+    model, calibration = posterior.model, posterior.calibration
+    random, held = _tensors_of(model.net, model.net_space.names)
     parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
-    tensors = {
-        f"{part}.{name}": tensor
-        for part, module in parts.items()
-        if isinstance(module, nn.Module)
-        for name, tensor in module.state_dict().items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for part, module in parts.items():
+        own = module.state_dict() if isinstance(module, nn.Module) else {}
+        if not all(bool(x.isfinite().all()) for x in own.values()):
+            raise ValueError(f"the {part} has values that are not finite: save a posterior whose fit has not failed")
+        tensors |= {f"{part}.{name}": tensor for name, tensor in own.items()}
     if network == "store":
         tensors |= {f"network.{name}": tensor for name, tensor in held.items()}
     if model.linearised_at is not None:
-        tensors |= {f"{LINEARISED}.{n}": t for n, t in model.net_space.unravel(model.linearised_at).items()}
-    for part in PARTS:  # what `load` would refuse
-        if not bool(all(x.isfinite().all() for x in under(part, tensors).values() if x.is_floating_point())):
-            raise ValueError(
-                f"the {part} has values that are not finite, and a file of it could not be loaded: save a posterior "
-                "whose fit has not failed"
-            )
-    calibration = posterior.calibration
+        tensors |= {f"linearised.{n}": t for n, t in model.net_space.unravel(model.linearised_at).items()}
     if calibration is not None and calibration.conformal is not None:
-        tensors[f"{SCORES}.scores"] = calibration.conformal.values
-    evaluation = model.evaluation
+        tensors["calibration.scores"] = calibration.conformal.values
     description = {
         "kind": KIND,
         **{part: describe_part(value) for part, value in parts.items()},
         "forward": model.user_forward is not None,
-        "random": encode(_table(random)),
-        "held": encode(_table(held)),
-        "hashes": {name: digest({name: tensor}) for name, tensor in held.items()} if network == "hash" else None,
+        "random": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in random.items()],
+        "hash": digest(held) if network == "hash" else None,
         "num_data": model.known_num_data,
         "dropout": posterior.dropout,
         "batch_norm": posterior.batch_norm,
         "checkpoint_activations": model.checkpoint_activations,
-        "evaluation": [evaluation.mode, evaluation.chunk],
+        "evaluation": [model.evaluation.mode, model.evaluation.chunk],
+        "linearised": model.linearised_at is not None,
+        "calibration": None if calibration is None else calibration.described(),
+        "chosen_on": posterior.chosen_on,
+        "keys": model.keys,
+        "fit_status": None if posterior.fit_status is None else str(posterior.fit_status),
     }
-    if model.linearised_at is not None:
-        description["linearised"] = True
-    if calibration is not None:
-        description["calibration"] = calibration.described()
-    if model.keys is not None:
-        description["keys"] = model.keys
-    if posterior.chosen_on is not None:
-        description["chosen_on"] = posterior.chosen_on
-    if posterior.fit_status is not None:
-        description["fit_status"] = str(posterior.fit_status)
-    for part in PARTS:
+    for part in PARTS:  # what `load` would refuse
         if "value" in description[part]:
-            try:
-                check(description[part]["value"], part, most_patterns(random))
-            except ValueError as error:
-                raise ValueError(f"the {part} cannot be saved, for it could not be loaded: {error}") from None
+            decode(description[part]["value"], part, _patterns(random))
     write(path, tensors, description)
 
 
@@ -123,133 +105,178 @@ def load(
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
 ) -> Loaded:
     """Return the parts of the posterior of a file, see `structvi.load`."""
-    if not isinstance(net, nn.Module):
-        raise TypeError(
-            f"load expects the network, an nn.Module, after the path, got {type(net).__name__}; a fit of a log density "
-            "is read by vi.load_fit(path, target)"
-        )
     if family is not None and not isinstance(family, Family):
         raise TypeError(f"family must be a family such as MeanField(), got {family!r}")
     given = {"family": family, "likelihood": likelihood, "prior": prior, "forward": forward}
     with opened(path) as stored:
-        saved = Saved.of(stored.description, path)
-        _check_given(saved, given, path)
-        _check_held(saved, stored.table, path)
-        random, held = _tensors_of(net, saved.random)
-        held |= {name: row for name, row in _padding_of(net, random).items() if name in saved.held}  # not in old files
-        _check_network(saved, random, held, path)
-        parts = {part: _part(saved, part, path) if given[part] is None else given[part] for part in PARTS[1:]}
-        space = Parameters(random, net=net)
-        if prior is None:
-            with refusing(path):
-                _check_prior(parts["prior"], space)
-        model = BayesianModel(
-            net, parts["likelihood"], parts["prior"], saved.num_data, parameters=space, forward=forward,
-            keys=None if forward is not None else saved.keys, linearise=saved.linearised,
-        )  # fmt: skip
-        model.evaluation, model.checkpoint_activations = saved.evaluation, saved.checkpoint_activations
-        if family is not None:
-            parts["family"] = family if family.is_bound else family.bind(model.space, any_start())
-        for part in PARTS:
-            _check_part(saved, part, parts.get(part), under(part, stored.table), model, given, path)
-        tensors = stored.tensors()
-    calibration = _calibration(saved, tensors, model.likelihood, path)
-    if model.linearised_at is not None:
-        check_values(under(LINEARISED, tensors), f"{path}: the network's values")
-        model.linearised_at = space.ravel(under(LINEARISED, tensors)).to(model.linearised_at)
-    for part in PARTS:
-        if given[part] is None:
-            check_values(under(part, tensors), f"{path}: the {part}")
-    if family is None:
+        saved = stored.description
+        if saved.get("kind") != KIND:
+            raise CheckpointError(f"{path} holds no posterior of a network, but {brief(saved.get('kind'))}")
         with refusing(path):
-            parts["family"] = _part(saved, "family", path).bind(model.space, any_start())
-    for part in PARTS:
-        set_tensors(parts[part], under(part, tensors), f"{path}: the {part} ({type(parts[part]).__name__})")
-        if isinstance(parts[part], nn.Module):
-            parts[part].to(space.device)
+            if saved.keys() != FIELDS:
+                raise ValueError(f"expected the fields {sorted(FIELDS)}, got {brief(sorted(saved), 400)}")
+            for field in ("forward", "linearised", "checkpoint_activations"):
+                if not isinstance(saved[field], bool):
+                    raise ValueError(f"{field} must be true or false, got {brief(saved[field])}")
+            needed = _needed(saved, given)
+            random, held = _tensors_of(net, [name for name, _, _ in saved["random"]])
+            there = {str(name): (tuple(shape), str(dtype)) for name, shape, dtype in saved["random"]}
+        if needed:
+            raise ValueError(
+                f"{path}: what you wrote yourself is not in the file, {', '.join(needed.values())}; give it again: "
+                f"load(path, net, {', '.join(f'{part}=…' for part in needed)})"
+            )
+        table = {"network": held, "linearised": random if saved["linearised"] else {}}
+        inside = {part: _names(under(part, stored.table)) for part in (*PARTS, *table, "calibration")}
+        file = {**there, **(inside["network"] if saved["hash"] is None else _table(held))}
+        if different := differences(file, {**_table(random), **_table(held)}):
+            raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
+        if saved["hash"] is not None and (inside["network"] or saved["hash"] != digest(held)):
+            raise ValueError(
+                f"{path} holds the hash of the network's tensors that are not random, and here they have other values: "
+                "give the network as it was when the posterior was saved"
+            )
+        space = Parameters(random, net=net)
+        with refusing(path):
+            parts: dict[Kind, Any] = {
+                part: decode(saved[part]["value"], part, _patterns(random)) if given[part] is None else given[part]
+                for part in PARTS
+            }
+            for module in parts["prior"].modules() if prior is None else ():
+                if isinstance(module, SeparablePrior):
+                    module.check(space)
+            keys = None if saved["keys"] is None else (_tuple(saved["keys"][0]), saved["keys"][1])
+            if keys is not None:
+                check_keys(keys)
+            N = saved["num_data"]
+            if N is not None and (not is_integer(N) or N >= 2**63):
+                raise ValueError(f"num_data must be null or a number of observations, got {brief(N)}")
+            model = BayesianModel(
+                net, parts["likelihood"], parts["prior"], N, parameters=space, forward=forward,
+                keys=None if forward is not None else keys, linearise=saved["linearised"],
+                checkpoint_activations=saved["checkpoint_activations"],
+            )  # fmt: skip
+            mode, chunk = saved["evaluation"]
+            model.evaluation = Evaluation(mode, chunk)
+            check_one_of("dropout", saved["dropout"], DROPOUT)
+            check_one_of("batch_norm", saved["batch_norm"], BATCH_NORM)
+            status = None if saved["fit_status"] is None else Status(saved["fit_status"])
+            chosen_on = _fingerprint(saved["chosen_on"])
+            described = saved["calibration"]
+            forms = None if described is None else described["conformal"]
+            scores = {} if forms is None else {"scores": ((Conformal.size(*forms),), str(torch.float64))}
+            expected = {"linearised": _table(table["linearised"]), "calibration": scores}
+            for part in PARTS:
+                module = parts[part]
+                expected[part] = _table(module.state_dict()) if isinstance(module, nn.Module) else {}
+            if not parts["family"].is_bound:
+                expected["family"] = shapes_of(parts["family"], model.space)
+        stray = {name: entry for name, entry in stored.table.items() if name.split(".")[0] not in inside}
+        for part in expected:
+            # learned numbers of likelihood and prior may be of another precision than a new one has
+            file = inside[part] if part not in ("likelihood", "prior") else _loose(inside[part])
+            here = expected[part] if part not in ("likelihood", "prior") else _loose(expected[part])
+            if (different := differences(file, here)) or stray:
+                text = f"{path}: the {part} is not the one that was saved. Its tensors are\n" + "\n".join(different)
+                ours = given.get(part) is None and likelihood is None
+                raise (CheckpointError if ours else ValueError)(text)
+        tensors = stored.tensors()
+    for name, tensor in tensors.items():
+        part = name.split(".")[0]
+        if part != "network" and given.get(part) is None and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{path} has values that are not finite in {brief(name)}")
+    with refusing(path):
+        calibration = None if described is None else Calibration.of(described, tensors.get("calibration.scores"))
+        if calibration is not None:
+            check_calibration(calibration, model.likelihood)
+        if not parts["family"].is_bound:
+            parts["family"] = parts["family"].bind(model.space, torch.Generator().manual_seed(0))
+        for part in PARTS:
+            if own := under(part, tensors):
+                parts[part].load_state_dict(own, assign=True)  # with the dtypes of the file
+            if isinstance(parts[part], nn.Module):
+                parts[part].to(space.device)
+    if model.linearised_at is not None:
+        model.linearised_at = space.ravel(under("linearised", tensors)).to(model.linearised_at)
     with torch.no_grad():
         for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
-    return Loaded(
-        model, parts["family"], saved.dropout, saved.batch_norm, calibration, saved.chosen_on, saved.fit_status
-    )
+    return Loaded(model, parts["family"], saved["dropout"], saved["batch_norm"], calibration, chosen_on, status)
 
 
-def _part(saved: Saved, part: Kind, path: Any) -> Any:
-    with refusing(path):
-        return decode(saved.parts[part], part, most_patterns(saved.random))
+def describe_part(part: Any) -> dict[str, Any]:
+    """Return {"value": its description}, or {"own": its name} where it is the user's own.
+
+    Example:
+        >>> describe_part(len)
+        {'own': 'len'}
+    """
+    try:
+        return {"value": encode(part)}
+    except OfYourOwn as name:
+        return {"own": str(name)}
 
 
-def _check_prior(prior: nn.Module, space: Parameters) -> None:
-    """That it fits the space; of a sum, each of its priors."""
-    for module in prior.modules():
-        if isinstance(module, SeparablePrior):
-            module.check(space)
+def shapes_of(family: Family, space: Parameters) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shapes and dtypes of the tensors that a recipe would have over a space, without making them.
+
+    Example:
+        >>> from structvi import LowRankNormal
+        >>> shapes_of(LowRankNormal(rank=2), Parameters({"z": torch.zeros(3)}))["factor"]
+        ((3, 2), 'torch.float32')
+    """
+    return _table(family.bind(_Shapes(space)).state_dict())
 
 
-def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The parameters of these names, as far as there are such, and all else that the network's state dict has."""
-    parameters: dict[str, Tensor] = dict(net.named_parameters())
-    persistent = net.state_dict().keys()
-    buffers = {name: buffer for name, buffer in net.named_buffers() if name in persistent}
-    random = {name: parameters.pop(name) for name in names if name in parameters}
-    return random, {**parameters, **buffers}
+class _Shapes(Parameters):
+    """A space on the meta device: what is bound to it has shapes and no numbers."""
+
+    def __init__(self, space: Parameters):
+        vars(self).update(vars(space))
+        self._whole, self._subsets = space, {}
+        self.initial, self._scales = space.initial.to("meta"), space.scales.to("meta")
+        self.device = self.initial.device
+
+    @property
+    def scale(self) -> Tensor:
+        return self.initial
+
+    def at(self, theta: Tensor) -> Parameters:
+        return self
+
+    def fresh(self, generator: torch.Generator | None = None) -> Tensor:
+        return self.initial
+
+    def subset(self, names: Iterable[str]) -> Parameters:
+        return _Shapes(self._whole.subset(names))
 
 
-def _padding_of(net: nn.Module, random: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of random tensors that are held: views of the network's own."""
-    return {f"{name}.padding": random[name].detach()[row] for name, row in padding_rows(net, random).items()}
+def under(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a part, by their names in it.
+
+    Example:
+        >>> under("family", {"family.mean": 1, "prior.scale": 2})
+        {'mean': 1}
+    """
+    return {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
 
 
-def _table(tensors: Mapping[str, Tensor]) -> Table:
-    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+def differences(saved: Mapping[str, tuple], here: Mapping[str, tuple]) -> list[str]:
+    """Return lines that tell two tables apart, name → tuple; none where they are the same.
 
-
-def _check_given(saved: Saved, given: Mapping[str, Any], path: Any) -> None:
-    needed = {part: name for part, name in saved.own.items() if given[part] is None}
-    if needed:
-        raise ValueError(
-            f"{path}: what you wrote yourself is not in the file, "
-            + ", ".join(f"the {part} ({name})" for part, name in needed.items())
-            + "; give it again: load(path, net, "
-            + ", ".join(f"{part}=…" for part in needed)
-            + ")"
-        )
-
-
-def _check_held(saved: Saved, table: Mapping[str, Entry], path: Any) -> None:
-    """The network's tensors in the file are those that its description speaks of, and none belongs to nobody."""
-    stray = [shown(name) for name in table if name.split(".")[0] not in (*PARTS, "network", LINEARISED, SCORES)]
-    inside = {
-        part: {name: (entry.shape, str(entry.dtype)) for name, entry in under(part, table).items()}
-        for part in ("network", LINEARISED, SCORES)
-    }
-    different = differences(saved.held if saved.hashes is None else {}, inside["network"])
-    different += differences(saved.random if saved.linearised else {}, inside[LINEARISED])
-    different += differences(_scores(saved), inside[SCORES])
-    if stray or different:
-        raise CheckpointError(
-            f"{path} does not hold the tensors that it describes: {few(stray)}\n" + "\n".join(different)
-        )
-
-
-def _scores(saved: Saved) -> Table:
-    """The tensors of a calibration."""
-    described = None if saved.calibration is None else saved.calibration["conformal"]
-    return {} if described is None else {"scores": ((Conformal.size(*described),), str(torch.float64))}
-
-
-def _calibration(saved: Saved, tensors: Mapping[str, Tensor], likelihood: Any, path: Any) -> Calibration | None:
-    if saved.calibration is None:
-        return None
-    with refusing(path):
-        calibration = Calibration.of(saved.calibration, tensors.get(f"{SCORES}.scores"))
-        check_calibration(calibration, likelihood)
-        return calibration
+    Example:
+        >>> differences({"a": ((2,), "float")}, {"a": ((3,), "float")})
+        ["  'a': (2,) float in the file, (3,) float here"]
+    """
+    names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
+    text = {name: tuple(brief(" ".join(map(str, t.get(name, ("no such tensor",)))), 200)[1:-1] for t in (saved, here))
+            for name in names}  # fmt: skip
+    lines = [f"  {brief(name, 200)}: {a} in the file, {b} here" for name, (a, b) in text.items()]
+    return lines if len(lines) <= LINES else [*lines[:LINES], f"  … and {len(lines) - LINES} more"]
 
 
 def check_calibration(calibration: Calibration, likelihood: Any) -> None:
-    """ValueError where it is not one of the likelihood's targets, as far as that is ours."""
+    """Raise ValueError where a calibration is not one of the likelihood's targets, as far as that is ours."""
     labels = isinstance(likelihood, Categorical | Bernoulli)
     if not labels and not isinstance(likelihood, Gaussian | Poisson | StudentT):
         return
@@ -260,53 +287,50 @@ def check_calibration(calibration: Calibration, likelihood: Any) -> None:
         raise ValueError(f"conformal scores of a {two.form} are not those of {type(likelihood).__name__}")
 
 
-def _check_network(saved: Saved, random: Mapping[str, Tensor], held: Mapping[str, Tensor], path: Any) -> None:
-    different = differences({**saved.random, **saved.held}, _table({**random, **held}))
-    if different:
-        raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
-    if saved.hashes is not None:
-        others = [name for name, tensor in held.items() if digest({name: tensor}) != saved.hashes.get(name)]
-        if others:
-            raise ValueError(
-                f"{path} holds the hashes of the network's non-random tensors, and here these have other values: "
-                f"{', '.join(others)}; give the network as it was when the posterior was saved"
-            )
+def _needed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
+    """The parts that the user has to give, with their names."""
+    own = {part: saved[part]["own"] for part in PARTS if "own" in saved[part]}
+    if saved["forward"]:
+        own["forward"] = "(net, batch) → (output, target)"
+    return {part: f"the {part} ({brief(name, 200)})" for part, name in own.items() if given[part] is None}
 
 
-def _check_part(
-    saved: Saved,
-    part: Kind,
-    module: Any,
-    table: Mapping[str, Entry],
-    model: BayesianModel,
-    given: Mapping[str, Any],
-    path: Any,
-) -> None:
-    """The tensors in the file are those that a part has, by name, shape and kind of number; none is read."""
-    if part == "family" and module is None:
-        with refusing(path):
-            shapes = tensors_of_family(saved.parts[part], model.space)
-        what = saved.parts[part]["structvi"][0]
-    else:
-        here = module.state_dict() if isinstance(module, nn.Module) else {}
-        shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
-        what = type(module).__name__
-    file = {name: (entry.shape,) for name, entry in table.items()}
-    if different := differences(file, {name: (shape,) for name, shape in shapes.items()}):
-        text = f"{path}: the {part} ({what}) is not the one that was saved. Its tensors are\n" + "\n".join(different)
-        raise (CheckpointError if given[part] is None and given["likelihood"] is None else ValueError)(text)
-    if given[part] is None:
-        dtypes = {model.space.dtype} if part == "family" else {model.space.dtype, torch.float32, torch.float64}
-        wrong = [f"{name} in {entry.dtype}" for name, entry in table.items() if entry.dtype not in dtypes]
-        if wrong:
-            expected = " or ".join(sorted(map(str, dtypes)))
-            raise CheckpointError(f"{path}: the {part} ({what}) must be in {expected}, but it has {few(wrong)}")
-    else:
-        here = module.state_dict() if isinstance(module, nn.Module) else {}
-        wrong = [name for name, entry in table.items() if _floats(entry.dtype) != _floats(here[name].dtype)]
-        if wrong:
-            raise ValueError(f"{path}: the {part} ({what}) has other kinds of numbers than were saved, in {few(wrong)}")
+def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters of these names, as far as there are such, and all else that the network's state dict has.
+
+    Rows of random tensors that are padding are held too: views of the network's own.
+    """
+    parameters: dict[str, Tensor] = dict(net.named_parameters())
+    persistent = net.state_dict().keys()
+    buffers = {name: buffer for name, buffer in net.named_buffers() if name in persistent}
+    random = {name: parameters.pop(name) for name in names if name in parameters}
+    rows = {f"{name}.padding": random[name].detach()[row] for name, row in padding_rows(net, random).items()}
+    return random, {**parameters, **buffers, **rows}
 
 
-def _floats(dtype: torch.dtype) -> tuple[bool, bool]:
-    return dtype.is_floating_point, dtype.is_complex
+def _table(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+
+
+def _names(table: Table) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (shape, str(dtype)) for name, (shape, dtype) in table.items()}
+
+
+def _loose(table: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, tuple]:
+    return {name: (shape, "a float" if "float" in dtype else dtype) for name, (shape, dtype) in table.items()}
+
+
+def _patterns(random: Mapping[str, Tensor]) -> int:
+    """How many patterns can have a tensor of their own: one of the network's, or of the few that a likelihood adds."""
+    return len(random) + 100
+
+
+def _fingerprint(text: Any) -> str | None:
+    """Of the cases of held-out data, see `predict/cases.py`."""
+    if text is not None and not re.fullmatch(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?", text):
+        raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(text)}")
+    return text
+
+
+def _tuple(keys: Any) -> Any:
+    return keys if isinstance(keys, str) else tuple(keys)
