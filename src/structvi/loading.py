@@ -33,7 +33,7 @@ def load(path: str | os.PathLike[str], of: Any, **given: Any) -> Posterior | Ens
 
     Networks, log densities and what you wrote yourself are not in the file: give them again. A network's tensors that
     are not random, held ones and buffers, are part of the posterior: they are copied from the file into the network, as
-    `load_state_dict` does; with network="hash" they are compared instead. Files of other versions of structvi are not read.
+    `load_state_dict` does. Files of other versions of structvi are not read.
 
     Args:
         path: the file, or an ensemble's folder.

@@ -498,7 +498,10 @@ class Trap:
 def hostile(tensors, description):
     """A hundred files with the right hash whose content is another: as a forger might write them."""
     values = (None, 7, "x", [], {}, [[1]], {"own": 1}, {"value": {"structvi": ["os.system", {}]}})
-    allowed = {"num_data": [None, 7], **{key: [None] for key in ("calibration", "chosen_on", "keys", "fit_status", "hash")}}
+    allowed = {
+        "num_data": [None, 7],
+        **{key: [None] for key in ("calibration", "chosen_on", "keys", "fit_status", "hash")},
+    }
     for field in description:
         yield f"without {field}", tensors, {k: v for k, v in description.items() if k != field}
         for value in values:

@@ -85,7 +85,7 @@ def test_a_file_has_the_networks_row(network, tmp_path):
     bayes.save(tmp_path / "words.safetensors", network=network)
     other = Sum()
     if network == "hash":
-        with pytest.raises(ValueError, match=r"other values: .*words.weight.padding"):
+        with pytest.raises(ValueError, match=r"other values"):
             vi.load(tmp_path / "words.safetensors", other)
         other.load_state_dict(bayes.net.state_dict())
     again = vi.load(tmp_path / "words.safetensors", other)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 FIELDS = {
-    "kind", *PARTS, "forward", "random", "hash", "num_data", "dropout", "batch_norm", "checkpoint_activations", "evaluation",
-    "linearised", "calibration", "chosen_on", "keys", "fit_status",
+    "kind", *PARTS, "forward", "random", "hash", "num_data", "dropout", "batch_norm", "checkpoint_activations",
+    "evaluation", "linearised", "calibration", "chosen_on", "keys", "fit_status",
 }  # fmt: skip
 #: lines of differences in a message
 LINES = 20
