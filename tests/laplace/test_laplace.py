@@ -352,14 +352,10 @@ def test_a_network_that_cannot_be_linearised_has_drawn_weights_and_a_note():
     assert any("cannot be linearised" in note for note in result.notes)
 
 
-def test_a_plain_function_is_told_of(dense):
-    def log_prob(y, t):
-        return -nn.functional.cross_entropy(y, t, reduction="none")
-
-    bayes = vi.variationalize(dense, log_prob)
-    result = bayes.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
-    assert any("plain function" in note for note in result.notes)
-    assert "temperature" not in result.selected
+def test_a_plain_function_is_refused(dense):
+    bayes = vi.variationalize(dense, lambda y, t: -nn.functional.cross_entropy(y, t, reduction="none"))
+    with pytest.raises(TypeError, match="a plain function draws none: write a Likelihood"):
+        bayes.laplace(loader(TRAIN), progress=False)
 
 
 CATEGORICAL = vi.likelihoods.Categorical

@@ -117,19 +117,6 @@ def simulated_gradients(
             yield gradient, own if rows is None else rows
 
 
-def observed_gradients(
-    model: BayesianModel, theta: Tensor, batches: Iterable[Any], size: int
-) -> Iterator[tuple[Tensor, int]]:
-    """Yield gradients [P] with the observed labels: those of a likelihood that is a plain function and draws none."""
-    for batch in batches:
-        for part, _ in _cut(batch, size):
-            row = theta.detach().requires_grad_()
-            with torch.enable_grad():
-                value, rows = model.batch_log_likelihood(row.unsqueeze(0), part)
-                (gradient,) = torch.autograd.grad(value.sum(), row)
-            yield gradient, rows
-
-
 def _simulated(
     model: BayesianModel, likelihood: Likelihood, row: Tensor, batch: Any, generator: torch.Generator
 ) -> tuple[Tensor, int]:

@@ -1,7 +1,7 @@
 """Log densities of held-out data under candidates: each with its own temperature, or noise, cross-fitted by folds."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, inf, log, sqrt
@@ -107,32 +107,29 @@ def _number(value: Tensor) -> float:
     return float(value) if bool(value == value) else -inf
 
 
-class Table:
-    """The losses of a candidate, batch by batch; its predictive is the equal mixture of those of several networks."""
+#: of one network and a batch: the predictives of every candidate at every noise of the grid, and the target
+Predict = Callable[["TrainedNetwork", Any], tuple[list[list[Predictive]], Any]]
 
-    def __init__(self, grid: Tensor, coldest: float = log(COLDEST)):
-        self.grid, self.losses, self.count, self.coldest = grid, list[Tensor](), list[Tensor](), coldest
-        self.of_temperature = False
 
-    def add(self, predictives: Sequence[Sequence[Predictive]], target: Any) -> None:
-        """Add a batch: a predictive of every network, for each noise of the grid."""
-        columns = []
-        for each in predictives:
-            found, count = _losses(each, target)
-            columns.append(found)
-        self.of_temperature = columns[0].shape[1] > 1
-        if self.of_temperature:
-            self.grid = GRID
-        self.losses.append(torch.cat(columns, 1))
-        self.count.append(count)
-
-    def whole(self) -> HeldOut:
-        if not self.losses or not float(sum(count.sum() for count in self.count)):
-            raise ValueError(
-                "validation= has no observation: it gave no batch, or every label is masked or ignored. Give held-out "
-                "data with labels, as a loader that can be read again"
-            )
-        return HeldOut(torch.cat(self.losses), torch.cat(self.count), self.grid, self.of_temperature, self.coldest)
+def score(
+    networks: Sequence[TrainedNetwork], batches: Iterable[Any], grid: Tensor, predict: Predict, coldest: float
+) -> list[HeldOut]:
+    """Return the held-out losses of every candidate, each the equal mixture of those around several networks."""
+    losses: list[list[Tensor]] = []
+    counts: list[Tensor] = []
+    for batch in batches:
+        found, (target, *_) = zip(*(predict(one, batch) for one in networks), strict=True)
+        rows = [[_losses([own[k][g] for own in found], target) for g in range(len(grid))] for k in range(len(found[0]))]
+        losses.append([torch.cat([loss for loss, _ in one], 1) for one in rows])
+        counts.append(rows[0][0][1])
+    if not counts or not float(torch.cat(counts).sum()):
+        raise ValueError(
+            "validation= has no observation: it gave no batch, or every label is masked or ignored. Give held-out data "
+            "with labels, as a loader that can be read again"
+        )
+    of_temperature = losses[0][0].shape[1] > len(grid)
+    known = torch.cat(counts), GRID if of_temperature else grid, of_temperature, coldest
+    return [HeldOut(torch.cat(own), *known) for own in zip(*losses, strict=True)]
 
 
 def _losses(predictives: Sequence[Predictive], target: Any) -> tuple[Tensor, Tensor]:
@@ -208,19 +205,21 @@ def at_noise(network: TrainedNetwork, log_factor: float) -> Any:
 
 def of_networks(networks: Sequence[TrainedNetwork], batches: Iterable[Any], grid: Tensor) -> HeldOut:
     """Return the held-out losses of the average over the networks themselves, at each noise of the grid."""
-    table = Table(grid, coldest=-inf)
-    likelihoods = [[at_noise(one, u) for one in networks] for u in grid.tolist()]
-    for batch in batches:
-        with torch.no_grad():
-            called, targets = zip(*(_called(one, batch) for one in networks), strict=True)
-        forms = [(tuple(y.shape[1:]), y.dtype) if isinstance(y, Tensor) else None for y in called]
-        if len(set(forms)) > 1:
+    likelihoods = {id(one): [at_noise(one, u) for u in grid.tolist()] for one in networks}
+    forms: set[Any] = set()
+
+    def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:
+        output, target = _called(network, batch)
+        forms.add((tuple(output.shape[1:]), output.dtype) if isinstance(output, Tensor) else None)
+        if len(forms) > 1:
             raise ValueError(f"the networks of an ensemble must have outputs of one shape and dtype, got {forms}")
-        table.add(
-            [[_of_outputs(*pair) for pair in zip(networks, called, own, strict=True)] for own in likelihoods],
-            targets[0],
-        )
-    return table.whole()
+        values = network.posterior.model.likelihood_values(network.theta.unsqueeze(0))
+        outputs = tree_map(lambda y: y.unsqueeze(0), output)
+        return [
+            [Predictive(outputs, network.theta.new_ones(1), own, values) for own in likelihoods[id(network)]]
+        ], target
+
+    return score(networks, batches, grid, predict, coldest=-inf)[0]
 
 
 def _called(network: TrainedNetwork, batch: Any) -> tuple[Any, Any]:
@@ -228,11 +227,6 @@ def _called(network: TrainedNetwork, batch: Any) -> tuple[Any, Any]:
     named = model.space.unravel(network.theta)
     with posterior.network_mode(), model.linearised_around(None):
         return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
-
-
-def _of_outputs(network: TrainedNetwork, output: Any, likelihood: Any) -> Predictive:
-    values = network.posterior.model.likelihood_values(network.theta.unsqueeze(0))
-    return Predictive(tree_map(lambda y: y.unsqueeze(0), output), network.theta.new_ones(1), likelihood, values)
 
 
 def is_exact(network: TrainedNetwork, batch: Any) -> bool:
@@ -253,48 +247,31 @@ def outputs_of(network: TrainedNetwork, batch: Any) -> int:
 
 
 def of_linearised(
-    networks: Sequence[TrainedNetwork],
-    candidates: Sequence[Candidate],
-    batches: Iterable[Any],
-    grid: Tensor,
-    seed: int,
+    networks: Sequence[TrainedNetwork], widths: Sequence[float | None], batches: Iterable[Any], grid: Tensor, seed: int
 ) -> list[HeldOut]:
-    """Return the held-out losses of linearised candidates, exactly: all of them from the same Jacobians."""
-    tables, points = [Table(grid) for _ in candidates], torch.empty(0)
-    likelihoods = [[at_noise(one, u) for u in grid.tolist()] for one in networks]
-    for batch in batches:
-        inputs, target = networks[0].posterior.model.split(batch)
-        found = []  # [network][candidate][noise]
-        for network, own in zip(networks, likelihoods, strict=True):
-            means, covariances = _moments(network, candidates, inputs, grid)
-            if points.numel() == 0:
-                points = evenly_spread(POINTS, covariances.shape[-1], seed).to(means.device)
-            found.append(
-                [
-                    [_of_moments(network, means, one, points, likelihood) for one, likelihood in pairs]
-                    for pairs in (zip(each, own, strict=True) for each in covariances)
-                ]
-            )
-        for k, table in enumerate(tables):
-            table.add([[each[k][g] for each in found] for g in range(len(grid))], target)
-    return [table.whole() for table in tables]
+    """Return the held-out losses of the linearised network at several prior widths, from the same Jacobians."""
+    noises = grid.tolist()
+    likelihoods = {id(one): [at_noise(one, u) for u in noises] for one in networks}
 
+    def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:
+        inputs, target = network.posterior.model.split(batch)
+        means, covariances = [], []
+        for y, J in jacobians(network.posterior, network.theta, inputs):
+            means.append(y)
+            covariances.append([[output_covariance(network.stored(width, u), J) for u in noises] for width in widths])
+        mean, own = torch.cat(means), likelihoods[id(network)]
+        points = evenly_spread(POINTS, mean[0].numel(), seed).to(mean.device)
+        found = [
+            [
+                _of_moments(network, mean, torch.cat([one[k][g] for one in covariances]), points, own[g])
+                for g in range(len(own))
+            ]
+            for k in range(len(widths))
+        ]
+        return found, target
 
-def _moments(
-    network: TrainedNetwork, candidates: Sequence[Candidate], inputs: Any, grid: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return outputs [B, ..] and their covariances under each candidate and noise: [candidates, G, B, O, O]."""
-    means, covariances = [], []
-    for y, J in jacobians(network.posterior, network.theta, inputs):
-        means.append(y)
-        each = []
-        for one in candidates:
-            for u in grid.tolist():
-                form = network.placed(network.form(one.width, u)).normal()
-                assert form is not None
-                each.append(output_covariance(form, J))
-        covariances.append(torch.stack(each))
-    return torch.cat(means), torch.cat(covariances, 1).unflatten(0, (len(candidates), len(grid)))
+    with torch.no_grad():
+        return score(networks, batches, grid, predict, log(COLDEST))
 
 
 def output_covariance(form: NormalForm, J: Tensor) -> Tensor:
@@ -334,18 +311,17 @@ def of_draws(
     networks: Sequence[TrainedNetwork], candidate: Candidate, batches: Iterable[Any], log_factor: float, seed: int
 ) -> HeldOut:
     """Return the held-out losses of a candidate on draws of the weights, at one noise."""
-    draws, chunks = -(-WEIGHT_DRAWS // len(networks)), []
+    draws, each = -(-WEIGHT_DRAWS // len(networks)), {}
     for c, network in enumerate(networks):
-        family = network.placed(network.form(candidate.width, log_factor))
+        posterior = network.posterior.with_family(network.placed(network.form(candidate.width, log_factor)))
         generator = torch.Generator().manual_seed(seed + c)
-        posterior = network.posterior.with_family(family)
-        chunks.append(WeightDraws(posterior, draws, generator=generator, linearise=candidate.linearised))
-    table, likelihoods = Table(torch.tensor([log_factor])), [at_noise(one, log_factor) for one in networks]
-    for batch in batches:
-        inputs, target = chunks[0].split(on_device(batch, networks[0].theta.device))
-        drawn = [one.mixture(inputs) for one in chunks]
-        table.add(
-            [[Predictive(p.outputs, p.weights, own, p.values) for p, own in zip(drawn, likelihoods, strict=True)]],
-            target,
-        )
-    return table.whole()
+        drawn = WeightDraws(posterior, draws, generator=generator, linearise=candidate.linearised)
+        each[id(network)] = drawn, at_noise(network, log_factor)
+
+    def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:
+        drawn, likelihood = each[id(network)]
+        inputs, target = drawn.split(on_device(batch, network.theta.device))
+        p = drawn.mixture(inputs)
+        return [[Predictive(p.outputs, p.weights, likelihood, p.values)]], target
+
+    return score(networks, batches, torch.tensor([log_factor]), predict, log(COLDEST))[0]

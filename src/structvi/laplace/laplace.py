@@ -87,7 +87,11 @@ def place_together(
     if not torch.is_grad_enabled():
         raise ValueError("laplace needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
     start = time.perf_counter()
-    say = _printed if progress else _silent
+
+    def say(what: str) -> None:
+        if progress:
+            print(f"laplace: {what}", file=sys.stderr)
+
     if validation is not None:
         warn_of_seen(loader, validation)
     with ExitStack() as stack:
@@ -117,16 +121,13 @@ def place_together(
     return results, selection
 
 
-def _printed(what: str) -> None:
-    print(f"laplace: {what}", file=sys.stderr)
-
-
-def _silent(what: str) -> None:
-    pass
-
-
 def _check(posterior: "Posterior") -> None:
     posterior.check_whole()
+    if not isinstance(posterior.model.likelihood, Likelihood):
+        raise TypeError(
+            "the curvature needs labels drawn from the likelihood, and a plain function draws none: write a "
+            "Likelihood, whose distribution(output, values) is p(t | y)"
+        )
     if posterior.fit_status not in (None, Status.PLACED):
         raise ValueError(
             "laplace places a posterior around the network's own weights, and this one was fitted before: what the fit "
@@ -203,11 +204,6 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
     )
     if network.obstacle:
         notes.append(f"weights are drawn, as with linearise=False: {network.obstacle}")
-    if not isinstance(model.likelihood, Likelihood):
-        notes.append(
-            "the likelihood is a plain function, of which no labels can be drawn: the curvature is that of the "
-            "observed ones, too small on a network that fits its data, and the posterior too wide"
-        )
     if selection is None:
         name = Candidate(*_default(network)).name
         return LaplaceResult(

@@ -34,17 +34,9 @@ def set_noise(likelihood: Any, log_noise: float) -> None:
             parameter.fill_(log_noise)
 
 
-def smallest_factor(likelihood: Any) -> float:
-    """Return the log factor at which errors have the variance of the training residuals."""
-    if not isinstance(likelihood, StudentT):
-        return 0.0
-    df = float(likelihood.df_value().detach())
-    return 0.5 * log(max(0.1, 1 - 2 / df))  # σ²ν/(ν − 2) = 1; of a variance near infinity a tenth
-
-
 @torch.no_grad()
 def residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> float:
-    """Return the log of the root mean square of the network's residuals, at least the rounding of its outputs."""
+    """Return the log noise whose errors have the variance of the network's residuals, at least that of rounding."""
     named = model.space.unravel(theta)
     network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}
     square, size, count = 0.0, 0.0, 0
@@ -60,4 +52,7 @@ def residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) 
             "there NaN in inputs or targets? Leave these rows out, or mask them"
         )
     rounding = torch.finfo(theta.dtype).eps ** 2 * size
-    return 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))
+    log_noise = 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))
+    if isinstance(model.likelihood, StudentT):  # σ²ν/(ν − 2) is the variance; of one near infinity a tenth
+        log_noise += 0.5 * log(max(0.1, 1 - 2 / float(model.likelihood.df_value().detach())))
+    return log_noise

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import escape
 from math import exp
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from ..families.normal import Diagonal, LowRank, NormalForm
 from ..families.precision import LowRankPrecision
 from ..families.rotated import rotation
 from ..models.bayesian_model import BayesianModel
-from ..models.likelihoods import Gaussian, Likelihood, StudentT
+from ..models.likelihoods import Gaussian, StudentT
 from ..models.priors.base import Prior
 from ..models.priors.scale import NormalPrior
 from ..train.batches import Batches
@@ -25,7 +25,6 @@ from .curvature import (
     GRADIENTS,
     Curvature,
     curvature_of,
-    observed_gradients,
     prior_precision,
     rows_read,
     simulated_gradients,
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 #: rank of the family, if the user gave none; at most half of the weights
 RANK = 32
+#: numbers of normals that are stored while candidates are compared (1 GiB of float32)
+STORED_NUMBERS = 2**28
 #: prior width without a validation set, in units of each tensor's root mean square
 DEFAULT_WIDTH = 0.24
 #: standard deviations of "the network", relative to each tensor's initialisation: below the rounding of float32
@@ -62,6 +63,7 @@ class TrainedNetwork:
     curvature: Curvature
     obstacle: str
     passes: float
+    _stored: dict[tuple[float | None, float], NormalForm] = field(default_factory=dict)
 
     @classmethod
     def of(cls, posterior: "Posterior", batches: Batches, seed: int) -> "TrainedNetwork":
@@ -85,9 +87,7 @@ class TrainedNetwork:
             def gradients() -> Iterator[tuple[Tensor, int]]:
                 read = batches.in_order(size, rows) if is_cut else batches.everything()
                 own = size if is_cut else model.num_data
-                if isinstance(likelihood, Likelihood):
-                    return simulated_gradients(model, likelihood, theta, read, own, seed)
-                return observed_gradients(model, theta, read, own)
+                return simulated_gradients(model, likelihood, theta, read, own, seed)
 
             rotated = rotation(family)
             if rotated is not None:  # its axes are those of the gradients
@@ -145,6 +145,18 @@ class TrainedNetwork:
     def narrow(self) -> NormalForm:
         """Return a normal so narrow that predictions are the network's own."""
         return NormalForm(self.theta, Diagonal(NARROW * self.posterior.space.scale.to(self.theta)))
+
+    def stored(self, width: float | None, log_factor: float) -> NormalForm:
+        """Return `form` as the family holds it, stored if there is room."""
+        key = width, log_factor
+        if key in self._stored:
+            return self._stored[key]
+        form = self.placed(self.form(width, log_factor)).normal()
+        assert form is not None
+        numbers = sum(tensor.numel() for tensor in (form.mean, *(x for x in form.root if isinstance(x, Tensor))))
+        if (len(self._stored) + 1) * numbers <= STORED_NUMBERS:
+            self._stored[key] = NormalForm(form.mean.clone(), form.root)
+        return form
 
     def placed(self, form: NormalForm) -> Family:
         """Return the copied family, set to a normal."""

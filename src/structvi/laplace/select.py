@@ -28,7 +28,7 @@ from .held_out import (
     of_networks,
     outputs_of,
 )
-from .noise import BELOW_NETWORK, NETWORK_GRID, learned_noise, smallest_factor
+from .noise import BELOW_NETWORK, NETWORK_GRID, learned_noise
 from .place import TrainedNetwork
 
 #: candidates within this share of a paired standard error of the best are as good
@@ -106,7 +106,7 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
     say("the network on the validation set")
     grid = torch.zeros(1, dtype=torch.float64)
     if learned_noise(first.likelihood) is not None:
-        grid = NETWORK_GRID + smallest_factor(first.likelihood)
+        grid = NETWORK_GRID
     tried = {NETWORK: of_networks(networks, validation, grid)}
     alone = tried[NETWORK]
     if unknown := int(alone.losses.isnan().any(1).sum()):
@@ -125,10 +125,9 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
         say("the linearised network under priors of several widths")
         forwards = 1 + 2 * outputs_of(first, batch)
         some = _few(networks, validation, JACOBIAN_PASSES, forwards, batch)
-        linearised = [Candidate(width, linearised=True) for width in widths]
-        found = of_linearised(networks, linearised, some, grid, seed)
+        found = of_linearised(networks, widths, some, grid, seed)
         _count(networks, forwards * len(found[0].count))
-        tried |= dict(zip(linearised, found, strict=True))
+        tried |= {Candidate(width, linearised=True): one for width, one in zip(widths, found, strict=True)}
     drawn_widths = [width for width in widths if width is None or width in DRAWN_WIDTHS]
     for way in (way for way in ways if not (way and exact)):
         forwards = WEIGHT_DRAWS * (3 if way else 1)
