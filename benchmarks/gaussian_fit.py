@@ -17,7 +17,7 @@ import torch
 
 import structvi as vi
 from structvi.families.full import FullNormalDensity
-from structvi.families.structured import LowRankNormalDensity
+from structvi.families.low_rank import LowRankNormalDensity
 from structvi_paper.optima import best_kl, random_gaussians
 
 from . import peers, timing

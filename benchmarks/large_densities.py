@@ -19,8 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.families.precision import LowRankPrecisionDensity
-from structvi.families.structured import LowRankNormalDensity
+from structvi.families.low_rank import LowRankNormalDensity, LowRankPrecisionDensity
 
 
 class Largest(TorchDispatchMode):

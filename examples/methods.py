@@ -57,7 +57,9 @@ def fit(method: str, problem: Problem, settings: Settings, seed: int) -> vi.Post
     if method == "ensemble":
         seeds = range(seed, seed + 1000 * problem.members, 1000)
         members = [trained(problem, settings, budget // problem.members, own).mean_network() for own in seeds]
-        return posterior(problem, members[0], settings, vi.Mixture.from_networks(members, vi.MAP()))
+        return posterior(
+            problem, members[0], settings, vi.Mixture([vi.MAP().bind(vi.Parameters.of(net)) for net in members])
+        )
     if family is None:
         return trained(problem, settings, budget, seed, "on" if method == "MC dropout" else "off")
     first = round(settings.trained * budget)

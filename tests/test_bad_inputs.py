@@ -266,11 +266,6 @@ TABLE = {
         ValueError,
         rf"P = {MAX_DENSE + 1} is beyond {MAX_DENSE}; ask for the block",
     ),
-    "to_distribution: of a point mass": (
-        lambda: density(vi.MAP()).to_distribution(),
-        NotImplementedError,
-        r"no torch distribution equals PointMass",
-    ),
     "kl: different sizes": (
         lambda: vi.kl(density(), density(vi.MeanField(), OTHER)),
         ValueError,

@@ -133,7 +133,7 @@ plt.show()
 #   densities.
 # - **`FullNormal()`** wherever P is some hundreds.
 # - **`PerLayer({"backbone.*": MAP(), "*": ..})`** for a Bayesian head on a large network: about one pass a step.
-# - **`Mixture(.., components=C)`** for several modes, `Mixture.from_networks(nets, part)` for an ensemble with widths
+# - **`Mixture(.., components=C)`** for several modes, `Ensemble.of(nets, ...)` for an ensemble with widths
 #   of its own.
 # - **`MAP()` and `MCDropout()`** are there to be compared with.
 #

@@ -19,7 +19,6 @@ from .families import (
     Mixture,
     PerLayer,
     Rotated,
-    ScaleMixture,
     kl,
 )
 from .files.file import CheckpointError
@@ -96,7 +95,6 @@ __all__ = [
     "Predictive",
     "Result",
     "Rotated",
-    "ScaleMixture",
     "Schedule",
     "Status",
     "Summary",

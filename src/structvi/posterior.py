@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .couplings import Coupling, paired
+from .distributed.sharding import Sharded
 from .families.family import Family
 from .families.full import FullNormal
-from .families.structured import LowRankNormal
+from .families.low_rank import LowRankNormal
 from .files import posterior_file
 from .head.features import head_tensors
 from .head.head import fit_head
@@ -153,7 +154,7 @@ class Posterior(nn.Module):
 
     def check_whole(self) -> None:
         """Refuse what this rank's rows alone cannot do."""
-        if self.family.shard is not None:
+        if isinstance(self.family, Sharded):
             raise ValueError(
                 "this rank has only its rows of the posterior: ask what gather(posterior), called on all ranks, "
                 "returns; or write the rows with save_sharded(posterior, directory)"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from structvi import families
 from structvi.families.family import Family
-from structvi.families.precision import LowRankPrecision
+from structvi.families.low_rank import LowRankPrecision
 from structvi.models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
 from structvi.posterior import Posterior, variationalize, variationalize_head
 

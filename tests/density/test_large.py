@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import structvi as vi
 from structvi.density.fixed_draws import FixedDraws
 from structvi.density.result import FRESH
-from structvi.families.precision import LowRankPrecisionDensity
-from structvi.families.structured import LowRankNormalDensity
+from structvi.families.low_rank import LowRankNormalDensity, LowRankPrecisionDensity
 
 
 def numbers(*shape, seed=0):

@@ -6,13 +6,12 @@ from math import log
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal, Normal, StudentT
+from torch.distributions import Independent, MultivariateNormal, Normal, StudentT
 
 import structvi as vi
-from structvi.families.gaussian import Gaussian
-from structvi.families.mixture import LOGIT_UNIT, MixtureDensity, _bhattacharyya
+from structvi.families.mixture import LOGIT_UNIT, MixtureDensity
 from structvi.objective import log_q_at
-from structvi.testing import LAWS, check_family, dense_moments
+from structvi.testing import dense_moments
 
 
 def generator(seed=0):
@@ -32,7 +31,7 @@ def moved(family, seed=0, size=0.3):
     return family
 
 
-def mixed(P=3, common_noise=True, size=0.3, initial_scale=0.3):
+def mixed(P=3, size=0.3, initial_scale=0.3):
     """One part of every Gaussian shape, overlapping."""
     recipes = [
         vi.MeanField(initial_scale=initial_scale),
@@ -40,7 +39,7 @@ def mixed(P=3, common_noise=True, size=0.3, initial_scale=0.3):
         vi.LowRankPrecision(2, initial_scale=initial_scale),
         vi.FullNormal(initial_scale=initial_scale),
     ]
-    return moved(vi.Mixture([r.bind(space(P), generator(1)) for r in recipes], common_noise=common_noise), size=size)
+    return moved(vi.Mixture([r.bind(space(P), generator(1)) for r in recipes]), size=size)
 
 
 def dense_parts(density):
@@ -140,15 +139,13 @@ class TestDraws:
 
     def test_parts_of_different_rank_have_draws_of_different_number(self):
         recipes = [vi.LowRankNormal(1), vi.LowRankNormal(3), vi.MeanField()]
-        for common_noise in (True, False):
-            q = vi.Mixture(recipes, common_noise=common_noise).bind(space(), generator())
-            draws = q().draw(2, vi.couplings.unscented, generator())
-            sizes = [4, 12, 2]
-            assert draws.theta.shape[0] == 2 * sum(sizes)
-            groups = draws.weight.reshape(2, -1)
-            for group in groups:
-                for stratum, size in zip(group.split(sizes), sizes, strict=True):
-                    torch.testing.assert_close(stratum, torch.full_like(stratum, 1 / 3 / 2 / size))
+        q = vi.Mixture(recipes).bind(space(), generator())
+        draws = q().draw(2, vi.couplings.unscented, generator())
+        sizes = [4, 12, 2]
+        assert draws.theta.shape[0] == 2 * sum(sizes)
+        for group in draws.weight.reshape(2, -1):
+            for stratum, size in zip(group.split(sizes), sizes, strict=True):
+                torch.testing.assert_close(stratum, torch.full_like(stratum, 1 / 3 / 2 / size))
 
     def test_weights_carry_the_gradient_of_the_proportions(self):
         q = mixed()
@@ -159,11 +156,10 @@ class TestDraws:
         torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-14)
 
     def test_common_noise_is_the_same_for_parts_of_one_rank(self):
-        for common_noise in (True, False):
-            q = moved(vi.Mixture(vi.MeanField(), 2, common_noise=common_noise).bind(space(), generator()))
-            theta = q().draw(4, vi.couplings.naive, generator()).theta.reshape(4, 2, 3)
-            noise = [(theta[:, c] - part().mean) / part().variance.sqrt() for c, part in enumerate(q.part)]
-            assert torch.allclose(noise[0], noise[1]) is common_noise
+        q = moved(vi.Mixture(vi.MeanField(), 2).bind(space(), generator()))
+        theta = q().draw(4, vi.couplings.naive, generator()).theta.reshape(4, 2, 3)
+        noise = [(theta[:, c] - part().mean) / part().variance.sqrt() for c, part in enumerate(q.part)]
+        torch.testing.assert_close(noise[0], noise[1])
 
     def test_common_noise_keeps_calls_of_one_part_apart(self):
         """A part that asks for noise twice gets two noises: its halves stay independent."""
@@ -175,7 +171,7 @@ class TestDraws:
                 halves = [coupling(groups, 2, 0, generator, torch.float32, None).diagonal for _ in range(2)]
                 return vi.Draws(torch.cat(halves, dim=-1), torch.full((groups,), 1 / groups))
 
-        density = MixtureDensity([Halves(), Halves()], torch.full((2,), 0.5).log(), common_noise=True)
+        density = MixtureDensity([Halves(), Halves()], torch.full((2,), 0.5).log())
         theta = density.draw(3, vi.couplings.naive, generator()).theta.reshape(3, 2, 4)
         assert not torch.equal(theta[..., :2], theta[..., 2:])
         assert torch.equal(theta[:, 0], theta[:, 1])
@@ -193,10 +189,9 @@ class TestDraws:
 
 class TestOne:
     @pytest.mark.parametrize("recipe", [vi.MeanField(), vi.LowRankNormal(2), vi.MAP()], ids=repr)
-    @pytest.mark.parametrize("common_noise", [True, False])
-    def test_a_mixture_of_one_is_its_part(self, recipe, common_noise):
+    def test_a_mixture_of_one_is_its_part(self, recipe):
         part = recipe.bind(space(), generator(3))
-        q = vi.Mixture(recipe, components=1, common_noise=common_noise).bind(space(), generator(3))
+        q = vi.Mixture(recipe, components=1).bind(space(), generator(3))
         one, other = (
             part().draw(4, vi.couplings.unscented, generator()),
             q().draw(4, vi.couplings.unscented, generator()),
@@ -217,17 +212,15 @@ class TestOne:
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
         if part().has_density:
             torch.testing.assert_close(part().score(one.theta), q().score(one.theta), rtol=1e-12, atol=0)
-            for bound in q().entropy_bounds():
-                torch.testing.assert_close(bound, part().entropy(), rtol=1e-12, atol=0)
 
 
 class TestGradients:
     """A one-dimensional mixture and target, where the ELBO and its gradients are quadratures."""
 
     @staticmethod
-    def family(common_noise):
+    def family():
         line = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
-        q = vi.Mixture([vi.MeanField().bind(line) for _ in range(3)], common_noise=common_noise)
+        q = vi.Mixture([vi.MeanField().bind(line) for _ in range(3)])
         with torch.no_grad():
             q.raw_logits.copy_(torch.tensor([0.3, -0.5, 0.1]) / LOGIT_UNIT)
             for part, mean, scale in zip(q.part, (-1.5, 0.2, 2.0), (0.7, 0.5, 1.2), strict=True):
@@ -239,11 +232,10 @@ class TestGradients:
     def log_p(z):
         return torch.logaddexp(-0.5 * (z - 1).square() + log(0.6), -0.5 * ((z + 2) / 0.8).square() - log(2.0))
 
-    @pytest.mark.parametrize("common_noise", [True, False])
     @pytest.mark.parametrize("estimator", ["path", "log_q"])
-    def test_against_quadrature(self, estimator, common_noise):
+    def test_against_quadrature(self, estimator):
         """Means over 400 estimates of 64 groups, 5 standard errors; the quadrature's error is below 1e-9."""
-        q = self.family(common_noise)
+        q = self.family()
         parameters = list(q.parameters())
         z = torch.linspace(-30, 30, 20001, dtype=torch.float64)
         log_q = q().log_prob(z.unsqueeze(-1))
@@ -283,62 +275,6 @@ class TestGradients:
         target = vi.LogDensity(lambda p: -p["b"].square().sum(), space())
         with pytest.raises(ValueError, match='"path" or "log_q"'):
             vi.elbo(mixed(), target, estimator=vi.Estimator("entropy"))
-
-
-class TestEntropy:
-    def test_has_no_closed_form(self):
-        with pytest.raises(NotImplementedError, match=r"'path' or 'log_q'.*entropy_bounds"):
-            mixed()().entropy()
-
-    @pytest.mark.parametrize("distance", [0.0, 0.7, 2.0, 6.0])
-    def test_lies_between_the_bounds(self, distance):
-        starts = [space(2, s * distance) for s in (-1, 0, 1)]
-        recipes = [vi.LowRankNormal(1), vi.FullNormal(), vi.MeanField()]
-        q = vi.Mixture([r.bind(start, generator()) for r, start in zip(recipes, starts, strict=True)])
-        with torch.no_grad():
-            q.raw_logits.copy_(torch.tensor([0.5, -0.5, 0.0]) / LOGIT_UNIT)
-        with torch.no_grad():
-            density = q()
-            theta, volume = grid(12.0)
-            log_q = density.log_prob(theta)
-            truth = -(log_q.exp() * log_q).sum().item() * volume
-            lower, upper = (bound.item() for bound in density.entropy_bounds())
-            simple = sum(p * part.entropy() for p, part in zip(density.proportions, density.parts, strict=True)).item()
-            categorical = -(density.proportions @ density.log_proportions).item()
-        assert lower - 1e-7 <= truth <= upper + 1e-7
-        assert simple - 1e-12 <= lower
-        assert upper <= simple + categorical + 1e-12
-        if distance == 6.0:
-            assert upper - lower < 1e-6
-
-    def test_coinciding_parts_have_the_entropy_of_one(self):
-        part = moved(vi.FullNormal().bind(space()))
-        density = vi.Mixture([copy.deepcopy(part) for _ in range(3)])()
-        for bound in density.entropy_bounds():
-            torch.testing.assert_close(bound, part().entropy(), rtol=1e-10, atol=0)
-
-    @pytest.mark.parametrize("P", [7, 12])
-    def test_bhattacharyya_against_dense(self, P):
-        """P = 12 by low-rank algebra, where ranks are small, P = 7 by dense matrices where full normals take part."""
-        recipes = [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()]
-        densities = [moved(recipe.bind(space(P), generator(i)), seed=i)() for i, recipe in enumerate(recipes)]
-        densities.append(moved(vi.LowRankNormal(1).bind(space(P), generator(9)), seed=9)())
-        for q in densities:
-            for p in densities:
-                assert isinstance(q, Gaussian)
-                assert isinstance(p, Gaussian)
-                (m, S), (n, T) = dense_moments(q), dense_moments(p)
-                middle, x = (S + T) / 2, m - n
-                truth = x @ torch.linalg.solve(middle, x) / 8 + torch.logdet(middle) / 2
-                truth = truth - (torch.logdet(S) + torch.logdet(T)) / 4
-                torch.testing.assert_close(_bhattacharyya(q, p).detach(), truth, rtol=1e-8, atol=1e-9)
-
-    def test_parts_that_are_not_gaussian_have_the_simple_bounds(self):
-        density = vi.Mixture(Heavy(), 2).bind(space(), generator())()
-        entropy = torch.stack([part.entropy().sum() for part in density.parts]).mean()
-        lower, upper = density.entropy_bounds()
-        torch.testing.assert_close(lower, entropy, rtol=1e-12, atol=0)
-        torch.testing.assert_close(upper, entropy + log(2), rtol=1e-12, atol=0)
 
 
 class TestPoints:
@@ -414,10 +350,6 @@ class TestBinding:
         assert torch.equal(q.part[2]().variance, q.part[0]().variance)
         torch.testing.assert_close(q.part[0]().variance.sqrt(), torch.full_like(starts[0], 0.3))
 
-    def test_free_parts_start_around_the_current_values(self):
-        q = vi.Mixture(vi.LowRankNormal(1)).bind(space(3, 100.0), generator())
-        torch.testing.assert_close(q().mean.detach(), torch.full((3,), 100.0).double(), rtol=1e-12, atol=0)
-
     def test_parts_of_a_network_start_at_fresh_draws(self):
         net = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))
         parameters = vi.Parameters.of(net)
@@ -429,26 +361,12 @@ class TestBinding:
             assert 0.8 * 3**-0.5 < limit < 3**-0.5, "torch draws U(±1/√fan_in)"
         assert len({tuple(start.tolist()) for start in starts}) == 3
 
-    def test_parts_of_a_network_without_initialisation_start_apart(self):
-        class Raw(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.w = nn.Parameter(torch.ones(4))
-
-        q = vi.Mixture(vi.MAP()).bind(vi.Parameters.of(Raw()), generator())
-        assert not torch.equal(q.part[0]().mean, q.part[1]().mean)
-
     def test_blocks_start_apart_too(self):
         recipe = vi.PerLayer({"a": vi.MeanField(), "b": vi.LowRankNormal(1)})
         q = vi.Mixture(recipe).bind(space(), generator())
         assert not torch.equal(q.part[0]().mean, q.part[1]().mean)
         theta = torch.randn(4, 3, generator=generator(), dtype=torch.float64)
         torch.testing.assert_close(q().score(theta), vi.Density.score(q(), theta), rtol=1e-9, atol=1e-9)
-
-    def test_the_seed_decides(self):
-        first, again, other = (vi.Mixture(vi.LowRankNormal(1)).bind(space(), generator(s)) for s in (1, 1, 2))
-        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-        assert not torch.equal(first().parts[0].mean, other().parts[0].mean)
 
     def test_mixtures_nest(self):
         inner = vi.Mixture(vi.MeanField(), components=2)
@@ -461,11 +379,10 @@ class TestBinding:
         assert q().draw(2).weight.sum().item() == pytest.approx(1)
 
     def test_state_dict_and_configuration(self):
-        recipe = vi.Mixture([vi.MeanField(), vi.LowRankNormal(2)], common_noise=False)
+        recipe = vi.Mixture([vi.MeanField(), vi.LowRankNormal(2)])
         first = moved(recipe.bind(space(), generator(1)))
         second = type(recipe)(**recipe.config()).bind(space(), generator(2))
         second.load_state_dict(first.state_dict())
-        assert not second.common_noise
         one, two = (q().draw(3, vi.couplings.unscented, generator()) for q in (first, second))
         assert torch.equal(one.theta, two.theta)
         assert torch.equal(one.weight, two.weight)
@@ -506,101 +423,3 @@ class TestBinding:
     def test_bad_input(self, make, error, message):
         with pytest.raises(error, match=message):
             make()
-
-
-class TestDistribution:
-    @pytest.mark.parametrize(
-        "recipe",
-        [vi.MeanField(), vi.LowRankNormal(2), vi.LowRankPrecision(1), vi.FullNormal()],
-        ids=lambda recipe: type(recipe).__name__,
-    )
-    def test_equals_torchs_mixture(self, recipe):
-        density = moved(vi.Mixture(recipe, 3).bind(space(), generator()))()
-        distribution = density.to_distribution()
-        assert isinstance(distribution, MixtureSameFamily)
-        theta = torch.randn(9, 3, generator=generator(), dtype=torch.float64)
-        torch.testing.assert_close(distribution.log_prob(theta), density.log_prob(theta), rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(distribution.variance, density.variance, rtol=1e-9, atol=1e-9)
-
-    @pytest.mark.parametrize("recipes", [[vi.MeanField(), vi.FullNormal()], [vi.LowRankNormal(1), vi.LowRankNormal(2)]])
-    def test_parts_of_different_types_are_refused(self, recipes):
-        with pytest.raises(NotImplementedError, match="parts of one type and rank"):
-            vi.Mixture(recipes).bind(space(), generator())().to_distribution()
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_laws(law):
-    def make(parameters):
-        recipes = [vi.LowRankNormal(1), vi.MeanField()]
-        return moved(vi.Mixture(recipes).bind(parameters, generator(3)))
-
-    check_family(make, laws=[law])
-
-
-# ------------------------------------------------------------------------------------------ ensembles of networks
-
-
-class Normed(nn.Module):
-    """A backbone with batch norm, a frozen layer, and a buffer that is in no file."""
-
-    def __init__(self, offset=0.0):
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
-        self.frozen = nn.Linear(1, 1).requires_grad_(False)
-        self.register_buffer("offset", torch.tensor(offset), persistent=False)
-
-    def forward(self, x):
-        return self.frozen(self.head(torch.tanh(self.norm(self.body(x))))) + self.offset
-
-
-def ensemble(count=3):
-    """Networks that differ in what is random alone."""
-    nets = [Normed() for _ in range(count)]
-    for net in nets[1:]:
-        net.frozen.load_state_dict(nets[0].frozen.state_dict())
-    return nets
-
-
-def test_networks_that_share_what_is_not_random_are_an_ensemble():
-    nets, x = ensemble(), torch.randn(5, 2, generator=generator())
-    nets[0].norm.running_mean.fill_(torch.nan)  # NaN is the same as NaN
-    for net in nets:
-        net.norm.running_mean.copy_(nets[0].norm.running_mean)
-    assert len(vi.Mixture.from_networks(nets, vi.MAP()).part) == 3
-    for net in nets:
-        net.norm.running_mean.fill_(0.5)
-    q = vi.Mixture.from_networks(nets, vi.MAP())
-    pred = vi.variationalize(nets[0], vi.likelihoods.Gaussian(1.0), q, num_data=5).predict(x)
-    with torch.no_grad():
-        expected = torch.stack([net.eval()(x) for net in nets])
-    torch.testing.assert_close(pred.outputs, expected)
-
-
-def statistics(nets):
-    nets[1].norm.train()(torch.randn(8, 3, generator=generator()))
-
-
-def unsaved_buffer(nets):
-    nets[2].offset += 1.0
-
-
-def frozen_layer(nets):
-    nn.init.constant_(nets[1].frozen.weight, 7.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "select", "message"),
-    [
-        (statistics, "*", r"norm\.running_mean, norm\.running_var, norm\.num_batches_tracked differ.*Ensemble"),
-        (unsaved_buffer, "*", "offset differ: they are not random"),
-        (frozen_layer, "*", r"frozen\.weight differ.*Select these parameters too"),
-        (lambda nets: None, "head.*", r"body\.weight, body\.bias differ.*Select these parameters too"),
-    ],
-    ids=["statistics", "a buffer in no file", "frozen", "not selected"],
-)
-def test_networks_that_differ_in_what_is_not_random_are_refused(change, select, message):
-    """Every part would silently be called with what the first network has."""
-    nets = ensemble()
-    change(nets)
-    with pytest.raises(ValueError, match=message):
-        vi.Mixture.from_networks(nets, vi.MAP(), select=select)

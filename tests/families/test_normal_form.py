@@ -15,10 +15,8 @@ from structvi import (
     Parameters,
     PerLayer,
     Rotated,
-    ScaleMixture,
 )
 from structvi.families.low_rank import factors, hold_factors, is_untouched, precision_rank, release_factors
-from structvi.families.mixture import widths
 from structvi.families.normal import Diagonal, LowRank, NormalForm, Triangle
 
 P, K = 5, 2
@@ -119,7 +117,7 @@ def test_columns_beyond_the_rank_widen_the_diagonal():
 def test_what_is_no_normal_says_so():
     assert MAP().bind(space()).normal().root.scale.tolist() == [0.0] * P
     mixed = PerLayer({"a": LowRankPrecision(rank=K), "b": LowRankNormal(rank=1)})
-    for recipe in (Mixture(MeanField()), MCDropout(0.9), ScaleMixture(rank=1), mixed):
+    for recipe in (Mixture(MeanField()), MCDropout(0.9), mixed):
         family = recipe.bind(space(), seeded())
         assert family.normal() is None
     with pytest.raises(TypeError, match="set_normal"):
@@ -133,18 +131,6 @@ def test_factors_are_held_and_started_in_all_parts():
     assert not any(factor.requires_grad or factor.any() for factor in factors(q))
     release_factors(q, seeded(), size=0.01)
     assert all(factor.requires_grad and 0 < factor.abs().max() < 0.05 for factor in factors(q))
-
-
-def test_parts_of_a_scale_mixture_are_normals_of_one_mean_and_one_factor():
-    one, other = (ScaleMixture(rank=K, components=3).bind(space(), seeded(seed)) for seed in (0, 1))
-    with torch.no_grad():
-        one.log_ratio.add_(0.3 * noise(2, P))
-    for form, part in zip(one.normals(), one().parts, strict=True):
-        torch.testing.assert_close(covariance(form), part.covariance())
-    other.set_normals(one.normals())
-    torch.testing.assert_close(other().covariance(), one().covariance())
-    with pytest.raises(ValueError, match="needs as many"):
-        one.set_normals(one.normals()[:2])
 
 
 def test_scales_that_no_fit_has_moved_are_recognised():
@@ -170,18 +156,16 @@ def test_affine_is_the_law_of_a_mapped_variable(name):
     assert type(standard.root) is type(form.root)
 
 
-def test_a_family_says_how_many_columns_and_normals_it_keeps():
+def test_a_family_says_how_many_columns_it_keeps():
     recipes = (
         MeanField(),
         LowRankNormal(2),
         LowRankPrecision(2),
         FullNormal(),
-        ScaleMixture(1),
         Rotated(LowRankPrecision(2)),
     )
     bound = [recipe.bind(space(), seeded()) for recipe in (*recipes, PerLayer({"a": LowRankPrecision(1), "b": MAP()}))]
-    assert [precision_rank(family) for family in bound] == [0, 0, 2, P, 1, 2, 1]
-    assert [widths(family) for family in bound] == [1, 1, 1, 1, 3, 1, 1]
+    assert [precision_rank(family) for family in bound] == [0, 0, 2, P, 2, 1]
 
 
 def test_a_mixture_has_the_weights_that_it_is_given():

@@ -25,7 +25,7 @@ FAMILIES = {
     "LowRankPrecision": lambda: vi.LowRankPrecision(rank=2, initial_factor=0.5),
     "FullNormal": lambda: vi.FullNormal(),
     "Mixture": lambda: vi.Mixture(vi.LowRankNormal(rank=1), components=3),
-    "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")], common_noise=False),
+    "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")]),
     "PerLayer": lambda: vi.PerLayer({"*": vi.MAP(), "0.*": vi.LowRankNormal(rank=2)}),
     "PerLayer of others": lambda: vi.PerLayer({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
     "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),

@@ -9,7 +9,7 @@ from torch.distributions import MultivariateNormal, Normal
 from torch.func import functional_call, jacrev
 
 import structvi as vi
-from structvi.families.normal_parts import weighted_normals
+from structvi.families.mixture import weighted_normals
 from structvi.predict.linearised import POINTS, jacobians
 from structvi.predict.metrics import ood_auroc
 
@@ -130,7 +130,9 @@ def mixture_of(family):
     return bayes, moments
 
 
-@pytest.mark.parametrize("family", [vi.ScaleMixture(2, 3), vi.Mixture(vi.LowRankPrecision(1), 2)], ids=repr)
+@pytest.mark.parametrize(
+    "family", [vi.Mixture(vi.LowRankPrecision(1), 2), vi.Mixture(vi.LowRankNormal(2), 3)], ids=repr
+)
 def test_mixtures_of_normals_are_mixtures_in_function_space(family):
     bayes, moments = mixture_of(family)
     pred = bayes.predict(X, generator=seeded())
@@ -150,8 +152,8 @@ def test_mixtures_of_normals_are_mixtures_in_function_space(family):
     close(found.covariance.flatten(), variance)
 
 
-def test_classes_of_a_scale_mixture_are_those_of_its_draws():
-    bayes = fitted(network(), lk.Categorical(), vi.ScaleMixture(2, 4))
+def test_classes_of_a_mixture_are_those_of_its_draws():
+    bayes = fitted(network(), lk.Categorical(), vi.Mixture(vi.LowRankPrecision(2), 4))
     pred, drawn = bayes.predict(X, generator=seeded()), bayes.predict(X, 20_000, generator=seeded())
     assert pred.draws == POINTS  # 64 for each part
     # 5,000 draws of each part: a probability has a standard error below 0.0035

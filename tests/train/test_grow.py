@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.families.growth import with_components
+from structvi.families.mixture import with_components
 
 N, D, NOISE = 40, 3, 0.5
 
@@ -116,7 +116,6 @@ def test_grow_components():
         (vi.FullNormal(), {"rank": 2}, TypeError, "not for FullNormal"),
         (vi.MeanField(), {"components": 1}, ValueError, "1 parts already"),
         (vi.MAP(), {"components": 2}, ValueError, "point masses"),
-        (vi.PerLayer({"*": vi.MeanField()}), {"components": 2}, TypeError, "not for PerLayer"),
     ],
     ids=str,
 )
@@ -126,23 +125,6 @@ def test_bad_growth(family, options, error, message):
 
 
 # ------------------------------------------------------------------------------------------------------ ensembles
-
-
-def test_mixture_from_networks():
-    nets = [network() for _ in range(3)]
-    q = vi.Mixture.from_networks(nets, part=vi.LowRankNormal(1))
-    for net, part in zip(nets, q.part, strict=True):
-        torch.testing.assert_close(part.mean.detach(), values(net))
-    posterior = bayes(q, nets[0])
-    assert posterior.fit(loader(), steps=20, progress=False).steps == 20
-    for net in nets[1:]:  # heads of one backbone
-        net[0].load_state_dict(nets[0][0].state_dict())
-    heads = vi.Mixture.from_networks(nets, part=vi.MAP(), select="2.*")
-    assert heads.space.names == ("2.weight", "2.bias")
-    with pytest.raises(ValueError, match='initial_mean="current"'):
-        vi.Mixture.from_networks(nets, part=vi.MeanField(initial_mean="zero"))
-    with pytest.raises(ValueError, match="list of at least one network"):
-        vi.Mixture.from_networks([], part=vi.MeanField())
 
 
 def test_new_parts_of_a_mixture_weigh_a_tenth_together():

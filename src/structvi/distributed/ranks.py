@@ -20,6 +20,7 @@ from ..families.family import Family
 from ..models.batch import observations, rows
 from ..objective import Estimate, NonFiniteError
 from .collectives import LostRankError, all_gather, all_reduce, collective, from_rank_0, sum_gradients
+from .sharding import Sharded
 
 Parallel = Literal["auto", "data", "draws"] | None
 T = TypeVar("T")
@@ -90,9 +91,9 @@ class Ranks:
         #: the names of tensors of which each rank has its rows, see `structvi.distributed.sharding`
         self.sharded: frozenset[str] = frozenset()
         self.rows: Any = None
-        if family is not None and family.shard is not None:
+        if isinstance(family, Sharded):
             self.sharded = frozenset(f"family.{name}" for name in family.row_tensors)
-            self.rows = family.shard.rows
+            self.rows = family.rows
         self._own: torch.Generator | None = None
         #: whether this rank was asked to stop, and whether any was
         self.interrupted, self.stopping = False, False

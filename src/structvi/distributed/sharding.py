@@ -7,9 +7,8 @@ the drawn weights take.
 
 import os
 import warnings
-from dataclasses import dataclass
 from math import log, pi
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,11 @@ from ..couplings import Coupling, Noise, naive
 from ..families.density import Density, Draws
 from ..families.family import Family
 from ..families.gaussian import Gaussian
+from ..families.low_rank import LowRankNormal, LowRankPrecision
+from ..families.mean_field import MeanField
+from ..families.normal import NormalForm
 from ..families.numerics.algebra import half_log_det, project, sum_weights
 from ..families.numerics.fused import Sums, ratio
-from ..families.rows import Rows, Shard
 from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
 if TYPE_CHECKING:
@@ -31,11 +32,17 @@ if TYPE_CHECKING:
 AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 
 
-def rows_of_this_rank(P: int) -> Rows:
-    """All ranks have as many, but for the last ones."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    most = -(-P // size)
-    return Rows(min(rank * most, P), min((rank + 1) * most, P), P, most)
+class Rows(NamedTuple):
+    """The rows `start` to `stop` of P, which this rank holds: all ranks have `most`, but for the last ones."""
+
+    start: int
+    stop: int
+    P: int
+    most: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
 
 
 # ---------------------------------------------------------------------- collectives, each with its adjoint for Σ_r L_r
@@ -45,20 +52,17 @@ class _Gather(torch.autograd.Function):
     """Slices of the weights to all of them, [S, p] → [S, P]; back, each rank gets the sum over ranks of its slice."""
 
     @staticmethod
-    def forward(x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
         padded = nn.functional.pad(x, (0, rows.most - x.shape[-1]))
         return torch.cat(all_gather(padded), dim=-1)[:, : rows.P]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Rows], output: Tensor) -> None:
-        ctx.rows = inputs[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows: Rows = ctx.rows
-        whole = nn.functional.pad(gradient, (0, rows.most * dist.get_world_size() - rows.P))
-        parts = [part.contiguous() for part in whole.split(rows.most, dim=-1)]
+        padded = nn.functional.pad(gradient, (0, rows.most * dist.get_world_size() - rows.P))
+        parts = [part.contiguous() for part in padded.split(rows.most, dim=-1)]
         return reduce_scatter(parts)[:, : rows.stop - rows.start], None
 
 
@@ -66,41 +70,30 @@ class _Sum(torch.autograd.Function):
     """Σ over ranks, the same on all of them; back, the sum of what each of them has of its gradient."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return all_reduce(x.clone())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
+    def forward(ctx: Any, x: Tensor, is_summed: bool) -> Tensor:
+        return x.view_as(x) if is_summed else all_reduce(x.clone())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all_reduce(gradient.clone())
-
-
-class _Same(_Sum):
-    """What is the same on all ranks already; back as `_Sum`."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return all_reduce(gradient.clone()), None
 
 
 def over_ranks(x: Tensor) -> Tensor:
-    return cast(Tensor, _Sum.apply(x))
+    """Return the sum over ranks."""
+    return cast(Tensor, _Sum.apply(x, False))
 
 
 def whole(x: Tensor, rows: Rows) -> Tensor:
-    """[S, p] → [S, P]"""
+    """Return the columns of all ranks, [S, p] → [S, P]."""
     return cast(Tensor, _Gather.apply(x, rows))
 
 
-# ------------------------------------------------------------------------------------------------------- the density
+# ---------------------------------------------------------------------------------------------- densities and families
 
 
 class ShardedDensity(Density):
-    """A diagonal plus low-rank Gaussian of whose rows this rank has some; whatever it is asked, all ranks are asked.
+    """A diagonal plus low-rank Gaussian of whose rows this rank has some; all ranks ask it the same at once.
 
     With y = (θ − μ)/s, G = r∘F and M = I_K + GᵀG, of the P weights only Gᵀ G, Gᵀ y, y·y and Σ log s are needed:
 
@@ -112,14 +105,8 @@ class ShardedDensity(Density):
         self.part, self.rows = part, rows
         part.reduce = over_ranks
         state = part.state()
-        if state is None:
-            raise TypeError(f"a {type(part).__name__} cannot be cut into rows: it is no diagonal plus low rank")
-        self.state = state
-
-    @property
-    def scale(self) -> Tensor:
-        """[p]"""
-        return self.state.log_scale.exp()
+        assert state is not None
+        self.state, self.scale = state, state.log_scale.exp()
 
     @property
     def P(self) -> int:
@@ -146,24 +133,15 @@ class ShardedDensity(Density):
     def draw_scored(
         self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
     ) -> tuple[Draws, Tensor | None]:
-        draws, log_q = self.part.draw_scored(groups, self._cut(coupling), generator)
-        assert log_q is not None
-        return Draws(whole(draws.theta, self.rows), draws.weight), cast(Tensor, _Same.apply(log_q))
-
-    def _cut(self, coupling: Coupling) -> Coupling:
-        """The coupling over all weights, and of its noise this rank's columns."""
-        if not callable(coupling):
-            return coupling
-
         def cut(groups, p, K, generator, dtype, device):
             noise = coupling(groups, self.P, K, generator, dtype, device)
             return Noise(noise[0][:, self.rows.slice], noise[1])
 
-        return cut
+        draws, log_q = self.part.draw_scored(groups, cut if callable(coupling) else coupling, generator)
+        return Draws(whole(draws.theta, self.rows), draws.weight), cast(Tensor, _Sum.apply(log_q, True))
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        own = self._check_theta(theta)[:, self.rows.slice]
-        return self._log_prob(own)
+        return self._log_prob(self._check_theta(theta)[:, self.rows.slice])
 
     def _log_prob(self, own: Tensor) -> Tensor:
         """[S, p] → [S]"""
@@ -187,7 +165,7 @@ class ShardedDensity(Density):
         return (self._half_log_det(sums, L) + 0.5 * self.P * (1 + log(2 * pi))).to(self.state.mean.dtype)
 
     def _sums(self, y: Tensor) -> tuple[Sums, Tensor]:
-        """The sums over the rows of all ranks for y [S, p], and the Cholesky factor of M."""
+        """Return the sums over the rows of all ranks for y [S, p], and the Cholesky factor of M."""
         part = self.state
         G = part.factor * ratio(self.scale, part.unit, part.precision).unsqueeze(-1)  # [p, K]
         own = Sums(project(G.mT, G), project(y, G), sum_weights(y.square()), sum_weights(part.log_scale))
@@ -198,31 +176,58 @@ class ShardedDensity(Density):
         return sums.log_scale + (-1 if self.state.precision else 1) * half_log_det(L)
 
 
-# ------------------------------------------------------------------------------------------------------ posteriors
-
-
-@dataclass(frozen=True)
-class RankShard(Shard):
-    """The rows of this rank of a process group."""
+class Sharded:
+    """What the sharded families share: the rows of this rank, and the density over all of them."""
 
     rows: Rows
+    #: the tensors of which this rank has its rows
+    row_tensors: tuple[str, ...] = ("mean", "log_scale", "factor", "unit")
 
-    def join(self, part: Density) -> Density:
-        if not isinstance(part, Gaussian):
-            raise TypeError(f"only Gaussians can be cut into rows, and this density is a {type(part).__name__}")
-        return ShardedDensity(part, self.rows)
+    def forward(self) -> Density:
+        return ShardedDensity(super().forward(), self.rows)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def generator(self, common: torch.Generator | None, device: torch.device) -> torch.Generator:
-        seed = int(torch.randint(2**62, (), generator=common, device=None if common is None else common.device))
-        return torch.Generator(device).manual_seed(seed + dist.get_rank())
+    def normal(self) -> None:
+        """None: no rank has it whole."""
+
+    def set_normal(self, form: NormalForm) -> None:
+        density = getattr(self, "density", None)
+        root = form.low_rank(getattr(self, "rank", 0), density is None or density.of_precision)
+        own = root._replace(scale=root.scale[self.rows.slice], factor=root.factor[self.rows.slice])
+        super().set_normal(NormalForm(form.mean[self.rows.slice], own))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ShardedMeanField(Sharded, MeanField):
+    """Some rows of a `MeanField`."""
+
+    row_tensors = ("mean", "log_scale")
+
+
+class ShardedLowRankNormal(Sharded, LowRankNormal):
+    """Some rows of a `LowRankNormal`."""
+
+
+class ShardedLowRankPrecision(Sharded, LowRankPrecision):
+    """Some rows of a `LowRankPrecision`."""
+
+
+WHOLE: dict[type[Family], type[Family]] = {
+    ShardedMeanField: MeanField,
+    ShardedLowRankNormal: LowRankNormal,
+    ShardedLowRankPrecision: LowRankPrecision,
+}
+
+
+def whole_family(family: Family) -> Family:
+    """Return the family, or the recipe of the one that it has rows of."""
+    return WHOLE[type(family)](**family.config()) if isinstance(family, Sharded) else family
 
 
 def shard(posterior: AnyPosterior) -> AnyPosterior:
-    """The posterior with this rank's rows of the variational parameters alone: P(K + 2)/w numbers on each of w ranks.
+    """Return the posterior with this rank's rows of the variational parameters: P(K + 2)/w numbers on each of w ranks.
 
     `fit`, `predict` and `elbo` work as before, called on all ranks at once; in a fit each rank takes its part of every
-    batch. All start from the values of rank 0, also of the network. Make the posterior on the CPU, shard it, and let
-    `fit(device=..)` move the rows. It can be neither saved nor grown: `gather` it first.
+    batch. All start from the values of rank 0, also of the network. Make the posterior on the CPU, shard it, and move
+    it to the rank's device. It can be neither saved nor grown: `gather` it first.
 
         bayes = shard(variationalize(net, likelihood, LowRankNormal(rank=8)))
         bayes.fit(loader, epochs=10)
@@ -233,59 +238,55 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
     """
     _check_group("shard")
     family = posterior.family
-    if not family.row_tensors or family.shard is not None:
+    kind = next((sharded for sharded, own in WHOLE.items() if type(family) is own), None)
+    if kind is None:
         raise TypeError(
-            f"a {type(family).__name__} cannot be sharded; it goes for LowRankNormal, LowRankPrecision and "
-            "MeanField, once, and for a family of your own with `row_tensors` and a Gaussian density with `state()`"
+            f"a {type(family).__name__} cannot be sharded; shard is for LowRankNormal, LowRankPrecision and MeanField"
         )
-    part = _rebuilt(family)
-    part.shard = RankShard(rows_of_this_rank(posterior.space.size))
+    rank, size, P = dist.get_rank(), dist.get_world_size(), posterior.space.size
+    most = -(-P // size)
+    rows = Rows(min(rank * most, P), min((rank + 1) * most, P), P, most)
     from_rank_0([*posterior.net.parameters(), *posterior.net.buffers()])
-    for name in family.row_tensors:
-        tensor = getattr(family, name).detach().clone()
-        from_rank_0([tensor])
-        _put(part, name, part.own_rows(tensor))
-    other = posterior.with_family(part)
-    other.fit_status = posterior.fit_status
-    return other
-
-
-def gather(posterior: AnyPosterior) -> AnyPosterior:
-    """The whole posterior, on every rank: the inverse of `shard`."""
-    family = posterior.family
-    if family.shard is None:
-        raise TypeError(f"gather expects a posterior that shard made, got one with a {type(family).__name__}")
-    plain, rows = _rebuilt(family), family.shard.rows
-    for name in family.row_tensors:
-        own = getattr(family, name).detach()
-        tensor = own.reshape(rows.stop - rows.start, -1)  # [p, K] or [p, 1]
-        shape = (rows.P, *own.shape[1:])
-        _put(plain, name, whole(tensor.mT.contiguous(), rows).mT.reshape(shape))
-    other = posterior.with_family(plain)
-    other.fit_status = posterior.fit_status
-    return other
-
-
-def _rebuilt(family: Family) -> Family:
-    """A family of the same configuration and space, without tensors."""
-    made = type(family)(**family.config())
-    made.space = family.space
+    tensors = {name: getattr(family, name).detach().clone() for name in kind.row_tensors}  # pyright: ignore
+    from_rank_0(tensors.values())
+    made = _with_tensors(posterior, kind, {name: tensor[rows.slice] for name, tensor in tensors.items()})
+    made.family.rows, made.family.stream = rows, rows.start + 1  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 
-def _put(family: Family, name: str, tensor: Tensor) -> None:
-    tensor = tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor.clone()  # a factor: column by column
-    if name == "unit":
-        family.register_buffer(name, tensor)
-    else:
-        setattr(family, name, nn.Parameter(tensor))
+def gather(posterior: AnyPosterior) -> AnyPosterior:
+    """Return the whole posterior, on every rank: the inverse of `shard`."""
+    family = posterior.family
+    if not isinstance(family, Sharded):
+        raise TypeError(f"gather expects a posterior that shard made, got one with a {type(family).__name__}")
+    rows, tensors = family.rows, {}
+    for name in family.row_tensors:
+        own = getattr(family, name).detach()
+        columns = own.reshape(rows.stop - rows.start, -1).mT.contiguous()  # [K, p] or [1, p]
+        tensors[name] = whole(columns, rows).mT.reshape(rows.P, *own.shape[1:])
+    return _with_tensors(posterior, WHOLE[type(family)], tensors)
+
+
+def _with_tensors(posterior: AnyPosterior, kind: type[Family], tensors: dict[str, Tensor]) -> AnyPosterior:
+    """Return the posterior with a family of this kind, of the same configuration and space, made of these tensors."""
+    made = kind(**posterior.family.config())
+    made.space = posterior.family.space
+    for name, tensor in tensors.items():
+        own = tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor.clone()  # a factor: column by column
+        if name == "unit":
+            made.register_buffer(name, own)
+        else:
+            setattr(made, name, nn.Parameter(own))
+    other = posterior.with_family(made)
+    other.fit_status = posterior.fit_status
+    return other
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def save_sharded(posterior: "Posterior", directory: str | os.PathLike[str]) -> None:
-    """Each rank writes its rows, by `torch.distributed.checkpoint`; call it on all ranks."""
+    """Write this rank's rows, by `torch.distributed.checkpoint`; call it on all ranks."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     _check_group("save_sharded")
@@ -314,10 +315,10 @@ def load_sharded(posterior: "Posterior", directory: str | os.PathLike[str]) -> N
 
 
 def _state(posterior: "Posterior") -> dict[str, Tensor]:
-    """All that is learned, by name, not copied; rows as the part of a whole that `DTensor` says they are."""
+    """Return all that is learned, by name, not copied; rows as the part of a whole that `DTensor` says they are."""
     family = posterior.family
     tensors = {name: tensor.detach() for name, tensor in posterior.learned().items()}
-    if family.shard is None:
+    if not isinstance(family, Sharded):
         return tensors
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -325,7 +326,7 @@ def _state(posterior: "Posterior") -> dict[str, Tensor]:
     mesh = init_device_mesh(posterior.device.type, (dist.get_world_size(),))
     for name in (f"family.{name}" for name in family.row_tensors):
         rows = tensors[name]
-        shape = torch.Size([family.shard.rows.P, *rows.shape[1:]])
+        shape = torch.Size([family.rows.P, *rows.shape[1:]])
         tensors[name] = DTensor.from_local(
             rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
         )

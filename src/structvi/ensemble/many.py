@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..couplings import Noise
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import Sharded
 from ..models.batch import batch_size, rows, split_batch
 from ..models.likelihoods import Likelihood
 from ..networks.modes import BATCH_NORMS
@@ -181,7 +182,7 @@ def _reason_against(job: Job) -> str | None:
         "batch norm is reestimated": posterior.batch_norm == "reestimated" and normalised,
         "the network is linearised": model.is_linearised,
         "activations are not kept": model.checkpoint_activations,
-        "the family draws by itself": not posterior.family().coupled or posterior.family.shard is not None,
+        "the family draws by itself": not posterior.family().coupled or isinstance(posterior.family, Sharded),
         "the likelihood is a function of your own": not isinstance(model.likelihood, Likelihood),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -5,31 +5,33 @@ from .density import Density, DistributionDensity, Draws, check_draw
 from .family import Family
 from .full import FullNormal
 from .gaussian import Gaussian, kl
+from .low_rank import LowRankNormal, LowRankPrecision
 from .mc_dropout import MCDropout
 from .mean_field import MeanField
 from .mixture import Mixture
+from .normal import Diagonal, LowRank, NormalForm, Triangle
 from .point import MAP
-from .precision import LowRankPrecision
 from .rotated import Rotated
-from .scale_mixture import ScaleMixture
-from .structured import LowRankNormal
 
 __all__ = [
     "MAP",
     "Density",
+    "Diagonal",
     "DistributionDensity",
     "Draws",
     "Family",
     "FullNormal",
     "Gaussian",
+    "LowRank",
     "LowRankNormal",
     "LowRankPrecision",
     "MCDropout",
     "MeanField",
     "Mixture",
+    "NormalForm",
     "PerLayer",
     "Rotated",
-    "ScaleMixture",
+    "Triangle",
     "check_draw",
     "kl",
 ]

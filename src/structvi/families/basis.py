@@ -1,6 +1,6 @@
 """Orthogonal coordinates that are cheap: an orthogonal matrix for each axis of each tensor, θ = Qξ."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 
 
 def is_orthogonal(matrix: Tensor) -> bool:
-    """To rounding, of products of n numbers.
+    """Return whether QQᵀ = I to the rounding of products of n numbers.
 
     Example:
         >>> is_orthogonal(torch.eye(3)), is_orthogonal(1.1 * torch.eye(3))
@@ -43,7 +43,7 @@ def is_orthogonal(matrix: Tensor) -> bool:
 
 
 def layout(space: Parameters) -> list[Tensors]:
-    """How each tensor of a space is reshaped, and which of its axes are turned."""
+    """Return how each tensor of a space is reshaped, and its axes that are turned."""
     found, start = [], 0
     for number, shape in enumerate(space.shapes):
         whole = tuple(shape[:2]) + ((prod(shape[2:]),) if len(shape) > 2 else ())
@@ -81,7 +81,7 @@ class Basis(nn.Module):
         return getattr(self, axis.name)
 
     def forward(self, x: Tensor, *, back: bool = False, squared: bool = False) -> Tensor:
-        """Qx, or Qᵀx, of rows [.., P]; with the squares of all elements of Q, to turn diagonals."""
+        """Return Qx, or Qᵀx (`back`), of rows [.., P]; with the squares of all elements of Q, to turn diagonals."""
         lead, parts = x.shape[:-1], []
         for tensor in self.tensors:
             y = x[..., tensor.start : tensor.stop]
@@ -97,13 +97,17 @@ class Basis(nn.Module):
         return torch.cat(parts, -1)
 
     @torch.no_grad()
-    def set(self, matrices: dict[str, Tensor]) -> None:
-        for name, matrix in matrices.items():
-            getattr(self, name).copy_(matrix)
+    def set(self, matrices: Mapping[str, Tensor]) -> None:
+        """Overwrite the matrices of these axes."""
+        sizes = {axis.name: (axis.size, axis.size) for axis in self.axes()}
+        for name, Q in matrices.items():
+            if name not in sizes or Q.shape != sizes[name]:
+                raise ValueError(f"expected matrices of the axes {sizes}, got {name!r} of {tuple(Q.shape)}")
+            getattr(self, name).copy_(Q)
 
     @torch.no_grad()
     def of_gradients(self, gradients: Iterable[Tensor]) -> dict[str, Tensor]:
-        """For each axis the eigenvectors of Σ GGᵀ, G [n, rest] a gradient [P] unfolded along it; by name.
+        """Return for each axis, by name, the eigenvectors of Σ GGᵀ, G [n, rest] a gradient [P] unfolded along it.
 
         In these coordinates the second moment of gradients that are E GGᵀ ⊗ E GᵀG is diagonal.
         """

@@ -6,16 +6,14 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, MultivariateNormal
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.patterns import assign, check_patterns
 from .density import MAX_DENSE, Density, Draws, check_draw
 from .family import Family
-from .gaussian import Gaussian, LowRank
-from .normal import Diagonal, NormalForm, Triangle
-from .normal import LowRank as LowRankRoot
+from .gaussian import Gaussian, LowRankCovariance
+from .normal import Diagonal, LowRank, NormalForm, Triangle
 from .point import PointMass
 
 
@@ -91,11 +89,11 @@ class BlockDiagonalNormal(Gaussian):
     def half_log_det(self) -> Tensor:
         return torch.stack([block.half_log_det() for block in self.blocks]).sum()
 
-    def low_rank(self) -> LowRank:
+    def low_rank(self) -> LowRankCovariance:
         forms = [block.low_rank() for block in self.blocks]
         V = torch.split(torch.block_diag(*(form.V for form in forms)), [block.P for block in self.blocks])
         C = torch.block_diag(*(form.C for form in forms))
-        return LowRank(self.layout.join([form.d for form in forms]), self.layout.join(V, dim=0), C)
+        return LowRankCovariance(self.layout.join([form.d for form in forms]), self.layout.join(V, dim=0), C)
 
     def precision_diagonal(self) -> Tensor:
         return self.layout.join([block.precision_diagonal() for block in self.blocks])
@@ -106,9 +104,6 @@ class BlockDiagonalNormal(Gaussian):
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.layout.covariance(self.blocks, rows, columns)
-
-    def to_distribution(self) -> Distribution:
-        return MultivariateNormal(self.mean, self.covariance())
 
 
 class PerLayerDensity(Density):
@@ -178,11 +173,8 @@ class PerLayerDensity(Density):
             else:
                 draws.append(_equal_draws(block, S, generator))
         theta = self.random_layout.join([one.theta for one in draws])
-        latent = None
-        if any(one.latent is not None for one in draws):
-            latent = self.random_layout.join([one.theta if one.latent is None else one.latent for one in draws])
         fixed = {name: x for block in self.points for name, x in block.named_space().unravel(block.mean).items()}
-        return Draws(theta, theta.new_full((S,), 1 / S), MappingProxyType(fixed), latent)
+        return Draws(theta, theta.new_full((S,), 1 / S), MappingProxyType(fixed))
 
     def offers(self, method: str) -> bool:
         return all(block.offers(method) for block in self.random if block.has_density)
@@ -199,9 +191,6 @@ class PerLayerDensity(Density):
 
     def entropy(self) -> Tensor:
         return torch.stack([block.entropy() for block in self.random if block.has_density]).sum()
-
-    def latent_kl(self) -> Tensor | float:
-        return sum(block.latent_kl() for block in self.random)
 
     def _split(self, theta: Tensor) -> list[Tensor]:
         P = self.random_layout.size
@@ -275,16 +264,6 @@ class PerLayer(Family):
             bound.append(family.bind(parameters.subset(names), generator))
         self.inner = nn.ModuleList(bound)
 
-    @property
-    def precision_columns(self) -> int:
-        return max(part.precision_columns for part in self.blocks.values())
-
-    def place(
-        self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor], columns: Mapping[str, Tensor] | None = None
-    ) -> None:
-        for part in self.blocks.values():
-            part.place(mean, scale, columns)
-
     def parts(self) -> list[Family]:
         return list(self.blocks.values())
 
@@ -297,15 +276,15 @@ class PerLayer(Family):
         layout, roots = self._layout(), [form.root for form in forms]
         mean = layout.join([form.mean for form in forms])
         relative = [root for root in roots if not isinstance(root, Triangle)]
-        kinds = {root.of_precision for root in relative if isinstance(root, LowRankRoot)}
+        kinds = {root.of_precision for root in relative if isinstance(root, LowRank)}
         if len(relative) == len(roots) and len(kinds) < 2:
             scale = layout.join([root.scale for root in relative])
             if not kinds:
                 return NormalForm(mean, Diagonal(scale))
-            factors = [root.factor if isinstance(root, LowRankRoot) else mean.new_empty(len(root.scale), 0)
+            factors = [root.factor if isinstance(root, LowRank) else mean.new_empty(len(root.scale), 0)
                        for root in relative]  # fmt: skip
             rows = torch.split(torch.block_diag(*factors), [len(factor) for factor in factors])
-            return NormalForm(mean, LowRankRoot(scale, layout.join(rows, dim=0), kinds.pop()))
+            return NormalForm(mean, LowRank(scale, layout.join(rows, dim=0), kinds.pop()))
         if kinds or len(mean) > MAX_DENSE:
             return None
         where = torch.cat(layout.split(torch.arange(len(mean), device=mean.device)))
@@ -329,7 +308,7 @@ class PerLayer(Family):
             roots = []
             for scale, columns in zip(layout.split(root.scale), layout.split(root.factor.mT), strict=True):
                 order = columns.square().sum(-1).argsort(descending=True, stable=True)
-                roots.append(LowRankRoot(scale, columns[order].mT, root.of_precision))
+                roots.append(LowRank(scale, columns[order].mT, root.of_precision))
         for part, mean, own in zip(self.parts(), layout.split(form.mean), roots, strict=True):
             part.set_normal(NormalForm(mean, own))
 

@@ -1,7 +1,7 @@
 """A density: q at one value of its parameters, a value that can draw, score and measure itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.checks import check_generator, check_integer
 from ..util.random_streams import borrowed_stream
-from .numerics.detached import LowRankGradient
+from .legacy import LegacyDensity, NormalPart  # noqa: F401
 
 #: `covariance()` builds a dense P×P matrix up to this P.
 MAX_DENSE = 8192
@@ -23,8 +23,7 @@ class Draws(NamedTuple):
     """S weighted draws; the weights sum to one and carry gradients where the family learns them.
 
     `fixed` holds, by name, tensors that are the same in every draw (the point-estimated blocks of a network): they
-    carry gradients and stay out of `theta`, whose P then counts the others alone. `latent` is set by families that
-    change the model (fitted dropout): the likelihood is taken at `theta`, prior and log q at `latent`.
+    carry gradients and stay out of `theta`, whose P then counts the others alone.
     """
 
     theta: Tensor  # [S, P]
@@ -33,35 +32,7 @@ class Draws(NamedTuple):
     latent: Tensor | None = None  # [S, P]
 
 
-class LowRankPart(NamedTuple):
-    """G in Σ = D(I + GGᵀ)D, or of the precision, D diagonal."""
-
-    factor: Tensor  # G [P, K]
-    cholesky: Tensor  # of I + GᵀG, [K, K]
-    of_precision: bool
-
-
-class NormalPart(NamedTuple):
-    """A part of a mixture of normals."""
-
-    log_weight: float
-    mean: Tensor  # [P]
-    covariance: Tensor  # [P, P]
-
-
-class Detached(NamedTuple):
-    """Draws without a graph to the parameters they come from; `pull` makes the step that the graph would."""
-
-    draws: Draws  # theta is a leaf
-    log_q: Tensor  # [S], a leaf
-    #: from the gradients at theta [S, P] and log_q [S] to those of the tensors that the density is made of; where there
-    #: is a third argument [S], it times theta is added to the first
-    pull: Callable[..., list[tuple[Tensor, Tensor | LowRankGradient]]]
-    #: θ·θ [S] in float64, where it is known
-    squares: Tensor | None = None
-
-
-class Density(ABC):
+class Density(LegacyDensity, ABC):
     """q at one value of its parameters: it can draw, score and measure itself, and lives for one step.
 
     Write `draw` and at least one of `log_prob` and `entropy`; the estimators that `elbo` can use follow from that.
@@ -71,8 +42,6 @@ class Density(ABC):
     space: Parameters | None = None
     #: False for point masses, which have no density: their `log_prob` is the log probability of the point.
     has_density: bool = True
-    #: True where `draw` gives every state with its probability: nothing is left to chance and groups are one.
-    enumerates: bool = False
     #: whether draws are made of the coupling's noise; where not, they are independent whatever the coupling
     coupled: bool = True
     #: whether draws lie around `mean`, the one centre; False for mixtures and masks
@@ -100,7 +69,7 @@ class Density(ABC):
     @property
     def finite(self) -> bool:
         """Whether one group of draws has every state, with its probability."""
-        return self.enumerates
+        return False
 
     @property
     def accurate(self) -> bool:
@@ -123,21 +92,6 @@ class Density(ABC):
         `score` have to be asked. For densities that can do both at once for less."""
         return self.draw(groups, coupling, generator), None
 
-    def draw_detached(
-        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
-    ) -> "Detached | None":
-        """Draws and log q that are leaves of the graph, and the way from their gradients to those of the family's
-        parameters; None where the gradient can only flow through the graph."""
-        return None
-
-    def low_rank_part(self) -> "LowRankPart | None":
-        """The factor relative to the diagonal, of densities that have one."""
-        return None
-
-    def normals(self) -> "list[NormalPart]":
-        """The normals that this density is a mixture of; none where it is no such mixture."""
-        return []
-
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(θ): [S, P] → [S]."""
         raise self._refusal("log_prob", "`log_prob`")
@@ -152,10 +106,6 @@ class Density(ABC):
             theta = theta.detach().requires_grad_()
             (score,) = torch.autograd.grad(self.log_prob(theta).sum(), theta)
         return score
-
-    def latent_kl(self) -> Tensor | float:
-        """KL in nats between latent variables that the family adds to the model (dropout masks) and their prior."""
-        return 0.0
 
     def covariance(self, *names: str) -> Tensor:
         """The covariance of θ [P, P], or the block between two named tensors, raveled: [numel, numel].
@@ -179,10 +129,6 @@ class Density(ABC):
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         """The covariance between two stretches of θ."""
         raise self._refusal("covariance", "`covariance_block(rows, columns)`")
-
-    def to_distribution(self) -> Distribution:
-        """The equal `torch.distributions` object, where one exists."""
-        raise NotImplementedError(f"no torch distribution equals {type(self).__name__}")
 
     def offers(self, method: str) -> bool:
         """Whether this density has its own `log_prob` or `entropy`."""
@@ -284,6 +230,3 @@ class DistributionDensity(Density):
         if dense is None:
             raise NotImplementedError(f"{type(self.distribution).__name__} offers no covariance")
         return dense[rows, columns]
-
-    def to_distribution(self) -> Distribution:
-        return self.distribution

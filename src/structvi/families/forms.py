@@ -1,9 +1,11 @@
 """What a family says of itself to those who fit, grow or search it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
+
+Coordinates = Literal["diagonal", "full"]
 
 
 class LowRankForm(NamedTuple):

@@ -2,18 +2,13 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, MultivariateNormal
 
 from ..parameters import Parameters
 from .density import MAX_DENSE
-from .family import Coordinates, Family
-from .gaussian import Gaussian, LowRank
+from .family import Family, check_initial_mean, check_initial_scale, initial_mean
+from .gaussian import Gaussian, LowRankCovariance
 from .normal import NormalForm, Triangle
 from .numerics.algebra import solve, sum_weights
-from .starts import check_start, initial_mean
-
-#: of a larger normal a start from the curvature has the diagonal alone
-MOST_COLUMNS = 1024
 
 
 class FullNormalDensity(Gaussian):
@@ -35,9 +30,9 @@ class FullNormalDensity(Gaussian):
     def half_log_det(self) -> Tensor:
         return self.cholesky.diagonal().log().sum(dtype=torch.float64)
 
-    def low_rank(self) -> LowRank:
+    def low_rank(self) -> LowRankCovariance:
         identity = torch.eye(self.P, dtype=self.mean.dtype, device=self.mean.device)
-        return LowRank(torch.zeros_like(self.mean), self.cholesky, identity)
+        return LowRankCovariance(torch.zeros_like(self.mean), self.cholesky, identity)
 
     def precision_diagonal(self) -> Tensor:
         identity = torch.eye(self.P, dtype=self.mean.dtype, device=self.mean.device)
@@ -49,9 +44,6 @@ class FullNormalDensity(Gaussian):
     @property
     def variance(self) -> Tensor:
         return self.cholesky.square().sum(-1)
-
-    def to_distribution(self) -> Distribution:
-        return MultivariateNormal(self.mean, scale_tril=self.cholesky)
 
 
 class FullNormal(Family):
@@ -78,7 +70,8 @@ class FullNormal(Family):
 
     def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
         super().__init__()
-        check_start(initial_mean, initial_scale)
+        check_initial_mean(initial_mean)
+        check_initial_scale(initial_scale)
         self.initial_mean, self.initial_scale = initial_mean, initial_scale
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
@@ -93,11 +86,6 @@ class FullNormal(Family):
         self.lower = nn.Parameter(self.mean.new_zeros(P * (P - 1) // 2))
         self.register_buffer("unit", self.initial_scale * parameters.scale)
 
-    def begin_again(self, generator: torch.Generator) -> None:
-        if self.space is not None:
-            self.initial_mean = "fresh"
-            self.initialise(self.space, generator)
-
     def forward(self) -> FullNormalDensity:
         P = self.mean.shape[0]
         rows, columns = torch.tril_indices(P, P, offset=-1, device=self.mean.device)
@@ -111,46 +99,7 @@ class FullNormal(Family):
     @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
         self.mean.copy_(form.mean)
-        self._set_root(form.triangle().to(self.unit))
-
-    def hold_mean(self) -> None:
-        self.mean.requires_grad_(False)
-
-    def place_at(self, mean: Tensor, scale: Tensor) -> None:
-        self.mean.copy_(mean)
-        self._set_root(torch.diag(scale))
-
-    @property
-    def precision_columns(self) -> int:
-        """All, where that is not too many to be found."""
-        return len(self.mean) if len(self.mean) <= MOST_COLUMNS else 0
-
-    def place_columns(self, columns: Tensor) -> None:
-        precision = torch.diag(self.unit.double() ** -2) + columns.double() @ columns.double().mT
-        root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(precision)))
-        self._set_root(root.to(self.unit))
-
-    @torch.no_grad()
-    def move_to(self, theta: Tensor) -> None:
-        self.mean.copy_(theta)
-
-    @property
-    def coordinates(self) -> Coordinates:
-        return "full"
-
-    @torch.no_grad()
-    def standardise(self, generator: torch.Generator | None) -> None:
-        self.mean.zero_()
-        self._set_root(torch.eye(len(self.mean), dtype=self.mean.dtype, device=self.mean.device))
-
-    @torch.no_grad()
-    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
-        root = torch.diag(root) if root.ndim == 1 else root
-        self.mean.copy_(shift + self.mean @ root.mT)
-        self._set_root(root @ self.forward().cholesky)
-
-    def _set_root(self, root: Tensor) -> None:
-        """L [P, P], with its diagonal as the unit."""
+        root = form.triangle().to(self.unit)
         self.unit.copy_(root.diagonal())
         rows, columns = torch.tril_indices(len(root), len(root), offset=-1, device=root.device)
         self.lower.copy_((root / self.unit.unsqueeze(-1))[rows, columns])

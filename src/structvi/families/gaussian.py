@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..couplings import Coupling, Noise, naive, paired
-from .density import Density, Detached, Draws, NormalPart, check_draw
-from .numerics import detached, fused, mirrored
+from ..couplings import Coupling, Noise, naive
+from .density import Density, Draws, check_draw
+from .numerics import fused
 from .numerics.algebra import sum_weights
 
 
-class LowRank(NamedTuple):
+class LowRankCovariance(NamedTuple):
     """A covariance as diag(d) + V C Vᵀ, with C symmetric and not necessarily positive."""
 
     d: Tensor  # [P]
@@ -52,7 +52,7 @@ class Gaussian(Density):
         """½ log det Σ, in float64."""
 
     @abstractmethod
-    def low_rank(self) -> LowRank:
+    def low_rank(self) -> LowRankCovariance:
         """Σ = diag(d) + V C Vᵀ."""
 
     @abstractmethod
@@ -72,9 +72,6 @@ class Gaussian(Density):
         d, V, C = self.low_rank()
         return d + ((V @ C) * V).sum(-1)
 
-    def normals(self) -> list[NormalPart]:
-        return [NormalPart(0.0, self.mean, self.covariance())]
-
     def state(self) -> fused.State | None:
         """What the fused passes need; None for shapes of covariance that have none."""
         return None
@@ -90,30 +87,6 @@ class Gaussian(Density):
             return super().draw_scored(groups, coupling, generator)
         theta, log_q = fused.draw(state, *self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
-
-    def draw_detached(
-        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
-    ) -> Detached | None:
-        if (state := self.state()) is None:
-            return None
-        squares, pairs = None, coupling is paired and mirrored.serve(detached.State(*state))
-        with torch.no_grad():
-            noise = self._noise(groups, naive if pairs else coupling, generator)
-            if pairs:
-                theta, log_q, saved = mirrored.forward(detached.State(*state), *noise)
-            else:
-                theta, log_q, squares, saved = detached.forward(detached.State(*state), *noise)
-        draws = Draws(theta.requires_grad_(), theta.new_full((len(theta),), 1 / len(theta)))
-        sources = state.mean, state.log_scale, state.factor
-
-        def pull(
-            g: Tensor, g_q: Tensor, slope: Tensor | None = None
-        ) -> list[tuple[Tensor, Tensor | detached.LowRankGradient]]:
-            backward = mirrored.backward if pairs else detached.backward
-            *vectors, factor = backward(saved, g, g_q, theta.detach(), slope)
-            return list(zip(sources, (*vectors, factor._replace(vectors=sources[:2])), strict=True))
-
-        return Detached(draws, log_q.requires_grad_(), pull, squares)
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
         check_draw(groups, coupling, generator, self.mean.device)

@@ -1,7 +1,6 @@
-"""What the two low-rank forms share: a diagonal, a factor relative to a unit, and Woodbury's K×K matrix."""
+"""Diagonal plus low rank over all weights, of the covariance and of the precision."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import cached_property
 from math import inf
 
@@ -9,27 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
-from .density import LowRankPart
-from .family import Coordinates, Family
-from .forms import Factor, LowRankForm, Profile, RelativeForm
-from .gaussian import Gaussian
-from .normal import LowRank as LowRankRoot
-from .normal import NormalForm
+from ..util.checks import check_integer, is_integer
+from .family import Family, standard_noise
+from .gaussian import Gaussian, LowRankCovariance
+from .mean_field import ScaledFamily
+from .normal import LowRank, NormalForm, Triangle
 from .numerics import fused
-from .numerics.algebra import capacitance
-from .scaled import Scaled
-from .starts import check_factor, check_rank_fits, normal
+from .numerics.algebra import capacitance, half_log_det, project, solve, sum_weights
 
-#: the factor of a second stage starts at this size, relative to the scales
+#: standard deviation, relative to the scales, of a factor that starts to learn after them
 STAGE_FACTOR = 0.01
-#: that of a search in coordinates in which scales are one
-SEARCH_FACTOR = 0.1
-#: scales from which the best approximation of a normal is sought, which costs no evaluation
-STARTS = 8
-#: least eigenvalue of a normal, relative to the greatest, that rounding leaves some digits of
-LEAST = 1e-13
-#: least eigenvalue that a factor is made for, its inverse the greatest: then the family is `accurate`
-LEAST_HELD = 1e-9
+#: P up to which `precision_rank` says that a full normal holds every column
+MOST_COLUMNS = 1024
 
 
 class LowRankDensity(Gaussian):
@@ -67,12 +57,11 @@ class LowRankDensity(Gaussian):
         with torch.no_grad():
             return not self.rank or self.cholesky().diagonal().max().item() < 1e5
 
-    def low_rank_part(self) -> LowRankPart:
-        return LowRankPart(self.factor * self.ratio.unsqueeze(-1), self.cholesky(), self.of_precision)
-
     def cholesky(self) -> Tensor:
-        """Of M. Kept for the life of the density, with its graph where one is wanted: a value computed under no_grad
-        is never used for gradients."""
+        """Return the Cholesky factor of M, kept for the life of the density.
+
+        It is kept with its graph and without: a value computed under no_grad is never used for gradients.
+        """
         if torch.is_grad_enabled():
             if self._graphed is None:
                 self._graphed = capacitance(self.factor, self.ratio)
@@ -83,32 +72,124 @@ class LowRankDensity(Gaussian):
         return self._plain
 
 
-class LowRankFamily(Scaled):
+class LowRankNormalDensity(LowRankDensity):
+    """N(mean, diag(scale)² + UUᵀ) with U = diag(unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
+
+    With r = unit / scale, M = I_K + Fᵀ diag(r²) F and x = (θ − mean)/scale, Woodbury's identity gives
+
+        Λ(θ − mean) = (x − r∘F M⁻¹ Fᵀ(r∘x)) / scale,      det Σ = det M ∏ scale².
+
+    U itself is never formed to draw or to measure.
+    """
+
+    @property
+    def ratio(self) -> Tensor:
+        return self.unit / self.scale
+
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        return torch.addcmul(self.scale * diagonal, low_rank @ self.factor.mT, self.unit)
+
+    def precision_product(self, x: Tensor) -> Tensor:
+        x = x / self.scale
+        if self.rank:
+            r = self.ratio
+            inner = solve(self.cholesky(), project(x * r, self.factor)).to(x.dtype)  # [S, K]
+            x = torch.addcmul(x, inner @ self.factor.mT, r, value=-1)
+        return x / self.scale
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        x = x / self.scale
+        projected = project(x * self.ratio, self.factor)  # [S, K]
+        reduced = torch.linalg.solve_triangular(self.cholesky(), projected.mT, upper=False)
+        return sum_weights(x.square()) - reduced.square().sum(0)
+
+    def half_log_det(self) -> Tensor:
+        return sum_weights(self.log_scale) + half_log_det(self.cholesky())
+
+    def low_rank(self) -> LowRankCovariance:
+        identity = torch.eye(self.rank, dtype=self.scale.dtype, device=self.scale.device)
+        return LowRankCovariance(self.scale.square(), self.factor * self.unit.unsqueeze(-1), identity)
+
+    def precision_diagonal(self) -> Tensor:
+        r = self.ratio
+        inner = solve(self.cholesky(), self.factor.double()).to(r.dtype)  # [P, K]
+        return (1 - r.square() * (inner * self.factor).sum(-1)) / self.scale.square()
+
+
+class LowRankPrecisionDensity(LowRankDensity):
+    """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ, W = diag(1/unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
+
+    With r = scale / unit, G = r∘F and M = I_K + GᵀG, for ε ~ N(0, I_P) and z ~ N(0, I_K) the deviation
+
+        (I + GGᵀ)⁻¹(ε + Gz) = ε + G M⁻¹(z − Gᵀε)
+
+    has covariance (I + GGᵀ)⁻¹, and times scale it has Λ⁻¹. W and G are never formed to draw or to measure.
+    """
+
+    of_precision = True
+
+    @property
+    def ratio(self) -> Tensor:
+        return self.scale / self.unit
+
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        deviation = self.scale * diagonal
+        if self.rank:
+            r = self.ratio
+            inner = solve(self.cholesky(), low_rank - project(diagonal * r, self.factor)).to(diagonal.dtype)  # [S, K]
+            deviation = torch.addcmul(deviation, inner @ self.factor.mT, self.scale * r)
+        return deviation
+
+    def precision_product(self, x: Tensor) -> Tensor:
+        product = x / self.scale.square()
+        if self.rank:
+            inner = project(x / self.unit, self.factor).to(x.dtype)  # [S, K]
+            product = torch.addcdiv(product, inner @ self.factor.mT, self.unit)
+        return product
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        return sum_weights((x / self.scale).square()) + project(x / self.unit, self.factor).square().sum(-1)
+
+    def half_log_det(self) -> Tensor:
+        return sum_weights(self.log_scale) - half_log_det(self.cholesky())
+
+    def low_rank(self) -> LowRankCovariance:
+        inverse = -torch.cholesky_inverse(self.cholesky()).to(self.scale.dtype)
+        square = self.scale.square()
+        return LowRankCovariance(square, self.factor * (square / self.unit).unsqueeze(-1), inverse)
+
+    def precision_diagonal(self) -> Tensor:
+        return self.scale.square().reciprocal() + self.factor.square().sum(-1) / self.unit.square()
+
+
+class LowRankFamily(ScaledFamily):
     """Mean, log scale and a factor F of rank K that learns relative to a fixed unit; P(K + 2) parameters."""
 
     #: the density of this shape
     density: type[LowRankDensity]
-    row_tensors = ("mean", "log_scale", "factor", "unit")
+    #: a number that makes the noise of a factor's start another one: ranks that hold rows of one factor differ in it
+    stream: int = 0
 
     factor: Tensor
     unit: Tensor
 
     def __init__(
-        self,
-        rank: int,
-        initial_mean: str = "current",
-        initial_scale: float = 0.1,
-        initial_factor: float = 0.1,
+        self, rank: int, initial_mean: str = "current", initial_scale: float = 0.1, initial_factor: float = 0.1
     ):
-        check_factor(rank, initial_factor)
+        check_integer("rank", rank, least=0)
+        is_number = isinstance(initial_factor, int | float) and not isinstance(initial_factor, bool)
+        if not is_number or not 0 <= initial_factor < inf:
+            raise ValueError(f"initial_factor must be a number ≥ 0, got {initial_factor!r}")
         super().__init__(initial_mean, initial_scale)
         self.rank, self.initial_factor = rank, initial_factor
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
-        check_rank_fits(self.rank, parameters.size)
+        P = parameters.size
+        if self.rank > P:
+            raise ValueError(f"rank {self.rank} is larger than the number of weights P = {P}; take at most {P}")
         super().initialise(parameters, generator)
         scale = self.initial_scale * parameters.scale
-        factor = self.initial_factor * normal((parameters.size, self.rank), scale, generator)
+        factor = self.initial_factor * standard_noise((P, self.rank), scale, generator)
         self.factor = nn.Parameter(laid_out(factor))
         self.register_buffer("unit", scale)
 
@@ -116,7 +197,7 @@ class LowRankFamily(Scaled):
         return self.density(self.mean, self.log_scale, self.factor, self.unit)
 
     def _apply(self, fn, recurse=True):
-        """Where the family is moved to, the factor is laid out as is fast there."""
+        """Lay the factor out as is fast on the device that the family is moved to."""
         super()._apply(fn, recurse)
         if isinstance(getattr(self, "factor", None), nn.Parameter):
             self.factor.data = laid_out(self.factor.data)
@@ -125,184 +206,92 @@ class LowRankFamily(Scaled):
     @torch.no_grad()
     def normal(self) -> NormalForm:
         scale = self.log_scale.exp()
-        ratio = scale / self.unit if self.density.of_precision else self.unit / scale
-        root = LowRankRoot(scale, self.factor * ratio.unsqueeze(-1), self.density.of_precision)
-        return NormalForm(self.mean.detach().clone(), root)
+        r = fused.ratio(scale, self.unit, self.density.of_precision)
+        return NormalForm(
+            self.mean.detach().clone(), LowRank(scale, self.factor * r.unsqueeze(-1), self.density.of_precision)
+        )
 
     @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
         root = form.low_rank(self.rank, self.density.of_precision)
-        scale, factor = self.own_rows(root.scale), self.own_rows(root.factor)
-        self.mean.copy_(self.own_rows(form.mean))
-        self.log_scale.copy_(scale.log())
         # the unit is the scale with the factor, of the margins or of the conditionals
-        wider = (1 + factor.square().sum(-1)).sqrt()
-        self.unit.copy_(scale / wider if root.of_precision else scale * wider)
-        self.factor.copy_(factor / wider.unsqueeze(-1))
-
-    def place_at(self, mean: Tensor, scale: Tensor) -> None:
-        self.mean.copy_(mean)
-        self.log_scale.copy_(scale.log())
-        self.unit.copy_(scale)
-
-    @torch.no_grad()
-    def move_to(self, theta: Tensor) -> None:
-        self.mean.copy_(theta)
-
-    def hold_mean(self) -> None:
-        self.mean.requires_grad_(False)
-
-    @torch.no_grad()
-    def change_basis(self, turn: Callable[[Tensor], Tensor], squares: Callable[[Tensor], Tensor]) -> None:
-        size = -1 if self.density.of_precision else 1  # the factor's columns are unit∘F, or F/unit
-        columns = turn((self.factor * self.unit.unsqueeze(-1) ** size).mT).mT
-        self.mean.copy_(turn(self.mean))
-        self.log_scale.copy_(-0.5 * squares((-2 * self.log_scale).exp()).log())
-        self.unit.copy_(squares(self.unit**-2).rsqrt())
-        self.factor.copy_(columns / self.unit.unsqueeze(-1) ** size)
-
-    # ---- stages
-
-    @property
-    def has_stages(self) -> bool:
-        return self.rank > 0
-
-    def is_untouched(self) -> bool:
-        """Whether the scales are still those that the factor's unit was set to."""
-        return bool(torch.isclose(self.log_scale, self.unit.log(), rtol=0, atol=1e-6).all())
-
-    @torch.no_grad()
-    def first_stage(self) -> None:
-        """Hold the factor at zero: mean and scales alone, N(μ, diag(s)²)."""
-        self.factor.zero_()
-        self.factor.requires_grad_(False)
-
-    def second_stage(self, generator: torch.Generator | None = None) -> None:
-        """Let the factor learn, from small numbers relative to the present scales."""
-        self.start_factor(generator, STAGE_FACTOR)
+        wider = (1 + root.factor.square().sum(-1)).sqrt()
+        self.mean.copy_(form.mean)
+        self.log_scale.copy_(root.scale.log())
+        self.unit.copy_(root.scale / wider if root.of_precision else root.scale * wider)
+        self.factor.copy_(root.factor / wider.unsqueeze(-1))
 
     def start_factor(self, generator: torch.Generator | None, size: float) -> None:
         """Let the factor learn, from N(0, size²) relative to the present scales."""
-        if self.shard is not None:  # noise for this rank's rows: a factor made whole might not fit
-            generator = self.shard.generator(generator, self.factor.device)
+        if self.stream:
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
+            generator = torch.Generator(self.factor.device).manual_seed(seed + self.stream)
         with torch.no_grad():
             self.unit.copy_(self.log_scale.exp())
-            self.factor.copy_(size * normal(tuple(self.factor.shape), self.factor, generator))
+            self.factor.copy_(size * standard_noise(tuple(self.factor.shape), self.factor, generator))
         self.factor.requires_grad_(True)
 
-    def learn_all(self) -> None:
-        self.factor.requires_grad_(True)
 
-    def factors(self) -> list[Factor]:
-        P = len(self.factor) if self.space is None else self.space.size
-        return [Factor(self.factor, (self.mean, self.log_scale), P)] if self.rank else []
+class LowRankNormal(LowRankFamily):
+    """Diagonal plus low rank over the whole weight vector: N(μ, diag(s)² + UUᵀ), U of rank K; P(K + 2) parameters.
 
-    # ---- growth and search
+    The factor learns relative to a fixed unit, U = s₀∘F, with s₀ the scale when the factor starts: with U free an
+    adaptive optimizer's noise inflates it, and tied to the learned s it spoils optima on the boundary s_i → 0.
 
-    def low_rank_form(self) -> LowRankForm:
-        unit = self.unit if self.rank else self.log_scale.exp()  # no column yet, no unit yet: the present scales
-        return LowRankForm(self.mean, self.log_scale, unit, self.factor, type(self))
-
-    @property
-    def coordinates(self) -> Coordinates:
-        return "diagonal"
-
-    @torch.no_grad()
-    def standardise(self, generator: torch.Generator | None) -> None:
-        self.mean.zero_()
-        self.log_scale.zero_()
-        self.start_factor(generator, SEARCH_FACTOR)
-
-    @torch.no_grad()
-    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
-        self.mean.copy_(shift + self.mean * root)
-        self.log_scale.add_(root.log())
-        self.unit.mul_(root)
-
-    @property
-    def starts(self) -> int:
-        return STARTS if self.rank else 1
-
-    @torch.no_grad()
-    def start_at(self, index: int, mean: Tensor, precision: Tensor, noise: Callable[[], Tensor]) -> None:
-        """Scales of the conditionals, of the margins and between; then others around these, for other optima."""
-        conditional = -0.5 * precision.diagonal().log()
-        marginal = 0.5 * torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal().log()
-        log_scale = torch.lerp(conditional, marginal, (index % 3) / 2)
-        if index > 2:
-            log_scale = log_scale + 0.25 * (1 + index % 4) * noise()
-        self.mean.copy_(mean)
-        self.take_scales(log_scale, precision)
-
-    def profile(self, log_scale: Tensor, precision: Tensor) -> Profile:
-        return profile(log_scale, precision, self.rank, self.density.of_precision)
-
-    @torch.no_grad()
-    def take_scales(self, log_scale: Tensor, precision: Tensor) -> None:
-        factor = self.profile(log_scale, precision).factor
-        ratio = log_scale.exp() / self.unit
-        self.log_scale.copy_(log_scale)
-        self.factor.copy_(factor * (1 / ratio if self.density.of_precision else ratio).unsqueeze(-1))
-
-    @torch.no_grad()
-    def relative_form(self) -> RelativeForm:
-        density = self()
-        assert isinstance(density, LowRankDensity)
-        part = density.low_rank_part()
-        return RelativeForm(self.mean.clone(), self.log_scale.exp(), part.factor, part.of_precision)
-
-    @torch.no_grad()
-    def take_relative_form(self, form: RelativeForm) -> None:
-        """The unit becomes the scale with the factor, of the margins or of the conditionals."""
-        self.mean.copy_(form.mean)
-        self.log_scale.copy_(form.scale.log())
-        wider = (1 + form.factor.square().sum(-1)).sqrt()  # of the diagonal, relative to the scale alone
-        self.unit.copy_(form.scale / wider if form.of_precision else form.scale * wider)
-        self.factor.copy_(form.factor / wider.unsqueeze(-1))
-
-    def ridge(self) -> Tensor:
-        return (self.log_scale - self.unit.log()).square().sum()
-
-
-def profile(log_scale: Tensor, precision: Tensor, rank: int, of_precision: bool) -> Profile:
-    """KL to N(·, Λ⁻¹) at these scales s and the best factor beside them: [P], [P, P].
-
-    With λ, v the eigenvalues and vectors of SΛS, Σ = S(I + GGᵀ)S has the variance 1/λ along v for G = v√(1/λ − 1),
-    worth most for the least λ; Λ = S⁻¹(I + GGᵀ)S⁻¹ has λ for G = v√(λ − 1), for the greatest. The others cost
-    ½(λ − 1 − log λ) each, whose gradient by log s_i is (λ − 1)v_i². Where rounding spoils the least λ the KL is ∞.
+    Args:
+        rank: K, from 0 (mean field) to P.
+        initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at
+            "zero".
+        initial_scale: scales start at this fraction of each tensor's initialisation scale.
+        initial_factor: F starts as N(0, initial_factor²).
 
     Example:
-        >>> found = profile(torch.zeros(3), torch.diag(torch.tensor([4.0, 1.0, 1.0])), rank=1, of_precision=True)
-        >>> round(found.kl, 3), round(found.factor.norm().item() ** 2, 3)
-        (0.0, 3.0)
+        >>> from structvi import Parameters
+        >>> q = LowRankNormal(rank=1).bind(Parameters({"a": torch.zeros(2), "b": torch.zeros(3)}))
+        >>> q().covariance("a", "b").shape
+        torch.Size([2, 3])
     """
-    scale = log_scale.exp()
-    nothing = Profile(inf, torch.zeros_like(scale), torch.zeros_like(precision[:, :rank]))
-    try:
-        values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * precision * scale)  # ascending
-    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        return nothing  # the scales overflow
-    if of_precision:
-        values, vectors = values.flip(0), vectors.flip(1)
-    if not values.min() > LEAST * values.max():
-        return nothing
-    first = values[:rank]
-    held = first.clamp(1.0, 1 / LEAST_HELD) if of_precision else first.clamp(LEAST_HELD, 1.0)
-    left = torch.cat([first / held, values[rank:]])  # eigenvalues in units of the approximation
-    size = ((held if of_precision else 1 / held) - 1).clamp(min=SEARCH_FACTOR**4).sqrt()
-    kl = 0.5 * (left - 1 - left.log()).sum().item()
-    return Profile(kl, vectors.square() @ (left - 1), vectors[:, :rank] * size)
+
+    density = LowRankNormalDensity
+
+
+class LowRankPrecision(LowRankFamily):
+    """Diagonal plus low rank in the precision: Λ = diag(1/s²) + WWᵀ, W of rank K; P(K + 2) parameters.
+
+    It pins down K directions that the data determine well and leaves the others as wide as the scales say: the right
+    shape where few combinations of weights are well determined, as in over-parametrised networks. The factor learns
+    relative to a fixed unit, W = F/s₀, with s₀ the scale when the factor starts.
+
+    Args:
+        rank: K, from 0 (mean field) to P.
+        initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at
+            "zero".
+        initial_scale: scales start at this fraction of each tensor's initialisation scale.
+        initial_factor: F starts as N(0, initial_factor²).
+
+    Example:
+        >>> from structvi import Parameters
+        >>> q = LowRankPrecision(rank=1).bind(Parameters({"z": torch.zeros(4)}))
+        >>> q().log_prob(torch.zeros(2, 4)).shape
+        torch.Size([2])
+    """
+
+    density = LowRankPrecisionDensity
+
+
+# ------------------------------------------------------------------------------- factors of a family and of its parts
 
 
 def factors(family: Family) -> list[nn.Parameter]:
     """Return the low-rank factors [P, K] among the parameters, those of all parts too."""
-    own = (m.factor for m in family.modules() if isinstance(m, LowRankFamily) and m.rank)
-    return [factor for factor in own if isinstance(factor, nn.Parameter)]
+    return [own.factor for own in _with_factors(family) if isinstance(own.factor, nn.Parameter)]
 
 
 def is_untouched(family: Family) -> bool:
     """Return whether every scale still has the value that its factor is relative to: no fit has moved it."""
-    return all(own.is_untouched() for own in _with_factors(family))
+    return all(
+        bool(torch.isclose(own.log_scale, own.unit.log(), rtol=0, atol=1e-6).all()) for own in _with_factors(family)
+    )
 
 
 @torch.no_grad()
@@ -320,7 +309,43 @@ def release_factors(family: Family, generator: torch.Generator | None = None, si
 
 def precision_rank(family: Family) -> int:
     """Return how many columns of a precision diag + WWᵀ `set_normal` keeps; of blocks the most that one keeps."""
-    return max(part.precision_columns for part in family.families())
+    forms = (own.normal() for own in family.modules() if isinstance(own, Family))
+    return max((_columns(form) for form in forms if form is not None), default=0)
+
+
+def _columns(form: NormalForm) -> int:
+    root, P = form.root, len(form.mean)
+    if isinstance(root, Triangle):
+        return P if P <= MOST_COLUMNS else 0
+    return root.factor.shape[1] if isinstance(root, LowRank) and root.of_precision else 0
+
+
+@torch.no_grad()
+def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
+    """Return the same normal with small new columns; a normal without a factor becomes a `LowRankNormal`.
+
+    Example:
+        >>> from structvi import MeanField, Parameters
+        >>> q = MeanField().bind(Parameters({"z": torch.zeros(3)}))
+        >>> with_rank(q, 2, torch.Generator().manual_seed(0)).rank
+        2
+    """
+    form = None if family.parts() else family.normal()
+    if form is None or isinstance(form.root, Triangle) or not bool((form.variance > 0).all()):
+        raise TypeError(
+            "grow(rank=) is for MeanField, LowRankNormal, LowRankPrecision and normals of your own with `normal()`, "
+            f"not for {type(family).__name__}"
+        )
+    present = form.root.factor.shape[1] if isinstance(form.root, LowRank) else 0
+    if not is_integer(rank, present + 1):
+        raise ValueError(f"the rank is {present} already: give an integer above that, got {rank!r}")
+    of_precision = isinstance(form.root, LowRank) and form.root.of_precision
+    recipe = LowRankPrecision(rank) if of_precision else LowRankNormal(rank)
+    grown = recipe.bind(family.bound_space(), generator).to(form.mean.device)
+    grown.set_normal(form)
+    columns = grown.factor[:, present:]
+    columns.copy_(STAGE_FACTOR * standard_noise(tuple(columns.shape), columns, generator))
+    return grown
 
 
 def _with_factors(family: Family) -> list[LowRankFamily]:
@@ -328,6 +353,9 @@ def _with_factors(family: Family) -> list[LowRankFamily]:
 
 
 def laid_out(factor: Tensor) -> Tensor:
-    """[P, K] as is fast in memory: on a CPU column by column, where products run along the P weights; on a GPU row by
-    row, where a kernel holds whole rows."""
+    """Return [P, K] as is fast in memory.
+
+    On a CPU it lies column by column, where products run along the P weights; on a GPU row by row, where a kernel holds
+    whole rows.
+    """
     return factor.mT.contiguous().mT if factor.device.type == "cpu" else factor.contiguous()

@@ -13,9 +13,8 @@ from ..couplings import Coupling, naive
 from ..parameters import Parameters, Select
 from ..util.patterns import assign, check_patterns
 from .density import Density, Draws, check_draw
-from .family import Family
+from .family import Family, check_initial_mean, initial_mean
 from .numerics.algebra import sum_weights
-from .starts import check_initial_mean, initial_mean
 
 Per = Literal["weight", "input", "output"]
 

@@ -1,15 +1,17 @@
 """Mean field: independent normals, N(μ, diag(s)²)."""
 
+from abc import ABC
 from functools import cached_property
 
 import torch
-from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch import Tensor, nn
 
-from .gaussian import Gaussian, LowRank
+from ..parameters import Parameters
+from .family import Family, check_initial_mean, check_initial_scale, initial_mean
+from .gaussian import Gaussian, LowRankCovariance
+from .normal import Diagonal, NormalForm
 from .numerics import fused
 from .numerics.algebra import sum_weights
-from .scaled import Scaled
 
 
 class DiagonalNormal(Gaussian):
@@ -39,9 +41,9 @@ class DiagonalNormal(Gaussian):
     def half_log_det(self) -> Tensor:
         return sum_weights(self.log_scale)
 
-    def low_rank(self) -> LowRank:
+    def low_rank(self) -> LowRankCovariance:
         empty = self.scale.new_zeros(self.P, 0)
-        return LowRank(self.scale.square(), empty, self.scale.new_zeros(0, 0))
+        return LowRankCovariance(self.scale.square(), empty, self.scale.new_zeros(0, 0))
 
     def precision_diagonal(self) -> Tensor:
         return self.scale.square().reciprocal()
@@ -50,11 +52,25 @@ class DiagonalNormal(Gaussian):
     def variance(self) -> Tensor:
         return self.scale.square()
 
-    def to_distribution(self) -> Distribution:
-        return Independent(Normal(self.mean, self.scale), 1)
+
+class ScaledFamily(Family, ABC):
+    """Mean [P] and log scale [P], which mean field and the low-rank families share."""
+
+    mean: Tensor
+    log_scale: Tensor
+
+    def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
+        super().__init__()
+        check_initial_mean(initial_mean)
+        check_initial_scale(initial_scale)
+        self.initial_mean, self.initial_scale = initial_mean, initial_scale
+
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
+        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
+        self.log_scale = nn.Parameter((self.initial_scale * parameters.scale).log())
 
 
-class MeanField(Scaled):
+class MeanField(ScaledFamily):
     """Independent normals over all weights, θ_i ~ N(μ_i, s_i²): 2P variational parameters.
 
     Args:
@@ -72,3 +88,12 @@ class MeanField(Scaled):
 
     def forward(self) -> DiagonalNormal:
         return DiagonalNormal(self.mean, self.log_scale)
+
+    @torch.no_grad()
+    def normal(self) -> NormalForm:
+        return NormalForm(self.mean.detach().clone(), Diagonal(self.log_scale.exp()))
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        self.mean.copy_(form.mean)
+        self.log_scale.copy_(form.diagonal().scale.log())

@@ -1,55 +1,47 @@
 """Mixtures: Σ_c π_c q_c(θ) of parts of any family, with learned proportions."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from itertools import count
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import (
-    Categorical,
-    Distribution,
-    Independent,
-    LowRankMultivariateNormal,
-    MixtureSameFamily,
-    MultivariateNormal,
-    Normal,
-)
 
 from ..couplings import Coupling, Noise, naive
-from ..parameters import Parameters, Select
-from .density import Density, Draws, NormalPart, check_draw
-from .family import Family
-from .forms import PartsSought
-from .full import FullNormalDensity
-from .gaussian import Gaussian, kl
-from .held import check_held
-from .mixture_parts import AUTO, apart, check_shared, parts_of
-from .numerics.algebra import project, sum_weights
+from ..parameters import Parameters
+from ..util.checks import check_integer, is_integer
+from .density import Density, Draws, check_draw
+from .family import Family, standard_noise
+from .gaussian import Gaussian
+from .rotated import rotation
 
 #: Logits learn relative to this unit: a step of an optimizer moves them a fifth as far as means and log scales. With
 #: unit 1 a part far from its mode loses its proportion, and with it its gradient, before it arrives: two modes at ±5,
 #: parts on opposite sides, plain Adam: both found in 82 of 100 fits with unit 1, in 57 of 60 with unit 0.2.
 LOGIT_UNIT = 0.2
+#: share of all new parts together when a mixture grows
+NEW_WEIGHT = 0.1
+#: `components` of a mixture that has as many parts as a search finds
+AUTO = "auto"
 
 
 class MixtureDensity(Density):
     """Σ_c π_c q_c(θ); everything through the parts' own algebra.
 
     Draws are stratified: every group has the draws of every part, and a draw of part c weighs π_c over their number.
-    The weights carry the gradient of the proportions.
+    The weights carry the gradient of the proportions. Parts of one shape have one noise.
 
     Args:
         parts: the densities q_c, over the same P weights; all have a density, or none (point masses).
         log_proportions: log π_c, [C].
-        common_noise: one noise for all parts of the same shape, or noise of its own for each.
     """
 
     centred = False
 
-    def __init__(self, parts: Sequence[Density], log_proportions: Tensor, common_noise: bool = True):
+    def __init__(self, parts: Sequence[Density], log_proportions: Tensor):
         _check_densities(parts)
-        self.parts, self.log_proportions, self.common_noise = parts, log_proportions, common_noise
+        self.parts, self.log_proportions = parts, log_proportions
         self.has_density, self.coupled = parts[0].has_density, all(part.coupled for part in parts)
 
     @property
@@ -79,33 +71,25 @@ class MixtureDensity(Density):
         return self.proportions @ (within + (self._means() - self.mean).square())
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
-        """`groups` groups of the draws of all parts, part after part within a group."""
+        """Return `groups` groups of the draws of all parts, part after part within a group."""
         check_draw(groups, coupling, generator, self.log_proportions.device)
         tape: dict[tuple[int, int, int], Noise] = {}
         thetas, weights = [], []
         for part, proportion in zip(self.parts, self.proportions, strict=True):
-            own = _recorded(coupling, tape) if self.common_noise else coupling
-            draws = part.draw(groups, own, generator)
+            draws = part.draw(groups, _recorded(coupling, tape), generator)
             thetas.append(draws.theta.unflatten(0, (groups, -1)))  # [G, size, P]
             weights.append(proportion * draws.weight.unflatten(0, (groups, -1)))
         return Draws(torch.cat(thetas, dim=1).flatten(0, 1), torch.cat(weights, dim=1).flatten())
-
-    def normals(self) -> list[NormalPart]:
-        parts = [part.normals() for part in self.parts]
-        if not all(parts):
-            return []
-        own = zip(self.log_proportions.tolist(), parts, strict=True)
-        return [one._replace(log_weight=log_weight + one.log_weight) for log_weight, part in own for one in part]
 
     def offers(self, method: str) -> bool:
         return method != "entropy" and all(part.offers(method) for part in self.parts)
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """log Σ_c π_c q_c(θ); of point masses the log probability of the point."""
+        """Return log Σ_c π_c q_c(θ); of point masses the log probability of the point."""
         return self._log_joint(theta).logsumexp(0)
 
     def score(self, theta: Tensor) -> Tensor:
-        """Σ_c r_c(θ) ∇ log q_c(θ), with responsibilities r_c = π_c q_c / Σ π q."""
+        """Return Σ_c r_c(θ) ∇ log q_c(θ), with responsibilities r_c = π_c q_c / Σ π q."""
         if not self.has_density:
             raise NotImplementedError("a mixture of point masses has no density and so no score")
         with torch.no_grad():
@@ -117,30 +101,9 @@ class MixtureDensity(Density):
 
     def entropy(self) -> Tensor:
         raise NotImplementedError(
-            "the entropy of a mixture has no closed form: use estimator='path' or 'log_q', which need only log_prob; "
-            "entropy_bounds() gives a lower and an upper bound"
+            'the entropy of a mixture has no closed form: use Estimator("path") or Estimator("log_q"), which need only '
+            "log_prob"
         )
-
-    def entropy_bounds(self) -> tuple[Tensor, Tensor]:
-        """Lower and upper bound of the entropy in nats, Σ_c π_c (H(q_c) − log Σ_k π_k exp(−D_ck)).
-
-        Between Gaussians D is the Bhattacharyya distance for the lower and KL[q_c‖q_k] for the upper bound (Kolchinsky
-        and Tracey, Entropy 19:361, 2017): both are exact where parts coincide or do not overlap. For other parts
-        0 ≤ D ≤ ∞: Σ π_c H(q_c), and that plus the entropy of π.
-        """
-        C = len(self.parts)
-        H = torch.stack([part.entropy() for part in self.parts])
-        gaussians = [part for part in self.parts if isinstance(part, Gaussian)]
-        if len(gaussians) == C:
-            least = torch.stack([_bhattacharyya(q, p) for q in gaussians for p in gaussians]).reshape(C, C)
-            most = torch.stack([kl(q, p) for q in gaussians for p in gaussians]).reshape(C, C)
-        else:
-            least = H.new_zeros(C, C)
-            most = torch.full_like(least, torch.inf).fill_diagonal_(0.0)
-        lower, upper = (
-            self.proportions @ (H - (self.log_proportions - distance).logsumexp(-1)) for distance in (least, most)
-        )
-        return lower, upper
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         deviations = self._means() - self.mean
@@ -149,16 +112,11 @@ class MixtureDensity(Density):
             between = between + proportion * part.covariance_block(rows, columns)
         return between
 
-    def to_distribution(self) -> Distribution:
-        return MixtureSameFamily(
-            Categorical(logits=self.log_proportions), _batched([part.to_distribution() for part in self.parts])
-        )
-
     def _means(self) -> Tensor:
         return torch.stack([part.mean for part in self.parts])  # [C, P]
 
     def _log_joint(self, theta: Tensor) -> Tensor:
-        """log π_c + log q_c(θ): [S, P] → [C, S]."""
+        """Return log π_c + log q_c(θ): [S, P] → [C, S]."""
         self._check_theta(theta)
         return torch.stack([part.log_prob(theta) for part in self.parts]) + self.log_proportions.unsqueeze(-1)
 
@@ -178,11 +136,6 @@ class Mixture(Family):
             those is bound, and holds them, not copies.
         components: how many parts are made of a recipe; 2 if not given. "auto": as many as `fit(target, family)` of a
             log density finds worth having; nothing else takes such a recipe.
-        common_noise: give all parts of one rank the same noise, as the original code does, or False for noise of
-            their own. The law of one part's draws and gradients is the same either way; what changes is the difference
-            between parts. Two parts, four states of a fit, `paired` and `unscented` draws: the variance of the
-            proportions' gradient is 0.005 to 0.66 of that with independent noise (with `naive` 0.17 to 1.4), that of
-            the ELBO's value 1.3 to 2.1 times; both modes are found as often. (`benchmarks/mixture_noise.py`)
 
     Example:
         >>> from structvi import MeanField, LowRankNormal
@@ -197,26 +150,31 @@ class Mixture(Family):
 
     raw_logits: Tensor
 
-    def __init__(
-        self,
-        part: Family | Sequence[Family],
-        components: int | Literal["auto"] | None = None,
-        common_noise: bool = True,
-    ):
+    def __init__(self, part: Family | Sequence[Family], components: int | Literal["auto"] | None = None):
         super().__init__()
-        parts = parts_of(part, components)
+        parts = _as_parts(part, components)
         self.components: int | str = AUTO if components == AUTO else len(parts)
-        self.common_noise = bool(common_noise)
         self.inner = nn.ModuleList(parts)
         if self.is_bound:
             spaces = [own.space for own in parts if own.space is not None]
-            check_shared(spaces)
+            _check_shared(spaces)
             self.space = spaces[0] if spaces else None
             self.raw_logits = nn.Parameter(next(self.inner.parameters()).new_zeros(len(parts)))
+
+    @classmethod
+    def weighted(cls, parts: Sequence[Family], log_weights: Tensor) -> "Mixture":
+        """Return the mixture of bound families with these weights [C], logarithms but for a constant."""
+        made = cls(list(parts))
+        with torch.no_grad():
+            made.raw_logits.copy_((log_weights - log_weights.mean()) / LOGIT_UNIT)
+        return made
 
     @property
     def part(self) -> list[Family]:
         return list(self.inner)  # pyright: ignore[reportReturnType]
+
+    def parts(self) -> list[Family]:
+        return self.part
 
     @property
     def is_bound(self) -> bool:
@@ -239,120 +197,67 @@ class Mixture(Family):
                 "density looks for these; give the number of parts: components=2"
             )
         C = len(self.part)
-        spaces = apart(parameters, C, generator)
-        bound = [part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True)]
-        self.inner = nn.ModuleList(bound)
+        spaces = _starts(parameters, C, generator)
+        self.inner = nn.ModuleList(part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True))
         self.raw_logits = nn.Parameter(parameters.initial.new_zeros(C))
 
-    @classmethod
-    def weighted(cls, parts: Sequence[Family], log_weights: Tensor, common_noise: bool = True) -> "Mixture":
-        """Return the mixture of bound families with these weights [C], logarithms but for a constant."""
-        made = cls(list(parts), common_noise=common_noise)
-        with torch.no_grad():
-            made.raw_logits.copy_((log_weights - log_weights.mean()) / LOGIT_UNIT)
-        return made
-
-    @classmethod
-    def from_networks(
-        cls, networks: Sequence[nn.Module], part: Family, select: Select = "*", exclude: Select = ()
-    ) -> "Mixture":
-        """A bound mixture that starts at a trained ensemble: one part at the present values of each network.
-
-        Args:
-            networks: of one architecture; variationalize one of them. What is not random, buffers and tensors that
-                are not selected, must be the same in all: every part is called with those of that one.
-            part: a recipe whose means start at the current values.
-            select, exclude: which tensors are random, as in `Parameters.of`.
-
-        Example:
-            >>> from structvi import MeanField
-            >>> q = Mixture.from_networks([nn.Linear(3, 1), nn.Linear(3, 1)], part=MeanField())
-            >>> q().proportions.tolist()
-            [0.5, 0.5]
-        """
-        if isinstance(networks, nn.Module) or not networks:
-            raise ValueError("from_networks expects a list of at least one network")
-        spaces = [Parameters.of(net, select, exclude) for net in networks]
-        check_shared(spaces)
-        check_held(networks, spaces)
-        parts = [part.bind(space) for space in spaces]
-        for bound in parts:
-            assert bound.space is not None
-            if not torch.equal(bound().mean.detach(), bound.space.initial):
-                raise ValueError(
-                    f"{type(part).__name__} does not start at the networks' values; "
-                    'give a recipe with initial_mean="current"'
-                )
-        return cls(parts)
-
-    def parts(self) -> list[Family]:
-        return self.part
-
-    def normal(self) -> None:
-        """None: a mixture is no single normal."""
-
-    def mixture_parts(self) -> tuple[list[Family], Tensor]:
-        return self.part, self.proportions
-
-    def parts_sought(self) -> PartsSought:
-        return PartsSought(self.part, None if self.components == AUTO else len(self.part))
-
-    def of_parts(self, parts: Sequence[Family], log_weights: Tensor) -> "Mixture":
-        return Mixture.weighted(parts, log_weights, self.common_noise)
-
-    @torch.no_grad()
-    def change_coordinates(self, shift: Tensor, root: Tensor) -> None:
-        """Of every part."""
-        for part in self.part:
-            part.space = self.space
-            part.change_coordinates(shift, root)
-
     def forward(self) -> MixtureDensity:
-        return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1), self.common_noise)
+        return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1))
 
 
-def mixture_of(family: Family) -> Mixture | None:
-    """Return the mixture that a family is, bound or not, or None.
+def _as_parts(part: Family | Sequence[Family], components: int | str | None) -> list[Family]:
+    """Return the constructor's arguments as a list of recipes, or of bound families."""
+    if isinstance(components, str) and components != AUTO:
+        raise ValueError(f'components must be a number of parts or "auto", got {components!r}')
+    if not isinstance(components, str | None):
+        check_integer("components", components)
+    if isinstance(part, Family):
+        if part.is_bound:
+            raise ValueError(
+                f"this {type(part).__name__} is bound already and its copies would coincide; "
+                "give a recipe, or a list of families bound at points of their own"
+            )
+        number = 2 if components is None else 1 if isinstance(components, str) else components
+        return [copy.deepcopy(part) for _ in range(number)]
+    if not isinstance(part, Sequence) or not all(isinstance(one, Family) for one in part):
+        raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
+    if not part:
+        raise ValueError("Mixture needs at least one part, got an empty list")
+    if components == AUTO:
+        raise ValueError(f'components="auto" makes its parts of one recipe, got a list of {len(part)}; give one')
+    if components not in (None, len(part)):
+        raise ValueError(f"components={components} but the list has {len(part)} parts; leave components out")
+    bound = [one.is_bound for one in part]
+    if any(bound) and not all(bound):
+        raise ValueError(
+            f"the parts of a mixture must be all recipes or all bound, got bound = {bound}; "
+            "bind all of them, or none and the mixture"
+        )
+    if all(bound) and len(set(part)) < len(part):
+        raise ValueError("the same bound family is in the list twice; bind each part by itself")
+    return list(part)
 
-    Example:
-        >>> from structvi import MeanField
-        >>> mixture_of(MeanField()) is None, mixture_of(Mixture(MeanField())).components
-        (True, 2)
-    """
-    return family if isinstance(family, Mixture) else None
+
+def _check_shared(spaces: Sequence[Parameters]) -> None:
+    for space in spaces[1:]:
+        first = spaces[0]
+        if (space.names, space.shapes, space.dtype) != (first.names, first.shapes, first.dtype):
+            raise ValueError(
+                f"the parts of a mixture must share their tensors, got\n{first!r}\nand\n{space!r}\n"
+                "bind all of them to spaces with the same names, shapes and dtype"
+            )
 
 
-def widths(family: Family) -> int:
-    """Return how many normals `set_normals` of a `ScaleMixture` takes; 1 for all other families."""
-    return family.scale_count
-
-
-class Weighted(NamedTuple):
-    """A normal and its weight in a mixture."""
-
-    weight: float
-    normal: Gaussian
-
-
-def weighted_normals(density: Density) -> list[Weighted]:
-    """The normals that a density is a mixture of, itself where it is one; none where it is no such mixture.
-
-    Example:
-        >>> import torch
-        >>> from structvi import Mixture, MeanField, Parameters
-        >>> q = Mixture(MeanField(), components=2).bind(Parameters({"z": torch.zeros(3)}))
-        >>> [one.weight for one in weighted_normals(q())]
-        [0.5, 0.5]
-    """
-    if isinstance(density, Gaussian):
-        return [Weighted(1.0, density)]
-    if not isinstance(density, MixtureDensity):
-        return []
-    parts = [weighted_normals(part) for part in density.parts]
-    if not all(parts):
-        return []
-    own = zip(density.proportions.tolist(), parts, strict=True)
-    return [Weighted(share * one.weight, one.normal) for share, part in own for one in part]
+def _starts(parameters: Parameters, components: int, generator: torch.Generator | None) -> list[Parameters]:
+    """Return the space with current values of its own for each part, so that the parts of one recipe differ."""
+    if components == 1:
+        return [parameters]
+    starts = [parameters.fresh(generator) for _ in range(components)]
+    if starts[0] is parameters.initial or torch.equal(starts[0], parameters.initial):  # no layer to ask
+        shape = (components + 1) // 2, parameters.size
+        half = parameters.scale * standard_noise(shape, parameters.initial, generator)
+        starts = list(parameters.initial + torch.stack([half, -half], dim=1).flatten(0, 1))[:components]
+    return [parameters.at(start) for start in starts]
 
 
 def _check_densities(parts: Sequence[Density]) -> None:
@@ -374,7 +279,7 @@ def _check_densities(parts: Sequence[Density]) -> None:
 
 
 def _recorded(coupling: Coupling, tape: dict[tuple[int, int, int], Noise]) -> Coupling:
-    """The coupling as one part sees it: its first call gives the noise of every other part's first call, and so on.
+    """Return the coupling as one part sees it: its n-th call gives the noise of every other part's n-th call.
 
     Noise of other sizes (parts of another rank) is made for itself.
     """
@@ -389,43 +294,78 @@ def _recorded(coupling: Coupling, tape: dict[tuple[int, int, int], Noise]) -> Co
     return common
 
 
-def _bhattacharyya(q: Gaussian, p: Gaussian) -> Tensor:
-    """−log ∫ √(q p) = ⅛ xᵀΣ̄⁻¹x + ½ log det Σ̄ − ¼ log det Σ_q Σ_p for x = μ_q − μ_p and Σ̄ = (Σ_q + Σ_p)/2."""
-    x = q.mean - p.mean
-    of_q, of_p = q.low_rank(), p.low_rank()
-    d = (of_q.d + of_p.d) / 2
-    V = torch.cat([of_q.V, of_p.V], dim=-1)  # [P, K]
-    if V.shape[-1] >= q.P or bool((d == 0).any()):  # not low rank, or no diagonal to build on
-        middle = FullNormalDensity(x, torch.linalg.cholesky((q.covariance() + p.covariance()) / 2))
-        quadratic, half_log_det = middle.quadratic(x.unsqueeze(0)).squeeze(0), middle.half_log_det()
-    else:
-        C = torch.block_diag(of_q.C, of_p.C).double() / 2
-        W, y = V / d.sqrt().unsqueeze(-1), (x / d.sqrt()).unsqueeze(0)
-        inner = torch.eye(len(C), dtype=C.dtype, device=C.device) + C @ project(W.mT, W)  # [K, K]
-        projected = project(y, W)  # [1, K]
-        quadratic = sum_weights(y.square()).squeeze(0) - (projected @ torch.linalg.solve(inner, C @ projected.mT)).sum()
-        half_log_det = sum_weights(d.log()) / 2 + torch.linalg.slogdet(inner).logabsdet / 2
-    return (quadratic / 8 + half_log_det - (q.half_log_det() + p.half_log_det()) / 2).to(x.dtype)
+# -------------------------------------------------------------------------------------------------- mixtures as values
 
 
-def _batched(parts: Sequence[Distribution]) -> Distribution:
-    """Distributions of one type as one with a batch axis."""
+def mixture_of(family: Family) -> Mixture | None:
+    """Return the mixture that a family is, bound or not, or None.
 
-    def stack(of: Callable[[Distribution], Tensor]) -> Tensor:
-        return torch.stack([of(part) for part in parts])
+    Example:
+        >>> from structvi import MeanField
+        >>> mixture_of(MeanField()) is None, mixture_of(Mixture(MeanField())).components
+        (True, 2)
+    """
+    return family if isinstance(family, Mixture) else None
 
-    kinds = {type(part) for part in parts}
-    if kinds == {MultivariateNormal}:
-        return MultivariateNormal(stack(lambda d: d.mean), scale_tril=stack(lambda d: d.scale_tril))  # pyright: ignore
-    if kinds == {Independent} and all(type(part.base_dist) is Normal for part in parts):  # pyright: ignore
-        return Independent(Normal(stack(lambda d: d.mean), stack(lambda d: d.stddev)), 1)
-    if kinds == {LowRankMultivariateNormal} and len({part.cov_factor.shape for part in parts}) == 1:  # pyright: ignore
-        return LowRankMultivariateNormal(
-            stack(lambda d: d.mean),
-            stack(lambda d: d.cov_factor),  # pyright: ignore
-            stack(lambda d: d.cov_diag),  # pyright: ignore
+
+class Weighted(NamedTuple):
+    """A normal and its weight in a mixture."""
+
+    weight: float
+    normal: Gaussian
+
+
+def weighted_normals(density: Density) -> list[Weighted]:
+    """Return the normals that a density is a mixture of, itself if it is one; none if it is no such mixture.
+
+    Example:
+        >>> from structvi import MeanField
+        >>> q = Mixture(MeanField(), components=2).bind(Parameters({"z": torch.zeros(3)}))
+        >>> [one.weight for one in weighted_normals(q())]
+        [0.5, 0.5]
+    """
+    if isinstance(density, Gaussian):
+        return [Weighted(1.0, density)]
+    if not isinstance(density, MixtureDensity):
+        return []
+    parts = [weighted_normals(part) for part in density.parts]
+    if not all(parts):
+        return []
+    own = zip(density.proportions.tolist(), parts, strict=True)
+    return [Weighted(share * one.weight, one.normal) for share, part in own for one in part]
+
+
+@torch.no_grad()
+def with_components(family: Family, components: int, generator: torch.Generator) -> Mixture:
+    """Return a mixture whose first part it is; new parts start as copies of old ones, each at a draw from it."""
+    own = mixture_of(family)
+    parts, weights = ([family], family().mean.new_ones(1)) if own is None else (own.parts(), own.proportions)
+    if not is_integer(components, len(parts) + 1):
+        raise ValueError(f"there are {len(parts)} parts already: give an integer above that, got {components!r}")
+    new = components - len(parts)
+    if not family().bound:
+        raise ValueError(
+            "grow(components=) compares ELBOs, and this posterior has point masses: there is no bound to compare"
         )
-    raise NotImplementedError(
-        "torch's MixtureSameFamily needs parts of one type and rank, got "
-        + ", ".join(sorted(kind.__name__ for kind in kinds))
-    )
+    stream = torch.Generator(weights.device).manual_seed(generator.initial_seed())
+    # the part that each new one copies its shape from
+    origins = torch.multinomial(weights.double().cpu(), new, replacement=True, generator=generator).tolist()
+    added = [copy.deepcopy(parts[origin]) for origin in origins]
+    for part in added:
+        _move(part, part().draw(1, generator=stream).theta[0])
+    share = torch.cat([(1 - NEW_WEIGHT) * weights, weights.new_full((new,), NEW_WEIGHT / new)])
+    return Mixture.weighted([*copy.deepcopy(parts), *added], share.log())
+
+
+def _move(family: Family, theta: Tensor) -> None:
+    """Set the mean to θ [P], the shape as it is."""
+    turned, form = rotation(family), family.normal()
+    if turned is not None:
+        _move(turned.part, turned.basis(theta, back=True))
+    elif form is None:
+        raise TypeError(
+            f"grow(components=) is for normal families and mixtures of them, not for {type(family).__name__}; a "
+            "family of your own writes `normal()` and `set_normal(form)`"
+        )
+    else:
+        family.set_normal(form._replace(mean=theta))

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from .density import Density, Draws, check_draw
-from .family import Family
+from .family import Family, check_initial_mean, initial_mean
 from .normal import Diagonal, NormalForm
-from .starts import check_initial_mean, initial_mean
 
 
 class PointMass(Density):
@@ -32,7 +31,7 @@ class PointMass(Density):
         return True
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
-        """`groups` draws, all the same and of equal weight."""
+        """Return `groups` draws, all the same and of equal weight."""
         check_draw(groups, coupling, generator, self.point.device)
         return Draws(self.point.expand(groups, -1), self.point.new_full((groups,), 1 / groups))
 
@@ -66,7 +65,6 @@ class MAP(Family):
     """
 
     point: Tensor
-    mean_name = "point"
 
     def __init__(self, initial_mean: str = "current"):
         super().__init__()
@@ -80,16 +78,9 @@ class MAP(Family):
         return PointMass(self.point)
 
     def normal(self) -> NormalForm:
-        return NormalForm(self.point.detach().clone(), Diagonal(torch.zeros_like(self.point.detach())))
+        point = self.point.detach()
+        return NormalForm(point.clone(), Diagonal(torch.zeros_like(point)))
 
     @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
         self.point.copy_(form.mean)
-
-    def place_at(self, mean: Tensor, scale: Tensor) -> None:
-        self.point.copy_(mean)
-
-    def begin_again(self, generator: torch.Generator) -> None:
-        if self.space is not None:
-            self.initial_mean = "fresh"
-            self.initialise(self.space, generator)

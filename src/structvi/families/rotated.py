@@ -1,25 +1,24 @@
 """A Gaussian in coordinates of its own: N(Qm, QΣQᵀ), with Q orthogonal and cheap."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal
+from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from .basis import Basis
-from .density import Detached, Draws
+from .basis import Basis, Tensors, layout
+from .density import Draws
 from .family import Family
-from .gaussian import Gaussian
-from .gaussian import LowRank as LowRankCovariance
-from .normal import Diagonal, LowRank, NormalForm, Triangle
-from .numerics.detached import LowRankGradient
+from .gaussian import Gaussian, LowRankCovariance
+from .mean_field import ScaledFamily
+from .normal import Diagonal, LowRank, NormalForm
+from .point import MAP
 
-#: rows of Q that are made at a time
+#: rows of Q that are made at a time for a block of the covariance: memory
 CHUNK = 256
 
 
@@ -43,33 +42,15 @@ class RotatedDensity(Gaussian):
         return self.inner.P
 
     @property
-    def noise_size(self) -> int:
-        return self.inner.noise_size
-
-    @property
     def accurate(self) -> bool:
         return self.inner.accurate
 
     def draw_scored(
         self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
     ) -> tuple[Draws, Tensor | None]:
-        """Draws of ξ, turned: log q at them is that of ξ."""
+        """Return draws of ξ, turned: log q at them is that of ξ."""
         draws, log_q = self.inner.draw_scored(groups, coupling, generator)
         return Draws(self.basis(draws.theta), draws.weight), log_q
-
-    def draw_detached(
-        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
-    ) -> Detached | None:
-        inner = self.inner.draw_detached(groups, coupling, generator)
-        if inner is None:
-            return None
-        with torch.no_grad():
-            theta = self.basis(inner.draws.theta).requires_grad_()
-
-        def pull(g: Tensor, g_q: Tensor, slope: Tensor | None = None) -> list[tuple[Tensor, Tensor | LowRankGradient]]:
-            return inner.pull(self.basis(g, back=True), g_q, slope)  # slope·θ turned back is slope·ξ
-
-        return Detached(Draws(theta, inner.draws.weight), inner.log_q, pull, inner.squares)  # θ·θ = ξ·ξ
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return self.basis(self.inner.transform(diagonal, low_rank))
@@ -84,7 +65,7 @@ class RotatedDensity(Gaussian):
         return self.inner.half_log_det()
 
     def low_rank(self) -> LowRankCovariance:
-        """Q has no low rank: a dense V [P, P + K], refused where P is large."""
+        """Return a dense V [P, P + K], refused if P is large: Q has no low rank."""
         self._check_dense("the covariance of a rotated family as diagonal plus low rank")
         d, V, C = self.inner.low_rank()
         columns = self.basis(torch.cat([torch.diag(d.sqrt()), V], -1).mT).mT
@@ -92,10 +73,8 @@ class RotatedDensity(Gaussian):
         return LowRankCovariance(torch.zeros_like(d), columns, torch.block_diag(identity, C))
 
     def precision_diagonal(self) -> Tensor:
-        rows = []
-        for row in self._rows(slice(0, self.P)):
-            rows.append((row * self.inner.precision_product(row)).sum(-1))
-        return torch.cat(rows)
+        rows = self._rows(slice(0, self.P))
+        return torch.cat([(row * self.inner.precision_product(row)).sum(-1) for row in rows])
 
     @property
     def variance(self) -> Tensor:
@@ -115,12 +94,8 @@ class RotatedDensity(Gaussian):
             return self.inner.trace(p.inner)
         return super().trace(p)
 
-    def to_distribution(self) -> Distribution:
-        self._check_dense("to_distribution()")
-        return MultivariateNormal(self.mean, self.covariance())
-
-    def _rows(self, part: slice) -> "Iterable[Tensor]":
-        """Rows of Q, a few at a time: [c, P]."""
+    def _rows(self, part: slice) -> Iterable[Tensor]:
+        """Yield rows of Q, a few at a time: [c, P]."""
         for start in range(part.start, part.stop, CHUNK):
             stop = min(start + CHUNK, part.stop)
             unit = self.location.new_zeros(stop - start, self.P)
@@ -131,10 +106,10 @@ class RotatedDensity(Gaussian):
 class Rotated(Family):
     """Any Gaussian family over θ = Qξ: its axes are those of Q, not the weights' own.
 
-    Q is an orthogonal matrix for each axis of each tensor (`Basis`), the identity until gradients give one: at trained
-    weights `fit(start="trained")` and the fit around a network take the eigenvectors of E GGᵀ and E GᵀG of each
-    tensor's gradients G, with labels drawn from the model. In these Kronecker coordinates the data determine fewer
-    directions, and a diagonal says more. Beyond the family's own it keeps n² numbers for each axis of n.
+    Q is an orthogonal matrix for each axis of each tensor (`Basis`), the identity until it is chosen. `set_normal`
+    takes it from the columns of a precision, as a fit around a network gives them. `Soap` and `NaturalGradient` take
+    it from averages of E GGᵀ and E GᵀG of each tensor's gradients G. In these Kronecker coordinates the data determine
+    fewer directions, and a diagonal says more. Beyond the family's own it keeps n² numbers for each axis of n.
 
     Args:
         part: the family of ξ: `MeanField()`, `LowRankPrecision(rank=8)`.
@@ -159,8 +134,7 @@ class Rotated(Family):
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         self.part = self.part.bind(parameters, generator)
         self.basis = Basis(parameters)
-        density = self.part()
-        if not isinstance(density, Gaussian):
+        if self.part.normal() is None or not isinstance(self.part(), Gaussian):
             raise TypeError(f"Rotated is for Gaussian families, and {type(self.part).__name__} is none")
 
     def forward(self) -> RotatedDensity:
@@ -172,90 +146,50 @@ class Rotated(Family):
     def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.part.rank
 
-    @property
-    def precision_columns(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.part.precision_columns
+    def set_normal(self, form: NormalForm) -> None:
+        """Turn the mean and the factor exactly, and keep the diagonal of the precision along the axes.
+
+        Columns W of a precision choose the axes: the eigenvectors of Σ GGᵀ for the columns G, unfolded along an axis.
+        """
+        root = form.root
+        if isinstance(root, LowRank) and root.of_precision and root.factor.shape[1]:
+            self.basis.set(self.basis.of_gradients((root.factor / root.scale.unsqueeze(-1)).mT))
+        self.part.set_normal(_turned(form, self.basis))
 
     @torch.no_grad()
-    def turn(self, matrices: Mapping[str, Tensor]) -> None:
-        """Other coordinates: the mean and factors are turned exactly, and the diagonal of the precision is kept.
+    def turn(self, change: Mapping[str, Tensor]) -> None:
+        """Take other axes: Q becomes QR, made orthogonal to rounding; the law changes as little as in `set_normal`.
 
         Args:
-            matrices: an orthogonal one for each axis, by the names of `basis.axes()`; others stay.
+            change: an orthogonal R in the present coordinates for each axis, by the names of `basis.axes()`.
         """
-        known = {axis.name: axis.size for axis in self.basis.axes()}
-        for name, Q in matrices.items():
-            if name not in known or Q.shape != (known[name], known[name]):
-                raise ValueError(f"expected matrices [n, n] for the axes {known}, got {name!r} of {tuple(Q.shape)}")
-            eye = torch.eye(len(Q), dtype=torch.float64, device=Q.device)
-            if not torch.allclose(Q.double().mT @ Q.double(), eye, rtol=0, atol=1e-5):
-                raise ValueError(f"the matrix of {name!r} is not orthogonal")
-        step = copy.deepcopy(self.basis)
-        old = {axis.name: self.basis.matrix(axis) for axis in self.basis.axes()}
-        step.set({name: old[name].mT @ matrices.get(name, old[name]).to(old[name]) for name in old})
-        self.part.change_basis(lambda x: step(x, back=True), lambda diagonal: step(diagonal, back=True, squared=True))
-        self.basis.set({name: Q.to(old[name]) for name, Q in matrices.items()})
-
-    @torch.no_grad()
-    def turn_by(self, change: Mapping[str, Tensor]) -> None:
-        """`turn` with matrices R in the present coordinates: Q becomes QR, made orthogonal to rounding."""
-        matrices = {}
-        for axis in self.basis.axes():
-            if axis.name in change:
-                Q = self.basis.matrix(axis).double() @ change[axis.name].double()
+        step, matrices = copy.deepcopy(self.basis), {}
+        for axis in step.axes():
+            R = change.get(axis.name)
+            step.set({axis.name: torch.eye(axis.size) if R is None else R})
+            if R is not None:
+                Q = self.basis.matrix(axis).double() @ R.double()
                 matrices[axis.name] = 1.5 * Q - 0.5 * Q @ (Q.mT @ Q)
-        self.turn(matrices)
+        form = self.part.normal()
+        assert form is not None
+        self.part.set_normal(_turned(form, step))
+        self.basis.set(matrices)
 
-    # ---- what fits ask
 
-    def to_axes(self, x: Tensor) -> Tensor:
-        return self.basis(x, back=True)
-
-    def diagonal_to_axes(self, diagonal: Tensor) -> Tensor:
-        return self.basis(diagonal.to(self.part().mean), back=True, squared=True).to(diagonal)
-
-    @property
-    def wants_gradients(self) -> bool:
-        return True
-
-    def take_gradients(self, gradients: Iterable[Tensor]) -> None:
-        self.turn(self.basis.of_gradients(gradients))
-
-    def place(
-        self, mean: Mapping[str, Tensor], scale: Mapping[str, Tensor], columns: Mapping[str, Tensor] | None = None
-    ) -> None:
-        space = self.bound_space()
-        centre = self.basis(space.ravel({name: mean[name] for name in space.names}), back=True)
-        self.part.place(space.unravel(centre), scale, columns)
-
-    def normal(self) -> None:
-        """None: along the weights' own axes it has no cheap root."""
-
-    def set_normal(self, form: NormalForm) -> None:
-        """Turn the mean and the factor exactly, and keep the diagonal of the precision."""
-        root = form.root
-        if isinstance(root, Triangle):
-            root = form.diagonal()
-        turned = self.basis(root.scale.square().reciprocal(), back=True, squared=True).rsqrt()
-        if isinstance(root, LowRank) and root.of_precision:
-            columns = self.basis((root.factor / root.scale.unsqueeze(-1)).mT, back=True).mT
-            own = LowRank(turned, columns * turned.unsqueeze(-1), True)
-        elif isinstance(root, LowRank):
-            columns = self.basis((root.factor * root.scale.unsqueeze(-1)).mT, back=True).mT
-            own = LowRank(turned, columns / turned.unsqueeze(-1), False)
-        else:
-            own = Diagonal(turned)
-        self.part.set_normal(NormalForm(self.basis(form.mean, back=True), own))
-
-    def move_to(self, theta: Tensor) -> None:
-        self.part.move_to(self.basis(theta, back=True))
-
-    def config(self) -> dict[str, Any]:
-        return {"part": self.part}
+def _turned(form: NormalForm, basis: Basis) -> NormalForm:
+    """Return the normal of ξ, θ = Qξ, for one of θ: the mean and factor exactly, of the diagonal its own diagonal."""
+    mean, root = basis(form.mean, back=True), form.root
+    if not isinstance(root, LowRank):
+        diagonal = form.precision_diagonal
+        return NormalForm(mean, Diagonal(basis(diagonal, back=True, squared=True).rsqrt()))
+    scale = basis(root.scale.square().reciprocal(), back=True, squared=True).rsqrt()
+    size = -1 if root.of_precision else 1  # the columns are SF of a covariance, S⁻¹F of a precision
+    columns = basis((root.factor * root.scale.unsqueeze(-1) ** size).mT, back=True).mT
+    return NormalForm(mean, LowRank(scale, columns / scale.unsqueeze(-1) ** size, root.of_precision))
 
 
 def rotation(family: Family) -> Rotated | None:
-    """Return the `Rotated` family that this is, or None: `basis`, and `part`, the family of ξ, place it along its axes.
+    """Return the `Rotated` family that this is, or None.
 
     Example:
         >>> from structvi import MeanField
@@ -263,3 +197,32 @@ def rotation(family: Family) -> Rotated | None:
         (True, MeanField(initial_mean='current', initial_scale=0.1, unbound))
     """
     return family if isinstance(family, Rotated) else None
+
+
+class Mean(NamedTuple):
+    """A parameter [P] with a number for each weight, and the tensors that it is made of."""
+
+    parameter: Tensor
+    tensors: list[Tensors]
+    #: other coordinates for the family, by matrices in the present ones; None if it has none
+    turn: Callable[[Mapping[str, Tensor]], None] | None = None
+
+
+def means_of(family: Family) -> list[Mean]:
+    """Return the means and points of our families among a family and its parts, each over a space of its own.
+
+    Example:
+        >>> import torch
+        >>> from structvi import MeanField, Parameters
+        >>> (mean,) = means_of(MeanField().bind(Parameters({"w": torch.zeros(3, 2)})))
+        >>> mean.parameter.shape, [axis.size for axis in mean.tensors[0].axes]
+        (torch.Size([6]), [3, 2])
+    """
+    found: dict[int, Mean] = {}
+    parts = [part for part in family.modules() if isinstance(part, Family)]
+    turns = {id(part.part): part.turn for part in parts if isinstance(part, Rotated)}
+    for part in parts:
+        parameter = part.point if isinstance(part, MAP) else part.mean if isinstance(part, ScaledFamily) else None
+        if isinstance(parameter, nn.Parameter) and part.space is not None and len(parameter) == part.space.size:
+            found[id(parameter)] = Mean(parameter, layout(part.space), turns.get(id(part)))
+    return list(found.values())

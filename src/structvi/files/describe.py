@@ -23,7 +23,6 @@ from ..families import (
     Mixture,
     PerLayer,
     Rotated,
-    ScaleMixture,
 )
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import SumPrior

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..families.family import Family
-from ..families.low_rank import precision_rank
+from ..families.low_rank import LowRankPrecision, precision_rank
 from ..families.normal import Diagonal, LowRank, NormalForm
-from ..families.precision import LowRankPrecision
 from ..families.rotated import rotation
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, StudentT

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..distributed.sharding import Sharded
 from ..families.low_rank import factors
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def adam_groups(posterior: "Posterior", lr: float, without: Collection[Tensor] =
     left_out = {id(parameter) for parameter in without}
     learned = [p for p in posterior.parameters() if id(p) not in left_out]
     own = {id(factor) for factor in factors(posterior.family)}
-    whole = None if posterior.family.shard is None else posterior.space.size  # this rank has some rows of it
+    whole = posterior.space.size if isinstance(posterior.family, Sharded) else None  # this rank has some rows of it
     groups = [{"params": [p for p in learned if id(p) not in own], "lr": lr}]
     groups += [
         {"params": [p], "lr": lr * min(1.0, FACTOR_RATE / (whole or len(p)) ** 0.5)} for p in learned if id(p) in own

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..families.basis import Tensors
-from ..families.means import Mean
+from ..families.rotated import Mean
 from ..util.checks import check_integer
 from .adam import adam_groups
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
-from ..families.means import means_of
 from ..families.normal import Diagonal
+from ..families.rotated import means_of
 from ..util.checks import check_positive
 from .adam import DEFAULT_LR
 from .coordinates import CoordinateOptimizer, check_beta

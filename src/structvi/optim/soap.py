@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..families.means import means_of
+from ..families.rotated import means_of
 from ..util.checks import check_positive
 from .adam import DEFAULT_LR
 from .coordinates import CoordinateOptimizer, check_beta

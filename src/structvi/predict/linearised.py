@@ -17,7 +17,7 @@ from torch.quasirandom import SobolEngine
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.gaussian import Gaussian
-from ..families.normal_parts import weighted_normals
+from ..families.mixture import weighted_normals
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.call import alone_with

@@ -88,7 +88,6 @@ def draws_for(
             stacklevel=3,
         )
     for one in members:
-        one.check_whole()
         one.warns_unfitted = False  # once is enough
     is_ensemble = posterior is not members[0]
     own = calibrated and not is_ensemble

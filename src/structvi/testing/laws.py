@@ -76,7 +76,7 @@ def law_draws(make: Make, seed: int) -> None:
             check(draws.weight.shape == (S,), f"{name}: weights {tuple(draws.weight.shape)} for {S} draws")
             check(bool(torch.isfinite(draws.theta).all()), f"{name}: draws are not finite")
             check_close(draws.weight.sum(), torch.tensor(1.0), 1e-6, f"{name}: weights sum to {draws.weight.sum()}")
-            check(density.enumerates or S % 3 == 0, f"{name}: {S} draws do not divide into 3 groups")
+            check(S % 3 == 0, f"{name}: {S} draws do not divide into 3 groups")
 
 
 def law_reproducible(make: Make, seed: int) -> None:
@@ -166,8 +166,8 @@ def law_moments(make: Make, seed: int) -> None:
     groups = 4096
     for name, coupling in COUPLINGS.items():
         draws = density.draw(groups, coupling, seeded(seed))
-        if density.enumerates or draws.fixed:
-            raise NotApplicable("draws are enumerated, or some tensors are fixed")
+        if draws.fixed:
+            raise NotApplicable("some tensors are fixed")
         weight = groups * draws.weight.detach().reshape(groups, -1, 1)
         theta = draws.theta.detach().reshape(groups, -1, 7)
         mean, variance = density.mean.detach(), density.variance.detach()
@@ -268,81 +268,26 @@ def law_state_dict(make: Make, seed: int) -> None:
     check(torch.equal(one.theta, two.theta) and torch.equal(one.weight, two.weight), "draws differ after loading")
 
 
-def law_distribution(make: Make, seed: int) -> None:
-    """`to_distribution` is the same law: equal log_prob."""
-    density = make(small_space(7))()
-    try:
-        distribution = density.to_distribution()
-    except NotImplementedError as reason:
-        raise NotApplicable(str(reason)) from None
-    theta = points_of(density, seed)
-    check_close(distribution.log_prob(theta), density.log_prob(theta), 1e-9, "log_prob of to_distribution()")
-
-
-# ---------------------------------------------------------------------------------- what a family knows of itself
-
-
-def law_placed(make: Make, seed: int) -> None:
-    """`place` puts the mean and, without a factor, the standard deviations along its axes where they should be."""
-    family, generator = make(small_space(7)), seeded(seed)
-    space = family.bound_space()
-    mean, scale = normals(2, 7, generator=generator)
-    for part in family.families():
-        part.first_stage()
-    try:
-        family.place(space.unravel(mean), space.unravel(scale.exp()))
-    except TypeError as reason:
-        raise NotApplicable(str(reason).split(";")[0]) from None
-    density = family()
-    check_close(density.mean, mean, 1e-12, "mean")
-    if density.bound:
-        unturned = torch.eye(7, dtype=mean.dtype, device=mean.device)
-        axes = family.to_axes(unturned)
-        is_turned = not torch.equal(axes, unturned)
-        variance = (axes.mT @ density.covariance() @ axes).diagonal() if is_turned else density.variance
-        check_close(variance, (2 * scale).exp(), 1e-9, "variance")
-
-
-def law_moved(make: Make, seed: int) -> None:
-    """`move_to` changes the mean and nothing else."""
-    family = make(small_space(7))
-    variance = family().variance.detach().clone()
-    theta = normals(7, generator=seeded(seed))
-    try:
-        family.move_to(theta)
-    except TypeError as reason:
-        raise NotApplicable(str(reason).split(";")[0]) from None
-    check_close(family().mean, theta, 1e-12, "mean")
-    check_close(family().variance, variance, 1e-12, "variance")
-
-
-def law_coordinates(make: Make, seed: int) -> None:
-    """In θ = shift + root z a family is what it was in z: its draws from the same noise are mapped."""
-    family, generator = make(small_space(7)), seeded(seed)
-    if family.coordinates is None:
-        raise NotApplicable("it is searched for where it stands")
+def law_normal(make: Make, seed: int) -> None:
+    """`normal()` is the density's mean and covariance, and `set_normal` takes that, moved and scaled too, exactly."""
+    family, other, generator = make(small_space(7)), make(small_space(7)), seeded(seed)
+    form = family.normal()
+    if form is None:
+        raise NotApplicable("it is no single normal that it can give")
+    root = form.triangle()
+    check(not form.mean.requires_grad and not root.requires_grad, "normal() must come without a graph")
+    check_close(form.mean, family().mean, 1e-12, "mean of normal()")
+    check_close(root @ root.mT, family().covariance(), 1e-9, "covariance of normal()")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.5 * normals(*parameter.shape, generator=generator).to(parameter))
     shift, scale = normals(2, 7, generator=generator)
-    z = family().draw(8, naive, seeded(seed)).theta.detach()
-    family.change_coordinates(shift, scale.exp())
-    check_close(family().draw(8, naive, seeded(seed)).theta, shift + scale.exp() * z, 1e-9, "draws")
-    family.standardise(seeded(seed))
-    check_close(family().mean, torch.zeros_like(shift), 1e-12, "mean once standard")
-    for part in family.families():
-        part.first_stage()
-    check_close(family().variance, torch.ones_like(shift), 1e-12, "variance once standard, without a factor")
-
-
-def law_stages(make: Make, seed: int) -> None:
-    """In stage one something is held back, in stage two all learns."""
-    family = make(small_space(7))
-    parts = [part for part in family.families() if part.has_stages]
-    if not parts:
-        raise NotApplicable("all of it learns from the start")
-    for part in parts:
-        part.first_stage()
-        check(not all(p.requires_grad for p in part.parameters()), "nothing is held back in stage one")
-        part.second_stage(seeded(seed))
-        check(all(p.requires_grad for p in part.parameters()), "something is held back in stage two")
+    S = torch.diag(scale.exp())
+    for name, given, A in (("own", form, torch.eye(7).to(S)), ("moved", form.affine(shift, scale.exp()), S)):
+        other.set_normal(given)
+        check_close(other().mean, given.mean, 1e-12, f"mean after set_normal of its {name} normal")
+        covariance = A @ root @ root.mT @ A
+        check_close(other().covariance(), covariance, 1e-9, f"covariance after set_normal of its {name} normal")
 
 
 LAWS: dict[str, Callable[[Make, int], None]] = {
@@ -359,9 +304,5 @@ LAWS: dict[str, Callable[[Make, int], None]] = {
     "path_zero": law_path_zero,
     "precision": law_precision,
     "state_dict": law_state_dict,
-    "distribution": law_distribution,
-    "placed": law_placed,
-    "moved": law_moved,
-    "coordinates": law_coordinates,
-    "stages": law_stages,
+    "normal": law_normal,
 }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..distributed.sharding import whole_family
 from ..files.describe import OfYourOwn, encode
 from ..models.batch import split_batch
 from ..networks.padding import padding_rows
@@ -69,7 +70,7 @@ def form_of(posterior: "Posterior") -> Fingerprint:
     for name, value in (
         ("the likelihood", model.likelihood),
         ("the prior", model.prior),
-        ("the family", posterior.family),
+        ("the family", whole_family(posterior.family)),
         ("forward=", model.user_forward),
     ):
         parts[name], known = _described(value)

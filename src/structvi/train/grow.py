@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..families.growth import with_components, with_rank
+from ..families.low_rank import with_rank
+from ..families.mixture import with_components
 from ..util.checks import check_seed
 from .averaging import assign, copied
 from .batches import Batches

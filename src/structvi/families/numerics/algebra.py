@@ -14,7 +14,6 @@ from ...util.checks import reads
 
 _BLOCK = 4096  # weights whose products are added in their own precision
 _LEAST = 256  # a block that leaves no rest has at least so many
-_DOT = 2**20  # numbers in a dot product on a CPU
 _SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
 
 
@@ -74,20 +73,6 @@ def sum_squares(x: Tensor) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return SumSquares.forward(x)
     return SumSquares.apply(x)  # pyright: ignore[reportReturnType]
-
-
-def square_on_host(x: Tensor) -> float:
-    """Σ x² of a tensor of the CPU: of a vector by dot products, which are faster than torch's norm, and more exact.
-
-    Example:
-        >>> square_on_host(torch.tensor([3.0, 4.0]))
-        25.0
-    """
-    if x.ndim != 1:
-        return torch.linalg.vector_norm(x).item() ** 2
-    if len(x) <= _DOT:
-        return torch.dot(x, x).item()
-    return sum(torch.dot(part, part).item() for part in x.split(_DOT))
 
 
 def project(x: Tensor, factor: Tensor) -> Tensor:

@@ -191,7 +191,3 @@ def kernels_take(x: Tensor) -> bool:
 def has_triton() -> bool:
     """Return whether Triton is installed: builds of torch for the CPU come without it."""
     return find_spec("triton") is not None
-
-
-# until the step of `train` has left them
-from .detached import LowRankGradient, kernels_serve  # noqa: E402, F401

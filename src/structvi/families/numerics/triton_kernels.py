@@ -31,7 +31,7 @@ def sums(
     _sums[(len(partial),)](
         log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride(),
         S=S, K=K, KP=KP, SP=_side(S), PRECISION=precision, ROWS=rows, WIDTH=sum(sizes),
-        BLOCK={16: 128, 32: 128, 64: 32}.get(KP, 16), num_warps={16: 1, 32: 1, 64: 4}.get(KP, 8), num_stages=1,
+        BLOCK={16: 64, 32: 64, 64: 32}.get(KP, 16), num_warps={16: 1, 32: 1, 64: 4}.get(KP, 8), num_stages=1,
     )  # fmt: skip
     gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
     return gram.view(K, K), projection.view(S, K), squares, total.view(())
@@ -139,8 +139,8 @@ def _sums(
             mask = inside[:, None] & (k < K)[None, :]
             G = tl.load(factor + _rows_at(p, k, along, across), mask=mask, other=0.0)
             G *= _ratio(s, s0, PRECISION)[:, None]
-            projection += tl.dot(e, G, input_precision="ieee")
-            gram += tl.dot(tl.trans(G), G, input_precision="ieee")
+            projection += tl.dot(e, G, input_precision="tf32x3")
+            gram += tl.dot(tl.trans(G), G, input_precision="tf32x3")
     out += program.to(tl.int64) * WIDTH
     if K > 0:
         tl.store(out + k[:, None] * K + k[None, :], gram, mask=(k < K)[:, None] & (k < K)[None, :])
