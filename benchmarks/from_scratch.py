@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import structvi as vi
+from structvi.families import Diagonal, NormalForm
 
 from . import from_scratch_tables, networks_data
 from .ivon import fit_ivon
@@ -284,7 +285,7 @@ def ivon(setting: Setting, shop: Shop) -> tuple[Predictor, dict[str, Any]]:
     bayes = posterior(net, model, shop, vi.MeanField())
     bayes.model.prior = vi.priors.NormalPrior((setting.ess * len(shop.x) * setting.decay) ** -0.5)
     space = bayes.space
-    bayes.family.place(space.unravel(mean), space.unravel(scale))
+    bayes.family.set_normal(NormalForm(space.ravel(mean), Diagonal(space.ravel(scale))))
     details |= bound(bayes, shop) | {"scale": float(scale.mean())}
     return of_posterior(bayes, setting.draws, setting.seed), details
 

@@ -191,7 +191,7 @@ def full_terms(
         if not rows:
             raise ValueError("the loader gave no batch: there is no ELBO without data")
         log_likelihood *= model.num_data / rows
-        log_prior = model.log_prior(_point(draws), draws.fixed).double()
+        log_prior = model.log_prior(draws.theta, draws.fixed).double()
         _check_finite(log_likelihood, "log likelihood of the full data")
         _check_finite(log_prior, "log prior")
         return _terms(density, draws, log_q, log_likelihood, log_prior, estimator)
@@ -210,7 +210,7 @@ def scored_draws(
     else:
         draws, log_q = density.draw_scored(groups, coupling, generator)
     check_draws(density, draws, groups)
-    return draws, log_q_at(density, _point(draws), path=estimator.kind == "path") if log_q is None else log_q
+    return draws, log_q_at(density, draws.theta, path=estimator.kind == "path") if log_q is None else log_q
 
 
 def terms_at(
@@ -232,7 +232,7 @@ def _terms(
     estimator: Estimator,
 ) -> Terms:
     cost = -log_prior if log_q is None else log_q - log_prior
-    complexity = _group_means(cost, density, draws, estimator.groups) + density.latent_kl()
+    complexity = _group_means(cost, density, draws, estimator.groups)
     if density.has_density and log_q is None:
         expected = f"{type(density).__name__}.entropy() must return a scalar"
         complexity = complexity - _shaped(density.entropy(), (), expected)
@@ -242,14 +242,7 @@ def _terms(
 def _group_means(values: Tensor, density: Density, draws: Draws, groups: int) -> Tensor:
     """Return the weighted mean of values at the draws [S] for each group, [groups]."""
     weighted = draws.weight * values
-    if density.enumerates:  # every group has all draws
-        return weighted.sum().expand(groups)
     return groups * weighted.reshape(groups, -1).sum(-1)
-
-
-def _point(draws: Draws) -> Tensor:
-    """Return the points at which q and the prior are evaluated, [S, P]."""
-    return draws.theta if draws.latent is None else draws.latent
 
 
 def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
@@ -270,15 +263,13 @@ def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
 
 def log_joint(target: Target, draws: Draws, batch: Any) -> tuple[Tensor, Tensor]:
     """Return log likelihood and log prior at the draws, [S] each; without a likelihood the first is log p(data, θ)."""
-    theta, _, fixed, latent = draws
+    theta, _, fixed = draws
     if isinstance(target, BayesianModel):
         values = target.log_likelihood(theta, batch, fixed)
-        prior = target.log_prior(theta if latent is None else latent, fixed)
+        prior = target.log_prior(theta, fixed)
         _check_finite(values, "log likelihood")
         _check_finite(prior, "log prior")
         return values, prior
-    if latent is not None:
-        raise TypeError("this family masks weights and needs a BayesianModel, whose likelihood and prior are apart")
     if isinstance(target, LogDensity):
         values = target.log_joint(theta, batch, fixed)
     else:
@@ -315,7 +306,7 @@ def check_draws(density: Density, draws: Draws, groups: int) -> None:
         raise TypeError(f"{name}.draw must return Draws(theta [S, P], weight [S]), got {type(draws).__name__}")
     theta, weight = draws.theta, draws.weight
     S = theta.shape[0] if theta.ndim else 0
-    if theta.ndim != 2 or weight.shape != (S,) or S == 0 or (S % groups and not density.enumerates):
+    if theta.ndim != 2 or weight.shape != (S,) or S == 0 or S % groups:
         raise ValueError(
             f"{name}.draw gave theta {tuple(theta.shape)} and weight {tuple(weight.shape)}; "
             f"expected [S, P] and [S] with S a multiple of groups = {groups}"

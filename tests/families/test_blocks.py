@@ -181,7 +181,7 @@ BLOCKS = {"backbone.*": vi.MAP(), "head.*": vi.LowRankNormal(2)}
 def test_point_blocks_stay_out_of_theta_and_are_marked():
     _, model, _ = regression()
     q = vi.PerLayer(BLOCKS).bind(model.space, generator())()
-    theta, weight, fixed, _ = q.draw(3, vi.couplings.unscented, generator())
+    theta, weight, fixed = q.draw(3, vi.couplings.unscented, generator())
     assert theta.shape == (3 * 8, 10)
     torch.testing.assert_close(weight, torch.full((24,), 1 / 24, dtype=torch.float64))
     assert list(fixed) == [name for name in model.space.names if name.startswith("backbone")]
@@ -210,7 +210,7 @@ def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimato
     gradients = torch.autograd.grad(value, list(family.parameters()))
     # by hand, from [S, P] of all weights
     q = family()
-    theta, _, fixed, _ = q.draw(2, vi.couplings.paired, generator(4))
+    theta, _, fixed = q.draw(2, vi.couplings.paired, generator(4))
     joint = model.log_joint(model.space.join(theta, fixed), data)
     if estimator == "entropy":
         expected = joint.mean() + q.entropy()
@@ -300,7 +300,7 @@ def test_random_noise_of_the_likelihood_can_be_a_block():
     all_of = {"backbone.*": vi.MAP(), "head.*": vi.MAP(), "likelihood.*": vi.MeanField()}
     for blocks in (all_of, {"likelihood.*": vi.MAP(), "*": vi.MeanField()}):
         family = vi.PerLayer(blocks).bind(model.space)
-        theta, _, fixed, _ = family().draw(2, vi.couplings.naive, generator())
+        theta, _, fixed = family().draw(2, vi.couplings.naive, generator())
         joined = model.space.join(theta, fixed)
         torch.testing.assert_close(model.log_joint(theta, data, fixed), model.log_joint(joined, data))
 

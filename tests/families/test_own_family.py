@@ -15,20 +15,20 @@ class ByTorch(vi.Family):
     """A torch distribution, and the normal that it is."""
 
     def initialise(self, parameters, generator):
-        self.mean = nn.Parameter(parameters.initial.clone())
-        self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
+        self.loc = nn.Parameter(parameters.initial.clone())
+        self.rho = nn.Parameter((0.1 * parameters.scale).log())
 
     def forward(self):
-        return Independent(Normal(self.mean, self.log_scale.exp()), 1)
+        return Independent(Normal(self.loc, self.rho.exp()), 1)
 
     @torch.no_grad()
     def normal(self):
-        return NormalForm(self.mean.detach().clone(), Diagonal(self.log_scale.exp()))
+        return NormalForm(self.loc.detach().clone(), Diagonal(self.rho.exp()))
 
     @torch.no_grad()
     def set_normal(self, form):
-        self.mean.copy_(form.mean)
-        self.log_scale.copy_(form.diagonal().scale.log())
+        self.loc.copy_(form.mean)
+        self.rho.copy_(form.diagonal().scale.log())
 
 
 class OwnDensity(Gaussian):
@@ -61,19 +61,19 @@ class ByDensity(ByTorch):
     """The same parameters with a Gaussian density of one's own: draws are coupled, entropies exact."""
 
     def forward(self):
-        return OwnDensity(self.mean, self.log_scale)
+        return OwnDensity(self.loc, self.rho)
 
 
 class Dense(vi.Family):
     """A normal that does not say so."""
 
     def initialise(self, parameters, generator):
-        self.mean = nn.Parameter(parameters.initial.clone())
+        self.loc = nn.Parameter(parameters.initial.clone())
         self.root = nn.Parameter(torch.eye(parameters.size, dtype=parameters.dtype) - 3)
 
     def forward(self):
         root = self.root.tril(-1) + torch.diag(self.root.diagonal().exp())
-        return MultivariateNormal(self.mean, scale_tril=root)
+        return MultivariateNormal(self.loc, scale_tril=root)
 
 
 def loader(n=64):
@@ -150,7 +150,7 @@ def test_save_and_load(tmp_path):
     bayes = posterior(ByDensity())
     bayes.fit(loader(), steps=20, progress=False)
     bayes.save(tmp_path / "own.safetensors")
-    with pytest.raises(ValueError, match=r"the family \(ByDensity\)"):
+    with pytest.raises(ValueError, match=r"the family \('ByDensity'\)"):
         vi.load(tmp_path / "own.safetensors", network())
     again = vi.load(tmp_path / "own.safetensors", network(), family=ByDensity())
     for name, tensor in values(bayes).items():

@@ -174,19 +174,6 @@ def test_what_it_is_not_for():
         family.basis.set({"q0_0": torch.eye(2)})
 
 
-def test_axes_of_a_file_that_are_not_orthogonal_are_refused(tmp_path):
-    torch.manual_seed(0)
-    net = nn.Linear(3, 2)
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Rotated(vi.MeanField()), num_data=10)
-    bayes.save(tmp_path / "sound.pt")
-    vi.load(tmp_path / "sound.pt", net)
-    with torch.no_grad():
-        bayes.family.basis.q0_0[0, 1] = 0.1
-    bayes.save(tmp_path / "harmed.pt")
-    with pytest.raises(vi.CheckpointError, match=r"axes that are not orthogonal: basis\.q0_0"):
-        vi.load(tmp_path / "harmed.pt", net)
-
-
 @pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankPrecision(2), vi.LowRankNormal(2)], ids=repr)
 def test_draws_with_log_q_have_the_gradients_of_the_plain_path(part):
     """Of f = Σ θ³ a + b log q, with log q through θ alone."""

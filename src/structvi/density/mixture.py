@@ -442,7 +442,7 @@ class _Mixing:
             set_form(q, Shape(form, self.run.noise)(place.normal).to_form(), self.run.generator)
             parts.append(q)
         log_weights = self.run.space.initial.new_tensor([place.log_mass for place in places])
-        return Mixture.weighted(parts, log_weights, common_noise=self.recipe.common_noise)
+        return Mixture.weighted(parts, log_weights)
 
     def moved(self, mixture: Family, shift: Tensor, root: Tensor, space: Parameters) -> Family:
         """Return a copy with every part in other coordinates."""

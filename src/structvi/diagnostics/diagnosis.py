@@ -14,7 +14,7 @@ from ..util.progress import progress_bar
 from .allowance import FEWEST_DRAWS, FEWEST_REPEATS, Allowance
 from .gradients import gradient_noise
 from .importance_weights import K_LIMIT, Importance, Moments, importance
-from .low_rank_spectrum import spectrum
+from .low_rank_spectrum import low_rank_state, spectrum
 from .problem import Problem, Unavailable
 from .report import Finding, Report
 from .what_was_learned import Learned, learned
@@ -105,7 +105,8 @@ def diagnose(
             read, most = problem.batches, allowed.batches[1]
             loader = read.loader if most is None else Reread(read, most)
             findings += _learned(problem.posterior, loader, seed + 3, parts)
-        if problem.family().low_rank_part() is not None:
+        state = low_rank_state(problem.family())
+        if state is not None and state.factor.shape[1]:
             findings.append(_low_rank(problem.family, parts))
         stages.update()
         stages.set_postfix_str("gradients")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
+from ..families.low_rank import factors
 from ..models.batch import batch_size
 from ..models.target import Target
 from ..objective import Estimator, Kind, elbo
@@ -210,7 +211,7 @@ def _rows(owner: nn.Module, value: Tensor) -> dict[str, slice]:
 
 def couplings_of(family: Family) -> dict[str, Coupling]:
     """Those that are measured where none are given."""
-    ranks = [part.rank for part in family.families() if part.rank]
+    ranks = [factor.shape[1] for factor in factors(family)]
     own: dict[str, Coupling] = {"naive": naive, "paired": paired}
     return own | ({"unscented": unscented(directions=min(4, *ranks))} if ranks else {})
 

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..families.density import Density
 from ..families.family import Family
+from ..families.gaussian import Gaussian
+from ..families.numerics.algebra import capacitance
+from ..families.numerics.fused import State, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,18 +91,24 @@ def spectrum(q: "Posterior | Family | Density") -> Spectrum:
     family = q if isinstance(q, Family | Density) else q.family
     with torch.no_grad():
         density = family() if isinstance(family, Family) else family
-        part = density.low_rank_part()
-        if part is None:
+        state = low_rank_state(density)
+        if state is None:
             raise TypeError(
                 f"the spectrum is that of a low-rank part; {type(density).__name__} has none: give a LowRankNormal "
                 "or LowRankPrecision, of a mixture or of blocks one of the parts"
             )
-        scaled, L, of_precision = part
+        r = ratio(state.log_scale.exp(), state.unit, state.precision)
+        scaled, L = state.factor * r.unsqueeze(-1), capacitance(state.factor, r)
         values, vectors = torch.linalg.eigh(L @ L.mT)  # of I + Fᵀ diag(r²) F
         values, vectors = values.flip(-1) - 1, vectors.flip(-1)
         directions = (scaled.double() @ vectors).square()  # [P, K]; columns sum to the eigenvalues
         total = directions.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
         names = {} if density.space is None else {name: density.space.slice(name) for name in density.space.names}
         shares = {name: (directions[rows].sum(0) / total).cpu() for name, rows in names.items()}
-    of = "precision" if of_precision else "variance"
+    of = "precision" if state.precision else "variance"
     return Spectrum(values.clamp(min=0.0).cpu(), of, shares)
+
+
+def low_rank_state(density: Density) -> State | None:
+    """Return the parameters of a diagonal plus low-rank Gaussian, or None."""
+    return density.state() if isinstance(density, Gaussian) else None

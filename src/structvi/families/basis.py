@@ -30,18 +30,6 @@ class Tensors(NamedTuple):
     axes: tuple[Axis, ...]
 
 
-def is_orthogonal(matrix: Tensor) -> bool:
-    """Return whether QQᵀ = I to the rounding of products of n numbers.
-
-    Example:
-        >>> is_orthogonal(torch.eye(3)), is_orthogonal(1.1 * torch.eye(3))
-        (True, False)
-    """
-    n, Q = len(matrix), matrix.double()
-    error = (Q @ Q.mT - torch.eye(n, dtype=Q.dtype, device=Q.device)).abs().max()
-    return bool(error < 100 * n**0.5 * torch.finfo(matrix.dtype).eps)
-
-
 def layout(space: Parameters) -> list[Tensors]:
     """Return how each tensor of a space is reshaped, and its axes that are turned."""
     found, start = [], 0

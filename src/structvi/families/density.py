@@ -13,7 +13,6 @@ from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.checks import check_generator, check_integer
 from ..util.random_streams import borrowed_stream
-from .legacy import LegacyDensity, NormalPart  # noqa: F401
 
 #: `covariance()` builds a dense P×P matrix up to this P.
 MAX_DENSE = 8192
@@ -29,10 +28,9 @@ class Draws(NamedTuple):
     theta: Tensor  # [S, P]
     weight: Tensor  # [S]
     fixed: Mapping[str, Tensor] = MappingProxyType({})
-    latent: Tensor | None = None  # [S, P]
 
 
-class Density(LegacyDensity, ABC):
+class Density(ABC):
     """q at one value of its parameters: it can draw, score and measure itself, and lives for one step.
 
     Write `draw` and at least one of `log_prob` and `entropy`; the estimators that `elbo` can use follow from that.

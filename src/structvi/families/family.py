@@ -13,12 +13,10 @@ from ..parameters import Parameters
 from ..util.checks import check_generator, is_positive
 from ..util.configuration import configuration
 from .density import Density, DistributionDensity
-from .forms import Coordinates as Coordinates
-from .legacy import LegacyFamily
 from .normal import NormalForm
 
 
-class Family(LegacyFamily, nn.Module, ABC):
+class Family(nn.Module, ABC):
     """Variational parameters in a module; calling it builds the density at their present value.
 
     A family is first a *recipe*: configuration only, the constructor's arguments kept as attributes of the same names.

@@ -97,3 +97,8 @@ class MeanField(ScaledFamily):
     def set_normal(self, form: NormalForm) -> None:
         self.mean.copy_(form.mean)
         self.log_scale.copy_(form.diagonal().scale.log())
+
+
+def diagonal_normals(family: Family) -> list[tuple[Tensor, Tensor]]:
+    """Return mean and log scale [P], the parameters, of each `MeanField` among a family and its parts."""
+    return [(own.mean, own.log_scale) for own in family.modules() if isinstance(own, MeanField)]

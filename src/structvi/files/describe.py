@@ -38,7 +38,7 @@ FAMILIES = 4096
 
 Kind = Literal["family", "likelihood", "prior"]
 _FAMILIES = (
-    MAP, MeanField, LowRankNormal, LowRankPrecision, FullNormal, Mixture, PerLayer, MCDropout, Rotated, ScaleMixture,
+    MAP, MeanField, LowRankNormal, LowRankPrecision, FullNormal, Mixture, PerLayer, MCDropout, Rotated,
 )  # fmt: skip
 _LIKELIHOODS = (Gaussian, Categorical, Bernoulli, Poisson, StudentT)
 _PRIORS = (

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..families.family import Family
-from ..families.normal import Diagonal
+from ..families.mean_field import diagonal_normals
 from ..families.rotated import means_of
 from ..util.checks import check_positive
 from .adam import DEFAULT_LR
@@ -62,7 +61,7 @@ class NaturalGradient(CoordinateOptimizer):
         check_beta("beta", beta)
         family = posterior.family
         #: means and log scales [P] of each normal
-        self.normals = [own for part in family.families() if (own := _diagonal_normal(part)) is not None]
+        self.normals = diagonal_normals(family)
         if not self.normals:
             raise TypeError(
                 "NaturalGradient is for normals without a factor, MeanField() and what is made of such, and this "
@@ -104,12 +103,3 @@ class NaturalGradient(CoordinateOptimizer):
     def _given(self, mean: Tensor) -> None:
         state = self.state[mean]
         state["exp_avg"].copy_(self.coordinates[mean].turned(state["exp_avg"], state, back=True))
-
-
-def _diagonal_normal(family: Family) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """Return `mean` and `log_scale` of a family that is N(mean, exp(log_scale)²) and has no other parameter."""
-    own = dict(family.named_parameters())
-    if own.keys() != {"mean", "log_scale"}:
-        return None
-    form = family.normal()
-    return (own["mean"], own["log_scale"]) if form is not None and isinstance(form.root, Diagonal) else None

@@ -95,7 +95,7 @@ class WeightDraws(PredictiveDraws):
         size = probe.weight.shape[0]
         finite = self.density.finite and posterior.dropout == "off"
         groups = 1 if finite else ceil(draws / size)
-        most = 1 if self.density.enumerates else max(1, min(CHUNK, DRAWN_NUMBERS // self.density.P) // size)
+        most = max(1, min(CHUNK, DRAWN_NUMBERS // self.density.P) // size)
         self.groups = [min(most, groups - start) for start in range(0, groups, most)]
         self.draws = groups * size
         self.note = f"{draws} asked for, whole groups of {size} taken" if self.draws != draws else ""
@@ -259,17 +259,13 @@ class IndependentDraws:
 
 @torch.no_grad()
 def _one_of_each(density: Density, count: int, generator: torch.Generator) -> Draws:
-    draws = density.draw(1 if density.enumerates else count, naive, generator)
+    draws = density.draw(count, naive, generator)
     S = draws.weight.shape[0]
-    if density.enumerates:  # all states with their probabilities
-        which = torch.multinomial(draws.weight, count, replacement=True, generator=generator)
-    elif count == S:
+    if count == S:
         return draws
-    else:
-        within = torch.multinomial(draws.weight.reshape(count, -1), 1, generator=generator).squeeze(-1)
-        which = torch.arange(count, device=within.device) * (S // count) + within
-    latent = None if draws.latent is None else draws.latent[which]
-    return Draws(draws.theta[which], draws.weight.new_full((count,), 1 / count), draws.fixed, latent)
+    within = torch.multinomial(draws.weight.reshape(count, -1), 1, generator=generator).squeeze(-1)
+    which = torch.arange(count, device=within.device) * (S // count) + within
+    return Draws(draws.theta[which], draws.weight.new_full((count,), 1 / count), draws.fixed)
 
 
 def on_device(tensors: Any, device: torch.device) -> Any:

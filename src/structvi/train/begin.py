@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..distributed.ranks import Ranks
+from ..families.low_rank import factors
 from ..files.fit_checkpoint import Found
 from ..result import Status
 from . import checkpoints
@@ -50,8 +51,6 @@ def begin(posterior: "Posterior", batches: Batches, options: FitOptions, ranks: 
 
 def leave(posterior: "Posterior") -> None:
     """After a fit, however it ended: all of the family learns again."""
-    for family in posterior.family.families():
-        family.learn_all()
     for parameter in posterior.family.parameters():
         parameter.requires_grad_(True)
 
@@ -65,13 +64,12 @@ def _settings(posterior: "Posterior", batches: Batches, options: FitOptions, fou
         steps = options.epochs * -(-batches.length // options.accumulate)
     assert steps
     then = {} if found is None else found.description["settings"]
-    families = [family for family in posterior.family.families() if family.has_stages]
     staged, kl_warmup, is_first = options.times.staged, options.times.kl_warmup, posterior.fit_status is None
     if staged == "auto":
         staged = then["staged"] if then else is_first
     if kl_warmup == "auto":
         kl_warmup = float(then["kl_warmup"] if then else KL_WARMUP if is_first else 0.0)
-    staged = bool(staged and families and steps >= FEWEST_STAGED)
+    staged = bool(staged and factors(posterior.family) and steps >= FEWEST_STAGED)
     return options.settings(steps, kl_warmup, staged, posterior.model.num_data)
 
 

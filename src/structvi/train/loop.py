@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..distributed.ranks import Counted, Ranks, Taken
+from ..families.low_rank import hold_factors, release_factors
 from ..objective import Estimate, Estimator, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer
 from ..result import Status
@@ -106,8 +107,7 @@ class Run:
             self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
         )  # fmt: skip
         if settings.staged:
-            for family in posterior.family.families():
-                family.first_stage()
+            hold_factors(posterior.family)
 
     @property
     def cycle(self) -> int:
@@ -243,8 +243,7 @@ class Run:
     def second_stage(self, state: FitState) -> FitState:
         """What stage one ended with is kept, to be compared with what the second brings."""
         without_factor = copied(state.learned)
-        for family in self.posterior.family.families():
-            family.second_stage(self.generator)
+        release_factors(self.posterior.family, self.generator)
         # a snapshot of stage one is none of stage two's
         return replace(state, without_factor=without_factor, stage=2, snapshot={})
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..families.normal import Diagonal, NormalForm
 from .averaging import assign
 from .batches import held_out_batches
 from .held_out import DRAWS, HeldOut, of_network, of_posterior
@@ -124,7 +125,7 @@ def narrowed(posterior: "Posterior", trained: Tensor, batches: Iterable[Any]) ->
     for narrow in NARROW:
         with torch.no_grad():
             try:
-                posterior.family.place(space.unravel(trained), space.unravel(narrow * space.scale))
+                posterior.family.set_normal(NormalForm(trained, Diagonal(narrow * space.scale)))
             except TypeError:
                 return False
         if of_posterior(posterior, first, 0, FEW_DRAWS).mean >= network - MARGIN / 2:
