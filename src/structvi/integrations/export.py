@@ -40,7 +40,7 @@ class FixedPredictive(nn.Module):
         super().__init__()
         posterior, model = chunks.posterior, chunks.posterior.model
         with torch.no_grad():
-            theta, weight, fixed, _ = chunks.every()  # [S, P], [S]
+            theta, weight, fixed = chunks.every()  # [S, P], [S]
             drawn = dict(model.with_padding(posterior.space.without(fixed).unravel(theta)))
             values = model.likelihood_values(theta, fixed)
             with posterior.network_mode() as net:
