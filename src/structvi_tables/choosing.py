@@ -1,14 +1,33 @@
-"""Which models a table gets: all are tried, those that held-out rows find best are mixed."""
+"""Which models a table gets: all are tried on folds of the rows, and those that the folds find best are mixed."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .recipes import CLASSES, HIDDEN, NOISES, Part, Problem, Recipe
+from structvi.models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
+from structvi.posterior import Posterior, variationalize_head
 
-#: so many of those that are trained by steps get a posterior
+from .mixture import Mixture
+from .training import Fold, network, train
+
+#: each noise by its name
+NOISES: dict[str, Callable[[], Likelihood]] = {
+    "Gaussian": lambda: Gaussian("point"),
+    "heteroscedastic": lambda: Gaussian("head"),
+    "Student-t": lambda: StudentT(),
+    "heteroscedastic Student-t": lambda: StudentT("head"),
+}
+CLASSES = "classes"
+HIDDEN = (64, 64)
+#: decay of the weights of a network, and of one that is to have small ones
+DECAY, SHRINK = 0.3, 3.0
+#: a linear model has at most so many numbers
+LARGEST = 700
+#: so many networks get a posterior
 BEST = 2
 #: a part of the mixture with less weight is left out
 LEAST = 0.05
@@ -18,79 +37,176 @@ BEHIND = 0.3
 BEFOREHAND = 5.0
 #: of the search for weights
 ITERATIONS = 300
+#: rows in a batch of the fits that take no gradient steps
+ROWS = 1024
+#: draws of a prediction, from each member
+DRAWS = 16
 
 Say = Callable[[str], None]
 
 
-@dataclass
-class Tried:
-    """A model that was tried, its held-out log density in nats a row, and its weight in the mixture."""
+@dataclass(frozen=True)
+class Recipe:
+    """A model to try.
 
-    name: str
-    density: float
+    Attributes:
+        encoding: "plain", numbers as they are, or "bins", each also by a line bent at the edges of its bins.
+        hidden: widths of the hidden layers; () for a model that is linear in its inputs.
+        noise: of `NOISES`, or "classes".
+        decay: of the weights while it is trained.
+    """
+
+    encoding: str
+    hidden: tuple[int, ...]
+    noise: str
+    decay: float = DECAY
+
+    def __str__(self) -> str:
+        what = "additive model" if self.encoding == "bins" else "linear model"
+        if self.hidden:
+            what = f"network of {' and '.join(map(str, self.hidden))} units"
+            what += ", inputs in bins" if self.encoding == "bins" else ""
+            what += ", small weights" if self.decay == SHRINK else ""
+        return what if self.noise == CLASSES else f"{what}, {self.noise} noise"
+
+    def likelihood(self) -> Likelihood:
+        return Categorical() if self.noise == CLASSES else NOISES[self.noise]()
+
+    def sizes(self, inputs: int, classes: int) -> list[int]:
+        outputs = classes if self.noise == CLASSES else 2 if self.noise.startswith("heteroscedastic") else 1
+        return [inputs, *self.hidden, outputs]
+
+
+@dataclass
+class Part:
+    """A model that was tried: for each fold a network, and a posterior if it may be mixed.
+
+    Attributes:
+        held_out: log density of every row under the member that has not learned from it, [N], in the scaled unit.
+        weight: in the mixture.
+    """
+
+    recipe: Recipe
+    held_out: Tensor
+    posteriors: list[Posterior] = field(default_factory=list)
+    nets: list[nn.Sequential] = field(default_factory=list)
+    noise: Likelihood | None = None
     weight: float = 0.0
 
+    @property
+    def density(self) -> float:
+        mean = float(self.held_out.mean())
+        return mean if mean == mean else -inf
 
-def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part], list[Tried]]:
-    """The parts of the mixture, the heaviest first, and all that was tried, the best first.
 
-    First every recipe is fitted on all folds but one, in turn, and judged by that one. The best of them get
-    posteriors, and the weights of the mixture are those with the highest held-out density (`weights_of`).
+@dataclass
+class Problem:
+    """Rows as tensors: x by encoding, [N, F] each; t [N, 1] or labels [N]; the folds; C, or 0 for amounts."""
+
+    x: dict[str, Tensor]
+    t: Tensor
+    folds: Sequence[Fold]
+    classes: int
+    seed: int
+
+    def tried(self, recipe: Recipe) -> Part:
+        """Fit the recipe to all folds but one, in turn; a linear model has its posterior in closed form."""
+        x = self.x[recipe.encoding]
+        sizes = recipe.sizes(x.shape[1], self.classes)
+        if not recipe.hidden and (sizes[0] + 1) * sizes[1] <= LARGEST and recipe.noise in ("Gaussian", CLASSES):
+            posteriors = [self._linear(recipe, sizes, k) for k in range(len(self.folds))]
+            return self._judged(Part(recipe, torch.zeros(0), posteriors))
+        noise, held_out = recipe.likelihood(), torch.full((len(self.t),), torch.nan)
+        nets = train(x, self.t, self.folds, sizes, noise, self.seed, recipe.decay)
+        with torch.no_grad():
+            for fold, net in zip(self.folds, nets, strict=True):
+                held_out[fold.held] = noise(net(x[fold.held]), self.t[fold.held]).reshape(-1)
+        return Part(recipe, held_out, nets=nets, noise=noise)
+
+    def _linear(self, recipe: Recipe, sizes: list[int], k: int) -> Posterior:
+        rows, net = self.folds[k].train, network(sizes, stream(self.seed + k))
+        posterior = variationalize_head(net, recipe.likelihood(), num_data=len(rows))
+        posterior.fit_head(self._batches(recipe, rows), progress=False, seed=self.seed)
+        return posterior
+
+    def placed(self, part: Part) -> Part:
+        """Place a posterior over the last layer of every network; its prior is selected on the fold."""
+        if part.posteriors:
+            return part
+        for k, (net, fold) in enumerate(zip(part.nets, self.folds, strict=True)):
+            posterior = variationalize_head(net, copy.deepcopy(part.noise), num_data=len(fold.train))
+            batches, validation = (self._batches(part.recipe, rows) for rows in fold)
+            posterior.laplace(batches, validation=validation, progress=False, seed=self.seed + k)
+            part.posteriors.append(posterior)
+        return self._judged(part)
+
+    def _batches(self, recipe: Recipe, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(self.x[recipe.encoding][some], self.t[some]) for some in rows.split(ROWS)]
+
+    def _judged(self, part: Part) -> Part:
+        part.held_out = torch.full((len(self.t),), torch.nan)
+        for posterior, fold in zip(part.posteriors, self.folds, strict=True):
+            for rows in fold.held.split(ROWS):
+                x = self.x[part.recipe.encoding][rows]
+                predictive = posterior.predict(x, draws=2 * DRAWS, generator=stream(self.seed))
+                part.held_out[rows] = predictive.log_prob(self.t[rows]).reshape(-1)
+        return part
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def mixed(parts: Sequence[Part], inputs: Mapping[str, Tensor], seed: int, draws: int = DRAWS) -> Mixture:
+    """Return the mixture for rows [B, F] by encoding, with so many draws of each member: those of the seed."""
+    predictives, weights = [], []
+    for part in parts:
+        for posterior in part.posteriors:
+            x = inputs[part.recipe.encoding]
+            predictives.append(posterior.predict(x, draws=draws, generator=stream(seed)))
+            weights.append(part.weight / len(part.posteriors))
+    return Mixture(predictives, weights)
+
+
+def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part], list[Part]]:
+    """Return the parts of the mixture, the heaviest first, and all that was tried, the best first.
+
+    Every recipe is judged by folds. The best get posteriors, and the weights of the mixture are those with the highest
+    held-out density (`weights_of`).
 
     Args:
         problem: rows, folds and seed.
         say: is told what goes on.
-        noise: one of `NOISES` where it is not to be chosen.
+        noise: one of `NOISES`, or "auto".
     """
-    noises = (CLASSES,) if problem.classes else NOISES if noise == "auto" else (noise,)
-    first = [Recipe(encoding, (), kind) for kind in noises[:1] for encoding in ("plain", "bins")]
-    if "heteroscedastic" in noises:
-        first.append(Recipe("plain", (), "heteroscedastic"))
-    first += [Recipe("bins", HIDDEN, kind) for kind in noises]
-    if problem.classes:
-        first.append(Recipe("bins", HIDDEN, CLASSES, shrink=True))
-    parts = [_fitted(problem, recipe, say) for recipe in dict.fromkeys(first)]
+    noises = [CLASSES] if problem.classes else list(NOISES) if noise == "auto" else [noise]
+    recipes = [Recipe(encoding, (), noises[0]) for encoding in ("plain", "bins")]
+    recipes += [Recipe("plain", (), kind) for kind in noises[1:2]]
+    recipes += [Recipe("bins", HIDDEN, kind) for kind in noises]
+    recipes += [Recipe("bins", HIDDEN, CLASSES, SHRINK)] if problem.classes else []
+    parts = [problem.tried(recipe) for recipe in recipes]
     best = max((part for part in parts if part.recipe.hidden), key=lambda part: part.density)
-    parts.append(_fitted(problem, Recipe("plain", HIDDEN, best.recipe.noise), say))
-    tried = {part.recipe: Tried(part.recipe.name, part.density) for part in parts}
-    kept = _shortlist(parts)
-    kept = [part for part in (problem.placed(part) for part in kept) if part.density > -torch.inf]
-    for part in kept:
-        tried[part.recipe].density = part.density
-    kept = _weighed(kept)
-    for part in kept:
-        tried[part.recipe].weight = part.weight
-        say(f"in the mixture, weight {part.weight:.2f}: {part.recipe.name}")
-    return kept, sorted(tried.values(), key=lambda one: -one.density)
-
-
-def _fitted(problem: Problem, recipe: Recipe, say: Say) -> Part:
-    part = problem.fitted(recipe)
-    say(f"tried: {recipe.name}, held-out log density {part.density:.3f} nats a row")
-    return part
-
-
-def _shortlist(parts: list[Part]) -> list[Part]:
-    """The best of those trained by steps, and all in closed form that are not far behind."""
-    finite = sorted((part for part in parts if part.density > -torch.inf), key=lambda part: -part.density)
-    steps = [part for part in finite if part.trained is not None][:BEST]
-    near = [part for part in finite if part.trained is None]
-    top = max(part.density for part in [*steps, *near])
-    return [part for part in [*steps, *near] if part.density > top - BEHIND]
-
-
-def _weighed(parts: list[Part]) -> list[Part]:
-    log_probs = torch.stack([part.held_out for part in parts]).double()
-    weights = weights_of(log_probs)
-    heavy = [c for c in range(len(parts)) if weights[c] >= LEAST]
-    total = float(weights[heavy].sum())
-    for c in heavy:
-        parts[c].weight = float(weights[c]) / total
-    return sorted((parts[c] for c in heavy), key=lambda part: -part.weight)
+    parts.append(problem.tried(Recipe("plain", HIDDEN, best.recipe.noise)))
+    parts.sort(key=lambda part: -part.density)
+    for part in parts:
+        say(f"tried: {part.recipe}, held-out log density {part.density:.3f} nats a row")
+    networks = [part for part in parts if not part.posteriors][:BEST]
+    near = [*networks, *(part for part in parts if part.posteriors)]
+    top = max(part.density for part in near)
+    near = [problem.placed(part) for part in near if part.density > top - BEHIND]
+    near = [part for part in near if part.density > -inf]
+    weights = weights_of(torch.stack([part.held_out for part in near]).double())
+    heavy = [(part, float(weight)) for part, weight in zip(near, weights, strict=True) if weight >= LEAST]
+    for part, weight in heavy:
+        part.weight = weight / sum(weight for _, weight in heavy)
+    mixture = sorted((part for part, _ in heavy), key=lambda part: -part.weight)
+    for part in mixture:
+        say(f"in the mixture, weight {part.weight:.2f}: {part.recipe}")
+    return mixture, sorted(parts, key=lambda part: -part.density)
 
 
 def weights_of(log_probs: Tensor) -> Tensor:
-    """The maximum of Σ_n log Σ_c w_c p_c(t_n) + `BEFOREHAND` Σ_c log w_c: [C, n] → [C], by expectation maximisation.
+    """Maximise Σ_n log Σ_c w_c p_c(t_n) + `BEFOREHAND` Σ_c log w_c: [C, n] → [C], by expectation maximisation.
 
     Example:
         >>> weights_of(torch.tensor([[-1.0, -1.0], [-1.0, -1.0]]).double()).tolist()

@@ -1,31 +1,33 @@
-"""A fitted table: columns, target and posteriors; kept in a folder as JSON and safetensors, and asked for new rows."""
+"""A fitted table: columns, target and posteriors; saved in a folder as JSON and safetensors, and asked for new rows."""
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from structvi.posterior import load
+from structvi.loading import load
 from structvi.util import __version__
+from structvi.util.folder_files import write_together
 
-from .columns import Columns, Encoded, values_of
-from .members import network
-from .pooled import Pooled
+from .choosing import CLASSES, NOISES, Part, Recipe, mixed
+from .columns import FILLS, Columns
+from .mixture import Mixture
 from .reading import Table, TableError, as_table, pandas_module
-from .recipes import CLASSES, NOISES, Part, Recipe, pooled
-from .stand_ins import Rows, StandIns, gaps_of
 from .target import Target
+from .training import network
 
-KIND, FORMAT, FILE = "structvi table", 2, "model.json"
-#: rows that are predicted at once, and of those with gaps, which have more draws in all and fewer for each value
-ROWS, ROWS_WITH_GAPS, DRAWS_WITH_GAPS = 2048, 256, 4
-MOST_BYTES = 50_000_000
+KIND, FORMAT, FILE = "structvi table", 3, "model.json"
+#: rows that are predicted at once, and of those with gaps
+ROWS, ROWS_WITH_GAPS = 2048, 256
+#: draws for each of the values that stand in a gap
+DRAWS_WITH_GAPS = 4
+#: largest description, largest width of a layer, most members of a model
+MOST_BYTES, MOST_WIDTH, MOST_MEMBERS = 50_000_000, 4096, 100
 
 
 @dataclass(repr=False)
@@ -35,140 +37,107 @@ class TableModel:
     Attributes:
         columns, target: how rows are read.
         parts: models with posteriors, and their weights.
-        ranges: smallest and largest value of each number that was fitted.
         level: of the intervals.
         seed: of the draws.
-        stand_ins: values for what is missing in new rows and never was; None takes the mean.
     """
 
     columns: Columns
     target: Target
     parts: list[Part]
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     level: float = 0.9
     seed: int = 0
-    stand_ins: StandIns | None = None
 
     def __repr__(self) -> str:
-        names = ", ".join(column.name for column in self.columns.columns)
+        names = ", ".join(column.name for column in self.columns.each)
         return f"TableModel({self.target.name!r} as {self.target.task} from {names}; {len(self.parts)} models mixed)"
 
-    def pooled(self, inputs: dict[str, Tensor]) -> Pooled:
-        """The mixture for rows [B, F] by encoding, of the scaled target."""
-        return pooled(self.parts, inputs, self.seed)
+    def mixtures(self, table: Table) -> Iterator[tuple[np.ndarray, Mixture]]:
+        """Yield places of rows in the table, and the mixture for them; every row is in one of them.
 
-    def inputs(self, table: Table, notes: list[str] | None = None) -> dict[str, Tensor]:
-        """Rows as tensors, by encoding; TableError where a column is missing or of another kind."""
-        encoded = self.columns.encode(table)
-        if notes is not None:
-            notes += encoded.notes
-        return tensors(encoded)
-
-    def mixtures(self, table: Table) -> Iterator[tuple[np.ndarray, Pooled]]:
-        """Places of rows in the table, and the mixture for them; every row is in one of them.
-
-        A value that is missing, and never was when the model was fitted, makes a mixture over values that the row could
-        have (`stand_ins.py`): what is not known of it widens the prediction, and counts as epistemic.
+        A value that is missing for the first time makes a mixture over values of its column: what is not known of it
+        widens the prediction, and counts as epistemic.
         """
         rows = self.columns.values(table)
-        gaps = gaps_of(self.columns.columns, rows).any(1) & (self.stand_ins is not None)
-        for some in _split(np.flatnonzero(~gaps), ROWS):
-            yield some, self.pooled(tensors(self.columns.encoded(taken(rows, some))))
-        for some in _split(np.flatnonzero(gaps), ROWS_WITH_GAPS):
-            assert self.stand_ins is not None
-            yield some, over_gaps(self.parts, self.columns, self.stand_ins, taken(rows, some), self.seed)
+        gaps = self.columns.gaps(rows).any(1)
+        for places, size in ((np.flatnonzero(~gaps), ROWS), (np.flatnonzero(gaps), ROWS_WITH_GAPS)):
+            for start in range(0, len(places), size):
+                some = places[start : start + size]
+                own = {name: values[some] for name, values in rows.items()}
+                yield some, self._over_gaps(own) if gaps[some[0]] else self._mixed(own)
+
+    def _mixed(self, rows: dict[str, np.ndarray]) -> Mixture:
+        return mixed(self.parts, self.columns.inputs(rows), self.seed)
+
+    def _over_gaps(self, rows: dict[str, np.ndarray]) -> Mixture:
+        copies = enumerate(self.columns.filled(rows, self.seed))
+        each = [mixed(self.parts, self.columns.inputs(copy), self.seed + d, DRAWS_WITH_GAPS) for d, copy in copies]
+        return Mixture([part for one in each for part in one.parts], [w / FILLS for one in each for w in one.weights])
 
     def predict(self, table: Table, notes: list[str] | None = None) -> Table:
-        """A row for each row of the table.
+        """Return a row for each row of the table.
 
         Of amounts: mean, sd, the ends of the interval, epistemic_sd and aleatoric_sd with
         sd² = epistemic_sd² + aleatoric_sd². Of classes: the likeliest, the probability of each, and in nats the
         entropy and its two parts, epistemic (mutual information) and aleatoric. `outside` names the columns in which a
         row lies beyond what was fitted.
         """
-        pandas = pandas_module()
-        table = as_table(table)
-        self.inputs(table, notes)
-        known = {*(column.name for column in self.columns.columns), *self.columns.left_out, self.target.name}
+        pandas, table = pandas_module(), as_table(table)
+        if not len(table):
+            raise TableError("the table has no rows: give at least one to predict")
+        rows = self.columns.values(table)
+        known = {*(column.name for column in self.columns.each), *self.columns.left_out, self.target.name}
         more = [name for name in table.columns if name not in known]
-        if notes is not None and more:
-            shown = ", ".join(map(repr, more[:5])) + (", .." if len(more) > 5 else "")
-            notes.append(f"columns that the model was not fitted with are not used: {shown}")
-        frames = [pandas.DataFrame(self.numbers(mixture), index=rows) for rows, mixture in self.mixtures(table)]
+        if notes is not None:
+            notes += self.columns.unseen(rows)
+            if more:
+                shown = ", ".join(map(repr, more[:5])) + (", .." if len(more) > 5 else "")
+                notes.append(f"columns that the model was not fitted with are not used: {shown}")
+        frames = [pandas.DataFrame(self._numbers(mixture), index=places) for places, mixture in self.mixtures(table)]
         found = pandas.concat(frames).sort_index()
-        found["outside"] = self.outside(table)
+        beyond = np.stack([column.outside(rows[column.name]) for column in self.columns.each], 1)
+        names = [column.name for column in self.columns.each]
+        found["outside"] = [" ".join(names[j] for j in np.flatnonzero(row)) for row in beyond]
         return found
 
-    def numbers(self, pooled: Pooled) -> dict[str, Any]:
-        """The columns of `predict` but the last, for the rows of one mixture."""
-        if self.target.task == "classification":
-            p = pooled.mean / pooled.mean.sum(1, keepdim=True)
-            best = p.argmax(1).tolist()
-            entropy, aleatoric = pooled.entropy, pooled.expected_entropy
-            columns: dict[str, Any] = {"prediction": [self.target.classes[c] for c in best]}
+    def _numbers(self, mixture: Mixture) -> dict[str, Any]:
+        """Return the columns of `predict` but the last, for the rows of one mixture."""
+        if self.target.classes:
+            p = mixture.mean / mixture.mean.sum(1, keepdim=True)
+            entropy, aleatoric = mixture.entropy, mixture.expected_entropy
+            columns: dict[str, Any] = {"prediction": [self.target.classes[c] for c in p.argmax(1).tolist()]}
             columns |= {f"p_{name}": p[:, c].numpy() for c, name in enumerate(self.target.classes)}
-            epistemic = (entropy - aleatoric).clamp(min=0)
-            return columns | {
-                "entropy": entropy.numpy(),
-                "epistemic": epistemic.numpy(),
-                "aleatoric": aleatoric.numpy(),
-            }
+            parts = {"entropy": entropy, "epistemic": (entropy - aleatoric).clamp(min=0), "aleatoric": aleatoric}
+            return columns | {name: part.numpy() for name, part in parts.items()}
         centre, scale = self.target.centre, self.target.scale
-        epistemic, aleatoric = (x.reshape(-1).clamp(min=0) for x in (pooled.epistemic, pooled.aleatoric))
+        epistemic, aleatoric = (x.reshape(-1).clamp(min=0) for x in (mixture.epistemic, mixture.aleatoric))
         tail = (1 - self.level) / 2
-        ends = pooled.quantiles([tail, 1 - tail]) * scale + centre
-        return {
-            "mean": (pooled.mean.reshape(-1) * scale + centre).numpy(),
-            "sd": ((epistemic + aleatoric).sqrt() * scale).numpy(),
-            "low": ends[:, 0].numpy(),
-            "high": ends[:, 1].numpy(),
-            "epistemic_sd": (epistemic.sqrt() * scale).numpy(),
-            "aleatoric_sd": (aleatoric.sqrt() * scale).numpy(),
-        }
-
-    def outside(self, table: Table) -> list[str]:
-        """The columns, with spaces between, in which a row is beyond the range or levels that were fitted, or has no
-        value where none was ever missing."""
-        names = [[] for _ in range(len(table))]
-        for column in self.columns.columns:
-            values = values_of(table[column.name], column.kind, column.name, column.form)
-            if column.kind == "category":
-                beyond = ~np.isin(values, [*column.levels, ""]) | ((values == "") & (not column.missing))
-            else:
-                low, high = self.ranges.get(column.name, (-np.inf, np.inf))
-                beyond = (values < low) | (values > high) | (np.isnan(values) & (not column.missing))
-            for row in np.flatnonzero(beyond):
-                names[row].append(column.name)
-        return [" ".join(found) for found in names]
+        ends = mixture.quantiles([tail, 1 - tail]) * scale + centre
+        found = {"mean": mixture.mean.reshape(-1) * scale + centre, "sd": (epistemic + aleatoric).sqrt() * scale}
+        found |= {"low": ends[:, 0], "high": ends[:, 1]}
+        found |= {"epistemic_sd": epistemic.sqrt() * scale, "aleatoric_sd": aleatoric.sqrt() * scale}
+        return {name: value.numpy() for name, value in found.items()}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """model.json and one posterior-PART-MEMBER.safetensors for each; no code and no row of the table."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = []
+        """Write model.json and a posterior-PART-MEMBER.safetensors for each; no code and no row of the table."""
+        save_files(Path(folder), self.write)
+
+    def write(self, folder: Path) -> None:
         for c, part in enumerate(self.parts):
             for k, posterior in enumerate(part.posteriors):
                 posterior.save(folder / f"posterior-{c}-{k}.safetensors")
-            recipe = part.recipe
-            parts.append(
-                {
-                    "encoding": recipe.encoding,
-                    "hidden": list(recipe.hidden),
-                    "noise": recipe.noise,
-                    "weight": part.weight,
-                    "members": len(part.posteriors),
-                }
-            )
+        parts = [
+            {"recipe": asdict(part.recipe), "weight": part.weight, "members": len(part.posteriors)}
+            for part in self.parts
+        ]
         record = {
-            "kind": KIND, "format": FORMAT, "version": __version__, "target": self.target.record(),
-            "inputs": self.columns.record(), "ranges": self.ranges, "parts": parts, "level": self.level,
-            "seed": self.seed, "stand_ins": None if self.stand_ins is None else self.stand_ins.record(),
+            "kind": KIND, "format": FORMAT, "version": __version__, "target": asdict(self.target),
+            "columns": self.columns.record(), "parts": parts, "level": self.level, "seed": self.seed,
         }  # fmt: skip
         (folder / FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "TableModel":
-        """From a folder that `save` wrote; nothing in it is run.
+        """Read a folder that `save` wrote; nothing in it is run.
 
         Raises:
             TableError: the folder has no model, or a damaged one.
@@ -182,62 +151,36 @@ class TableModel:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record.get("kind") != KIND or record.get("format") != FORMAT:
                 raise TableError(f"{path} is no table model of this format: fit it again with structvi {__version__}")
-            columns, target = Columns.from_record(record["inputs"]), Target.from_record(record["target"])
-            ranges = {str(name): (float(low), float(high)) for name, (low, high) in record["ranges"].items()}
+            columns, target = Columns.from_record(record["columns"]), Target.from_record(record["target"])
             described = [_described(one) for one in record["parts"]]
             level, seed = float(record["level"]), int(record["seed"])
-            stand_ins = record["stand_ins"] and StandIns.from_record(record["stand_ins"], columns.columns)
+            if not 0 < level < 1 or abs(sum(weight for _, weight, _ in described) - 1) > 1e-6:
+                raise TableError(f"{path} is damaged: its level or weights are none")
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TableError(f"{path} is damaged ({type(error).__name__}: {error}): fit the table again") from None
-        if not 0 < level < 1 or not described or abs(sum(weight for _, weight, _ in described) - 1) > 1e-6:
-            raise TableError(f"{path} is damaged: its level or weights are none")
-        widths = {name: x.shape[1] for name, x in _widths(columns).items()}
-        parts = []
+        none = {c.name: np.zeros(0, dtype=str if c.kind == "category" else float) for c in columns.each}
+        inputs, parts = columns.inputs(none), []
         for c, (recipe, weight, members) in enumerate(described):
-            sizes = recipe.sizes(widths[recipe.encoding], len(target.classes))
+            sizes = recipe.sizes(inputs[recipe.encoding].shape[1], len(target.classes))
             files = [Path(folder) / f"posterior-{c}-{k}.safetensors" for k in range(members)]
-            posteriors = [load(file, network(sizes)) for file in files]
-            parts.append(Part(recipe, posteriors, torch.zeros(0), weight))
-        return cls(columns, target, parts, ranges, level, seed, stand_ins or None)
+            parts.append(Part(recipe, torch.zeros(0), [load(file, network(sizes)) for file in files], weight=weight))
+        return cls(columns, target, parts, level, seed)
 
 
-def over_gaps(parts: Sequence[Part], columns: Columns, stand_ins: StandIns, rows: Rows, seed: int) -> Pooled:
-    """The mixture for rows with values that are missing for the first time, over values that may stand there."""
-    copies = stand_ins.filled(columns.columns, rows, seed)
-    each = [pooled(parts, tensors(columns.encoded(copy)), seed + d, DRAWS_WITH_GAPS) for d, copy in enumerate(copies)]
-    weights = [weight / len(each) for one in each for weight in one.weights]
-    return Pooled([part for one in each for part in one.parts], weights)
-
-
-def tensors(encoded: Encoded) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(encoded.inputs(name), dtype=torch.float32) for name in ("plain", "bins")}
-
-
-def taken(rows: Rows, some: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: values[some] for name, values in rows.items()}
-
-
-def _split(places: np.ndarray, size: int) -> list[np.ndarray]:
-    return [places[start : start + size] for start in range(0, len(places), size)]
+def save_files(folder: Path, make: Callable[[Path], None]) -> None:
+    """Write what `make(hidden folder)` writes, together; the posteriors of a model that was there before go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = write_together(folder, make)
+    for path in set(folder.glob("posterior-*.safetensors")) - set(written):
+        path.unlink()
 
 
 def _described(one: Any) -> tuple[Recipe, float, int]:
-    recipe = Recipe(one["encoding"], tuple(one["hidden"]), one["noise"])
-    widths = all(isinstance(width, int) and 0 < width <= 4096 for width in recipe.hidden)
+    recipe = Recipe(**one["recipe"] | {"hidden": tuple(one["recipe"]["hidden"])})
+    widths = all(isinstance(width, int) and 0 < width <= MOST_WIDTH for width in recipe.hidden)
     known = recipe.encoding in ("plain", "bins") and recipe.noise in (*NOISES, CLASSES) and widths
-    if not known or not isinstance(one["members"], int) or not 1 <= one["members"] <= 100:
+    if not known or not isinstance(one["members"], int) or not 1 <= one["members"] <= MOST_MEMBERS:
         raise ValueError("a part that is not known")
     return recipe, float(one["weight"]), one["members"]
-
-
-def _widths(columns: Columns) -> dict[str, np.ndarray]:
-    """Inputs of no rows, for their number."""
-    plain, bins = [], []
-    for column in columns.columns:
-        none = np.zeros(0, dtype=str) if column.kind == "category" else np.zeros(0)
-        plain.append(column.plain(none))
-        bins.append(column.bins(none))
-    whole = np.concatenate(plain, 1)
-    return {"plain": whole, "bins": np.concatenate([whole, *bins], 1)}

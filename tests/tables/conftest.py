@@ -2,13 +2,13 @@
 
 import pytest
 
-from structvi_tables import choosing, fitting, members
+from structvi_tables import choosing, fitting, training
 
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    monkeypatch.setattr(members, "STEPS", 30)
-    monkeypatch.setattr(members, "MOST_STEPS", 30)
-    monkeypatch.setattr(members, "LOOK", 10)
+    monkeypatch.setattr(training, "STEPS", 30)
+    monkeypatch.setattr(training, "MOST_STEPS", 30)
+    monkeypatch.setattr(training, "LOOK", 10)
     monkeypatch.setattr(choosing, "HIDDEN", (8, 8))
     monkeypatch.setattr(fitting, "FOLDS", 3)

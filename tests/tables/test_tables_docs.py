@@ -45,5 +45,5 @@ def test_every_column_of_the_predictions_is_in_the_page(few_steps, monkeypatch):
     rows = pd.DataFrame({"x": range(1, 79, 2), "y": [0.1 * i**2 for i in range(39)]})
     rows["x"] = rows["x"] * 1.5
     fit = fit_table(rows, "y", noise="Gaussian")
-    for name in fit.model.predict(fit.test).columns:
+    for name in fit.model.predict(fit.test_table).columns:
         assert f"`{name}`" in PAGE

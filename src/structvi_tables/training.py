@@ -1,0 +1,151 @@
+"""One network for each fold of the rows, all trained in one program: member k learns from every fold but its own.
+
+All stop at one step: where the folds, each under the member that has not learned from it, are most probable. What the
+folds say of the networks is therefore a little optimistic.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import cos, inf, log, pi
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import stack_module_state
+
+from structvi.models.likelihoods import Gaussian, Likelihood, StudentT
+
+#: learning rate, and steps until it is reached
+LR, WARMUP = 5e-3, 50
+#: the norm that gradients of a member are clipped at
+CLIP = 10.0
+#: the selected weights are a running mean of those of the last 1/(1 − KEEP) steps
+KEEP = 0.98
+#: steps between two looks at the folds; of all steps, the share without a gain after which training ends
+LOOK, PATIENCE = 25, 0.35
+#: rows a step; least and most steps, and epochs between them
+BATCH, STEPS, MOST_STEPS, EPOCHS = 128, 1500, 6000, 40
+#: factors of a noise that all rows share, tried on the folds: residuals of fitted rows are too small
+FACTORS = (1.0, 1.2, 1.45, 1.75, 2.1, 2.5, 3.5, 5.0, 8.0)
+#: nats a row that count as a gain
+LEAST_GAIN = 1e-4
+
+
+class Fold(NamedTuple):
+    """Rows to train on, and rows to look at: indices into one table each."""
+
+    train: Tensor
+    held: Tensor
+
+
+def folds_of(order: Tensor, count: int) -> list[Fold]:
+    """Return `count` folds of rows in a random order, each held out by one member.
+
+    Example:
+        >>> [fold.held.tolist() for fold in folds_of(torch.arange(5), 2)]
+        [[0, 2, 4], [1, 3]]
+    """
+    held = [order[k::count] for k in range(count)]
+    return [Fold(torch.cat([h for j, h in enumerate(held) if j != k]), held[k]) for k in range(count)]
+
+
+def network(sizes: Sequence[int], generator: torch.Generator | None = None) -> nn.Sequential:
+    """Return a multilayer perceptron of rectified units: linear layers of these sizes, [input, hidden.., output].
+
+    Example:
+        >>> network([3, 8, 1])
+        Sequential(
+          (0): Linear(in_features=3, out_features=8, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=8, out_features=1, bias=True)
+        )
+    """
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layer = nn.Linear(a, b, device="meta").to_empty(device="cpu")
+        for tensor in (layer.weight, layer.bias):  # torch's own start of a linear layer
+            with torch.no_grad():
+                tensor.copy_((2 * torch.rand(tensor.shape, generator=generator) - 1) / a**0.5)
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def train(
+    x: Tensor, t: Tensor, folds: Sequence[Fold], sizes: Sequence[int], likelihood: Likelihood, seed: int, decay: float
+) -> list[nn.Sequential]:
+    """Return networks trained by AdamW on −log p(t | y), of the step at which the folds are most probable.
+
+    Args:
+        x, t: all rows, [N, F]; [N, 1] numbers or [N] labels.
+        folds: one for each member.
+        sizes: of the layers, with those of input and output.
+        likelihood: the members share what it learns itself, and it ends as they do.
+        seed: of starts and minibatches.
+        decay: of the weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    nets = [network(sizes, generator) for _ in folds]
+    stacked: dict[str, Any] = stack_module_state(nets)[0]  # pyright: ignore[reportArgumentType]
+    weights, learned = list(stacked.values()), list(likelihood.parameters())
+    values = [*weights, *learned]
+    groups = [{"params": weights, "weight_decay": decay}, {"params": learned, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups[: 1 + bool(learned)], lr=LR)
+    least = min(len(fold.train) for fold in folds)
+    rows = torch.stack([fold.train[:least] for fold in folds])
+    held = torch.stack([fold.held[: min(len(fold.held) for fold in folds)] for fold in folds])
+    size = min(least, BATCH * max(1, min(8, least // 4000)))
+    steps = min(MOST_STEPS, max(STEPS, EPOCHS * least // size))
+    mean, best = ([value.detach().clone() for value in values] for _ in range(2))
+    density, gained = -inf, 0
+
+    def log_prob(at: Tensor) -> Tensor:
+        """log p of [K, B] rows, each under its member."""
+        y = x[at]
+        for i, (W, b) in enumerate(zip(weights[::2], weights[1::2], strict=True)):
+            y = torch.baddbmm(b.unsqueeze(1), y.relu() if i else y, W.mT)
+        return likelihood(y.flatten(0, 1), t[at].flatten(0, 1)).reshape(at.shape)
+
+    for i in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1, (i + 1) / WARMUP) * 0.5 * (1 + cos(pi * i / steps))
+        batch = rows.gather(1, torch.randint(least, (len(folds), size), generator=generator))
+        optimizer.zero_grad(set_to_none=True)
+        (-log_prob(batch).sum(0).mean()).backward()
+        nn.utils.clip_grad_norm_(values, CLIP * len(folds) ** 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(mean, values, 1 - min(KEEP, i / (i + 1)))
+            if i % LOOK == LOOK - 1:
+                present = [value.detach().clone() for value in values]
+                _set(values, mean)
+                found = rescale_noise(likelihood, lambda: float(log_prob(held).mean()))
+                if found > density + LEAST_GAIN:
+                    density, gained = found, i
+                    _set(best, values)
+                _set(values, present)
+                if i - gained > PATIENCE * steps:
+                    break
+    _set(values, best)
+    for k, net in enumerate(nets):
+        net.load_state_dict({name: value.detach()[k] for name, value in stacked.items()})
+    return nets
+
+
+@torch.no_grad()
+def rescale_noise(likelihood: Likelihood, density: Callable[[], float]) -> float:
+    """Multiply the noise that all rows share, if it is learned, by the factor of the highest density; return that."""
+    if not (isinstance(likelihood, Gaussian | StudentT) and likelihood.noise == "point"):
+        return density()
+    start, found = likelihood.log_noise.clone(), []
+    for factor in FACTORS:
+        likelihood.log_noise.copy_(start + log(factor))
+        found.append((density(), factor))
+    highest, factor = max(found)
+    likelihood.log_noise.copy_(start + log(factor))
+    return highest
+
+
+@torch.no_grad()
+def _set(values: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    for value, new in zip(values, to, strict=True):
+        value.copy_(new)
