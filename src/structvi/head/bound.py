@@ -9,6 +9,7 @@ for the likelihoods here (Challis and Barber, 2013). Numbers of θ lie output by
 """
 
 from collections.abc import Iterator
+from functools import partial
 from math import exp, log, pi
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from .features import Rows
+from ..models.likelihoods import Gaussian
+from .features import Head, Rows
 
 #: quasi-random draws of the C logits of a row, or 8 C if that is more
 DRAWS = 256
@@ -37,21 +39,18 @@ class Expected(NamedTuple):
 class GaussianBound:
     """Gaussian noise: sums over the rows are all that is stored of the data."""
 
-    def __init__(self, outputs: int, width: int, log_noise: float, device: torch.device):
-        self.outputs, self.width, self.log_noise = outputs, width, log_noise
-        kind = {"dtype": torch.float64, "device": device}
-        self.gram = torch.zeros(outputs, width, width, **kind)  # ΦᵀΦ of every output
-        self.product = torch.zeros(outputs, width, **kind)  # Φᵀt
-        self.square, self.count = torch.zeros(outputs, **kind), torch.zeros(outputs, **kind)
+    def __init__(self, head: Head, likelihood: Gaussian):
+        self.outputs, self.width, noise = head.outputs, head.width, likelihood.noise
+        self.log_noise = log(noise) if isinstance(noise, float) else float(likelihood.log_noise.detach())
+        zeros = partial(torch.zeros, self.outputs, dtype=torch.float64, device=head.posterior.device)
+        self.gram, self.product = zeros(self.width, self.width), zeros(self.width)  # ΦᵀΦ and Φᵀt of every output
+        self.square, self.count = zeros(), zeros()
 
     def add(self, rows: Rows) -> None:
         features, weight = rows.features, rows.weight
         t = weight * rows.target
-        if bool((weight == 1).all()):
-            self.gram += features.mT @ features
-        else:
-            for c in range(self.outputs):
-                self.gram[c] += features.mT @ (weight[:, c : c + 1] * features)
+        for c in range(self.outputs):
+            self.gram[c] += features.mT @ (weight[:, c : c + 1] * features)
         self.product += t.mT @ features
         self.square += t.square().sum(0)
         self.count += weight.sum(0)
@@ -86,9 +85,11 @@ class GaussianBound:
 class LabelBound:
     """Labels, binary ones or classes: the features are stored, and the C logits of every row drawn at fixed points."""
 
-    def __init__(self, outputs: int, width: int, is_binary: bool, seed: int):
-        self.outputs, self.width, self.is_binary, self.seed = outputs, width, is_binary, seed
-        self.draws = max(DRAWS, 8 * outputs)
+    log_noise = 0.0
+
+    def __init__(self, head: Head, is_binary: bool, seed: int):
+        self.outputs, self.width, self.is_binary, self.seed = head.outputs, head.width, is_binary, seed
+        self.draws = max(DRAWS, 8 * head.outputs)
         self.rows: list[Rows] = []
 
     def add(self, rows: Rows) -> None:

@@ -5,7 +5,6 @@ layer, a place of a convolution, whose features are the patch under it.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -101,8 +100,12 @@ class Head:
 
     def _call(self, layer: nn.Module, theta: Tensor, batch: Any) -> tuple[Any, Any, Tensor, Tensor]:
         """Return output and target of the network, and the layer's features [n, D] and output [n, C]."""
-        with _recorded(layer) as calls:
+        calls: list[tuple[Tensor, Tensor]] = []
+        handle = layer.register_forward_hook(lambda _, inputs, y: calls.append((inputs[0], y)))  # pyright: ignore
+        try:
             output, target = self.model.call(self.model.net_space.unravel(theta), batch)
+        finally:
+            handle.remove()
         if len(calls) != 1:
             raise ValueError(
                 f"the layer {self.name!r} was called {len(calls)} times in one pass: fit_head needs exactly one. Name "
@@ -148,21 +151,6 @@ class Head:
             return one_hot.double(), weight.reshape(-1, 1)
         assert self._axis is not None
         return self._as_rows(t, self._axis).double(), self._as_rows(weight, self._axis)
-
-
-@contextmanager
-def _recorded(layer: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Give what the layer is called with and what it returns, inside."""
-    calls: list[tuple[Tensor, Tensor]] = []
-
-    def record(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        calls.append((inputs[0], y))
-
-    handle = layer.register_forward_hook(record)
-    try:
-        yield calls
-    finally:
-        handle.remove()
 
 
 def _features(layer: nn.Module, x: Tensor) -> Tensor:

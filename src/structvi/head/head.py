@@ -91,7 +91,9 @@ def fit_head(
     check_integer("iterations", iterations)
     _check(posterior)
     head, model, N = Head(posterior), posterior.model, 0
-    bound = _bound(head, seed)
+    bound: GaussianBound | LabelBound = LabelBound(head, isinstance(model.likelihood, Bernoulli), seed)
+    if isinstance(model.likelihood, Gaussian):
+        bound = GaussianBound(head, model.likelihood)
     for rows, B in head.rows(Batches(loader, seed, posterior.device).everything()):
         bound.add(rows)
         N += B
@@ -125,15 +127,6 @@ def _check(posterior: "Posterior") -> None:
         )
 
 
-def _bound(head: Head, seed: int) -> GaussianBound | LabelBound:
-    likelihood = head.model.likelihood
-    if isinstance(likelihood, Gaussian):
-        known = isinstance(likelihood.noise, float)
-        log_noise = log(likelihood.noise) if known else float(likelihood.log_noise.detach())  # pyright: ignore
-        return GaussianBound(head.outputs, head.width, log_noise, head.posterior.device)
-    return LabelBound(head.outputs, head.width, isinstance(likelihood, Bernoulli), seed)
-
-
 class _Normal(NamedTuple):
     """q, and the bound there."""
 
@@ -142,8 +135,8 @@ class _Normal(NamedTuple):
     precision: Tensor  # [M, M]
     log_det: float  # of the covariance
     expected: Expected
-    kl: float
-    objective: float  # κ E log p(T | θ) − KL
+    kl: float = nan
+    elbo: float = nan  # κ E log p(T | θ) − KL
 
 
 class _Climb:
@@ -167,11 +160,7 @@ class _Climb:
         at_mean = bound.expect(mean, torch.zeros(len(mean), len(mean)).to(mean))
         precision = torch.diag(self._prior()) + scale * at_mean.precision
         self.q = self._at(mean, precision, torch.linalg.cholesky(precision))
-        self.path = [self.elbo]
-
-    @property
-    def elbo(self) -> float:
-        return self.q.objective
+        self.path = [self.q.elbo]
 
     def _prior(self) -> Tensor:
         """Return the prior's precision [M]."""
@@ -180,24 +169,23 @@ class _Climb:
     def run(self, iterations: int, progress: bool) -> bool:
         """Take at most so many steps; return whether the last one has converged."""
         for k in range(iterations):
-            objective = self.q.objective
+            elbo = self.q.elbo
             if self.learns_prior or self.learns_noise:
                 self._learn()
             else:
                 self.q = self._step(self.q)
-            self.path.append(self.elbo)
+            self.path.append(self.q.elbo)
             if progress:
-                print(f"fit_head: step {k + 1}, ELBO {self.elbo:.5g} nats", file=sys.stderr)
-            if self.q.objective - objective < TOLERANCE:
+                print(f"fit_head: step {k + 1}, ELBO {self.q.elbo:.5g} nats", file=sys.stderr)
+            if self.q.elbo - elbo < TOLERANCE:
                 return True
         return False
 
     def _at(self, mean: Tensor, precision: Tensor, root: Tensor) -> _Normal:
         """Return the bound at N(mean, precision⁻¹); root is the precision's, from Cholesky."""
         covariance = torch.cholesky_inverse(root)
-        log_det = -2 * float(root.diagonal().log().sum())
-        expected = self.bound.expect(mean, covariance)
-        return self._scored(_Normal(mean, covariance, precision, log_det, expected, nan, nan))
+        log_det, expected = -2 * float(root.diagonal().log().sum()), self.bound.expect(mean, covariance)
+        return self._scored(_Normal(mean, covariance, precision, log_det, expected))
 
     def _scored(self, q: _Normal) -> _Normal:
         """Return the same normal under the present prior."""
@@ -205,7 +193,7 @@ class _Climb:
         square = q.mean.square() + q.covariance.diagonal()
         cost = (precision * square).sum() - len(q.mean) - precision.log().sum()
         kl = 0.5 * (float(cost) - q.log_det)
-        return q._replace(kl=kl, objective=self.scale * q.expected.value - kl)
+        return q._replace(kl=kl, elbo=self.scale * q.expected.value - kl)
 
     def _step(self, q: _Normal) -> _Normal:
         """Take a step of the natural gradient as long as raises the bound; return `q` itself if none does."""
@@ -218,29 +206,27 @@ class _Climb:
             root = torch.linalg.cholesky(precision)
             move = torch.cholesky_solve(gradient.unsqueeze(-1), root).squeeze(-1)
             there = self._at(q.mean + length * move, precision, root)
-            if there.objective > q.objective:
+            if there.elbo > q.elbo:
                 return there
             length /= 4
         return q
 
     def _learn(self) -> None:
         """Update prior scales and noise at this q, and then q: by MacKay's update if that raises the bound."""
-        q, log_scale, noise = self.q, self.log_scale, self._noise()
+        q, log_scale, bound, log_noise = self.q, self.log_scale, self.bound, self.bound.log_noise
         for faster in (True, False):
             if self.learns_prior:
                 self.log_scale = (log_scale + self._change_of_scales(faster)).maximum(self.least)
             there = q
-            if isinstance(self.bound, GaussianBound) and self.learns_noise:
-                least = self.bound.least_noise(self.head.model.space.dtype)
-                self.bound.log_noise = max(noise + self._change_of_noise(self.bound, faster), least)
-                there = q._replace(expected=self.bound.expect(q.mean, q.covariance))
+            if isinstance(bound, GaussianBound) and self.learns_noise:
+                least = bound.least_noise(self.head.model.space.dtype)
+                bound.log_noise = max(log_noise + self._change_of_noise(bound, faster), least)
+                there = q._replace(expected=bound.expect(q.mean, q.covariance))
             there = self._step(self._scored(there))
-            if there.objective > q.objective:
+            if there.elbo > q.elbo:
                 self.q = there
                 return
-            self.log_scale = log_scale
-            if isinstance(self.bound, GaussianBound):
-                self.bound.log_noise = noise
+            self.log_scale, bound.log_noise = log_scale, log_noise
 
     def _change_of_scales(self, faster: bool) -> Tensor:
         """Return ½ log |μ|²/(s² γ) with γ = n − tr Σ/s², or ½ log (|μ|² + tr Σ)/(n s²): [K]."""
@@ -266,9 +252,6 @@ class _Climb:
             ratio = residual / (rest * variance)
         return min(max(0.5 * log(max(ratio, 1e-12)), -LONGEST), LONGEST)
 
-    def _noise(self) -> float:
-        return self.bound.log_noise if isinstance(self.bound, GaussianBound) else 0.0
-
     def _prior_scales(self) -> Tensor:
         """Return the logarithm of each tensor's prior scale, one to start with if the prior was left open."""
         prior, space = self.head.model.prior, self.head.model.net_space
@@ -288,7 +271,7 @@ class _Climb:
         root = torch.linalg.cholesky(q.covariance[back][:, back])
         posterior.family.set_normal(NormalForm(q.mean[back].to(like), Triangle(root.to(like))))
         if isinstance(model.likelihood, Gaussian) and self.learns_noise:
-            model.likelihood.log_noise.fill_(self._noise())
+            model.likelihood.log_noise.fill_(self.bound.log_noise)
         if self.learns_prior:
             scales = zip(model.net_space.names, self.log_scale.exp().tolist(), strict=True)
             model.prior = NormalPrior({escape(name): value for name, value in scales})
@@ -298,7 +281,7 @@ class _Climb:
         verdict = f"the last of {steps} steps gained less than {TOLERANCE:g} nats"
         if not converged:
             verdict = f"after {steps} steps the ELBO still rises by more than {TOLERANCE:g} nats"
-        elbo = Estimate(self.elbo, 0.0, torch.tensor([self.elbo], dtype=torch.float64))
+        elbo = Estimate(self.q.elbo, 0.0, torch.tensor([self.q.elbo], dtype=torch.float64))
         if isinstance(self.bound, LabelBound):  # on draws that the fit has not seen
             found = [self.bound.expect(self.q.mean, self.q.covariance, 1 + k).value for k in range(SETS)]
             elbo = Estimate.of(self.scale * torch.tensor(found, dtype=torch.float64) - self.q.kl)
@@ -314,5 +297,5 @@ class _Climb:
             found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
             notes.append(f"the prior's scales were chosen by the ELBO: {found}")
         if self.learns_noise:
-            notes.append(f"the noise was chosen by the ELBO: {exp(self._noise()):.4g}")
+            notes.append(f"the noise was chosen by the ELBO: {exp(self.bound.log_noise):.4g}")
         return notes
