@@ -1,6 +1,7 @@
 """Held-out log densities of candidates: exactly and on draws, of mixtures, with a temperature; and the rule."""
 
 import copy
+from math import exp, log
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from structvi.laplace import select
 from structvi.laplace.curvature import Curvature
 from structvi.laplace.held_out import NETWORK, Candidate, HeldOut, of_draws, of_linearised, of_networks
 from structvi.laplace.place import TrainedNetwork
-from structvi.predict.temperature import GRID, ONE
+from structvi.predict.temperature import GRID, ONE, temperature_losses
 
 F64 = torch.float64
 ZERO = torch.zeros(1, dtype=F64)
@@ -31,6 +32,26 @@ def network_of(likelihood, outputs=3, seed=0):
 def labels(n=30):
     generator = torch.Generator().manual_seed(5)
     return [(torch.randn(n, 2, generator=generator, dtype=F64), torch.randint(3, (n,), generator=generator))]
+
+
+def test_each_noise_has_the_posterior_and_the_likelihood_of_that_noise():
+    """N(t; f, JΣJᵀ + σ²) with σ = r and Λ = G/r² + π, against the dense covariance."""
+    network = network_of(vi.likelihoods.Gaussian("point"), 1)
+    x, t = labels()[0][0], torch.randn(30, 1, dtype=F64)
+    grid = torch.tensor([0.0, 0.5], dtype=F64)
+    (found,) = of_linearised([network], [None], [(x, t)], grid, seed=0)
+    net, theta = network.posterior.net, network.theta
+    named = {name: p.detach() for name, p in net.named_parameters()}
+    J = torch.func.jacrev(lambda at: torch.func.functional_call(net, at, (x,)))(named)
+    J = torch.cat([J[name].flatten(1) for name in named], 1).reshape(30, len(theta))
+    W = network.curvature.columns
+    for g, u in enumerate(grid.tolist()):
+        G = torch.diag(network.curvature.diagonal - W.square().sum(1)) + W @ W.mT
+        covariance = torch.linalg.inv(G * exp(-2 * u) + torch.eye(len(theta), dtype=F64) / 0.09)
+        sigma = exp(network.log_noise + u)
+        variance = (J @ covariance * J).sum(1) + sigma**2
+        expected = torch.distributions.Normal(net(x).detach()[:, 0], variance.sqrt()).log_prob(t[:, 0])
+        torch.testing.assert_close(-found.losses[:, g], expected)
 
 
 @pytest.mark.parametrize("likelihood", [vi.likelihoods.Categorical(), vi.likelihoods.Gaussian(0.5)], ids=repr)
@@ -75,6 +96,16 @@ def test_a_temperature_is_cross_fitted_and_stays_at_one_without_a_gain():
     assert own.value == 0.0 or own.mean > own.plain
     few = of_networks([network], [(x[:9], t[:9])], ZERO)
     assert few.value == 0.0
+
+
+def test_a_posterior_has_no_temperature_that_only_hides_its_width():
+    p = torch.tensor([[0.6, 0.4]], dtype=F64).expand(400, 2).log()
+    losses = temperature_losses(p, torch.zeros(400, dtype=torch.long))  # always right: the colder the better
+    for coldest, expected in ((-torch.inf, 0.0), (log(0.7), log(0.7))):
+        found = HeldOut(losses, torch.ones(400, dtype=F64), GRID, True, coldest)
+        assert found.value == pytest.approx(expected)  # without a limit the data set no bound
+        cold = (p[0] / exp(expected)).log_softmax(0)[0].item()
+        assert found.mean == pytest.approx(cold, abs=1e-6)
 
 
 def held_out(log_prob):

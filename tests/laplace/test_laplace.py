@@ -56,8 +56,7 @@ def nlpd(bayes, pair, **options):
     )
 
 
-@pytest.mark.parametrize("size", [40, 7])
-def test_a_linear_regression_has_its_posterior(size, monkeypatch):
+def test_a_linear_regression_has_its_posterior(monkeypatch):
     """The covariance is (ΦᵀΦ/σ² + π)⁻¹, up to the noise of the simulated labels."""
     monkeypatch.setattr(curvature, "GRADIENTS", 40)
     torch.manual_seed(0)
@@ -73,7 +72,7 @@ def test_a_linear_regression_has_its_posterior(size, monkeypatch):
     found = []
     for seed in range(60):
         bayes = vi.variationalize(net, vi.likelihoods.Gaussian(0.3), vi.FullNormal(), vi.priors.NormalPrior(2.0))
-        bayes.laplace(loader((x, t), size), seed=seed, progress=False)
+        bayes.laplace(loader((x, t), 7), seed=seed, progress=False)
         found.append(torch.linalg.inv(bayes.family().covariance()))
         assert torch.equal(bayes.family().mean, mean)
     error = torch.stack(found).std(0) / 60**0.5

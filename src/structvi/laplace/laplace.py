@@ -232,6 +232,6 @@ def _density(tried: Any, alone: Any) -> float:
 
 def _with(found: Any) -> str:
     """Return the words for a temperature or a noise."""
-    if found.of_temperature:
-        return f", temperature {exp(found.value):.3g}"
-    return "" if len(found.grid) == 1 and not found.value else f", noise {exp(found.value):.3g} of the residuals"
+    if not found.value:
+        return ""
+    return f", {'temperature' if found.of_temperature else 'noise relative to the residuals'} {exp(found.value):.3g}"

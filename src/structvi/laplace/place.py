@@ -68,7 +68,8 @@ class TrainedNetwork:
     def of(cls, posterior: "Posterior", batches: Batches, seed: int) -> "TrainedNetwork":
         """Measure the residuals and the curvature at the network's present weights."""
         model = posterior.model
-        theta, likelihood, passes = trained_values(posterior), copy.deepcopy(model.likelihood), 0.0
+        theta, passes = trained_values(posterior), 0.0
+        likelihood: Any = copy.deepcopy(model.likelihood)
         family = copy.deepcopy(posterior.family)
         if "family" in posterior.left_open:
             family = LowRankPrecision(min(RANK, theta.numel() // 2)).bind(posterior.space).to(posterior.device)
