@@ -235,7 +235,7 @@ def mixture(shop: Workshop) -> Answer:
         return bayes, bayes.laplace(shop.loader(shop.data.train), validation=held_out, progress=False)
 
     bayes, result = shop.once("mixture", make)
-    on_top = result.calibration and result.calibration.adjustment
+    on_top = bayes.calibration and bayes.calibration.adjustment
     choice = result.members[0].selected + (f", temperature {on_top.value:.3g}" if on_top else "")
     return Answer(of_posterior(bayes, draws, shop.seed), choice, {"bayes": bayes, "draws": draws})
 

@@ -60,15 +60,13 @@ class EnsembleResult(Result):
         held_out: log density of the held-out data, the average over all members, in nats a number; None without them.
         gain: how much higher that is than that of the average over the trained networks with its own temperature, and
             its standard error over rows; None where the members were trained.
-        calibration: a temperature on top, where held-out data asked for one.
-        ensemble: what was fitted: it predicts, evaluates and saves.
+        ensemble: what was fitted: it predicts, evaluates and saves; its `calibration` may be a temperature on top.
     """
 
     members: Sequence[FitResult | LaplaceResult]
     weights: list[float]
     held_out: float | None = None
     gain: tuple[float, float] | None = None
-    calibration: Calibration | None = None
     ensemble: "Ensemble"
 
     def headlines(self) -> list[str]:
@@ -80,8 +78,6 @@ class EnsembleResult(Result):
         line = f"held-out log density: {self.held_out:.4f} nats"
         if self.gain is not None:
             line += "; gain over the average of the networks {:+.4f} ± {:.4f}".format(*self.gain)
-        if self.calibration is not None and self.calibration.adjustment is not None:
-            line += f"; with a temperature of {self.calibration.adjustment.value:.3g} on top"
         return [*lines, line]
 
     @property
@@ -249,11 +245,10 @@ class Ensemble(nn.Module):
         if found is None:
             return self._result(results)
         self.calibration = found.calibration
-        gain = found.held_out.gain_over(found.network)
-        return self._result(
-            results, held_out=found.density, gain=gain, calibration=self.calibration,
-            notes=[f"placed for the ensemble: {results[0].selected}"],
-        )  # fmt: skip
+        gain, notes = found.held_out.gain_over(found.network), [f"placed for the ensemble: {results[0].selected}"]
+        if found.calibration is not None:
+            notes.append(f"predictions are calibrated on the held-out data: {found.calibration}")
+        return self._result(results, held_out=found.density, gain=gain, notes=notes)
 
     def stack(self, validation: Iterable[Any], *, seed: int = 0) -> float:
         """Give the members the weights with the highest held-out log density, and return that density.
