@@ -24,8 +24,7 @@ from .models.calibration import Calibration
 from .models.likelihoods import Bernoulli, Categorical
 from .models.priors.base import Prior
 from .models.priors.scale import NormalPrior
-from .networks.call import in_modes
-from .networks.modes import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, is_in_training
+from .networks.call import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, in_modes, is_in_training
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select

@@ -20,7 +20,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import Sharded
 from ..models.batch import batch_size, rows, split_batch
 from ..models.likelihoods import Likelihood
-from ..networks.modes import BATCH_NORMS
+from ..networks.call import BATCH_NORMS
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, log_q_at, terms_at
 from ..posterior import Posterior

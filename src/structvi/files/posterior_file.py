@@ -19,7 +19,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
-from ..networks.modes import BATCH_NORM, DROPOUT, BatchNorm, Dropout
+from ..networks.call import BATCH_NORM, DROPOUT, BatchNorm, Dropout
 from ..networks.padding import padding_rows
 from ..networks.vmap_or_loop import Evaluation
 from ..parameters import Parameters

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..families.numerics.algebra import sum_weights
-from ..networks.call import alone_with, call_network
+from ..networks.call import alone_with, call_network, draws
 from ..networks.linearised import Linearised
 from ..networks.mixed_precision import GradientScale, check_precision
-from ..networks.modes import draws
 from ..networks.padding import padding_rows, with_padding
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
@@ -317,10 +316,10 @@ class BayesianModel(nn.Module):
         """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""
         return with_padding(random, self._padding, self.net) if self._padding else random
 
-    def _functional(self) -> Callable[..., Any]:
+    def _functional(self) -> Callable[..., Any] | None:
         at = self._around()
         if at is None:
-            return self.compiled or functional_call
+            return self.compiled
         return Linearised(self.net_space.unravel(at))
 
 

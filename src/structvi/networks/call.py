@@ -4,27 +4,86 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from .mixed_precision import GradientScale, is_floating, times_gradient
 
+Dropout = Literal["off", "on"]
+BatchNorm = Literal["frozen", "deterministic", "reestimated"]
+DROPOUT: tuple[Dropout, ...] = ("off", "on")
+BATCH_NORM: tuple[BatchNorm, ...] = ("frozen", "deterministic", "reestimated")
+
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 #: layers that choose other kernels in eval mode: cuDNN's recurrence, which then has no backward pass, and fused
 #: attention, which reads drawn weights at addresses that it does not check
 FUSED_IN_EVAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+#: those of `FUSED_IN_EVAL` have dropout of their own
+DROPOUTS = (nn.modules.dropout._DropoutNd, *FUSED_IN_EVAL)
+
+
+def is_in_training(module: nn.Module, dropout: Dropout, batch_norm: BatchNorm) -> bool:
+    """Return whether a layer is called in training mode; every other layer is called in eval mode."""
+    if dropout == "on" and isinstance(module, DROPOUTS):
+        return True
+    return batch_norm == "reestimated" and isinstance(module, BATCH_NORMS)
+
+
+def draws(module: nn.Module) -> bool:
+    """Return whether a layer draws random numbers when it is called in its present mode."""
+    share = getattr(module, "p", getattr(module, "dropout", 0.0))
+    return module.training and isinstance(module, DROPOUTS) and isinstance(share, float) and share > 0
+
+
+class _Places:
+    """Where a network has its tensors, found in one walk through its modules."""
+
+    def __init__(self, net: nn.Module):
+        #: every place of a tensor, by its first name
+        self.of: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self.parameters: list[str] = []
+        self.buffers: list[tuple[str, nn.Module]] = []
+        self.fused = [module for module in net.modules() if isinstance(module, FUSED_IN_EVAL)]
+        first: dict[int, str] = {}
+        for prefix, module in net.named_modules(remove_duplicate=False):
+            for holder in (module._parameters, module._buffers):
+                for key, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    name = first.setdefault(id(tensor), f"{prefix}.{key}".removeprefix("."))
+                    if name not in self.of:
+                        self.parameters += [name] if holder is module._parameters else []
+                        self.buffers += [(name, module)] if holder is module._buffers else []
+                    self.of.setdefault(name, []).append((holder, key))
+
+    def tensor(self, name: str) -> Tensor:
+        holder, key = self.of[name][0]
+        return holder[key]
+
+    def call(self, net: nn.Module, tensors: Mapping[str, Tensor], arguments: Any = (), keywords: Any = None) -> Any:
+        """As `torch.func.functional_call`, which looks for every place again at every call."""
+        had = [(holder, key, holder[key]) for name in tensors for holder, key in self.of[name]]
+        try:
+            for name, tensor in tensors.items():
+                for holder, key in self.of[name]:
+                    holder[key] = tensor
+            return net(*arguments, **(keywords or {}))
+        finally:
+            for holder, key, tensor in had:
+                holder[key] = tensor
 
 
 class _Turn:
-    """The lock of one network, and the thread that holds it."""
+    """The lock of one network, the thread that holds it, and what that thread has found out."""
 
     def __init__(self) -> None:
         self.lock, self.owner, self.depth = threading.RLock(), 0, 0
+        self.places: _Places | None = None
 
 
 _TURNS: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
@@ -32,7 +91,7 @@ _GUARD = threading.Lock()
 
 
 @contextmanager
-def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[nn.Module]:
+def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[_Turn]:
     """Hold the lock of the network; a thread may enter again.
 
     Where a random stream is borrowed too, borrow it outside: two threads could otherwise wait for each other.
@@ -49,15 +108,16 @@ def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[nn.Module]
     with _GUARD:
         turn = _TURNS.setdefault(net, _Turn())
     if caller is not None and turn.owner == caller:  # autograd's thread on a GPU works for the thread with the lock
-        yield net
+        yield turn
         return
     with turn.lock:
         turn.owner, turn.depth = threading.get_ident(), turn.depth + 1
         try:
-            yield net
+            yield turn
         finally:
             turn.depth -= 1
-            turn.owner = turn.owner if turn.depth else 0
+            if not turn.depth:
+                turn.owner, turn.places = 0, None
 
 
 @contextmanager
@@ -103,7 +163,7 @@ def call_network(
     precision: torch.dtype | None = None,
     scale: GradientScale | None = None,
     checkpointed: bool = False,
-    functional: Callable[..., Any] = functional_call,
+    functional: Callable[..., Any] | None = None,
 ) -> Any:
     """Return the network's output; afterwards its tensors, buffers and modes are what they were.
 
@@ -114,7 +174,7 @@ def call_network(
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
         scale: of gradients inside the network; None for one.
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
-        functional: `torch.func.functional_call`, or another function of its signature.
+        functional: a function of `torch.func.functional_call`'s signature that calls it in another way.
 
     Example:
         >>> tensors = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
@@ -128,15 +188,20 @@ def call_network(
     if down is not None:
         inputs = times_gradient(inputs, down)
 
-    def call(tensors: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        held = {name: tensor.detach() for name, tensor in net.named_parameters() if name not in tensors}
+    def call(turn: _Turn, tensors: Mapping[str, Tensor], arguments: Any, keywords: Any) -> Any:
+        if turn.places is None:  # the walk is as long as the thread holds the network
+            turn.places = _Places(net)
+        places = turn.places
+        held = {name: places.tensor(name).detach() for name in places.parameters if name not in tensors}
         autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
-        with _unfused(net), autocast:
-            return functional(net, {**held, **_copied_buffers(net), **tensors}, arguments, keywords)
+        with _unfused(places.fused), autocast:
+            return (functional or places.call)(net, {**held, **_copied_buffers(places), **tensors}, arguments, keywords)
 
-    with alone_with(net):
+    with alone_with(net) as turn:
         try:
-            run = partial(checkpoint, _again(net, call), use_reentrant=False) if checkpointed else call
+            run = partial(call, turn)
+            if checkpointed:
+                run = partial(checkpoint, _again(net, call), use_reentrant=False)
             output = run(*inputs)
         except Exception as error:  # whatever a network raises goes on its way, with what came to it
             error.add_note(_called_with((arguments, keywords), some.dtype))
@@ -151,31 +216,26 @@ def _again(net: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     modes, caller = [module.training for module in net.modules()], threading.get_ident()
 
     def repeated(*inputs: Any) -> Any:
-        with in_modes(net, modes, caller):
-            return call(*inputs)
+        with alone_with(net, caller) as turn, in_modes(net, modes, caller):
+            return call(turn, *inputs)
 
     return repeated
 
 
-def _copied_buffers(net: nn.Module) -> dict[str, Tensor]:
+def _copied_buffers(places: _Places) -> dict[str, Tensor]:
     """Copies of the buffers that a call may change: of layers in training mode, and of modules that are not torch's."""
-    found: dict[int, tuple[str, Tensor]] = {}  # `functional_call` gives a buffer with two names the same copy
-    for prefix, module in net.named_modules():
-        if module._buffers and (module.training or not _of_torch(type(module))):
-            for key, tensor in module._buffers.items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (f"{prefix}.{key}".removeprefix("."), tensor.clone()))
-    return dict(found.values())
+    return {
+        name: places.tensor(name).clone() for name, module in places.buffers if module.training or not _of_torch(module)
+    }
 
 
 @contextmanager
-def _unfused(net: nn.Module) -> Iterator[None]:
+def _unfused(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Put layers of `FUSED_IN_EVAL` into training mode without dropout: the same numbers, and derivatives.
 
     Recurrent layers keep a list of the weights of their last call: drawn ones would stay in memory with their graph.
     """
     own = ("training", "dropout", "_flat_weights", "_flat_weight_refs")
-    layers = [module for module in net.modules() if isinstance(module, FUSED_IN_EVAL)]
     had = [{name: vars(layer)[name] for name in own if name in vars(layer)} for layer in layers]
     try:
         for layer in layers:
@@ -189,7 +249,7 @@ def _unfused(net: nn.Module) -> Iterator[None]:
             vars(layer).update(before)
 
 
-def _of_torch(module: nn.Module | type[nn.Module]) -> bool:
+def _of_torch(module: nn.Module) -> bool:
     """Whether its forward is torch's own: what another does in training mode is not known."""
     return module.forward.__module__.startswith("torch.nn.modules.")
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ..models.batch import batch_size
+from ..networks.call import BATCH_NORMS
 from ..networks.mixed_precision import check_precision
-from ..networks.modes import BATCH_NORMS
 from ..predict.cases import fingerprint
 from .batches import Batches
 from .options import FitOptions
