@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import functional_call, vmap
 from torch.nn.functional import affine_grid, grid_sample, scaled_dot_product_attention
 
 from structvi.networks.linearised import Linearised
@@ -172,15 +172,6 @@ def test_under_vmap_as_one_by_one():
     assert torch.allclose(together, torch.stack(one_by_one), rtol=0, atol=1e-12)
 
 
-def test_in_the_tensors_that_are_named_only():
-    net, x = network("dense", torch.float64)
-    at = {"2.weight": net[2].weight.detach().clone()}
-    theta = {"2.weight": torch.randn_like(net[2].weight)}
-    held = {name: p.detach() for name, p in net.named_parameters() if name not in at}
-    expected = functional_call(net, {**held, **theta}, (x,))  # it is linear in its last layer
-    assert torch.allclose(Linearised(at)(net, {**held, **theta}, (x,)), expected, rtol=0, atol=1e-12)
-
-
 def test_of_outputs_in_a_dict_and_whole_numbers_stay():
     net = Calls(lambda net, x: {"y": net.out(x), "label": net.out(x).argmax(-1)}, out=nn.Linear(3, 2)).double()
     x = torch.randn(4, 3, dtype=torch.float64)
@@ -234,12 +225,3 @@ def test_no_flag_of_the_process_changes_and_threads_do_not_meet(name):
     assert len(found) == 20
     for one in found:
         torch.testing.assert_close(one, expected)
-
-
-def test_the_jacobian_is_that_of_functorch_too():
-    net, x = network("dense", torch.float64)
-    at, _ = pieces(net)
-    J = jacrev(lambda at: functional_call(net, at, (x,)))(at)
-    theta = {name: torch.randn_like(tensor) for name, tensor in at.items()}
-    change = sum((J[name] * (theta[name] - at[name])).flatten(2).sum(-1) for name in at)
-    assert torch.allclose(Linearised(at)(net, theta, (x,)), net(x) + change, rtol=0, atol=1e-12)

@@ -1,7 +1,5 @@
 """bfloat16 and float16 for the network alone: the ELBO and its gradient are those of float32 up to their noise."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -152,22 +150,6 @@ class TestFit:
         x = torch.randn(32, 3, generator=g)
         return [(x, x.sum(-1, keepdim=True))]
 
-    @pytest.mark.parametrize("precision", HALF)
-    def test_ends_where_float32_does(self, precision):
-        ends = []
-        for choice in (None, precision):
-            result = self.posterior().fit(
-                self.batches(),
-                steps=150,
-                compute=vi.Compute(precision=choice),
-                schedule=vi.Schedule(stop=False),
-                progress=False,
-            )
-            assert len(result.skipped) < (10 if choice == torch.float16 else 1)  # until the scale has been found
-            ends.append(result.elbo)
-        # in nats, far below the hundreds that the fit gains: two runs whose rounding differs are two paths
-        assert abs(ends[1].value - ends[0].value) < 3 * (ends[0].standard_error + ends[1].standard_error)
-
     def test_steps_that_overflow_are_left_out_and_halve_the_scale(self, tmp_path):
         # residual / noise² / (B·S) = 1e6/64 at the output: times 65536 far above 65504
         posterior = self.posterior(noise=1e-3)
@@ -219,45 +201,26 @@ class TestFit:
             posterior.fit([(x, t)], steps=10, compute=vi.Compute(precision=torch.float16), progress=False)
 
 
-class TestRefused:
-    def test_what_is_no_precision(self):
-        with pytest.raises(ValueError, match=r"None, torch\.bfloat16 or torch\.float16, got torch\.int8"):
-            regression().precision = torch.int8
+REFUSED = {
+    "no precision": (regression, torch.int8, r"None, torch\.bfloat16 or torch\.float16, got torch\.int8"),
+    "LSTM": (
+        lambda: vi.BayesianModel(nn.LSTM(3, 1), lambda y, t: -(y[0] - t).square(), vi.priors.NormalPrior(), 8),
+        torch.float16,
+        "LSTMs in half precision on few CPUs",
+    ),
+    "float64": (
+        lambda: vi.BayesianModel(nn.Linear(3, 1).double(), vi.likelihoods.Gaussian(1.0), vi.priors.NormalPrior(), 8),
+        torch.bfloat16,
+        "mixed with float32, and the weights are",
+    ),
+    "meta": (lambda: regression().to("meta"), torch.bfloat16, "torch has no mixed precision on 'meta'"),
+}
 
-    def test_float64(self):
-        model = vi.BayesianModel(nn.Linear(3, 1).double(), vi.likelihoods.Gaussian(1.0), vi.priors.NormalPrior(), 8)
-        with pytest.raises(ValueError, match=r"mixed with float32, and the weights are torch\.float64: use net"):
-            model.precision = torch.bfloat16
-        assert model.precision is None
 
-    @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
-    def test_lstm_on_a_cpu_runs_or_is_refused(self, precision):
-        """Which of them runs depends on the processor; none may fail inside the network."""
-        model = vi.BayesianModel(nn.LSTM(3, 1), lambda y, t: -(y[0] - t).square(), vi.priors.NormalPrior(), 8)
-        stream = torch.get_rng_state()
-        try:
-            model.precision = precision
-        except ValueError as error:
-            assert re.fullmatch(r"torch runs no LSTM in b?float16 on this CPU: use precision=None", str(error))  # noqa: PT017
-            assert model.precision is None
-        batch = torch.zeros(4, 2, 3), torch.zeros(4, 2, 1)
-        assert model.log_joint(torch.zeros(2, model.space.size), batch).isfinite().all()
-        assert torch.equal(torch.get_rng_state(), stream)
-
-    def test_a_fit_that_is_refused_has_changed_nothing(self):
-        net = nn.Linear(3, 1).double()
-        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(1), num_data=8)
-        with pytest.raises(ValueError, match="mixed with float32"):
-            bayes.fit(
-                [(torch.zeros(8, 3), torch.zeros(8, 1))],
-                steps=20,
-                compute=vi.Compute(precision=torch.float16),
-                progress=False,
-            )
-        assert bayes.family.factor.requires_grad
-        assert bool(bayes.family.factor.any())
-
-    def test_a_device_without(self):
-        model = regression().to("meta")
-        with pytest.raises(ValueError, match="torch has no mixed precision on 'meta'"):
-            model.precision = torch.bfloat16
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    make, precision, message = REFUSED[case]
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        model.precision = precision
+    assert model.precision is None

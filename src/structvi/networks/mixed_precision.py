@@ -1,6 +1,5 @@
 """The network alone in bfloat16 or float16: what can run, and the scale of gradients inside a float16 network."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -101,19 +100,5 @@ def check_precision(precision: Any, net: nn.Module, dtype: torch.dtype, device: 
         raise ValueError(f"precision={precision} is mixed with float32, and the weights are {dtype}: use net.float()")
     if not torch.amp.is_autocast_available(device.type):
         raise ValueError(f"torch has no mixed precision on {device.type!r}: fit with precision=None")
-    lstm = any(isinstance(module, nn.LSTM) for module in net.modules())
-    if lstm and device.type == "cpu" and not _lstm_runs(precision):
-        raise ValueError(
-            f"torch runs no LSTM in {str(precision).removeprefix('torch.')} on this CPU: use precision=None"
-        )
-
-
-@cache
-def _lstm_runs(precision: torch.dtype) -> bool:
-    """Tried, for it depends on the processor: bfloat16 needs AVX-512 of oneDNN's LSTM, float16 none has today."""
-    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=precision):
-        try:
-            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))[0].sum().backward()
-        except RuntimeError:
-            return False
-    return True
+    if device.type == "cpu" and any(isinstance(module, nn.LSTM) for module in net.modules()):
+        raise ValueError("torch runs LSTMs in half precision on few CPUs only: use precision=None")

@@ -18,10 +18,10 @@ Mode = Literal["auto", "vmap", "loop"]
 
 #: bytes of a draw from which on a CPU the loop is as fast as vmap (docs/design.md)
 LARGE = 2**20
-#: bytes that the draws of one call of vmap may take on a CPU
+#: bytes that the draws of one call of vmap may take: on a CPU
 MEMORY = 2**30
-#: the part of a GPU's memory that they may take there, as its reciprocal
-MEMORY_PART = 8
+#: and on a GPU, as a share of its memory
+SHARE = 1 / 8
 
 
 class Choice(NamedTuple):
@@ -126,12 +126,12 @@ class Evaluation:
         size = self._sizes[form]
         if isinstance(size, str):
             return Choice("loop", size)
-        fits = _memory(device) // max(1, size)
+        fits, takes = _memory(device) // max(1, size), f"a draw takes {in_words(size)}"
         if fits < 2:
-            return Choice("loop", f"a draw takes {in_words(size)}: there is memory for one at a time")
+            return Choice("loop", f"{takes}: there is memory for one at a time")
         if device.type == "cpu" and size > LARGE:
-            return Choice("loop", f"a draw takes {in_words(size)}: on a CPU the loop is as fast")
-        return Choice("vmap", f"{proven.reason}, a draw takes {in_words(size)}", self.chunk or fits, proven.plain)
+            return Choice("loop", f"{takes}: on a CPU the loop is as fast")
+        return Choice("vmap", f"{proven.reason}, {takes}", self.chunk or fits, proven.plain)
 
 
 def _loop(function: Callable[[Tensor], Any], theta: Tensor) -> Any:
@@ -166,15 +166,13 @@ def _proof(function: Callable[[Tensor], Any], theta: Tensor) -> Choice:
                 return Choice("loop", f"vmap cannot run it: {_first_line(error)}")
         # vmap's own fallback is a slower loop that warns at every call
         fallbacks = [str(w.message).split(". ")[0] for w in caught if "batching rule" in str(w.message)]
-        if not fallbacks:
-            same = _close(got, expected) and _close(got_grad, expected_grad)
-            return Choice("vmap", "proven equal to the loop", None, plain) if same else Choice("loop", _UNEQUAL)
-        if plain or not any("attention" in text for text in fallbacks):
-            return Choice("loop", f"vmap does not pay: {fallbacks[0]}")
-    raise AssertionError
-
-
-_UNEQUAL = "vmap gives other values than the loop"
+        if not any("attention" in text for text in fallbacks):
+            break
+    if fallbacks:
+        return Choice("loop", f"vmap does not pay: {fallbacks[0]}")
+    if not (_close(got, expected) and _close(got_grad, expected_grad)):
+        return Choice("loop", "vmap gives other values than the loop")
+    return Choice("vmap", "proven equal to the loop", None, plain)
 
 
 def _first_line(error: Exception) -> str:
@@ -201,19 +199,16 @@ def _uneven(like: Tensor) -> Tensor:
 def _close(a: Any, b: Any) -> bool:
     """Equal up to the rounding of another order of summation, relative to the size of the whole tensor."""
     left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    return len(left) == len(right) and all(map(_close_tensors, left, right))
-
-
-def _close_tensors(x: Tensor, y: Tensor) -> bool:
-    if x.shape != y.shape or x.dtype != y.dtype:
+    if [(x.shape, x.dtype) for x in left] != [(y.shape, y.dtype) for y in right]:
         return False
-    if not x.dtype.is_floating_point:
-        return torch.equal(x, y)
-    # 1e-3 in float32, whose matrix products may run in TF32; 4e-8 in float64
-    tolerance = 3 * torch.finfo(x.dtype).eps ** 0.5
-    x, y = x.detach().double(), y.detach().double()
-    size = y.where(y.isfinite(), 0.0).abs().max().item() if y.numel() else 0.0
-    return bool(torch.isclose(x, y, rtol=0.0, atol=tolerance * size, equal_nan=True).all())
+    for x, y in zip(left, right, strict=True):
+        # 1e-3 in float32, whose matrix products may run in TF32; 4e-8 in float64
+        tolerance = 3 * torch.finfo(x.dtype).eps ** 0.5 if x.dtype.is_floating_point else 0.0
+        x, y = x.detach().double(), y.detach().double()
+        size = y.where(y.isfinite(), 0.0).abs().max().item() if y.numel() else 0.0
+        if not torch.isclose(x, y, rtol=0.0, atol=tolerance * size, equal_nan=True).all():
+            return False
+    return True
 
 
 class _BytesMade(TorchDispatchMode):
@@ -254,4 +249,4 @@ def _size(function: Callable[[Tensor], Any], theta: Tensor, plain: bool) -> int 
 
 
 def _memory(device: torch.device) -> int:
-    return MEMORY if device.type != "cuda" else torch.cuda.get_device_properties(device).total_memory // MEMORY_PART
+    return MEMORY if device.type != "cuda" else int(SHARE * torch.cuda.get_device_properties(device).total_memory)
