@@ -19,7 +19,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors.base import Prior, SeparablePrior
-from ..networks.call import BATCH_NORM, DROPOUT, BatchNorm, Dropout
+from ..networks.call import BATCH_NORM, DROPOUT, BatchNorm, Dropout, alone_with
 from ..networks.padding import padding_rows
 from ..networks.vmap_or_loop import Evaluation
 from ..parameters import Parameters
@@ -58,7 +58,8 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     posterior.check_whole()
     check_one_of("network", network, ("store", "hash"))
     model, calibration = posterior.model, posterior.calibration
-    random, held = _tensors_of(model.net, model.net_space.names)
+    with alone_with(model.net):  # no call has drawn weights in it
+        random, held = _tensors_of(model.net, model.net_space.names)
     parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
     tensors: dict[str, Tensor] = {}
     for part, module in parts.items():
