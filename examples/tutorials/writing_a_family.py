@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.families import check_draw
+from structvi.families import Diagonal, NormalForm, check_draw
 from structvi.testing import check_family
 
 STEPS = 800  # quick: 8
@@ -96,8 +96,8 @@ class Bent(vi.Family):
 # ## The laws
 #
 # `check_family` holds a family to what ours are held to: the density is normalised, the score is its gradient, every
-# estimator's gradient is unbiased, moments are those of the draws, a seed gives the same bits, .. The last four are
-# about what fits ask of a family, see below.
+# estimator's gradient is unbiased, moments are those of the draws, a seed gives the same bits, .. The last one is
+# about families that are a normal, see below.
 
 for law, verdict in check_family(Bent()).items():
     print(f"{law:>13}: {verdict}")
@@ -158,41 +158,44 @@ for axes, recipe in zip(panels, (vi.FullNormal(), StudentT(), Bent()), strict=Tr
     axes.set(title=f"{type(recipe).__name__}: {elbo:.2f} nats", xlim=(-6, 6), ylim=(-3.5, 7))
 plt.show()
 
-# ## What it gets for free
+# ## A family that is a normal
 #
-# Fits ask more of a family than draws: to start at a trained network, to grow, to begin again where it is stuck. Each
-# question has a default. A normal with the parameters `mean` [P] and `log_scale` [P] and no others, whose density has
-# that mean and these standard deviations, has all that applies to a normal, whoever wrote it. `vi.fit_density` searches
-# for it as it does for `MeanField`:
+# Some calls ask more of a family than draws: `bayes.laplace` places it around a trained network, `bayes.grow` gives it
+# more columns or more parts, `vi.fit_density` changes its coordinates. They speak of a normal as one value, `NormalForm`:
+# a mean, and a root of the covariance or of the precision. A family that gives this value and takes it has them all:
 
 
 class Plain(vi.Family):
     def initialise(self, parameters, generator):
-        self.mean = nn.Parameter(parameters.initial.clone())
+        self.location = nn.Parameter(parameters.initial.clone())
         self.log_scale = nn.Parameter((0.1 * parameters.scale).log())
 
     def forward(self):
-        return torch.distributions.Independent(torch.distributions.Normal(self.mean, self.log_scale.exp()), 1)
+        return torch.distributions.Independent(torch.distributions.Normal(self.location, self.log_scale.exp()), 1)
+
+    @torch.no_grad()
+    def normal(self):
+        return NormalForm(self.location.clone(), Diagonal(self.log_scale.exp()))
+
+    @torch.no_grad()
+    def set_normal(self, form):
+        self.location.copy_(form.mean)
+        self.log_scale.copy_(form.diagonal().scale.log())
 
 
 for recipe in (vi.MeanField(), Plain()):
     result = vi.fit_density(target, recipe, progress=False)
     print(f"{type(recipe).__name__}: {result.status}, ELBO {result.elbo}")
 
-# | you ask for | a plain normal | another family, by default | to have it, write |
-# | --- | --- | --- | --- |
-# | `fit(start="trained")` | mean and scales are set | refused, with what to write | `place_at(mean, scale)` |
-# | `grow(components=)` | copies of it, each moved to a draw | refused, with what to write | `move_to(theta)` |
-# | `grow(rank=)` | becomes a `LowRankNormal` | refused | `low_rank_form()` |
-# | `restarts=` | begun again where it is stuck | not begun again | `is_fresh()`, `begin_again(generator)` |
-# | `kl_warmup="auto"` | λ rises in a first fit | λ does not rise | `is_fresh()` |
-# | `fit(staged=)` | one stage | one stage | `has_stages`, `is_untouched`, `first_stage`, `second_stage`, `learn_all` |
-# | `vi.fit_density` | searched for as ours are | best of several starts | `coordinates` and the methods after it |
-# | a lower rate for a low-rank factor | has none | none, but those of its parts | `factors()` |
-# | `distributed.shard` | refused | refused | `row_tensors`, and a Gaussian with `state()` |
+# | you ask for | a family with `normal` and `set_normal` | another family |
+# | --- | --- | --- |
+# | `bayes.laplace(loader)` | placed around the trained network | refused |
+# | `bayes.grow(components=)` | copies of it, each moved to a draw | refused |
+# | `bayes.grow(rank=)` | becomes a `LowRankNormal` | refused |
+# | `vi.fit_density` | searched for as ours are | best of several starts |
 #
-# Override what your family does better. The methods are the second half of `families/family.py`; who asks, and what is
-# said where it is refused, is in [architecture](../architecture.md#what-fits-ask-of-a-family).
+# `form.diagonal()` and `form.low_rank(rank, of_precision)` are the nearest roots of your family's shape. The law
+# "normal" of `check_family` holds `normal` and `set_normal` to the density.
 #
 # A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: `location` and six methods, and draws,
 # score, entropy, covariances and `kl` follow. A flow from zuko is the short way again: `examples/flow.py`.
