@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from structvi.distributed import ranks
-
 #: imported once, in the process from which all ranks are forked
 PRELOADED = [
     "launching", "pytest", "structvi.distributed.sharding", "torch.distributed.checkpoint", "torch.distributed.tensor",
@@ -42,5 +40,4 @@ def _rank(function, rank, size, directory, arguments, backend):
         backend, f"file://{directory}/store", datetime.timedelta(seconds=60), rank=rank, world_size=size
     )
     torch.save(function(rank, *arguments), Path(directory, f"{rank}.pt"))
-    ranks.let_threads_end()
     dist.destroy_process_group()

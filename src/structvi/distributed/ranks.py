@@ -4,8 +4,8 @@
 """
 
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -26,13 +26,8 @@ Parallel = Literal["auto", "data", "draws"] | None
 T = TypeVar("T")
 
 
-def let_threads_end() -> None:
-    """Before a process group is destroyed: its threads let go of the tensors of their last collective.
-
-    For that they need Python's lock. The destructor of torch 2.6 holds it and waits for them: for ever, if they come
-    after it.
-    """
-    time.sleep(0.01)
+#: the group over gloo beside a default process group: it is made once, fit after fit
+_control: tuple[Any, Any] | None = None
 
 
 class Splits(Protocol):
@@ -100,9 +95,7 @@ class Ranks:
         if there and parallel is not None and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.mode = "data" if parallel == "auto" else parallel
-            self.control = dist.new_group(backend="gloo")
-            # all are connected before one of them may fail and close it: the others would wait for the connection
-            collective(lambda: dist.barrier(self.control))  # pyright: ignore[reportArgumentType]
+            self.control = _control_group()
 
     @property
     def part(self) -> tuple[int, int]:
@@ -110,9 +103,11 @@ class Ranks:
         return (self.rank, self.size) if self.mode == "data" else (0, 1)
 
     def close(self) -> None:
-        if self.size > 1:
-            let_threads_end()
-            dist.destroy_process_group(self.control)  # pyright: ignore[reportArgumentType]
+        """End a fit: if it fails on this rank, the others lose their connection to it and do not wait."""
+        global _control
+        if self.size > 1 and sys.exc_info()[0] is not None:
+            _control = None
+            dist.destroy_process_group(self.control)
 
     # -------------------------------------------------------------------------------------------------- the start
 
@@ -269,6 +264,17 @@ class Ranks:
         theirs: list[Any] = [None] * self.size
         collective(lambda: dist.all_gather_object(theirs, mine, self.control))
         return theirs
+
+
+def _control_group() -> Any:
+    """Return the group over gloo of the present default group."""
+    global _control
+    if _control is None or _control[0] is not dist.group.WORLD:
+        group = dist.new_group(backend="gloo")
+        # all are connected before one of them may fail and close it: the others would wait for the connection
+        collective(lambda: dist.barrier(group))  # pyright: ignore[reportArgumentType]
+        _control = dist.group.WORLD, group
+    return _control[1]
 
 
 class _Together:
