@@ -25,7 +25,7 @@ from torch import Tensor
 
 import structvi as vi
 from structvi.train import step as stepping
-from structvi.train.optimizers import make_optimizer
+from structvi.train.optimizer import make_optimizer
 
 from . import peers, timing
 from .nets import NAMES, Problem, loss, problem

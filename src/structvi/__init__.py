@@ -32,8 +32,10 @@ from .predict import metrics
 from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
-from .train.options import Checkpoint, Compute, Schedule
+from .train.checkpoint import Checkpoint
 from .train.result import FitResult, History
+from .train.schedule import Schedule
+from .train.step import Compute
 from .util import __version__
 
 if TYPE_CHECKING:

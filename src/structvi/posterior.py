@@ -34,11 +34,11 @@ from .predict.metrics import evaluate
 from .predict.predict import mean_network, predict, sample, sample_network, summary
 from .predict.predictor import predictor
 from .result import Result, Status
-from .train.batches import Batches
-from .train.comparing import elbo_over
+from .train.compare import elbo_over
+from .train.data import Batches
 from .train.fit import fit
 from .train.grow import grow
-from .train.stepper import stepper
+from .train.step import stepper
 from .util.checks import check_one_of
 from .util.random_streams import borrowed_stream
 

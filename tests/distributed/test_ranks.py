@@ -20,7 +20,7 @@ import structvi as vi
 from structvi.distributed import LossModule, LostRankError, average_gradients
 from structvi.distributed.ranks import Ranks
 from structvi.models.batch import observations
-from structvi.train.batches import Batches
+from structvi.train.data import Batches
 
 #: 21 = 8 + 8 + 5: the ranks' parts of the last batch differ in length
 N, D, BATCH = 21, 3, 8

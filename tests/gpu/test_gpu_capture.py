@@ -5,7 +5,7 @@ import torch
 from gpu_cases import CASES, ReadsValues, check_same_bits, data, data_of, fitted, loader, make, values, was_captured
 
 import structvi as vi
-from structvi.train.batches import Batches
+from structvi.train.data import Batches
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import structvi as vi
 from structvi.laplace import curvature
 from structvi.laplace.curvature import curvature_of, prior_precision, rows_read, simulated_gradients
 from structvi.models.bayesian_model import BayesianModel
-from structvi.train.batches import Batches
+from structvi.train.data import Batches
 
 N, F64 = 20, torch.float64
 

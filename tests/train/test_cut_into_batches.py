@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 import structvi as vi
-from structvi.train.batches import Batches
+from structvi.train.data import Batches
 
 NOISE, PRIOR = 0.5, 1.0
 
@@ -250,8 +250,8 @@ def flat(items):
     ids=["others each time", "twice each", "endless", "crops"],
 )
 def test_what_cannot_be_known_is_asked_for(loader, message, monkeypatch):
-    monkeypatch.setattr("structvi.train.samplers.MOST", 1000)
-    monkeypatch.setattr("structvi.train.samplers.MOST_TIMES", 1)
+    monkeypatch.setattr("structvi.train.data.MOST", 1000)
+    monkeypatch.setattr("structvi.train.data.MOST_TIMES", 1)
     with pytest.raises(ValueError, match=rf"{message}.*Give num_data="):
         posterior().fit(loader, steps=1, progress=False)
     bayes = posterior()

@@ -217,6 +217,31 @@ def test_a_folder_belongs_to_one_fit(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+def test_the_lock_dies_with_its_process(tmp_path):
+    """A fit that is killed leaves a folder that can be resumed without a hand."""
+    script = textwrap.dedent(f"""
+        import os, signal, sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        import structvi as vi
+        from test_fingerprint import OPTIONS, problem
+
+        def kill(history):
+            if len(history) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        bayes, loader = problem()
+        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint({str(tmp_path)!r}, every=4), callback=kill)
+    """)
+    ended = python(script)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    whole, loader = problem()
+    whole.fit(loader, **OPTIONS)
+    bayes, loader = problem()
+    result = bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
+    assert any("resumed at step 4" in note for note in result.notes)
+    assert all(torch.equal(tensor, bayes.learned()[key]) for key, tensor in whole.learned().items())
+
+
 def test_a_finished_fit_is_extended(tmp_path):
     bayes, loader = problem()
     bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path))
@@ -291,28 +316,3 @@ def test_resume_is_refused_or_exact(family, steps, stop, every, accumulate, batc
     whole, loader = problem(**made)
     whole.fit(loader, **options)
     assert all(torch.equal(tensor, again.learned()[key]) for key, tensor in whole.learned().items())
-
-
-def test_a_killed_fit_is_resumed(tmp_path):
-    """A fit that is killed leaves a folder that can be resumed without a hand."""
-    script = textwrap.dedent(f"""
-        import os, signal, sys
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import structvi as vi
-        from test_fingerprint import OPTIONS, problem
-
-        def kill(history):
-            if len(history) == 6:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        bayes, loader = problem()
-        bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint({str(tmp_path)!r}, every=4), callback=kill)
-    """)
-    ended = python(script)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    whole, loader = problem()
-    whole.fit(loader, **OPTIONS)
-    bayes, loader = problem()
-    result = bayes.fit(loader, **OPTIONS, checkpoint=vi.Checkpoint(tmp_path, resume=True))
-    assert any("resumed at step 4" in note for note in result.notes)
-    assert all(torch.equal(tensor, bayes.learned()[key]) for key, tensor in whole.learned().items())

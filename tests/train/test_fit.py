@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 import structvi as vi
 from structvi.objective import full_terms
 from structvi.optim.adam import FACTOR_RATE
-from structvi.train.batches import Batches
-from structvi.train.optimizers import make_optimizer
-from structvi.train.options import KL_WARMUP
+from structvi.train.data import Batches
+from structvi.train.optimizer import make_optimizer
 from structvi.train.progress import Progress
-from structvi.train.schedule import LearningRate
+from structvi.train.schedule import KL_WARMUP, LearningRate, rate_factor
 from structvi.train.verdict import trend
 
 N, D, NOISE = 60, 3, 0.5
@@ -237,26 +236,23 @@ def test_optimizers_and_schedulers_of_the_users_own():
 
 def test_default_schedule_and_cooling():
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
-    schedule = LearningRate(optimizer, None, 0.1, 100)
-    factors = [schedule.factor(step) for step in range(100)]
+    schedule = LearningRate(optimizer, None, 0.1)
+    factors = [schedule.factor(step, 100) for step in range(100)]
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[55] == pytest.approx(0.5)
-    assert schedule.factor(55, cooling=55, end=75) == pytest.approx(0.5)
-    assert schedule.factor(65, cooling=55, end=75) == pytest.approx(0.25)
-    assert schedule.factor(74, cooling=55, end=75) < 0.01
+    assert schedule.factor(55, 100, cooling=55, end=75) == pytest.approx(0.5)
+    assert schedule.factor(65, 100, cooling=55, end=75) == pytest.approx(0.25)
+    assert schedule.factor(74, 100, cooling=55, end=75) < 0.01
 
 
 def test_the_rate_is_held_and_then_falls():
-    schedule = LearningRate(torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.1, 100, hold=0.5)
-    factors = [schedule.factor(step) for step in range(100)]
+    factors = [rate_factor(step, 100, 0.1, 0.5) for step in range(100)]
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[10:51] == [1.0] * 41
     assert factors[75] == pytest.approx(0.5)
     assert factors[99] < 0.01
-    late = LearningRate(
-        torch.optim.Adam([torch.zeros(1)], lr=1.0), None, 0.5, 100, hold=0.1
-    )  # never before it has risen
-    assert [late.factor(step) for step in (49, 50, 75)] == pytest.approx([1.0, 1.0, 0.5])
+    late = [rate_factor(step, 100, 0.5, 0.1) for step in (49, 50, 75)]  # never before it has risen
+    assert late == pytest.approx([1.0, 1.0, 0.5])
     result = linear().fit(
         loader(), steps=40, lr=0.1, schedule=vi.Schedule(warmup=0.1, hold=0.5, stop=False), progress=False
     )
@@ -510,38 +506,11 @@ def test_a_step_that_is_not_finite_is_undone_and_its_batch_named():
     assert (skipped.epoch, skipped.index) == (0, 2)
     assert "log likelihood is not finite" in skipped.reason
     assert result.history["elbo"].isnan().tolist() == [False, False, True, False]
-    assert any("1 steps undone" in note and "batch 2 of epoch 0" in note for note in result.notes)
+    assert any("1 steps left out" in note and "batch 2 of epoch 0" in note for note in result.notes)
     assert any("over the full data is not finite" in note for note in result.notes)
     assert same(states[2], states[1])
     assert not same(states[1], states[0])
     assert not same(states[3], states[2])
-
-
-def test_after_two_steps_that_are_not_finite_an_older_state_is_gone_back_to():
-    """The second step moves the scales so far that no loss is finite any more: without going back all would fail."""
-
-    class Wild(torch.optim.SGD):
-        count = 0
-
-        def step(self, closure=None):
-            self.count += 1
-            if self.count == 2:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        parameter.data.add_(1e4)
-            return super().step(closure)
-
-    posterior = linear()
-    before = parameters(posterior)
-    states = []
-    result = posterior.fit(
-        loader(), steps=6, progress=False, optimizer=lambda p: Wild(p, 1e-3),
-        callback=lambda history: states.append(parameters(posterior)),
-    )  # fmt: skip
-    assert result.history["elbo"].isnan().tolist() == [False, False, True, True, False, False]
-    assert same(states[2], states[1])
-    assert same(states[3], states[0])  # the last whose loss was finite, before the wild step
-    assert not same(states[0], before)
 
 
 def test_data_that_are_not_finite_have_no_verdict_of_convergence():
@@ -550,7 +519,7 @@ def test_data_that_are_not_finite_have_no_verdict_of_convergence():
     result = linear().fit(DataLoader(TensorDataset(x, t), batch_size=20), epochs=4, progress=False)
     assert result.elbo.value == -torch.inf
     assert result.verdict == "no finite ELBO: print(result.details) says which batch and why"
-    assert "4 steps undone, not finite; the first at batch 2 of epoch 0" in result.details
+    assert "4 steps left out, not finite; the first at batch 2 of epoch 0" in result.details
 
 
 def test_a_batch_with_an_error_is_named():
@@ -570,7 +539,7 @@ def test_five_in_a_row_stop_the_fit_at_the_last_good_state():
             poisoned(slice(10, 60)), epochs=3, progress=False,
             callback=lambda history: states.append(parameters(posterior)),
         )  # fmt: skip
-    assert same(parameters(posterior), states[0])
+    assert same(parameters(posterior), states[1])
 
 
 def test_a_gradient_that_is_not_finite_counts_too():
@@ -732,8 +701,8 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
     [
         ({"epochs": 1, "steps": 1}, "a fit needs a length, got epochs=1 and steps=1"),
         ({}, r"fit\(loader, epochs=20\) trains .* laplace\(loader, validation=held_out\)"),
-        ({"epochs": 0}, "epochs must be an integer"),
-        ({"steps": 1.5}, "steps must be an integer"),
+        ({"epochs": 0}, "epochs must be"),
+        ({"steps": 1.5}, "steps must be"),
         ({"epochs": 1, "accumulate": 0}, "accumulate must be"),
         ({"epochs": 1, "kl_weight": 0}, "kl_weight must be a positive"),
         ({"epochs": 1, "clip": -1.0}, "clip must be a positive"),

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 import structvi as vi
-from structvi.train.probing import RANDOM
-from structvi.train.validation import UNKNOWN
+from structvi.train.checks import RANDOM
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(60, 3, generator=GENERATOR)
@@ -162,17 +161,6 @@ class Listed(nn.Module):
         return self.last(self.first(x).tanh())
 
 
-def test_the_last_layer_is_the_one_that_is_called_last():
-    train, held_out = loaders()
-    wrong = vi.variationalize_head(Listed(), vi.likelihoods.Categorical())
-    with pytest.raises(ValueError, match=r"the last that it calls is 'last': .*layer='last'"):
-        wrong.laplace(train, validation=held_out, progress=False)
-    named = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="last")
-    named.laplace(train, validation=held_out, progress=False)
-    asked = vi.variationalize_head(Listed(), vi.likelihoods.Categorical(), layer="first")
-    asked.laplace(train, validation=held_out, progress=False)  # as asked
-
-
 class AlwaysDropping(nn.Module):
     def __init__(self):
         super().__init__()
@@ -320,7 +308,8 @@ def test_what_is_refused_says_what_to_do(name):
 def test_held_out_data_that_say_nothing_are_noted():
     train, held_out = loaders(with_nan(X, 50))
     bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
-    assert UNKNOWN in bayes.fit(train, epochs=2, validation=held_out, progress=False).notes
+    notes = bayes.fit(train, epochs=2, validation=held_out, progress=False).notes
+    assert any("held-out log density is not finite" in note for note in notes)
 
 
 def test_a_function_that_compares_every_output_with_every_target_is_refused():
@@ -332,20 +321,17 @@ def test_a_function_that_compares_every_output_with_every_target_is_refused():
     heads.fit(loaders(t=Y)[0], steps=2, progress=False)  # four predictions of one number
 
 
-def test_rows_that_are_fitted_are_found_in_subsets_and_copies():
+def test_rows_that_are_fitted_are_found_in_subsets():
     data = TensorDataset(X, T)
     train = DataLoader(Subset(data, range(40)), 20, shuffle=True)
     for held_out, words in (
         (DataLoader(Subset(data, range(30, 50)), 5), "50%"),
         (DataLoader(Subset(Subset(data, range(20, 60)), range(20)), 5), "are the data that are fitted"),
-        ([(X[:20].clone(), T[:20].clone())], "are the data that are fitted"),
     ):
         bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
         with pytest.warns(UserWarning, match=words):
             bayes.fit(train, steps=2, validation=held_out, progress=False)
     bayes.fit(train, steps=2, validation=[(X[40:], T[40:])], progress=False)  # a warning would be an error
-    few = TensorDataset(X[:4].repeat(10, 1), T[:4].repeat(10))  # a table of four different rows
-    bayes.fit(DataLoader(few, 20), steps=2, validation=[(X[:4], T[:4])], progress=False)
 
 
 def test_a_stream_is_evaluated():

@@ -66,7 +66,7 @@ def test_tensorboard_has_the_held_out_density(tmp_path):
 
     record = history()
     record.set_last("held_out", -0.7)
-    known = {"held_out": {"grown": -0.4}, "network": -0.5, "against_network": (0.1, 0.02)}
+    known = {"held_out": {"grown": -0.4}}
     for name, kept in {
         "steps": a_result(history=record, **known),
         "none": a_result(history=History(), **known),
@@ -79,7 +79,6 @@ def test_tensorboard_has_the_held_out_density(tmp_path):
             events.Reload()
             found |= {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
         assert found["fit/kept/held_out"] == pytest.approx(-0.4)
-        assert found["fit/kept/held_out_network"] == pytest.approx(-0.5)
         assert found["fit/kept/elbo"] == pytest.approx(-2.5)
         assert ("fit/held_out" in found) == (name == "steps")
 
@@ -142,7 +141,7 @@ def test_details_say_all():
 def test_a_result_is_four_lines_and_the_last_says_what_to_do(status):
     """Whatever is known of the fit: the constant output, held-out data, notes."""
     for constant in (None, -9.0):
-        for held_out in ({}, {"held_out": {"grown": -0.4}, "network": -0.5, "against_network": (0.1, 0.02)}):
+        for held_out in ({}, {"held_out": {"grown": -0.4}}):
             for notes in ([], ["one"], ["one", "two"]):
                 result = a_result(status=status, constant=constant, notes=notes, **held_out)
                 lines = str(result).splitlines()
@@ -164,11 +163,3 @@ def test_what_to_do_follows_what_came_out():
             "below a constant output: are inputs and targets scaled" in a_result(status=status, constant=-1.0).next_step
         )
         assert "constant" not in a_result(status=status, constant=-1.0, bound=False).next_step
-    placed = a_result(status=vi.Status.PLACED, network=None)
-    assert "validation=" in placed.next_step
-    held_out = {"held_out": {"grown": -0.4, "the network": -0.5}, "network": -0.5, "against_network": (0.1, 0.02)}
-    placed = a_result(status=vi.Status.PLACED, **held_out)
-    assert "predict" in placed.next_step
-    assert "not maximised" in str(placed)
-    kept = a_result(status=vi.Status.PLACED, **held_out | {"kept": "the network"})
-    assert "calibrate" in kept.next_step

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.objective import NonFiniteError
-from structvi.train.batches import Batches
+from structvi.train.data import Batches
 
 #: 21 = 8 + 8 + 5: the last batch of an epoch is shorter
 N, D = 21, 3

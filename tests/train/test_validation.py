@@ -37,7 +37,6 @@ def test_held_out_density_is_in_the_history_once_an_epoch():
     column = result.history["held_out"]
     assert column.isfinite().nonzero().squeeze(-1).tolist() == [3, 7, 11, 15, 19]  # the sixth is measured at the end
     assert result.held_out.keys() == result.candidates.keys()
-    assert result.network is None  # nothing was trained before
 
 
 def test_the_fit_is_the_same_with_and_without_held_out_data():

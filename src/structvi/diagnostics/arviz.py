@@ -11,7 +11,7 @@ from ..families.family import Family
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.inference_data import inference_data
 from ..predict.predictive import observed_target
-from ..train.batches import Batches
+from ..train.data import Batches
 from ..util.checks import check_seed
 from ..util.random_streams import borrowed_stream
 

@@ -8,7 +8,7 @@ from ..models.target import Target
 from ..objective import Kind, NonFiniteError
 from ..parameters import Parameters
 from ..result import Result, Status
-from ..train.batches import Reread
+from ..train.data import Reread
 from ..util.checks import check_seed
 from ..util.progress import progress_bar
 from .allowance import FEWEST_DRAWS, FEWEST_REPEATS, Allowance

@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical
 from ..models.likelihoods import Gaussian
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.predictive import Predictive, observed_target
-from ..train.batches import Batches
+from ..train.data import Batches
 
 if TYPE_CHECKING:
     from ..posterior import Posterior

@@ -10,7 +10,7 @@ from torch.distributions import Bernoulli, Categorical
 
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.predictive import observed_target
-from ..train.batches import Batches
+from ..train.data import Batches
 from ..util.checks import check_seed
 from ..util.random_streams import borrowed_stream
 

@@ -14,8 +14,8 @@ from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
 from ..objective import Estimate, Estimator, Kind, elbo_terms
 from ..parameters import Parameters
-from ..train.batches import Batches
-from ..train.comparing import elbo_over
+from ..train.compare import elbo_over
+from ..train.data import Batches
 
 if TYPE_CHECKING:
     from ..posterior import Posterior

@@ -30,7 +30,7 @@ from ..predict.metrics import evaluate
 from ..predict.predict import predict
 from ..predict.predictive import observed_target
 from ..result import Result, Status
-from ..train.batches import Batches
+from ..train.data import Batches
 from ..train.result import FitResult
 from ..util.checks import check_one_of
 from .many import fit_many

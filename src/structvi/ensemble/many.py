@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from math import inf, isfinite, nan
@@ -22,19 +23,14 @@ from ..models.batch import batch_size, rows, split_batch
 from ..models.likelihoods import Likelihood
 from ..networks.call import BATCH_NORMS
 from ..networks.vmap_or_loop import Evaluation
-from ..objective import Estimator, log_q_at, terms_at
+from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
-from ..train.averaging import assign, copied
-from ..train.batches import Batches
-from ..train.before import notes_before, with_held_out
-from ..train.begin import begin, leave
-from ..train.fit import fit
-from ..train.loop import AVERAGED, FAILURES, FIRST_STAGE, Run
-from ..train.options import FitOptions
+from ..train.data import Batches
+from ..train.fit import Options, begin, fit, leave, run
+from ..train.loop import FAILURES, Fit, assign, copied
 from ..train.progress import Progress
-from ..train.result import FitResult, Skipped
-from ..train.running import run_fit
+from ..train.result import FitResult
 from ..util.checks import unread
 from ..util.interrupts import uninterrupted
 from ..util.random_streams import borrowed_stream, one_seed_on
@@ -105,7 +101,7 @@ def fit_many(
         if found is None:
             if at_once:
                 raise ValueError(f"at_once=True, but these fits cannot be made at once: {reason}")
-            found = [run_fit(*job, f"{m + 1} of {M}") for m, job in zip(members, chosen, strict=True)]
+            found = [run(*job, f"{m + 1} of {M}") for m, job in zip(members, chosen, strict=True)]
             for result in found:
                 result.notes.append(f"one of {M} fits, made one after another: {reason}")
         results |= dict(zip(members, found, strict=True))
@@ -117,7 +113,7 @@ class Job(NamedTuple):
 
     posterior: Posterior
     loader: Iterable[Any]
-    options: FitOptions
+    options: Options
 
 
 def _options(
@@ -126,7 +122,7 @@ def _options(
     validation: Sequence[Iterable[Any]] | None,
     each: Mapping[str, Sequence[Any]] | None,
     options: dict[str, Any],
-) -> list[FitOptions]:
+) -> list[Options]:
     """Return the options of each fit."""
     own: dict[str, Sequence[Any]] = {"seed": range(M) if seeds is None else seeds, **(each or {})}
     if validation is not None:
@@ -145,7 +141,7 @@ def _options(
     for name in ("checkpoint", "callback"):
         if options.get(name) is not None:
             raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
-    return [FitOptions(**known | options | dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True)]
+    return [Options(**known | options | dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True)]
 
 
 def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], str | None]]:
@@ -195,10 +191,10 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
     posteriors = [job.posterior for job in jobs]
     untouched = [copied(one.learned()) for one in posteriors]
     evaluations = [one.model.evaluation for one in posteriors]
-    runs = [_begun(job) for job in jobs]
+    begun = [_begun(job) for job in jobs]
     for one in posteriors:  # how draws are evaluated is found out once for all
         one.model.evaluation = evaluations[0]
-    stacked, stopped = StackedFits(runs, jobs[0].options), False
+    stacked, stopped = StackedFits(begun, jobs[0].options), False
     try:
         try:
             reason = stacked.reason_against()
@@ -218,46 +214,35 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
             one.model.evaluation = evaluation
 
 
-def _begun(job: Job) -> Run:
+def _begun(job: Job) -> Fit:
     """Return a fit before its first step."""
-    with_held_out(*job)
-    batches = Batches(job.loader, job.options.seed, job.posterior.device)
-    notes = notes_before(job.posterior, batches, job.options)
-    run = begin(job.posterior, batches, job.options, Ranks(None), None)
-    run.notes = notes + run.notes
-    return run
+    return begin(job.posterior, job.loader, job.options, Ranks(None))
 
 
 class OneFit:
-    """One of many fits between two steps: its place in the data, its schedule and its history.
+    """One of many fits: its place in the data, beside where it is.
 
     Args:
-        run: at its first step.
+        fit: at its first step.
     """
 
-    def __init__(self, run: Run):
-        self.run, self.generator = run, run.generator
-        self.end, self.cooling = run.state.end, run.state.cooling
-        self.step = self.epoch = self.index = self.rows = self.averaged = self.failures = 0
-        self.skipped: list[Skipped] = []
+    def __init__(self, fit: Fit):
+        self.fit, self.generator = fit, fit.generator
         self.elbo = nan  # of the last step
-        self.told: list[list[float]] = []  # rows of the history that it does not have yet
         self.batch, self.count = None, 0
-        self.table, self.iterator = run.batches.table(), None
-        self.stride, self.check = max(1, run.last_part // AVERAGED), max(1, run.last_part // 4)
+        self.table, self.iterator = fit.data.table(), None
 
     @property
     def goes_on(self) -> bool:
-        return self.step < self.end and self.failures < FAILURES
+        return self.fit.goes_on and self.fit.failures < FAILURES
 
     @property
     def kl_weight(self) -> float:
-        return self.run.settings.kl_weight_at(self.step)
+        return self.fit.kl_weight
 
     @property
     def lr(self) -> float:
-        schedule = self.run.schedule
-        return schedule.highest[0] * schedule.factor(self.step, self.run.cycle, self.cooling, self.end)
+        return self.fit.rate.highest[0] * self.fit.rate_factor
 
     def read(self) -> None:
         """Read the next batch, in the order of a single fit and with as many numbers from its stream."""
@@ -271,62 +256,53 @@ class OneFit:
                 one_seed_on(self.generator)  # of a stream that nothing draws from
                 batch = next(self.iterator, None)
             if batch is not None:
-                self.batch, self.count, self.index = batch, rows(batch), self.index + 1
+                self.batch, self.count, self.fit.index = batch, rows(batch), self.fit.index + 1
                 return
-            if not self.index:
+            if not self.fit.index:
                 raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
-            self.epoch, self.index, self.iterator = self.epoch + 1, 0, None
+            self.fit.epoch, self.fit.index, self.iterator = self.fit.epoch + 1, 0, None
 
     def _epoch(self) -> Iterator[Any]:
         if self.table is None:
-            return self.run.batches.epoch(self.epoch)
+            return self.fit.data.epoch(self.fit.epoch)
         table = self.table
-        return (tuple(column[at] for column in table) for at in self.run.batches.indices_of(self.epoch))
+        return (tuple(column[at] for column in table) for at in self.fit.data.indices_of(self.fit.epoch))
 
     @property
     def weight(self) -> float:
         """The weight of −elbo: all observations count the same, those of a short last batch too."""
-        mean = self.run.mean_rows or (self.rows + self.count) / (self.step + 1)
-        return self.count / mean / self.run.settings.num_data
-
-    def record(self, elbo: float, error: float, norm: float, finite: float, seconds: float) -> None:
-        """Note what a step came to, and see whether the fit has converged."""
-        row = (elbo, error, self.lr, norm) if finite else (nan,) * 4
-        self.elbo = elbo
-        self.told.append([self.step, self.epoch, *row, self.kl_weight, self.run.state.stage, nan, seconds])
-        self.failures = 0 if finite else self.failures + 1
-        if not finite:
-            self.skipped.append(Skipped(self.epoch, self.index - 1, "the loss or its gradient is not finite"))
-        self.rows, self.step = self.rows + self.count, self.step + 1
-        if self.step % self.check == 0 and self.cooling is None:
-            self.flush()
-            if self.run.settled(self.run.state):
-                self.cooling, self.end = self.step, self.step + self.run.last_part
+        mean = self.fit.mean_rows or (self.fit.rows + self.count) / (self.fit.step + 1)
+        return self.count / mean / self.fit.settings["num_data"]
 
     def averaging(self, finite: float) -> float:
         """Return the share of this step in the average over the last steps; 0 where it has none."""
-        if not (finite and self.goes_on) or self.step < self.end - self.run.last_part or self.step % self.stride:
+        if not (finite and self.goes_on and self.fit.averages):
             return 0.0
-        self.averaged += 1
-        return 1 / self.averaged
+        self.fit.averaged += 1
+        return 1 / self.fit.averaged
 
-    def flush(self) -> None:
-        """Bring the state of the run up to this step."""
-        self.run.state.history.extend(self.told)
-        self.told = []
-        self.run.state = replace(
-            self.run.state, step=self.step, epoch=self.epoch, index=self.index, rows=self.rows, end=self.end,
-            cooling=self.cooling, failures=self.failures, skipped=tuple(self.skipped), averaged=self.averaged,
-        )  # fmt: skip
+    def record(self, elbo: float, error: float, norm: float, finite: float, seconds: float) -> None:
+        """Note what a step came to, and see whether the fit has converged."""
+        fit, self.elbo = self.fit, elbo
+        if finite:
+            fit.record(elbo, error, norm, self.lr, seconds)
+        else:
+            fit.index -= 1  # of the batch that is named
+            with suppress(NonFiniteError):  # the others go on
+                fit.leave_out("the loss or its gradient is not finite")
+            fit.index += 1
+        fit.rows, fit.step = fit.rows + self.count, fit.step + 1
+        fit.settle()
 
     def finish(self, stopped: bool) -> FitResult:
         """Return the result, as a single fit ends."""
-        result = self.run.finish(stopped or self.failures == FAILURES)
-        if self.failures == FAILURES:
+        failed = self.fit.failures == FAILURES
+        result = self.fit.finish(stopped or failed)
+        if failed:
             why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was before them"
             result = replace(result, status=Status.DIVERGED, verdict=why)
         result.notes.append("one of several fits that were made at once")
-        self.run.posterior.last_fit = result
+        self.fit.posterior.last_fit = result
         return result
 
 
@@ -361,48 +337,50 @@ class StackedFits:
     """M fits of one form, step by step; meanwhile what the posteriors learn are rows of stacked tensors [M, ..].
 
     Args:
-        runs: each at its first step.
+        begun: the fits, each at its first step.
         options: of `fit`; its estimator and clip are those of all.
     """
 
-    def __init__(self, runs: Sequence[Run], options: FitOptions):
-        self.runs, self.fits, self.clip = runs, [OneFit(run) for run in runs], options.clip or inf
-        largest = max(runs, key=lambda run: run.settings.num_data).posterior  # no padded batch is larger than its data
+    def __init__(self, begun: Sequence[Fit], options: Options):
+        self.begun, self.fits, self.clip = begun, [OneFit(one) for one in begun], options.clip or inf
+        largest = max(
+            begun, key=lambda one: one.settings["num_data"]
+        ).posterior  # no padded batch is larger than its data
         self.objective, self.device = Objective(largest, options.estimator), largest.device
         self.calls: list[tuple[int, int, int]] = []  # (groups, P, K) of every call of the coupling in one draw
         with torch.no_grad():
             draws = largest.family().draw(options.estimator.groups, self._recorded, torch.Generator(self.device))
-        for run in runs:
-            run.make_step.draws = len(draws.weight)
-        learned = [run.posterior.learned() for run in runs]
+        for one in begun:
+            one.make_step.draws = len(draws.weight)
+        learned = [one.learned for one in begun]
         self.stacked = {name: torch.stack([own[name].detach() for own in learned]) for name in learned[0]}
         #: all other tensors: held weights, buffers
-        every = [dict((*nn.Module.named_parameters(run.posterior), *run.posterior.named_buffers())) for run in runs]
+        every = [dict((*nn.Module.named_parameters(one.posterior), *one.posterior.named_buffers())) for one in begun]
         rest = [name for name in every[0] if name not in self.stacked]
         self.rest = {name: torch.stack([own[name].detach() for own in every]) for name in rest}
         self.own = [(tensor, tensor.data) for tensors in learned for tensor in tensors.values()]
         for m, tensors in enumerate(learned):
             for name, tensor in tensors.items():
                 tensor.data = self.stacked[name][m]
-        names = {id(tensor): name for name, tensor in runs[0].named.items()}
+        names = {id(tensor): name for name, tensor in begun[0].named.items()}
         groups = [
             {"params": [self.stacked[names[id(own)]] for own in group["params"]], "relative": highest / self._highest}
-            for group, highest in zip(runs[0].optimizer.param_groups, runs[0].schedule.highest, strict=True)
+            for group, highest in zip(begun[0].optimizer.param_groups, begun[0].rate.highest, strict=True)
         ]
         self.optimizer = torch.optim.Adam(groups, fused=True)
         self._see_what_learns()
-        self.average = {name: torch.zeros_like(self.stacked[name], requires_grad=False) for name in runs[0].named}
+        self.average = {name: torch.zeros_like(self.stacked[name], requires_grad=False) for name in begun[0].named}
 
     @property
     def _highest(self) -> float:
-        return self.runs[0].schedule.highest[0]
+        return self.begun[0].rate.highest[0]
 
     def _recorded(self, groups: int, P: int, K: int, *rest: Any, **more: Any) -> Noise:
         self.calls.append((groups, P, K))
         return self.objective.estimator.coupling(groups, P, K, *rest, **more)
 
     def _see_what_learns(self) -> None:
-        for name, parameter in self.runs[0].named.items():
+        for name, parameter in self.begun[0].named.items():
             self.stacked[name].requires_grad_(parameter.requires_grad)
 
     def noise(self, generators: Sequence[torch.Generator]) -> tuple[Noise, ...]:
@@ -422,7 +400,7 @@ class StackedFits:
         finally:
             model.evaluation = own
         scale = B / model.num_data  # back to a sum over the batch, then N/B of each fit
-        ratio = [scale * one.run.settings.num_data / one.count for one in self.fits]
+        ratio = [scale * one.fit.settings["num_data"] / one.count for one in self.fits]
         return fit * _column(ratio, fit), complexity
 
     def reason_against(self) -> str | None:
@@ -432,7 +410,7 @@ class StackedFits:
         with itself alone, on its own rows.
         """
         streams = [one.generator.get_state() for one in self.fits]
-        sizes = {(one.run.settings.num_data, one.run.mean_rows) for one in self.fits}
+        sizes = {(one.fit.settings["num_data"], one.fit.mean_rows) for one in self.fits}
         uneven = len(sizes) > 1 or None in next(iter(sizes))
         if uneven and self.objective.posterior.model.user_forward is not None:
             return "batches are of unequal sizes, and forward= alone knows what of them is the target"
@@ -458,42 +436,41 @@ class StackedFits:
         finally:
             for one, stream in zip(self.fits, streams, strict=True):
                 one.generator.set_state(stream)
-                one.index, one.iterator = 0, None
+                one.fit.index, one.iterator = 0, None
         return None
 
     def _alone(self, m: int, noise: tuple[Noise, ...]) -> Tensor:
         """Return the ELBO of one posterior with its own network on its own rows, [groups]."""
-        posterior = self.runs[m].posterior
+        posterior = self.begun[m].posterior
         own = pytree.tree_map(lambda x: x[m], noise)
         fit, complexity = Objective(posterior, self.objective.estimator).at({}, own, self.fits[m].batch)
         return fit - complexity
 
     def loop(self, progress: bool) -> bool:
         """Make all steps; return whether the user ended them early."""
-        bar = Progress(max(one.end for one in self.fits), 0, progress, f"{len(self.fits)} fits")
+        bar = Progress(max(one.fit.end for one in self.fits), 0, progress, f"{len(self.fits)} fits")
         try:
             while active := [one for one in self.fits if one.goes_on]:
                 with uninterrupted():
                     self.step(active)
                 elbo = [value for one in active if isfinite(value := one.elbo)]
                 bar.update(fmean(elbo) if elbo else nan, stdev(elbo) / len(elbo) ** 0.5 if len(elbo) > 1 else nan)
-                bar.shorten(max(one.end for one in self.fits))
+                bar.shorten(max(one.fit.end for one in self.fits))
             return False
         except KeyboardInterrupt:
             return True
         finally:
             bar.close()
             for m, one in enumerate(self.fits):
-                one.flush()
-                mean = {name: x[m].clone() for name, x in self.average.items()} if one.averaged else {}
-                one.run.state = replace(one.run.state, average=mean)
+                if one.fit.averaged:
+                    one.fit.average = {name: x[m].clone() for name, x in self.average.items()}
 
     def step(self, active: Sequence[OneFit]) -> None:
         """Move every posterior that goes on as a step of its own fit would, up to rounding."""
         started = time.monotonic()
-        if active[0].run.state.stage == 1 and active[0].step >= round(FIRST_STAGE * active[0].run.settings.total):
+        if active[0].fit.stage_two_is_due:
             for one in active:
-                one.run.state = one.run.second_stage(one.run.state)
+                one.fit.begin_stage_two()
             self._see_what_learns()
         for one in active:
             one.read()
@@ -504,13 +481,13 @@ class StackedFits:
         (-_column(weight, fit) * (fit - _column(kl_weight, fit) * complexity)).mean(-1).sum().backward()
         with torch.no_grad():
             elbo = (fit - complexity).double()
-            gradients = [x.grad for x in self.stacked.values() if x.grad is not None]
-            norm = torch.stack([x.double().reshape(len(x), -1).square().sum(1) for x in gradients]).sum(0).sqrt()
+            learning = [x for x in self.stacked.values() if x.grad is not None]
+            norm = sum(x.grad.double().reshape(len(x), -1).square().sum(1) for x in learning).sqrt()
             finite = norm.isfinite() & elbo.isfinite().all(-1)
             coefficient = (self.clip / norm.clamp(min=1e-30)).clamp(max=1.0)
-            for x in gradients:
+            for x in learning:
                 rows = -1, *[1] * (x.ndim - 1)
-                x.copy_(torch.where(finite.view(rows), x * coefficient.to(x).view(rows), 0.0))
+                x.grad = torch.where(finite.view(rows), x.grad * coefficient.to(x).view(rows), 0.0)
             error = elbo.std(-1) / elbo.shape[1] ** 0.5 if elbo.shape[1] > 1 else torch.full_like(norm, nan)
             told = torch.stack([elbo.mean(-1), error, norm, finite.double()], 1).tolist()  # the host waits once
             self._move(rates, told)
@@ -519,9 +496,9 @@ class StackedFits:
                 for name, mean in self.average.items():
                     mean.lerp_(self.stacked[name], torch.tensor(weights).to(mean).view(-1, *[1] * (mean.ndim - 1)))
         seconds = time.monotonic() - started
-        for one, (value, deviation, size, is_finite) in zip(self.fits, told, strict=True):
+        for one, row in zip(self.fits, told, strict=True):
             if one.goes_on:
-                one.record(value, deviation, size, is_finite, seconds)
+                one.record(*row, seconds)
 
     def _move(self, rates: Sequence[float], told: Sequence[Sequence[float]]) -> None:
         """Make one step of Adam at the highest rate; posteriors at a lower one go that part of the way."""

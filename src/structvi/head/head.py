@@ -21,7 +21,7 @@ from ..models.likelihoods import Bernoulli, Categorical, Gaussian
 from ..models.priors.scale import NormalPrior
 from ..objective import Estimate
 from ..result import Result, Status
-from ..train.batches import Batches
+from ..train.data import Batches
 from ..util.checks import check_integer, check_seed
 from .bound import Expected, GaussianBound, LabelBound
 from .features import Head

@@ -17,10 +17,9 @@ from ..models.batch import rows
 from ..objective import Estimate, Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
-from ..train.batches import Batches
-from ..train.options import KL_WARMUP
+from ..train.data import Batches
 from ..train.result import History
-from ..train.schedule import LearningRate
+from ..train.schedule import KL_WARMUP, rate_factor
 from ..util.checks import check_fraction
 
 if TYPE_CHECKING:
@@ -112,8 +111,9 @@ class BayesianModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(adam_groups(self.posterior, self.lr))
-        schedule = LearningRate(optimizer, None, self.warmup, self._steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rate_factor(step, self._steps, self.warmup)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property

@@ -12,11 +12,9 @@ import torch
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, Estimator, NonFiniteError, full_terms, not_finite
 from ..result import Status
-from ..train.batches import Batches, held_out_batches
-from ..train.before import notes_on_data, remember_choice
-from ..train.constant_predictor import Watched
-from ..train.notes import notes_on_bound
-from ..train.seen import warn_of_seen
+from ..train.checks import notes_on_data, remember_choice
+from ..train.compare import Watched, notes_on_bound
+from ..train.data import Batches, held_out_batches, warn_of_seen
 from ..util.checks import check_seed
 from .held_out import Candidate, of_networks
 from .place import DEFAULT_WIDTH, TrainedNetwork, restored_on_error

@@ -19,7 +19,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, StudentT
 from ..models.priors.base import Prior
 from ..models.priors.scale import NormalPrior
-from ..train.batches import Batches
+from ..train.data import Batches
 from .curvature import (
     GRADIENTS,
     Curvature,

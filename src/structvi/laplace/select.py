@@ -16,7 +16,7 @@ from ..models.batch import rows
 from ..models.calibration import Adjustment, Calibration
 from ..predict.linearised import POINTS
 from ..predict.temperature import ONE
-from ..train.batches import Reread
+from ..train.data import Reread
 from .held_out import (
     NETWORK,
     WEIGHT_DRAWS,

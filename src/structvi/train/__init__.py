@@ -1,1 +1,1 @@
-"""`posterior.fit`: a posterior fitted to data in minibatches."""
+"""Fits of a posterior to minibatches: loop, step, schedule, data and checkpoints."""

@@ -1,9 +1,8 @@
-"""What a fit is a fit of: data, model, network and family, as far as a checkpoint can know them again.
+"""The problem of a fit: data, model, network and family, as far as a checkpoint can recognise them.
 
-Everything here is cheap and stated. Of the data at most `ITEMS` items are read, spread evenly over them, and two of
-them twice: where these differ, an item is made anew at each reading (augmentation), and only length and labels count.
-Of large tensors a sample of `ELEMENTS` numbers counts.
-What cannot be described, such as the code that a function calls, is listed as unchecked.
+Of the data at most `ITEMS` items are read, spread evenly over them, and two of them twice: if these differ, an item is
+made anew at each reading (augmentation), and only length and labels count. Of large tensors a sample of `ELEMENTS`
+numbers counts. What cannot be described, such as the code that a function calls, is listed as unchecked.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from ..files.describe import OfYourOwn, encode
 from ..models.batch import split_batch
 from ..networks.padding import padding_rows
 from ..util.random_streams import borrowed_stream
-from .batches import Batches
+from .data import Batches
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -43,43 +42,34 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(posterior: "Posterior", batches: Batches) -> Fingerprint:
-    """Of a fit of this posterior to these data, before it begins or goes on."""
-    own = form_of(posterior)
-    with borrowed_stream(torch.Generator().manual_seed(0)):
-        data, questions = _data(batches)
-    number = {"the number of observations": str(posterior.model.num_data)}
-    return Fingerprint({**number, **own.parts, **data}, own.unchecked + questions)
-
-
-def form_of(posterior: "Posterior") -> Fingerprint:
-    """All but the data: what fits that are made at once must share."""
+    """Return the fingerprint of a fit of this posterior to these data, before it begins or goes on."""
     model, net = posterior.model, posterior.net
+    held = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    padding = {name: held[name][row] for name, row in padding_rows(net, set(model.net_space.names)).items()}
+    rest = sorted((name, tensor) for name, tensor in held.items() if name not in model.net_space)
     parts = {
+        "the number of observations": str(model.num_data),
         "the weights' dtype": str(posterior.space.dtype),
         "the random tensors": _digest([model.space.names, [list(shape) for shape in model.space.shapes]]),
         "dropout and batch_norm": f"{posterior.dropout}, {posterior.batch_norm}",
         "the network's structure": _digest(repr(net)),
         "the network's code": _code([type(module).forward for module in net.modules()]),
-        "the network's held tensors and buffers": _digest(list(_held(net, model.net_space.names))),
+        "the network's held tensors and buffers": _digest([*rest, *padding.items()]),
+        "where the network is linearised": _digest([model.linearised_at]),
+        "keys=": str(model.keys),
     }
-    if model.linearised_at is not None:
-        parts["where the network is linearised"] = _digest([model.linearised_at])
-    if model.keys is not None:
-        parts["keys="] = str(model.keys)
     unchecked: list[str] = []
-    for name, value in (
-        ("the likelihood", model.likelihood),
-        ("the prior", model.prior),
-        ("the family", whole_family(posterior.family)),
-        ("forward=", model.user_forward),
-    ):
+    named = {"the likelihood": model.likelihood, "the prior": model.prior, "the family": whole_family(posterior.family)}
+    for name, value in {**named, "forward=": model.user_forward}.items():
         parts[name], known = _described(value)
         unchecked += [] if known else [f"what {name} calls or holds ({parts[name].split(' ')[0]})"]
-    return Fingerprint(parts, unchecked)
+    with borrowed_stream(torch.Generator().manual_seed(0)):
+        data, questions = _data(batches)
+    return Fingerprint({**parts, **data}, unchecked + questions)
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What is not the same, with both values where they can be read."""
+    """Return what is not the same, with both values if they can be read."""
     found = []
     for name in {**then, **now}:
         old, new = then.get(name), now.get(name)
@@ -97,23 +87,23 @@ def _data(batches: Batches) -> tuple[dict[str, str], list[str]]:
     loader = batches.loader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         size = None if loader.batch_size is None else loader.batch_size * batches.part[1]  # of all ranks together
-        own = {"batches": f"{type(loader.sampler).__name__}, {size}, drop_last={loader.drop_last}"}
         length = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-        indices = batches.indices or list(range(length))
-        own["the indices of the data"] = f"{len(indices)}, {_digest(_spread(indices, 1024))[:8]}"
-        own["the length of the data"] = str(length)
-        chosen = _spread(indices, ITEMS)
-        items = [loader.dataset[i] for i in chosen]
-        again = [loader.dataset[i] for i in chosen[:2]]
-        return {**own, **_items(items, again)}, []
+        indices = batches.indices if len(batches.indices) else torch.arange(length)
+        chosen = _spread(indices, ITEMS).tolist()
+        own = {
+            "batches": f"{type(loader.sampler).__name__}, {size}, drop_last={loader.drop_last}",
+            "the indices of the data": f"{len(indices)}, {_digest(_spread(indices, 1024))[:8]}",
+            "the length of the data": str(length),
+        }
+        return {**own, **_items([loader.dataset[i] for i in chosen], [loader.dataset[i] for i in chosen[:2]])}, []
     if isinstance(loader, Sequence):
-        own = {"batches": str(len(loader))}
-        return {**own, "the data (a sample)": _leaves(_spread(loader, ITEMS))}, []
+        chosen = [loader[i] for i in _spread(torch.arange(len(loader)), ITEMS).tolist()]
+        return {"batches": str(len(loader)), "the data (a sample)": _leaves(chosen)}, []
     return {}, ["the data, a stream"]
 
 
 def _items(items: list[Any], again: list[Any]) -> dict[str, str]:
-    """All of the items, or of items that are made anew each time their labels."""
+    """Return a digest of all items, or of their labels if items are made anew each time."""
     if _leaves(items[: len(again)]) == _leaves(again):
         return {"the data (a sample)": _leaves(items)}
     labels = [_label(item) for item in items]
@@ -129,11 +119,11 @@ def _label(item: Any) -> Any:
         return None
 
 
-def _spread(values: Sequence[Any], count: int) -> list[Any]:
-    """At most so many of them, the first and the last among them, evenly spread."""
+def _spread(values: Tensor, count: int) -> Tensor:
+    """Return at most so many of them, the first and the last among them, evenly spread."""
     if len(values) <= count:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+        return values
+    return values[torch.linspace(0, len(values) - 1, count, dtype=torch.float64).round().long()]
 
 
 def _leaves(value: Any) -> str:
@@ -141,23 +131,8 @@ def _leaves(value: Any) -> str:
     return _digest([str(form), *leaves])
 
 
-# --------------------------------------------------------------------------------------------------- model and network
-
-
-def _held(net: nn.Module, random: Iterable[str]) -> Iterable[Any]:
-    random = set(random)
-    named = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    for name, tensor in sorted(named.items()):
-        if name not in random:
-            yield name
-            yield tensor
-    for name, row in padding_rows(net, random).items():
-        yield f"{name}, padding"
-        yield named[name][row]
-
-
 def _described(value: Any) -> tuple[str, bool]:
-    """A text, and whether it says all of it."""
+    """Return a text, and whether it says all of it."""
     if value is None:
         return "none", True
     try:
@@ -172,7 +147,7 @@ def _described(value: Any) -> tuple[str, bool]:
 
 
 def _code(functions: Iterable[Any]) -> str:
-    """Of the bytecode of Python functions: it changes with the version of Python, which stands before it."""
+    """Return a digest of the bytecode of Python functions, after the version of Python, with which it changes."""
     codes = [function.__code__ for function in functions if isinstance(getattr(function, "__code__", None), CodeType)]
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     return f"{version} {_digest([part for code in codes for part in _bytecode(code)])}"
@@ -195,7 +170,7 @@ def _digest(value: Any) -> str:
 
 
 def _feed(sha: Any, value: Any) -> None:
-    """Type and content; of objects that are neither numbers, texts, tensors nor nests of them the type alone."""
+    """Feed type and content; of objects that are neither numbers, texts, tensors nor nests of them the type alone."""
     if isinstance(value, np.ndarray):
         value = torch.as_tensor(value) if value.dtype.kind in "fiub" else value.tolist()
     if isinstance(value, Tensor):

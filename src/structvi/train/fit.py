@@ -1,16 +1,36 @@
 """`fit`: train a posterior on minibatches."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..distributed.collectives import LostRankError
+from ..distributed.ranks import Ranks
+from ..families.low_rank import factors
+from ..files import fit_checkpoint
+from ..files.fit_checkpoint import Found
 from ..objective import Estimator
-from .optimizers import OptimizerLike
-from .options import Checkpoint, Compute, FitOptions, MakeScheduler, Schedule
+from ..util.checks import check_integer, check_positive, check_seed
+from .checkpoint import Checkpoint, restore, save
+from .checks import notes_on_data, remember_choice
+from .data import Batches, warn_of_seen
+from .fingerprint import fingerprint
+from .loop import Fit
+from .optimizer import OptimizerLike, description, make_optimizer
+from .progress import Progress
 from .result import FitResult, History
-from .running import run_fit
+from .schedule import KL_WARMUP, LearningRate, MakeScheduler, Schedule
+from .step import Compute, Step
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
+
+#: steps below which a fit is not cut into stages
+FEWEST_STAGED = 10
+#: steps between checkpoints, if the loader does not know the length of an epoch
+EVERY = 500
 
 
 def fit(
@@ -33,7 +53,7 @@ def fit(
     seed: int = 0,
     callback: Callable[[History], None] | None = None,
 ) -> FitResult:
-    """Maximise E log lik − λ KL[q‖prior] over minibatches, and return what came of it.
+    """Maximise E log lik − λ KL[q‖prior] over minibatches, and return the result.
 
     A fit learns `posterior.parameters()`: the variational parameters, and those of likelihood and prior. At the end it
     compares the last step, the average over the last quarter of the steps and, of a staged fit, the posterior without
@@ -72,5 +92,191 @@ def fit(
         >>> result.steps, result.verdict
         (8, 'too few steps to tell whether it has converged')
     """
-    given = {name: value for name, value in locals().items() if name not in ("posterior", "loader")}
-    return run_fit(posterior, loader, FitOptions(**given))
+    given = locals()
+    return run(posterior, loader, Options(**{one.name: given[one.name] for one in fields(Options)}))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `fit`, checked."""
+
+    epochs: int | None
+    steps: int | None
+    lr: float | None
+    optimizer: OptimizerLike | None
+    schedule: Schedule | MakeScheduler | None
+    clip: float | None
+    accumulate: int
+    kl_weight: float
+    estimator: Estimator
+    validation: Iterable[Any] | None
+    checkpoint: Checkpoint | None
+    compute: Compute | None
+    progress: bool
+    seed: int
+    callback: Callable[[History], None] | None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                f"a fit needs a length, got epochs={self.epochs!r} and steps={self.steps!r}: "
+                "fit(loader, epochs=20) trains the posterior; around a network that is trained already use "
+                "laplace(loader, validation=held_out)"
+            )
+        for name in ("epochs", "steps", "accumulate"):
+            check_integer(name, getattr(self, name), optional=name != "accumulate")
+        for name in ("clip", "kl_weight"):
+            if getattr(self, name) is not None:
+                check_positive(getattr(self, name), name)
+        check_seed(self.seed)
+        if isinstance(self.validation, int | float):
+            raise TypeError(f"validation must be held-out data, as the loader, got {self.validation!r}: split the data")
+        for name, kind in (("estimator", Estimator), ("checkpoint", Checkpoint), ("compute", Compute)):
+            value = getattr(self, name)
+            if not isinstance(value, kind | None):
+                raise TypeError(f"{name} must be vi.{kind.__name__}(..), got {value!r}")
+        if not isinstance(self.schedule, Schedule | None) and not callable(self.schedule):
+            raise TypeError(
+                f"schedule must be vi.Schedule(..) or a function from the optimizer to a torch scheduler, "
+                f"got {self.schedule!r}"
+            )
+
+    @property
+    def scheduler(self) -> MakeScheduler | None:
+        return None if isinstance(self.schedule, Schedule | None) else self.schedule
+
+    @property
+    def times(self) -> Schedule:
+        """The schedule; beside a scheduler of the user's, which has a course of its own, the default without a stop."""
+        if self.schedule is None:
+            return Schedule()
+        return self.schedule if isinstance(self.schedule, Schedule) else Schedule(stop=False)
+
+    @property
+    def computing(self) -> Compute:
+        return self.compute or Compute()
+
+
+def run(posterior: "Posterior", loader: Iterable[Any], options: Options, label: str = "") -> FitResult:
+    """Make a fit and return its result; `label` says in the progress bar what it is for."""
+    ranks, kept = Ranks(options.computing.parallel, posterior.family), options.checkpoint
+    try:
+        found = kept.found() if kept is not None and ranks.rank == 0 else None
+        if kept is not None and ranks.rank:
+            found = fit_checkpoint.latest(kept.directory) if kept.resume else None
+        one = begin(posterior, loader, options, ranks, found)
+        stopped = _loop(one, options, label)
+        if kept is not None:
+            save(one, kept.directory)
+        result = one.finish(stopped)
+    finally:
+        ranks.close()
+    posterior.last_fit = result
+    return result
+
+
+def begin(
+    posterior: "Posterior", loader: Iterable[Any], options: Options, ranks: Ranks, found: Found | None = None
+) -> Fit:
+    """Return a fit at its first step, or at the one that a checkpoint has."""
+    if not torch.is_grad_enabled():
+        raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
+    options.computing.check(posterior)
+    if options.validation is not None:
+        warn_of_seen(loader, options.validation)
+    remember_choice(posterior, options.validation, options.seed)
+    data = Batches(loader, options.seed, posterior.device, ranks.part)
+    data.share(ranks)
+    validation = options.validation if options.computing.precision is None else None  # which casts inputs
+    notes = notes_on_data(posterior, data, validation, options.estimator.kind != "log_q")
+    made = make_optimizer(posterior, options.optimizer, options.lr)
+    rate = LearningRate(made, options.scheduler, options.times.warmup, options.times.hold)
+    make_step = Step(
+        posterior, made, torch.Generator(posterior.device).manual_seed(options.seed), estimator=options.estimator,
+        clip=options.clip, capture=options.computing.capture, ranks=ranks,
+    )  # fmt: skip
+    settings = _settings(posterior, data, options, found)
+    settings |= {"optimizer": description(made), "learning rates": rate.highest}
+    one = Fit(posterior, data, settings, rate, make_step, options.validation)
+    one.notes, one.show = notes, options.progress and ranks.rank == 0
+    kept = options.checkpoint
+    if kept is not None:
+        known = fingerprint(posterior, data)
+        one.problem = known.parts
+        if found is not None:
+            one.notes += restore(one, found)
+            if known.unchecked:
+                one.notes.append(f"resumed without a look at {'; '.join(known.unchecked)}")
+        elif kept.resume:
+            one.notes.append(f"nothing to resume in {kept.directory}: started from the beginning")
+    return one
+
+
+def leave(posterior: "Posterior") -> None:
+    """Let all low-rank factors learn again after a fit, however it ended."""
+    for factor in factors(posterior.family):
+        factor.requires_grad_(True)
+
+
+def _settings(posterior: "Posterior", data: Batches, options: Options, found: Found | None) -> dict[str, Any]:
+    """Return what a resumed fit must share; "auto" is decided by whether the posterior was fitted before."""
+    steps, times, estimator = options.steps, options.times, options.estimator
+    if options.epochs is not None:
+        if data.length is None:
+            raise ValueError("the loader does not know how many batches it has: give steps= instead of epochs=")
+        steps = options.epochs * -(-data.length // options.accumulate)
+    assert steps
+    then = {} if found is None else found.description["settings"]
+    is_first = posterior.fit_status is None
+    staged = then.get("staged", is_first) if times.staged == "auto" else times.staged
+    kl_warmup = then.get("kl_warmup", KL_WARMUP if is_first else 0.0) if times.kl_warmup == "auto" else times.kl_warmup
+    return {
+        "steps": steps, "accumulate": options.accumulate, "estimator": estimator.kind, "groups": estimator.groups,
+        "coupling": getattr(estimator.coupling, "__qualname__", repr(estimator.coupling)), "clip": options.clip,
+        "kl_weight": float(options.kl_weight), "kl_warmup": float(kl_warmup), "warmup": times.warmup,
+        "hold": times.hold, "staged": bool(staged and factors(posterior.family) and steps >= FEWEST_STAGED),
+        "stop": times.stop, "precision": str(options.computing.precision), "seed": options.seed,
+        "num_data": posterior.model.num_data,
+    }  # fmt: skip
+
+
+def _loop(one: Fit, options: Options, label: str) -> bool:
+    """Make all steps; return whether the user ended them early. However it ends, the posterior can be used again."""
+    posterior, ranks, kept = one.posterior, one.ranks, options.checkpoint
+    directory = None if kept is None else kept.directory
+    every = (kept and kept.every) or one.steps_an_epoch or EVERY
+    told = {
+        **one.settings,
+        "step resumed from": one.step,
+        "family": repr(posterior.family),
+        "steps between checkpoints": every if ranks.sharded and kept is not None else None,
+    }
+    ranks.start(told, one.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
+    bar = Progress(one.end, one.step, one.show, label)
+    try:
+        with ranks.interruptible(), options.computing.applied(posterior):
+            one.loop(bar, directory, every, options.callback)
+        return False
+    except KeyboardInterrupt:
+        one.back_to_step()
+        return True
+    except torch.OutOfMemoryError as error:
+        one.back_to_step()
+        said = f"the posterior is as it was after step {one.step}"
+        if directory is not None and ranks.size == 1:
+            save(one, directory)
+            said += f", and so is the checkpoint in {directory}"
+        error.add_note(said)
+        raise
+    except LostRankError as error:
+        one.back_to_step()
+        if directory is not None:
+            if not ranks.sharded:  # a lost rank's rows are nowhere else
+                save(one, directory)
+            newest = fit_checkpoint.files(directory)[:1]
+            error.add_note(f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}")
+        raise
+    finally:
+        bar.close()
+        one.rate.set(1.0)  # the optimizer may be the user's
+        leave(posterior)

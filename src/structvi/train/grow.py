@@ -9,17 +9,17 @@ import torch
 from ..families.low_rank import with_rank
 from ..families.mixture import with_components
 from ..util.checks import check_seed
-from .averaging import assign, copied
-from .batches import Batches
-from .comparing import worth_on_seed
+from .compare import worth_on_seed
+from .data import Batches
 from .fit import fit
-from .options import Schedule
+from .loop import assign, copied
 from .result import FitResult
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: Groups of draws on which the grown posterior is compared with the one before.
+#: groups of draws on which the grown posterior is compared with the one before
 GROUPS = 32
 
 
@@ -32,16 +32,16 @@ def grow(
     seed: int = 0,
     **options: Any,
 ) -> FitResult:
-    """Give a fitted posterior more freedom and fit on; keep that only where it is not worse on common draws.
+    """Give a fitted posterior more freedom and fit on; keep that only if it is not worse on common draws.
 
-    What decides is the objective that is fitted, E log lik − λ KL: at λ = 1 the ELBO.
+    The objective that is fitted decides, E log lik − λ KL: at λ = 1 the ELBO.
 
-    With `rank` a normal's factor gets new columns, small ones: what was fitted is kept (a `MeanField` becomes a
+    With `rank` a normal's factor gets new columns, small ones, beside what was fitted (a `MeanField` becomes a
     `LowRankNormal`). With `components` the posterior becomes the first part of a mixture, as in variational
     boosting, and the new parts, which weigh 0.1 together, start as copies of it, each at a draw from it.
 
     Args:
-        posterior: fitted; its family is replaced where the grown one is kept.
+        posterior: fitted; its family is replaced if the grown one is kept.
         loader, options: as for `fit`.
         rank: the new rank, above the present one.
         components: the new number of parts, above the present one.
@@ -63,27 +63,23 @@ def grow(
     check_seed(seed)
     if (rank is None) == (components is None):
         raise ValueError(f"give one of rank= and components=, got rank={rank!r} and components={components!r}")
+    posterior.check_whole()
     schedule = options.pop("schedule", None) or Schedule()
     if isinstance(schedule, Schedule):
         schedule = replace(schedule, staged=False)
-    posterior.check_whole()
-    generator = torch.Generator().manual_seed(seed)
-    old = posterior.family
+    generator, old = torch.Generator().manual_seed(seed), posterior.family
     if rank is not None:
         grown = with_rank(old, rank, generator)
     else:
         assert components is not None
         grown = with_components(old, components, generator)
-    others = posterior.outside_family()
-    fitted = copied(others)
-    batches = Batches(loader, seed, posterior.device)
-    lam = options.get("kl_weight", 1.0)
-    before = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
-    posterior.family = grown
-    kept = False
+    others, batches = posterior.outside_family(), Batches(loader, seed, posterior.device)
+    fitted, kl_weight = copied(others), options.get("kl_weight", 1.0)
+    before = worth_on_seed(posterior, batches.everything(), GROUPS, seed, kl_weight)
+    posterior.family, kept = grown, False
     try:
         result = fit(posterior, loader, schedule=schedule, seed=seed, **options)
-        after = worth_on_seed(posterior, batches.everything(), GROUPS, seed, lam)
+        after = worth_on_seed(posterior, batches.everything(), GROUPS, seed, kl_weight)
         kept = after.objective.value >= before.objective.value
     finally:
         if not kept:
@@ -91,7 +87,7 @@ def grow(
             assign(others, fitted)
     found = {"before": before, "grown": after}
     result.candidates = {name: one.elbo for name, one in found.items()}
-    result.objectives = {} if lam == 1.0 else {name: one.objective for name, one in found.items()}
+    result.objectives = {} if kl_weight == 1.0 else {name: one.objective for name, one in found.items()}
     result.kept = "grown" if kept else "before"
     result.elbo = result.candidates[result.kept]
     result.comparison = f"{GROUPS} groups of draws, all data"

@@ -1,141 +1,141 @@
-"""One run of a fit: what stays the same through it, the loop over steps, and what comes out in the end."""
+"""One fit: where it is between two steps, the loop over its steps, and its result."""
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from math import inf, sqrt
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from math import inf, isfinite, sqrt
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
-from ..distributed.ranks import Counted, Ranks, Taken
+from ..distributed.ranks import Counted, Taken
 from ..families.low_rank import hold_factors, release_factors
-from ..objective import Estimate, Estimator, NonFiniteError, not_finite
+from ..models.likelihoods import Likelihood
+from ..objective import Estimate, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer
+from ..predict.draws import WeightDraws
+from ..predict.predictive import observed_target
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
 from ..util.interrupts import uninterrupted
 from ..util.progress import progress_bar
 from ..util.random_streams import borrowed_stream
-from . import verdict as words
-from .averaging import Snapshots, assign, averaged, copied
-from .batches import Batches, mean_rows
-from .checkpoints import save
-from .comparing import LAST_STEP, WITHOUT_FACTOR, Worth, average_of, worth_on_seed
-from .constant_predictor import Watched, explain, worse_than_nothing
-from .notes import notes_of
-from .optimizers import OptimizerLike, described, make_optimizer
-from .options import MakeScheduler, Settings
+from .checkpoint import save
+from .compare import Watched, Worth, notes_on_bound, worth_on_seed
+from .data import Batches, mean_rows
 from .progress import Progress
 from .result import FitResult, History, Skipped
-from .schedule import LearningRate
-from .state import FitState
+from .schedule import FIRST_STAGE, LAST_PART, LearningRate
 from .step import OverflowingError, Step
-from .validation import FEW_DRAWS, Choice, Watch
-from .verdict import LAST_PART, SHORTEST_PART, Trend
+from .verdict import SHORTEST_PART, Trend
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: The factor starts after this part of the steps: 40 %, measured on UCI networks.
-FIRST_STAGE = 0.4
-#: Groups of draws on which posteriors are compared.
+#: groups of draws on which posteriors are compared at the end
 COMPARISON_GROUPS = 8
-#: At most so many steps lie between the states that a fit can go back to.
-MOST_LOST = 200
-#: About so many iterates are averaged: those between them are much the same.
+#: iterates that are averaged, about: those between them are much the same
 AVERAGED = 256
-#: So many batches in a row without a finite loss end the fit.
+#: batches in a row without a finite loss that end the fit
 FAILURES = 5
+#: draws of the weights for held-out data, while the fit runs and at its end
+FEW_DRAWS, DRAWS = 8, 32
+#: names of candidates
+LAST_STEP, WITHOUT_FACTOR = "last step", "rank 0 (mean field)"
 
 
-class Run:
-    """One run: `run.state` is all of it that changes, and a step gives it a new one.
+class Fit:
+    """One fit. Numbers say where it is; a step changes them, and the tensors of the posterior in place.
 
     Args:
         posterior: N must be known.
-        batches: what it is fitted to.
-        settings: what the run is defined by.
-        estimator: of the ELBO and its gradient.
-        ranks: the processes that share the work.
-        optimizer, scheduler, lr, capture: as in `fit`.
-        watch: held-out data.
+        data: what it is fitted to.
+        settings: what a resumed fit must share: "steps", "kl_weight", "kl_warmup", "staged", "stop", "accumulate", ..
+        rate: the learning rates.
+        make_step: the step, with optimizer, generator and ranks.
+        validation: held-out data.
     """
 
     def __init__(
         self,
         posterior: "Posterior",
-        batches: Batches,
-        settings: Settings,
-        estimator: Estimator,
-        ranks: Ranks,
-        optimizer: OptimizerLike | None,
-        scheduler: MakeScheduler | None,
-        lr: float | None,
-        capture: bool,
-        watch: Watch | None = None,
+        data: Batches,
+        settings: dict[str, Any],
+        rate: LearningRate,
+        make_step: Step,
+        validation: Iterable[Any] | None = None,
     ):
-        self.posterior, self.batches, self.settings, self.ranks = posterior, batches, settings, ranks
-        self.named: dict[str, Tensor] = dict(posterior.named_parameters())
-        self.generator = torch.Generator(posterior.device).manual_seed(settings.seed)
-        self.notes: list[str] = []
-        self.watch = watch
-        #: whether a bar shows how far the comparison is
-        self.show = False
-        #: the posterior as it begins and the network, where that is trained: candidates of a fit with held-out data
-        self.begun: dict[str, Tensor] = {}
-        self.trained: Tensor | None = None
-        self.choice = Choice()
-        #: log likelihood of the best output that ignores the input, once posteriors were compared
+        self.posterior, self.data, self.settings, self.rate, self.make_step = posterior, data, settings, rate, make_step
+        self.optimizer, self.generator, self.ranks = make_step.optimizer, make_step.generator, make_step.ranks
+        self.named, self.learned = make_step.named, posterior.learned()
+        self.validation, self.held_out = validation, None
+        self.history, self.notes, self.skipped = History(), list[str](), list[Skipped]()
+        self.problem: Mapping[str, str] = {}
+        #: observations a step over an epoch, if known before one was read
+        self.mean_rows = mean_rows(data, settings["accumulate"], self.ranks)
+        #: steps made; the epoch, and the batch in it, at which the next one begins; observations of all steps
+        self.step = self.epoch = self.index = self.rows = 0
+        #: where the present cycle of the learning rate began, and where the fit ends
+        self.begun, self.end = 0, int(settings["steps"])
+        #: the step from which the rate falls to its end, once the fit has converged
+        self.cooling: int | None = None
+        self.failures = 0
+        #: the mean over the last iterates, and of how many; the posterior at the end of stage one
+        self.average: dict[str, Tensor] = {}
+        self.averaged = 0
+        self.without_factor: dict[str, Tensor] = {}
+        #: the state of the generator after the last step
+        self.stream = self.generator.get_state()
+        #: log likelihood of the best output that ignores the input
         self.constant: float | None = None
-        self.known: dict[str, Worth] = {}  # candidates that were compared with those of other runs, at once
-        #: observations a step over an epoch, where that is known before one was read
-        self.mean_rows = mean_rows(batches, settings.accumulate, ranks)
-        total = settings.total
-        self.optimizer = make_optimizer(posterior, optimizer, lr)
-        self.schedule = LearningRate(self.optimizer, scheduler, settings.warmup, total, settings.hold)
-        self.snapshots = Snapshots(posterior.learned(), every=max(1, min(MOST_LOST, total // 20)))
-        self.make_step = Step(
-            posterior, self.optimizer, self.generator, estimator=estimator, clip=settings.clip, capture=capture,
-            ranks=ranks,
-        )  # fmt: skip
-        self.state: FitState = FitState(
-            settings, described(self.optimizer), tuple(self.schedule.highest), posterior.learned(),
-            self.generator.get_state(), History(), end=total, stage=1 if settings.staged else 2,
-        )  # fmt: skip
-        if settings.staged:
+        self.stage = 1 if settings["staged"] else 2
+        if self.stage == 1:
             hold_factors(posterior.family)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.step < self.end
 
     @property
     def cycle(self) -> int:
         """Steps of the present cycle of the learning rate: all, but for a fit that was extended."""
-        return self.settings.total - self.state.begun
+        return int(self.settings["steps"]) - self.begun
 
     @property
     def last_part(self) -> int:
         return max(1, round(LAST_PART * self.cycle))
 
     @property
-    def passes(self) -> float:
-        """Over the data, of all steps: see `budget`."""
-        return STEP * self.make_step.draws * self.state.rows / self.settings.num_data
-
-    @property
-    def compared(self) -> int | None:
-        """At most so many batches are read to compare posteriors at the end; None for all."""
-        candidates = 1 + sum(map(bool, (self.state.averaged > 1, self.state.without_factor, self.begun)))
-        draws = candidates * COMPARISON_GROUPS * max(1, self.make_step.draws // self.settings.groups)
-        default = default_passes(self.passes, self.settings.num_data, self.posterior.space.size)
-        length = self.batches.length and self.batches.length * self.ranks.part[1]  # batches of all ranks
-        most = max(32, self.settings.total // 40)  # a stream may have no end
-        return batches_within(default, draws, length, most)
-
-    @property
     def steps_an_epoch(self) -> int | None:
-        return -(-self.batches.length // self.settings.accumulate) if self.batches.length else None
+        return -(-self.data.length // self.settings["accumulate"]) if self.data.length else None
+
+    @property
+    def passes(self) -> float:
+        """Over the data, of all steps: see `util.budget`."""
+        return STEP * self.make_step.draws * self.rows / self.settings["num_data"]
+
+    @property
+    def kl_weight(self) -> float:
+        """λ of the next step."""
+        rise = 0.0 if self.begun else self.settings["kl_warmup"] * self.settings["steps"]
+        return self.settings["kl_weight"] * min(1.0, (self.step + 1) / (rise + 1))
+
+    @property
+    def rate_factor(self) -> float:
+        """The learning rate of the next step relative to the highest."""
+        cooling = None if self.cooling is None else self.cooling - self.begun
+        return self.rate.factor(self.step - self.begun, self.cycle, cooling, self.end - self.begun)
+
+    @property
+    def stage_two_is_due(self) -> bool:
+        return self.stage == 1 and self.step >= round(FIRST_STAGE * self.settings["steps"])
+
+    def begin_stage_two(self) -> None:
+        """Keep the posterior without its factor, to be compared at the end, and let the factor learn."""
+        self.without_factor, self.stage = copied(self.learned), 2
+        release_factors(self.posterior.family, self.generator)
 
     def loop(
         self,
@@ -144,232 +144,296 @@ class Run:
         every: int,
         callback: Callable[[History], None] | None,
     ) -> None:
-        while self.state.step < self.state.end:
-            iterator = self.batches.epoch(self.state.epoch, self.state.index)
-            while self.state.step < self.state.end:
-                if self.state.stage == 1 and self.state.step >= round(FIRST_STAGE * self.settings.total):
-                    self.state = self.second_stage(self.state)
-                self.state = replace(self.state, stream=self.generator.get_state())
-                started = time.monotonic()
+        """Make all steps."""
+        accumulate = self.settings["accumulate"]
+        while self.goes_on:
+            iterator = self.data.epoch(self.epoch, self.index)
+            while self.goes_on:
+                if self.stage_two_is_due:
+                    self.begin_stage_two()
+                self.stream, started = self.generator.get_state(), time.monotonic()
                 # data sets and networks that draw random numbers do so from the global stream
                 with borrowed_stream(self.generator, self.ranks.rank):
-                    accumulate, index = self.settings.accumulate, self.state.index
-                    taken = self.ranks.take(iterator, accumulate, self.batches, index)
+                    taken = self.ranks.take(iterator, accumulate, self.data, self.index)
                     if not taken.batches:
                         break
                     with uninterrupted():
-                        self.state = self._advanced(self.state, taken, started)
+                        self.advance(taken, started)
                 self.ranks.stop_together()
-                bar.update(*self._window(), self.choice.last)
-                if self.settled(self.state):
-                    step = self.state.step
-                    self.state = replace(self.state, cooling=step, end=step + self.last_part)
-                    bar.shorten(self.state.end)
-                if checkpoint is not None and self.state.step % every == 0 and self.state.step < self.state.end:
+                bar.update(*self._window(), self.held_out)
+                if self.settle():
+                    bar.shorten(self.end)
+                if checkpoint is not None and self.step % every == 0 and self.goes_on:
                     save(self, checkpoint)
                 if callback is not None:
-                    callback(self.state.history)
+                    callback(self.history)
             else:
                 return
-            if self.watch is not None:
-                self.choice.last = self.watch.of(self.posterior, FEW_DRAWS).mean
-                self.state.history.set_last("held_out", self.choice.last)
-            if self.state.index == 0:
-                raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
-            self.state = replace(self.state, epoch=self.state.epoch + 1, index=0)
+            self.end_epoch()
 
-    def _advanced(self, state: FitState, taken: Taken, started: float) -> FitState:
-        """The state after one step of the optimizer, or after none where something is not finite."""
-        settings = self.settings
-        lam = settings.kl_weight if state.begun else settings.kl_weight_at(state.step)
-        row = {"step": state.step, "epoch": state.epoch, "kl_weight": lam, "stage": state.stage}
-        begun, cooling = state.begun, state.cooling
-        rate = self.schedule.before(
-            state.step - begun, self.cycle, None if cooling is None else cooling - begun, state.end - begun
-        )
-        snapshot = None
-        if state.failures == 0:
-            snapshot = self.snapshots.take(state.snapshot, state.snapshot_step, state.step)
-        state = replace(state, rows=state.rows + taken.whole)
-        # observations a step, or as far as is known yet
-        mean = self.mean_rows or state.rows / (state.step + 1)
-        if isinstance(self.optimizer, CoordinateOptimizer) and state.step >= state.end - self.last_part:
-            self.optimizer.settled = True
+    def advance(self, taken: Taken, started: float) -> None:
+        """Make one step of the optimizer, or none if something is not finite."""
+        mean = self.mean_rows or (self.rows + taken.whole) / (self.step + 1)
+        lr, kl_weight = self.rate.set(self.rate_factor), self.kl_weight
+        if isinstance(self.optimizer, CoordinateOptimizer):
+            self.optimizer.settled = self.step >= self.end - self.last_part
         try:
-            values, norm = self.make_step(taken.batches, [rows / mean for rows in taken.rows], lam, taken.whole / mean)
+            values, norm = self.make_step(
+                taken.batches, [rows / mean for rows in taken.rows], kl_weight, taken.whole / mean
+            )
         except OverflowingError as error:
-            skipped = Skipped(state.epoch, state.index, str(error))
-            state = replace(state, skipped=(*state.skipped, skipped))
-            state.history.append(**row)
+            self.leave_out(str(error))
+            self.failures = 0
         except (NonFiniteError, LinAlgError) as error:
-            state = self._left_out(state, str(error))
-            state.history.append(**row)
+            self.leave_out(str(error))
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            error.add_note(f"in batch {state.index + getattr(error, 'batch', 0)} of epoch {state.epoch}")
+            some = f"{self.index}" if len(taken.batches) == 1 else f"{self.index} or the {len(taken.batches) - 1} after"
+            error.add_note(f"in batch {some} of epoch {self.epoch}")
             raise
         else:
-            if snapshot is not None:
-                self.snapshots.kept(state.snapshot)
-                state = replace(state, snapshot=snapshot, snapshot_step=state.step)
-            self.schedule.after()
+            self.rate.after_step()
+            if self.averages:
+                self.averaged += 1
+                average(self.average, self.named, 1 / self.averaged)
             estimate = Estimate.of(values)
-            state.history.append(
-                **row, elbo=estimate.value, standard_error=estimate.standard_error, lr=rate, gradient_norm=norm,
-                seconds=time.monotonic() - started,
-            )  # fmt: skip
-            stride = max(1, self.last_part // AVERAGED)
-            if state.step >= state.end - self.last_part and state.step % stride == 0:
-                iterates = averaged(state.average, state.averaged, self.named)
-                state = replace(state, average=iterates, averaged=state.averaged + 1)
-            state = replace(state, failures=0)
-        return replace(
-            state, step=state.step + 1, index=state.index + len(taken.batches), stream=self.generator.get_state()
-        )
+            self.record(estimate.value, estimate.standard_error, norm, lr, time.monotonic() - started)
+        self.rows += taken.whole
+        self.step, self.index = self.step + 1, self.index + len(taken.batches)
+        self.stream = self.generator.get_state()
 
-    def _left_out(self, state: FitState, reason: str) -> FitState:
-        """A batch without a finite loss changes nothing; from the second in a row on an older state is gone back to."""
-        skipped = (*state.skipped, Skipped(state.epoch, state.index, reason))
-        state = self.state = replace(state, skipped=skipped, failures=state.failures + 1)
-        if state.failures > 1 and state.snapshot:
-            assign({name: state.learned[name] for name in state.snapshot}, state.snapshot)
-        if state.failures == FAILURES:
-            names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in state.skipped[-FAILURES:])
+    @property
+    def averages(self) -> bool:
+        """Whether the iterate of this step counts in the average."""
+        return self.step >= self.end - self.last_part and self.step % max(1, self.last_part // AVERAGED) == 0
+
+    def record(self, elbo: float, standard_error: float, norm: float, lr: float, seconds: float) -> None:
+        """Write a finite step into the history."""
+        self.failures = 0
+        if self.posterior.fit_status is None:
+            self.posterior.fit_status = Status.STOPPED  # it has moved
+        self.history.append(
+            step=self.step, epoch=self.epoch, kl_weight=self.kl_weight, stage=self.stage, elbo=elbo,
+            standard_error=standard_error, lr=lr, gradient_norm=norm, seconds=seconds,
+        )  # fmt: skip
+
+    def leave_out(self, reason: str) -> None:
+        """Write a step that was left out into the history; too many in a row end the fit."""
+        self.skipped.append(Skipped(self.epoch, self.index, reason))
+        self.failures += 1
+        if self.failures == FAILURES:
+            names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in self.skipped[-FAILURES:])
             raise NonFiniteError(
-                f"{FAILURES} batches in a row ({names}) gave no finite loss, the last because {reason}. "
-                f"The posterior is in its last good state that was kept, before step {state.snapshot_step}"
+                f"{FAILURES} batches in a row ({names}) gave no finite loss, the last because {reason}. The posterior "
+                f"is as it was after the last step that was finite; a smaller lr= helps where it is not the data"
             )
-        return state
+        self.history.append(step=self.step, epoch=self.epoch, kl_weight=self.kl_weight, stage=self.stage)
 
-    def second_stage(self, state: FitState) -> FitState:
-        """What stage one ended with is kept, to be compared with what the second brings."""
-        without_factor = copied(state.learned)
-        release_factors(self.posterior.family, self.generator)
-        # a snapshot of stage one is none of stage two's
-        return replace(state, without_factor=without_factor, stage=2, snapshot={})
-
-    def _window(self) -> tuple[float, float]:
-        """The ELBO over the last steps, at most an epoch and a hundred, and its standard error."""
-        history = self.state.history
-        values = history.recent("elbo", min(100, self.steps_an_epoch or 100))
-        values = values[values.isfinite()]
-        if len(values) < 2:
-            return (float(values[0]), history.recent("standard_error", 1).item()) if len(values) else (-inf, inf)
-        return float(values.mean()), float(values.std()) / sqrt(len(values))
-
-    def settled(self, state: FitState) -> bool:
-        """Whether the trend of the ELBO has just been found to be none: the learning rate then falls to its end."""
+    def settle(self) -> bool:
+        """End the fit early if the trend of its ELBO has just been found to be none; return whether it was."""
         part, settings = self.last_part, self.settings
-        first = FIRST_STAGE * settings.total if settings.staged and not state.begun else 0
         check = max(1, part // 4)
         # stage one and both warm-ups begin with the fit
-        rising = settings.warmup if state.begun else max(settings.kl_warmup, settings.warmup)
-        early = state.step - state.begun < max(first, rising * self.cycle) + part + check
-        late = state.cooling is not None or state.step >= state.end - part
-        if not settings.stop or early or late or state.step % check or part < SHORTEST_PART:
+        first = FIRST_STAGE * settings["steps"] if settings["staged"] and not self.begun else 0
+        rising = settings["warmup"] if self.begun else max(settings["kl_warmup"], settings["warmup"])
+        early = self.step - self.begun < max(first, rising * self.cycle) + part + check
+        late = self.cooling is not None or self.step >= self.end - part
+        if not settings["stop"] or early or late or self.step % check or part < SHORTEST_PART:
             return False
         # twice: now, and a quarter of the window ago
-        return all(Trend.of(state.history, part, part, settings.num_data, back).has_ended for back in (0, check))
+        if not all(Trend.of(self.history, part, part, settings["num_data"], back).has_ended for back in (0, check)):
+            return False
+        self.cooling, self.end = self.step, self.step + part
+        return True
+
+    def end_epoch(self) -> None:
+        """Measure the held-out data, and begin the next epoch."""
+        if self.validation is not None:
+            self.held_out = self.measure_held_out(FEW_DRAWS)
+            self.history.set_last("held_out", self.held_out)
+        if self.index == 0:
+            raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
+        self.epoch, self.index = self.epoch + 1, 0
+
+    def measure_held_out(self, draws: int) -> float:
+        """Return the log density of the held-out data, in nats for each observed number."""
+        assert self.validation is not None
+        posterior, reference = self.posterior, None
+        if posterior.batch_norm == "reestimated":
+            reference = posterior.model.split(next(iter(self.data.everything(1))))[0]
+        generator, total, count = torch.Generator(posterior.device).manual_seed(self.settings["seed"]), 0.0, 0
+        predict = WeightDraws(posterior, draws, reference=reference, generator=generator, calibrated=False)
+        for batch in Batches(self.validation, self.settings["seed"], posterior.device).everything():
+            inputs, target = predict.split(batch)
+            log_prob = predict(inputs).log_prob(target)
+            known = isinstance(posterior.model.likelihood, Likelihood)
+            observed = observed_target(posterior.model.likelihood, target)[1] if known else None
+            total += float(log_prob.double().sum())
+            count += log_prob.numel() if observed is None else int(observed.sum())
+        return total / count if isfinite(total) else -inf
 
     def back_to_step(self) -> None:
-        """After an interruption between two steps: the stream as the last one left it."""
-        self.generator.set_state(self.state.stream)
+        """Put the generator back to where the last step left it, after an interruption between two steps."""
+        self.generator.set_state(self.stream)
+
+    def _window(self) -> tuple[float, float]:
+        """Return the ELBO over the last steps, at most an epoch and a hundred, and its standard error."""
+        values = self.history.recent("elbo", min(100, self.steps_an_epoch or 100))
+        values = values[values.isfinite()]
+        if len(values) < 2:
+            return (float(values[0]), self.history.recent("standard_error", 1).item()) if len(values) else (-inf, inf)
+        return float(values.mean()), float(values.std()) / sqrt(len(values))
 
     # -------------------------------------------------------------------------------------------------- the result
 
-    def verdict(self) -> tuple[Status, str]:
-        part, state = self.last_part, self.state
-        if state.cooling is not None:
-            return Status.CONVERGED, "converged"
-        if len(state.history) < part or part < SHORTEST_PART:
-            return Status.TOO_SHORT, words.TOO_SHORT
-        trend = Trend.of(state.history, 2 * part, part, self.settings.num_data)
-        steps = self.steps_an_epoch
-        return trend.judge() if steps is None else trend.judge(steps, "epoch")
-
     def finish(self, stopped: bool) -> FitResult:
-        """Choose among the last step, the average and the posterior without its factor, and say what came out."""
-        state, bound = self.state, self.posterior.family().bound
-        kept, worths = LAST_STEP, dict[str, Worth]()
+        """Keep the best of the last step, the average and the posterior without its factor; return the result."""
+        settings, bound = self.settings, self.posterior.family().bound
+        kept, worths, held_out = LAST_STEP, dict[str, Worth](), dict[str, float]()
         if stopped:
             mean, error = self._window()
-            elbo = Estimate(mean, error, state.history.recent("elbo", 1), bound)
+            elbo = Estimate(mean, error, self.history.recent("elbo", 1), bound)
             comparison = "mean over the last steps: stopped before posteriors were compared"
-            status, verdict = Status.STOPPED, words.STOPPED
+            status, verdict = Status.STOPPED, "stopped by you"
         else:
-            kept, worths = self._best()
-            elbo = worths[kept].elbo
-            most, seen = self.compared, (self.batches.length or 0) * self.ranks.part[1]
+            kept, worths, held_out, most = self._best()
+            elbo, seen = worths[kept].elbo, (self.data.length or 0) * self.ranks.part[1]
             data = "all data" if most is None or seen <= most else f"{most} of {seen} batches"
             comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
-            status, verdict = self.verdict()
-            worse = worse_than_nothing(elbo.value, elbo.standard_error, self.constant)
-            if worse and bound and status is not Status.TOO_SHORT:
-                assert self.constant is not None
-                self.notes.append(explain(elbo.value, self.constant, status is Status.IMPROVING))
-            elif status is Status.IMPROVING:
-                self.notes.append(
-                    "improving: at the highest learning rate, which falls to zero in a fit; call fit again to go on"
-                )
-            if elbo.value == -inf:
-                self.notes.append("the ELBO over the full data is not finite: some observation has none at some draw")
-                status, verdict = Status.DIVERGED, words.NOT_FINITE
-        evaluation = self.posterior.model.evaluation
-        tempered = self.settings.kl_weight != 1.0
-        on_cpu = self.generator.device.type == "cpu"
+            status, verdict = self._verdict(elbo)
+            self.notes += self._advice(status, elbo, bound)
         return FitResult(
             status=status, verdict=verdict, elbo=elbo, kept=kept, comparison=comparison,
             candidates={name: one.elbo for name, one in worths.items()},
-            objectives={name: one.objective for name, one in worths.items()} if tempered else {},
-            history=state.history, steps=state.step, passes=self.passes,
-            epochs=state.epoch + (state.index / self.batches.length if self.batches.length else 0),
-            kl_weight=self.settings.kl_weight, bound=bound, exact=self.batches.exact and on_cpu,
-            skipped=list(state.skipped), notes=notes_of(self, bound), evaluation=str(evaluation),
-            constant=self.constant,
-            held_out={name: one.mean for name, one in self.choice.held_out.items()},
-            network=None if self.choice.network is None else self.choice.network.mean,
-            against_network=self.choice.against_network(kept),
+            objectives={name: one.objective for name, one in worths.items()} if settings["kl_weight"] != 1 else {},
+            history=self.history, steps=self.step, passes=self.passes,
+            epochs=self.epoch + (self.index / self.data.length if self.data.length else 0),
+            kl_weight=settings["kl_weight"], bound=bound, exact=self.data.exact and self.generator.device.type == "cpu",
+            skipped=self.skipped, notes=[*self.notes, *self._notes(bound)],
+            evaluation=str(self.posterior.model.evaluation), constant=self.constant, held_out=held_out,
         )  # fmt: skip
 
-    def _best(self) -> tuple[str, dict[str, Worth]]:
-        """Which of the posteriors is kept, and what they came to on common draws; the posterior is then that one.
+    def _verdict(self, elbo: Estimate) -> tuple[Status, str]:
+        part, steps = self.last_part, self.steps_an_epoch
+        if elbo.value == -inf:
+            return Status.DIVERGED, "no finite ELBO: print(result.details) says which batch and why"
+        if self.cooling is not None:
+            return Status.CONVERGED, "converged"
+        if len(self.history) < part or part < SHORTEST_PART:
+            return Status.TOO_SHORT, "too few steps to tell whether it has converged"
+        trend = Trend.of(self.history, 2 * part, part, self.settings["num_data"])
+        return trend.judge(steps or 1, "epoch" if steps else "step")
 
-        The objective that was fitted decides, E log lik − λ KL: at λ = 1 the ELBO.
+    def _advice(self, status: Status, elbo: Estimate, bound: bool) -> list[str]:
+        """Return a note if the fit has learned nothing, or should go on."""
+        noise = 2 * elbo.standard_error if isfinite(elbo.standard_error) else 0.0
+        below = self.constant is not None and elbo.value + noise < self.constant
+        if below and bound and status is not Status.TOO_SHORT:
+            return [
+                f"worse than knowing nothing: an output that ignores the input has {self.constant:.4g} nats, this "
+                f"posterior {elbo.value:.4g}; the KL of its weights costs more than the data say. Fewer random weights "
+                "(select=, PerLayer), a narrower prior, another seed or more data help; λ < 1 (kl_weight=) predicts "
+                "better and is not the posterior"
+            ]
+        if elbo.value == -inf:
+            return ["the ELBO over the full data is not finite: some observation has none at some draw"]
+        if status is Status.IMPROVING:
+            return ["improving: at the highest learning rate, which falls to zero in a fit; call fit again to go on"]
+        return []
+
+    def _notes(self, bound: bool) -> list[str]:
+        notes, model, kind = list[str](), self.posterior.model, self.generator.device.type
+        if (kl_weight := self.settings["kl_weight"]) != 1:
+            notes.append(f"λ = {kl_weight:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1")
+        if kind == "cuda" and self.make_step.reason is not None:
+            notes.append(f"the step was not captured as a CUDA graph: {self.make_step.reason}")
+        if self.ranks.size > 1:
+            what = "its part of every batch" if self.ranks.mode == "data" else "its own draws for every batch"
+            notes.append(f"{self.ranks.size} ranks, each with {what}")
+        if not bound:
+            notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
+        notes += notes_on_bound(model)
+        if not self.data.exact:
+            notes.append(f"not exact: {self.data.inexact}; a resumed run differs from one never stopped")
+        elif kind != "cpu":
+            notes.append(f"not exact: kernels on {kind} may add in another order each time")
+        if self.skipped:
+            first = self.skipped[0]
+            notes.append(
+                f"{len(self.skipped)} steps left out, not finite; the first at batch {first.index} of epoch "
+                f"{first.epoch}: {first.reason}"
+            )
+        return notes
+
+    def _best(self) -> tuple[str, dict[str, Worth], dict[str, float], int | None]:
+        """Put the posterior into its best state; return its name, what all are worth, and how many batches were read.
+
+        Held-out data decide if there are some; else the objective that was fitted, E log lik − λ KL.
         """
-        state, kept = self.state, LAST_STEP
-        states = {kept: copied(state.learned)}
-        if state.averaged > 1:
-            states[average_of(state.averaged)] = {**states[kept], **state.average}
-        if state.without_factor:
-            states[WITHOUT_FACTOR] = {**state.without_factor}
-        if self.begun:
-            states["the start"] = self.begun
-        simpler = {WITHOUT_FACTOR}
-        found: dict[str, Worth] = {}
+        states = {LAST_STEP: copied(self.learned)}
+        if self.averaged > 1:
+            states[f"average of the last {self.averaged}"] = {**states[LAST_STEP], **self.average}
+        if self.without_factor:
+            states[WITHOUT_FACTOR] = self.without_factor
+        worths, held_out, most = dict[str, Worth](), dict[str, float](), self._batches_compared(len(states))
         for name, values in states.items():
-            assign(state.learned, values)
-            found[name] = self.known.get(name) or self._evaluate(f"comparing {len(found) + 1}/{len(states)}")
+            assign(self.learned, values)
+            worths[name] = self._worth(most, f"comparing {len(worths) + 1}/{len(states)}")
+            if self.validation is not None:
+                held_out[name] = self.measure_held_out(DRAWS)
+        kept = LAST_STEP
+        decide = (
+            held_out if any(map(isfinite, held_out.values())) else {n: w.objective.value for n, w in worths.items()}
+        )
+        if held_out and decide is not held_out:
+            self.notes.append("the held-out log density is not finite, and the ELBO has selected: is there NaN in it?")
+        for name, value in decide.items():
             # the average is wanted where it costs nothing; the simpler posterior only where it is better
-            own, best = found[name].objective.value, found[kept].objective.value
-            if own - best > 0 or (own == best and name not in simpler):
+            if value > decide[kept] or (value == decide[kept] and name != WITHOUT_FACTOR):
                 kept = name
-        if self.watch is not None:
-            kept = self.choice.make(self.posterior, self.watch, states, state.learned, self.trained, kept)
-            self.notes += self.choice.notes
-        if kept in states:
-            assign(state.learned, states[kept])
-        else:
-            found[kept] = self._evaluate("comparing")
-        return kept, found
+        assign(self.learned, states[kept])
+        return kept, worths, held_out, most
 
-    def _evaluate(self, label: str) -> Worth:
-        every = self.batches.everything(self.compared, (self.ranks.rank, self.ranks.size))
-        read = Watched(every, self.posterior.model)
-        batches = Counted(progress_bar(read, total=self.compared, label=label, show=self.show))
+    def _batches_compared(self, candidates: int) -> int | None:
+        """Return how many batches are read to compare posteriors; None for all."""
+        draws = candidates * COMPARISON_GROUPS * max(1, self.make_step.draws // self.make_step.estimator.groups)
+        default = default_passes(self.passes, self.settings["num_data"], self.posterior.space.size)
+        length = self.data.length and self.data.length * self.ranks.part[1]  # batches of all ranks
+        return batches_within(default, draws, length, max(32, self.settings["steps"] // 40))
+
+    def _worth(self, most: int | None, label: str) -> Worth:
+        ranks, model = self.ranks, self.posterior.model
+        read = Watched(self.data.everything(most, (ranks.rank, ranks.size)), model)
+        batches = Counted(progress_bar(read, total=most, label=label, show=self.show))
         try:
             settings = self.settings
-            worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings.seed, settings.kl_weight)
+            worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings["seed"], settings["kl_weight"])
         except (NonFiniteError, LinAlgError):
             worth = Worth(not_finite(COMPARISON_GROUPS), not_finite(COMPARISON_GROUPS))
         else:
-            self.constant = read.log_likelihood if self.ranks.size == 1 else None  # each rank has read its part alone
-        return Worth(*(self.ranks.pool(one, batches.observations) for one in worth))
+            self.constant = read.log_likelihood if ranks.size == 1 else None  # each rank has read its part alone
+        return Worth(*(ranks.pool(one, batches.observations) for one in worth))
+
+    #: whether a bar shows how far the comparison is
+    show = False
+
+
+def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the tensors."""
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+@torch.no_grad()
+def assign(named: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values into the tensors of these names."""
+    for name, tensor in named.items():
+        tensor.copy_(values[name])
+
+
+@torch.no_grad()
+def average(mean: dict[str, Tensor], named: Mapping[str, Tensor], share: float) -> None:
+    """Move the mean towards the tensors by this share, in place; it begins as a copy of them."""
+    for name, tensor in named.items():
+        if name in mean:
+            mean[name].lerp_(tensor, share)
+        else:
+            mean[name] = tensor.detach().clone()

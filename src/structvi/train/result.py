@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.calibration import Calibration
 from ..objective import Estimate
 from ..result import Result, Status
 
@@ -32,7 +31,6 @@ NEXT = {
     Status.TOO_SHORT: "give more epochs=: a trend needs 64 steps; fit goes on from here",
     Status.STOPPED: "call fit again: it goes on from here",
     Status.DIVERGED: "look at the batch that the notes name; a smaller lr= helps where it is not the data",
-    Status.PLACED: "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)",
 }
 
 
@@ -200,10 +198,6 @@ class FitResult(Result):
             below it is worse than knowing nothing. None where it is not known.
         held_out: of every candidate the log density of the held-out data, the average over draws, in nats for each
             observed number; where `validation=` was given.
-        network: the same of the network that the fit started from.
-        calibration: a temperature on top, where held-out data asked for one around a trained network.
-        against_network: how much higher that of the posterior that was kept is, and its standard error over rows.
-        is_of_mixture: whether held-out data chose it for a mixture of networks, whose result has their densities.
     """
 
     kept: str
@@ -221,16 +215,10 @@ class FitResult(Result):
     evaluation: str = "one draw at a time"
     constant: float | None = None
     held_out: dict[str, float] = field(default_factory=dict)
-    network: float | None = None
-    against_network: tuple[float, float] | None = None
-    calibration: Calibration | None = None
-    is_of_mixture: bool = False
 
     def headlines(self) -> list[str]:
         first = f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)"
-        third = self._against() or self._kept() or f"draws: {self.evaluation}"
-        if self.status is Status.PLACED:  # nothing was maximised: the held-out data come first
-            return [self.verdict, third, f"{self._bound()}; not maximised, so compare by held-out density"]
+        third = self._held_out() or self._kept() or f"draws: {self.evaluation}"
         second = self._bound()
         if self.constant is not None:
             second += f"; of the best output that ignores the input {self.constant:.2f} nats"
@@ -241,25 +229,19 @@ class FitResult(Result):
         lines = [self.verdict + f", after {self.steps} steps ({self.epochs:.4g} epochs)", self._bound()]
         if self.constant is not None:
             lines.append(f"for comparison, the best output that ignores the input: {self.constant:.2f} nats")
-        lines += [self._kept(), self._against(), f"draws: {self.evaluation}", f"next: {self.next_step}"]
+        lines += [self._kept(), self._held_out(), f"draws: {self.evaluation}", f"next: {self.next_step}"]
         return "\n".join([*filter(None, lines), *self.notes])
 
     @property
     def next_step(self) -> str:
-        if self.is_of_mixture:
-            return "it was chosen for the mixture: print the mixture's result, which has the held-out densities"
-        if self.status is Status.PLACED and self.network is None:
-            return "give validation=held_out_loader, which chooses the prior's width; then bayes.predict(x)"
-        if self.status is Status.PLACED and self.against_network is not None and self.kept == "the network":
-            return "bayes.predict(x) is as your network: bayes.calibrate(held_out_loader) may still gain"
         if self.status in (Status.CONVERGED, Status.UNCLEAR, Status.IMPROVING) and self._is_below_constant():
             return "it is below a constant output: are inputs and targets scaled? print(result.details) has what to try"
         return NEXT.get(self.status, "print(result.details) says what is missing")
 
     def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
-        """The history, and what was kept: ELBO, held-out log density, and that of the network. Needs tensorboard."""
+        """Write the history, and ELBO and held-out log density of what was kept. Needs tensorboard."""
         self.history.to_tensorboard(to, prefix)
-        final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept), "held_out_network": self.network}
+        final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept)}
         with _writer(to) as writer:
             for name, value in final.items():
                 if value is not None and isfinite(value):
@@ -278,15 +260,9 @@ class FitResult(Result):
         if len(self.candidates) < 2:
             return ""
         by = f" by E log lik − λ KL at λ = {self.kl_weight:g}" if self.objectives else ""
+        by = " by the held-out log density" if self.held_out else by
         compared = ", ".join(f"{key} {value}" for key, value in (self.objectives or self.candidates).items())
         return f"kept: {self.kept}; compared on common draws{by}: {compared}"
 
-    def _against(self) -> str:
-        if self.network is None or self.against_network is None:
-            return ""
-        gain, error = self.against_network
-        how = "the same" if abs(gain) <= 2 * error else "better" if gain > 0 else "worse"
-        return (
-            f"held-out log density: {self.held_out[self.kept]:.4f} nats, the network's own {self.network:.4f}: "
-            f"{how} ({gain:+.4f} ± {error:.4f})"
-        )
+    def _held_out(self) -> str:
+        return f"held-out log density: {self.held_out[self.kept]:.4f} nats" if self.kept in self.held_out else ""

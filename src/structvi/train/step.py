@@ -1,22 +1,29 @@
-"""One training step: draw, run the network, go back, clip, move; on a GPU captured as one CUDA graph."""
+"""One training step, of `fit` and for loops of your own: draw, run the network, go back, clip, move."""
 
-import traceback
-from collections.abc import Hashable, Iterable, Sequence
-from math import inf, isfinite
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.linalg import LinAlgError  # pyright: ignore
 from torch.nn.utils import get_total_norm
 from torch.utils import _pytree as pytree
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Parallel, Ranks
 from ..models.batch import rows
-from ..objective import Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
-from ..util.checks import unread
+from ..networks.mixed_precision import check_precision
+from ..objective import Estimate, Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
+from ..result import Status
+from ..util.checks import check_integer, check_positive, check_seed, unread
+from ..util.interrupts import uninterrupted
+from ..util.random_streams import borrowed_stream
 from .cuda_graph import CapturedStep
-from .memory import explain, need_of, there_is
+from .memory import explain, forget_frames, need_of, there_is
+from .optimizer import OptimizerLike, make_optimizer
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -27,6 +34,45 @@ GRAPHS = 4
 AS_ASKED = "as asked"
 #: bytes of one block: after it was freed, glibc keeps up to twice as much for the next steps instead of returning it
 KEPT_BYTES = 2**25 - 2**16
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Options of `fit` and `stepper`: how a step is computed.
+
+    Args:
+        precision: `torch.bfloat16` or `torch.float16` runs the network, and nothing else, in mixed precision. A step
+            whose gradient overflows in float16 is left out, and halves the scale of the gradients in the network.
+        compile: run the network through `torch.compile`, one draw at a time: for many large steps.
+        capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph if the network allows.
+        parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch, of
+            w times the loader's batch size. "draws": each draws its own weights for the same batch. None: they do not
+            share the work. "auto" is "data" if there is a group. A stepper knows no other ranks.
+    """
+
+    precision: torch.dtype | None = None
+    compile: bool = False
+    capture: bool = True
+    parallel: Parallel = "auto"
+
+    def check(self, posterior: "Posterior") -> None:
+        """Raise ValueError if this posterior cannot be computed so."""
+        check_precision(self.precision, posterior.net, posterior.space.dtype, posterior.device)
+        if self.compile and posterior.model.linearised_at is not None:
+            raise ValueError("compile=True is for the network itself, and this one is linearised: leave it out")
+
+    @contextmanager
+    def applied(self, posterior: "Posterior") -> Iterator[None]:
+        """Run the network in this precision, and compiled, inside the block."""
+        model = posterior.model
+        before = model.precision, model.compiled
+        model.precision = self.precision or model.precision
+        if self.compile and model.compiled is None:
+            model.compiled = torch.compile(functional_call)
+        try:
+            yield
+        finally:
+            model.precision, model.compiled = before
 
 
 class OverflowingError(NonFiniteError):
@@ -212,21 +258,16 @@ class Step:
 
     def _out_of_memory(self, error: torch.OutOfMemoryError, batches: Sequence[Any]) -> torch.OutOfMemoryError:
         """Return the error with what would fit; give back what the step had taken."""
-        one: BaseException | None = error
-        while one is not None:  # what it was raised while handling holds tensors too
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__ = None  # a cleared frame still has its function, and that the tensors it closes over
-            one = one.__context__
+        forget_frames(error)
         for parameter in self.named.values():
             parameter.grad = None
         self._graphs.clear()
-        device = self.generator.device
-        if device.type == "cuda":
+        if self.generator.device.type == "cuda":
             torch.cuda.empty_cache()
-        need = need_of(self.posterior, max(batches, key=rows), self.estimator.groups, self.estimator.coupling)
+        need = need_of(self.posterior, max(batches, key=rows), self.estimator)
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        there = there_is(device, [*self.named.values(), *moments])
-        return torch.OutOfMemoryError(f"{explain(need, there, device)} torch said: {error}")
+        there = there_is(self.generator.device, [*self.named.values(), *moments])
+        return torch.OutOfMemoryError(f"{explain(need, there, self.generator.device)} torch said: {error}")
 
     # ----------------------------------------------------------------------------------------------------- capture
 
@@ -271,3 +312,125 @@ class Step:
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients, a float64 tensor."""
     return get_total_norm([p.grad for p in parameters if p.grad is not None]).double()
+
+
+class Stepper:
+    """`loss = step(batch)` moves the posterior by one step of the optimizer: what `Posterior.stepper` returns.
+
+    Attributes:
+        optimizer: its learning rates are read at every step, by a captured one too.
+        generator: of draws and dropout, on the posterior's device.
+        steps: how many have been made.
+        elbo: of the last step, in nats for the whole data set, at λ = 1; None before the first.
+        gradient_norm: of the last step, of −elbo/N, before it was clipped.
+    """
+
+    def __init__(self, make_step: Step, observations: float | None, compute: Compute):
+        self.posterior, self.optimizer, self.generator = make_step.posterior, make_step.optimizer, make_step.generator
+        self.observations, self.compute, self._step = observations, compute, make_step
+        self.steps, self.gradient_norm, self.elbo = 0, nan, None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the last steps were CUDA graphs; if not, `reason` says why."""
+        return self._step.captured
+
+    @property
+    def reason(self) -> str | None:
+        """Why steps are not captured; None if they are, or will be."""
+        return self._step.reason
+
+    def __call__(self, *batches: Any, kl_weight: float = 1.0) -> float:
+        """Make one step; return −elbo/N, in nats per observation, at λ = 1 and before the step.
+
+        Args:
+            batches: one; or several, whose gradients are accumulated and which share the step. Each observation counts
+                the same, whatever the sizes of the batches.
+            kl_weight: λ in E log lik − λ KL[q‖prior], for a warm-up of your own; the returned loss is at λ = 1.
+
+        Raises:
+            NonFiniteError: loss or gradient are not finite. Nothing has changed: leave the batch out, or stop.
+            torch.OutOfMemoryError: with what would fit; nothing has changed.
+        """
+        if not batches:
+            raise ValueError("step(batch) takes a batch, or several that share the step; got none")
+        check_positive(kl_weight, "kl_weight")
+        posterior, device = self.posterior, self.posterior.device
+        if device != self.generator.device:
+            raise ValueError(
+                f"the posterior is on {device} and was on {self.generator.device} when the stepper was made: "
+                "call bayes.stepper(..) after bayes.to(device)"
+            )
+        moved = [on_device(batch, device) for batch in batches]
+        counts = [rows(batch) for batch in moved]
+        mean = self.observations or float(sum(counts))
+        with borrowed_stream(self.generator), self.compute.applied(posterior), uninterrupted():
+            try:
+                values, norm = self._step(moved, [one / mean for one in counts], kl_weight, sum(counts) / mean)
+            except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
+                return nan
+        posterior.calibration = None  # it was that of the posterior before
+        posterior.fit_status = Status.STOPPED
+        self.steps, self.elbo, self.gradient_norm = self.steps + 1, Estimate.of(values), norm
+        return -self.elbo.value / posterior.model.num_data
+
+    def __repr__(self) -> str:
+        how = "captured" if self.captured else f"not captured: {self.reason}" if self.reason else "not captured yet"
+        return f"Stepper({type(self.optimizer).__name__}, {self.steps} steps, {how})"
+
+
+def stepper(
+    posterior: "Posterior",
+    *,
+    optimizer: OptimizerLike | None = None,
+    lr: float | None = None,
+    observations: float | None = None,
+    clip: float | None = 10.0,
+    estimator: Estimator = Estimator(),
+    compute: Compute | None = None,
+    seed: int = 0,
+) -> Stepper:
+    """Return the step of `fit` for a loop of your own: `step = bayes.stepper()`, then `loss = step(batch)`.
+
+    A step draws weights, runs the network, clips the gradient of −elbo/N and moves `posterior.parameters()`. On a GPU,
+    with the default optimizer, it is one captured CUDA graph for each shape of batch. It is the step of `fit`, bit for
+    bit; your loop does the rest: learning rate, λ, stages, averages, checkpoints.
+
+    Args:
+        posterior: N must be known: `variationalize(.., num_data=N)`. Move it to its device first.
+        optimizer: a torch optimizer over `posterior.parameters()`, or a function from parameters to one; without weight
+            decay. By default Adam.
+        lr: of the default optimizer; 0.02 if not given. A scheduler of yours over `step.optimizer` changes it.
+        observations: in a step, on average over an epoch: a step with fewer then counts for less, as in `fit`, so that
+            all observations count the same. None: every step counts the same, whatever its size.
+        clip, estimator, compute, seed: as in `fit`.
+
+    Example:
+        >>> from structvi import MeanField, likelihoods, variationalize
+        >>> bayes = variationalize(torch.nn.Linear(3, 1), likelihoods.Gaussian(noise=1.0), MeanField(), num_data=8)
+        >>> step = bayes.stepper(lr=0.01)
+        >>> losses = [step((torch.ones(8, 3), torch.ones(8, 1))) for _ in range(100)]
+        >>> losses[-1] < losses[0]
+        True
+        >>> step
+        Stepper(Adam, 100 steps, not captured: not on a CUDA device)
+    """
+    compute = compute or Compute()
+    compute.check(posterior)
+    check_seed(seed)
+    for name, value in (("observations", observations), ("clip", clip)):
+        if value is not None:
+            check_positive(value, name)
+    check_integer("num_data", posterior.model.num_data)  # which says what to do where it is not known
+    make_step = Step(
+        posterior, make_optimizer(posterior, optimizer, lr), torch.Generator(posterior.device).manual_seed(seed),
+        estimator=estimator, clip=clip, capture=compute.capture,
+    )  # fmt: skip
+    return Stepper(make_step, observations, compute)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on the device."""
+    if isinstance(batch, tuple) and all(isinstance(x, Tensor) and x.device == device for x in batch):
+        return batch
+    return pytree.tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)

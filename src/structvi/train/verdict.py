@@ -1,7 +1,7 @@
 """Whether a fit has converged: the trend of its ELBO, and the words for it."""
 
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,39 +9,29 @@ from torch import Tensor
 from ..result import Status
 from .result import History
 
-#: The last part of the steps, whose iterates are averaged and whose trend gives the verdict.
-LAST_PART = 0.25
-#: A gain below this over the last part of a fit is none, whatever the noise: it changes no probability by 10 %.
+#: nats gained over the last part of a fit that count as none: they change no probability by 10 %
 NEGLIGIBLE = 0.1
-#: A shorter last part tells no trend.
+#: steps of a last part that is too short for a trend
 SHORTEST_PART = 16
-
-TOO_SHORT = "too few steps to tell whether it has converged"
-STOPPED = "stopped by you"
-NOT_FINITE = "no finite ELBO: print(result.details) says which batch and why"
+#: nats an observation that are worth a further fit
+WORTHWHILE = 0.01
 
 
-@dataclass(frozen=True)
-class Trend:
-    """The slope of the ELBO over some steps, in nats a step at the full learning rate, and its standard error.
-
-    Args:
-        slope, error: of the least-squares line.
-        part: how many steps the last part of the fit has.
-        num_data: N.
-    """
+class Trend(NamedTuple):
+    """The slope of the ELBO over some steps, in nats a step at the full learning rate, and its standard error."""
 
     slope: float
-    error: float
-    part: int
+    error: float  # ∞ where nothing moved, or too few steps tell
+    part: int  # steps of the last part of the fit
     num_data: int
 
     @classmethod
     def of(cls, history: History, window: int, part: int, num_data: int, back: int = 0) -> "Trend":
-        """Over `window` steps, up to `back` steps ago."""
+        """Return the trend over `window` steps, up to `back` steps ago."""
         elbo, epoch, lr = (history.recent(c, window + back)[:window] for c in ("elbo", "epoch", "lr"))
         highest = history["lr"].nan_to_num(0.0).max()
-        return cls(*trend(elbo, epoch, (lr / highest).nan_to_num(0.0)), part, num_data)
+        rate = (lr / highest).nan_to_num(0.0) if highest > 0 else torch.zeros_like(lr)
+        return cls(*trend(elbo, epoch, rate), part, num_data)
 
     @property
     def rises(self) -> bool:
@@ -50,52 +40,53 @@ class Trend:
 
     @property
     def may_hide_a_gain(self) -> bool:
-        """Worth a further fit: a hundredth of a nat an observation, and one nat at least."""
-        return (self.slope + 2 * self.error) * self.part > max(1.0, 0.01 * self.num_data)
+        return (self.slope + 2 * self.error) * self.part > max(1.0, WORTHWHILE * self.num_data)
 
     @property
     def has_ended(self) -> bool:
-        return not self.slope * self.part > NEGLIGIBLE and not self.may_hide_a_gain
+        return self.slope * self.part <= NEGLIGIBLE and not self.may_hide_a_gain
 
-    def judge(self, length: int = 1, unit: str = "step") -> tuple[Status, str]:
-        """Status and words; rates are told for `length` steps, an epoch's."""
+    def judge(self, length: int, unit: str) -> tuple[Status, str]:
+        """Return status and words; rates are told for `length` steps, an epoch's."""
+        if self.error == inf:
+            return Status.UNCLEAR, "not shown to have converged: the learning rate was zero, and nothing moved"
         if self.rises:
             gain = self.slope * length
             form = ".0f" if gain >= 10 else ".2f" if gain >= 0.1 else ".2g"
             return Status.IMPROVING, f"still improving at {gain:{form}} nats per {unit}"
         if self.may_hide_a_gain:
             hidden = (self.slope + 2 * self.error) * length
-            words = f"not shown to have converged: {hidden:.2g} nats per {unit} could hide in the noise"
-            return Status.UNCLEAR, words
+            return Status.UNCLEAR, f"not shown to have converged: {hidden:.2g} nats per {unit} could hide in the noise"
         return Status.CONVERGED, "converged"
 
 
 def trend(elbo: Tensor, epoch: Tensor, rate: Tensor) -> tuple[float, float]:
-    """The slope of the ELBO, in nats a step at the full rate, and its standard error, by least squares over epochs.
+    """Return the slope of the ELBO, in nats a step at the full rate, and its standard error, by least squares.
 
     Time runs as the learning rate does: steps that could not move the posterior say nothing of what is left to gain.
-
-    Means over whole epochs: which batch is whose turn is most of the noise of a step, and cancels over an epoch. Where
-    there are fewer than five, the steps in eight parts of equal length.
+    Points are means over whole epochs: most noise of a step is which batch it has, and cancels over an epoch. With
+    fewer than five epochs, points are eight parts of equal length.
 
     Args:
         elbo: of consecutive steps, [n]; nan where one was undone.
         epoch: of these steps, [n].
-        rate: the learning rate of these steps as a part of the highest, [n].
+        rate: the learning rate of these steps relative to the highest, [n].
     """
     position = rate.cumsum(0)
     finite = elbo.isfinite()
     elbo, epoch, position = elbo[finite], epoch[finite], position[finite]
-    _, sizes = epoch.unique_consecutive(return_counts=True)
-    sizes = sizes.tolist()
-    whole = [size == max(sizes) for size in sizes] if sizes else []
-    if sum(whole) < 5:
-        whole, sizes = [True] * 8, [len(part) for part in elbo.tensor_split(8)]
     if len(elbo) < 8:
         return 0.0, inf
+    _, counts = epoch.unique_consecutive(return_counts=True)
+    sizes: list[int] = counts.tolist()
+    whole = [size == max(sizes) for size in sizes]
+    if sum(whole) < 5:
+        whole, sizes = [True] * 8, [len(part) for part in elbo.tensor_split(8)]
     x = torch.stack([p.mean() for p, keep in zip(position.split(sizes), whole, strict=True) if keep])
     y = torch.stack([p.mean() for p, keep in zip(elbo.split(sizes), whole, strict=True) if keep])
     x, y = x - x.mean(), y - y.mean()
+    if not float(x @ x) > 0:
+        return 0.0, inf
     slope = (x @ y) / (x @ x)
     residual = (y - slope * x).square().sum() / (len(x) - 2)
     return float(slope), float((residual / (x @ x)).sqrt())

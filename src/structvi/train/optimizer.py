@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..optim.adam import DEFAULT_LR, adam_groups
+from ..util.checks import check_positive
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -24,6 +25,8 @@ def make_optimizer(posterior: "Posterior", optimizer: OptimizerLike | None, lr: 
         lr: of Adam.
     """
     parameters = list(posterior.parameters())
+    if lr is not None:
+        check_positive(lr, "lr")
     if optimizer is None:
         lr, device = DEFAULT_LR if lr is None else lr, parameters[0].device.type
         fused, capturable = device in ("cpu", "cuda"), device == "cuda"
@@ -48,7 +51,7 @@ def make_optimizer(posterior: "Posterior", optimizer: OptimizerLike | None, lr: 
     return made
 
 
-def described(optimizer: Optimizer) -> str:
+def description(optimizer: Optimizer) -> str:
     """Return what a resumed fit must share, beside learning rates."""
     options = {name: value for name, value in optimizer.defaults.items() if name != "lr"}
     return f"{type(optimizer).__name__} with {options}"
