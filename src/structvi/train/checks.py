@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..models.batch import arguments_of, batch_size
-from ..networks.call import call_network
-from ..networks.call import BATCH_NORMS
+from ..networks.call import BATCH_NORMS, call_network
 from ..networks.padding import padding_rows
 from ..predict.cases import fingerprint
 from ..util.patterns import few
