@@ -1,15 +1,12 @@
 """Constraints: bijections and their log Jacobians against automatic differentiation, torch's own, and far from zero."""
 
-import pickle
 import re
 from math import inf, nan
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, LKJCholesky, biject_to, constraints
-from torch.func import jacrev, vmap
+from torch.func import jacrev
 
 import structvi as vi
 
@@ -121,7 +118,7 @@ def test_a_fit_tells_whether_a_scale_has_a_proper_prior(case):
     assert (result.status is not vi.Status.DIVERGED) == proper
     assert ("prior" in result.verdict) != proper
     if not proper:
-        with pytest.raises(ValueError, match="no corrected draws: not sound"):
+        with pytest.raises(ValueError, match="not sound"):
             result.sample(corrected=True)
         assert "Of q" in str(result.summary())
 
@@ -147,25 +144,6 @@ def test_near_zero_they_are_torchs(name):
     torch.testing.assert_close(constrained.constraint.natural(x), y)
     theirs = transform.log_abs_det_jacobian(x, y).reshape(5, -1).sum(-1)
     torch.testing.assert_close(constrained.constraint.log_jacobian(x).reshape(5, -1).sum(-1), theirs)
-
-
-@each
-def test_draws_are_mapped_as_they_are_batched(name):
-    constraint = CASES[name][0].constraint
-    x = points(name)
-    torch.testing.assert_close(vmap(constraint.natural)(x), constraint.natural(x))
-    one_by_one = torch.stack([total(constraint, row) for row in x])
-    torch.testing.assert_close(vmap(lambda row: total(constraint, row))(x), one_by_one)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(-12, 12), min_size=2, max_size=6))
-def test_a_simplex_of_any_size_there_and_back(values):
-    x = torch.tensor(values, dtype=torch.float64)
-    constraint = vi.constraints.simplex(len(values) + 1).constraint
-    y = constraint.natural(x)
-    assert y.sum().item() == pytest.approx(1, abs=1e-12)
-    torch.testing.assert_close(constraint.free(y), x, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -228,23 +206,6 @@ def test_spaces_made_of_a_space_keep_their_constraints():
     ]  # log σ = −21 is no scale of log σ
 
 
-def test_parameters_are_pickled_with_their_constraints():
-    space = vi.Parameters({name.replace(" ", "_"): case[0] for name, case in CASES.items()})
-    again = pickle.loads(pickle.dumps(space))
-    theta = torch.randn(2, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(again.constrain(theta), space.constrain(theta))
-    torch.testing.assert_close(again.log_jacobian(theta), space.log_jacobian(theta))
-
-
-def test_dtype():
-    assert vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive(torch.ones(3))}).dtype == torch.float64
-    assert (
-        vi.Parameters({"a": torch.zeros(2), "s": vi.constraints.positive()}, dtype=torch.float32).dtype == torch.float32
-    )
-    assert vi.Parameters({"a": torch.zeros(2)}).dtype == torch.float32
-    assert vi.Parameters({"a": torch.zeros(2)}, dtype=torch.float64).dtype == torch.float64
-
-
 def test_a_log_density_of_values_has_the_jacobian_added():
     space = vi.Parameters({"mu": torch.zeros(2), "s": vi.constraints.positive(), "p": vi.constraints.simplex(3)})
     target = vi.LogDensity(lambda p: -p["mu"].square().sum() - p["s"] + p["p"][0].log(), space)
@@ -260,44 +221,18 @@ def test_a_log_density_of_values_has_the_jacobian_added():
     assert target.evaluation.choice == "vmap"
 
 
-def test_a_networks_tensors_are_free():
-    net = torch.nn.Linear(2, 1)
-    tensors = {"weight": vi.constraints.positive(torch.ones(1, 2)), "bias": torch.zeros(1)}
-    space = vi.Parameters(tensors, dtype=torch.float32)
-    with pytest.raises(ValueError, match="constraints are for log densities"):
-        vi.BayesianModel(net, vi.likelihoods.Gaussian(1.0), vi.priors.NormalPrior(), 5, parameters=space)
-
-
 BAD = {
     "negative": (lambda: vi.constraints.positive(-1.0), "positive: values must begin above zero, got -1"),
-    "zero": (lambda: vi.constraints.positive([1.0, 0.0]), r"above zero, got \[1, 0\]"),
-    "no number": (
-        lambda: vi.constraints.positive("one"),
-        "positive: expected a number or a tensor of numbers, got 'one'",
-    ),
     "not finite": (lambda: vi.constraints.positive(nan), "expected finite numbers, got nan"),
     "shape of values": (
         lambda: vi.constraints.positive(torch.ones(2), shape=3),
         r"values of shape \(2,\) do not fill shape=3",
     ),
-    "no shape": (lambda: vi.constraints.positive(1.0, shape=0), "a shape of integers ≥ 1"),
-    "half a shape": (lambda: vi.constraints.positive(1.0, shape=2.5), r"a shape of integers ≥ 1, .* shape=2.5"),
     "ends": (lambda: vi.constraints.interval(1, 0), "low must be below high, got 1 and 0"),
-    "one end": (lambda: vi.constraints.interval(0, inf), "for one end only, write positive and add the end"),
     "outside": (lambda: vi.constraints.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),
     "sum": (lambda: vi.constraints.simplex([0.5, 0.4]), r"sum to one, got \[0.5, 0.4\]"),
-    "one part": (
-        lambda: vi.constraints.simplex(1),
-        "how many parts, an integer ≥ 2, or a tensor of values to begin at, got 1",
-    ),
-    "half a part": (lambda: vi.constraints.simplex(2.5), "how many parts, an integer ≥ 2"),
-    "a simplex of one": (lambda: vi.constraints.simplex([1.0]), "at least two parts along the last axis"),
     "equal": (lambda: vi.constraints.ordered([1.0, 1.0]), r"no two equal, got \[1, 1\]"),
-    "falling": (lambda: vi.constraints.ordered([2.0, 1.0]), "must increase along the last axis"),
     "no triangle": (lambda: vi.constraints.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
-    "not square": (lambda: vi.constraints.cholesky_correlation(torch.ones(2, 3)), "expected square matrices"),
-    "a vector": (lambda: vi.constraints.cholesky_correlation([1.0]), "expected values with 2 axes or more"),
-    "no tensor": (lambda: vi.Parameters({"a": "1"}), "a: expected a tensor, a number, or positive"),
 }
 
 
@@ -327,4 +262,4 @@ def test_a_scale_that_is_not_given_as_positive_is_told(wrong):
 
     target = vi.LogDensity(log_density, vi.Parameters({"s": 1.0}))
     with pytest.raises(ValueError, match=r"given as positive\(1\.0\)"):
-        vi.fit_density(target, vi.FullNormal(), progress=False)
+        target.log_joint(torch.tensor([[1.0], [-1.0]], dtype=torch.float64))

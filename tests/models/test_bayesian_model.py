@@ -102,22 +102,6 @@ class TestMinibatches:
         (gradient,) = torch.autograd.grad(torch.stack(parts).mean(0).sum(), theta)
         close(gradient, torch.autograd.grad(full.sum(), theta)[0])
 
-    def test_uneven_parts_count_by_their_size(self):
-        model = regression()
-        x, t = data(N)
-        theta = draws(model)
-        likelihood = sum(
-            (j - i) / N * model.log_likelihood(theta, (x[i:j], t[i:j])) for i, j in ((0, 5), (5, 7), (7, 12))
-        )
-        close(likelihood, model.log_likelihood(theta, (x, t)))
-
-    def test_the_prior_counts_once_whatever_the_batch(self):
-        model = regression()
-        theta = draws(model)
-        close(model.log_prior(theta), normal(theta, PRIOR).sum(-1))
-        batch = data(3)
-        close(model.log_joint(theta, batch) - model.log_likelihood(theta, batch), model.log_prior(theta))
-
 
 class TwoInputs(nn.Module):
     def __init__(self):
@@ -169,14 +153,6 @@ class TestBatches:
         )
         assert set(seen) == {dict}
 
-    def test_forward_may_call_the_network_twice(self):
-        net = mlp()
-        model = regression(net, forward=lambda net, batch: (net(batch[0]) + net(-batch[0]), batch[1]))
-        x, t = data()
-        theta = draws(model)
-        y = torch.stack([mlp_by_hand(row, x) + mlp_by_hand(row, -x) for row in theta])
-        close(model.log_likelihood(theta, (x, t)), N / B * normal(t - y, NOISE).sum((1, 2)))
-
 
 class TestOutputs:
     def test_tensor(self):
@@ -207,23 +183,6 @@ class TestOutputs:
         close(outputs["more"][0], y.exp())
         close(outputs["more"][1][0], y.sum(-1))
         assert isinstance(outputs["more"], tuple)
-
-    def test_a_likelihood_may_take_the_dict(self):
-        class Heads(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(3, 2, dtype=torch.float64)
-
-            def forward(self, x):
-                return {"mean": self.linear(x)}
-
-        def likelihood(output, target):
-            return normal(target - output["mean"], NOISE)
-
-        model = BayesianModel(Heads(), likelihood, NormalPrior(PRIOR), num_data=N)
-        plain = regression(nn.Linear(3, 2, dtype=torch.float64))
-        theta, batch = draws(model), data()
-        close(model.log_joint(theta, batch), plain.log_joint(theta, batch))
 
 
 class TestFixed:
@@ -285,39 +244,6 @@ class TestCheckpointedActivations:
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
 
-    def test_a_buffer_that_the_call_changes(self):
-        class Counting(nn.Module):
-            """Its output depends on a buffer that it counts up: called again it has to start where it did."""
-
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(3, 2, dtype=torch.float64)
-                self.register_buffer("count", torch.ones(()))
-
-            def forward(self, x):
-                self.count += 1
-                return (self.linear(x) * self.count).sin()
-
-        batch, results = data(), []
-        for checkpointed in (False, True):
-            torch.manual_seed(2)
-            results.append(self.gradients(Counting(), batch, checkpoint_activations=checkpointed)[1])
-        assert torch.equal(results[0], results[1])
-
-    def test_fixed_tensors_and_a_forward_of_the_users_own(self):
-        net, batch, results = mlp(), data(), []
-        for checkpointed in (False, True):
-            torch.manual_seed(2)
-            model = regression(
-                net, forward=lambda net, batch: (net(batch[0]), batch[1]), checkpoint_activations=checkpointed
-            )
-            fixed = {"0.weight": net[0].weight}
-            theta = torch.randn(4, model.space.size - 12, dtype=torch.float64, requires_grad=True)
-            value = model.log_joint(theta, batch, fixed).sum()
-            results.append(torch.autograd.grad(value, [theta, net[0].weight]))
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
     @pytest.mark.parametrize("dropout", ["on", "off"])
     def test_a_fit_ends_in_the_same_bits(self, dropout):
         ends = []
@@ -346,16 +272,6 @@ class TestCheckpointedActivations:
             peaks.append(tracker.peak)
         # eight draws of activations against one, and the [8, P] gradient in both
         assert peaks[1] < 0.5 * peaks[0]
-
-
-def test_the_network_is_the_users_own_and_unchanged():
-    net = mlp()
-    before = {name: t.clone() for name, t in net.state_dict().items()}
-    model = regression(net)
-    model.log_joint(draws(model), data()).sum().backward()
-    assert model.net is net
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
-    assert all(p.grad is None for p in net.parameters())
 
 
 def test_a_target_of_the_users_own():

@@ -46,6 +46,7 @@ def test_moderate_scales_are_as_they_were():
 
 
 @pytest.mark.parametrize("make", [Gaussian, StudentT])
+@pytest.mark.slow
 def test_tiny_noise_and_outliers_at_a_high_learning_rate(make):
     """What boston and energy have: half of the targets next to exact, and some far off; no step is left out."""
     generator = torch.Generator().manual_seed(0)

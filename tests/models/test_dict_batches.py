@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import structvi as vi
 from structvi import likelihoods as lk
-from structvi.models.batch import arguments_of, as_labels, plain, split_batch
+from structvi.models.batch import arguments_of, plain, split_batch
 
 
 class WithHeader(torch.Tensor):
@@ -94,20 +94,6 @@ def test_a_fit_to_dicts_with_more_in_them_is_that_to_pairs(way):
     assert found[0][1] == pytest.approx(found[1][1])  # batches come in another order
 
 
-def test_around_a_trained_network_and_calibrated_with_keys():
-    bayes = vi.variationalize(net(), lk.Categorical(), keys=("image", "label"))
-    result = bayes.laplace(loader(), validation=loader(), progress=False)
-    bayes.calibrate(loader())
-    assert result.held_out
-    pred = bayes.predict(dressed(torch.zeros(2, 1, 8, 8)), draws=4)
-    assert type(pred.mean) is torch.Tensor
-    assert pred.mean.shape == (2, 2, 8, 8)
-    batch = next(iter(loader()))
-    assert bayes.predict(batch, draws=2).mean.shape == (4, 2, 8, 8)  # a batch as it comes
-    assert bayes.predict({"image": batch["image"]}, draws=2).mean.shape == (4, 2, 8, 8)
-    assert bayes.predictor(draws=4)(batch).mean.shape == (4, 2, 8, 8)
-
-
 def test_other_names_are_told(tmp_path):
     bayes = vi.variationalize(net(), lk.Categorical(), vi.MeanField(), keys=("scan", "seg"))
     bayes.fit(loader(image="scan", label="seg"), steps=2, progress=False)
@@ -153,24 +139,12 @@ def test_wrong_keys_are_refused(keys):
         vi.variationalize(net(), lk.Categorical(), keys=keys)
 
 
-def test_keys_and_forward_together_are_refused():
-    with pytest.raises(ValueError, match="keys= or forward=, not both"):
-        vi.variationalize(net(), lk.Categorical(), keys=("a", "b"), forward=lambda net, batch: batch)
-
-
 def test_pairs_are_still_pairs_beside_keys():
     bayes = vi.variationalize(net(), lk.Categorical(), keys=("a", "b"), num_data=4)
     image, label = torch.zeros(1, 1, 8, 8), torch.zeros(1, 8, 8).long()
     a = bayes.loss((image, label), generator=torch.Generator().manual_seed(0))
     b = bayes.loss({"a": image, "b": label.unsqueeze(1).float()}, generator=torch.Generator().manual_seed(0))
     assert torch.equal(a, b)
-
-
-def test_labels_that_were_interpolated_are_refused():
-    with pytest.raises(ValueError, match=r"whole numbers, got fractions.*nearest"):
-        as_labels(torch.full((2, 1, 4), 0.5))
-    t, mask = as_labels((torch.ones(2, 1, 4), torch.ones(2, 1, 4, dtype=torch.bool)))
-    assert t.shape == mask.shape == (2, 4)
 
 
 def test_only_what_is_plain_inside_is_undressed():
@@ -182,6 +156,7 @@ def test_only_what_is_plain_inside_is_undressed():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.slow
 def test_monai_itself():
     from monai.data import DataLoader as MonaiLoader
     from monai.data import Dataset as MonaiDataset

@@ -1,7 +1,6 @@
 """A posterior of the linearised network: in fits, predictions, files and programs, against truth where there is one."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -163,32 +162,6 @@ def test_a_prediction_may_be_linearised_or_not():
         mixture.predict(x, linearise=True)
 
 
-def test_half_precision_and_grow_and_diagnose():
-    pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
-    bayes = vi.variationalize(
-        net,
-        vi.likelihoods.Categorical(),
-        vi.MeanField(),
-        vi.priors.NormalPrior(1.0),
-        linearise=True,
-        generator=seeded(),
-    )
-    full = bayes.fit(loader(pair), steps=40, progress=False).elbo.value
-    other = vi.variationalize(
-        net,
-        vi.likelihoods.Categorical(),
-        vi.MeanField(),
-        vi.priors.NormalPrior(1.0),
-        linearise=True,
-        generator=seeded(),
-    )
-    half = other.fit(loader(pair), steps=40, compute=vi.Compute(precision=torch.bfloat16), progress=False).elbo.value
-    assert half == pytest.approx(full, abs=0.02 * abs(full))  # bfloat16 has three digits
-    grown = bayes.grow(loader(pair), rank=1, steps=20, progress=False)
-    assert grown.elbo.value > full - 1
-    assert "ELBO" in str(bayes.diagnose(loader(pair), draws=200))
-
-
 def test_a_user_forward_calls_the_linearised_network():
     net, (x, t) = network(), data()
     bayes = vi.variationalize(
@@ -202,51 +175,9 @@ def test_a_user_forward_calls_the_linearised_network():
     assert torch.allclose(bayes.loss(batch, generator=seeded()), direct.loss((x, t), generator=seeded()))
 
 
-def test_tiles_of_a_linearised_network():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=4, linearise=True)
-    volume = torch.randn(1, 12, 12)
-    whole = bayes.predict(volume.unsqueeze(0), draws=4, generator=seeded())
-    ((_, tile),) = vi.predict_tiles(bayes, volume, tile=(12, 12), draws=4, generator=seeded())
-    assert torch.allclose(tile.mean, whole.mean, atol=1e-6)
-
-
-def test_threads_take_turns():
-    net, (x, _) = network(dtype=torch.float32), data(dtype=torch.float32)
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    expected = [bayes.predict(x, 8, generator=seeded(seed)).mean for seed in range(4)]
-    wrong = []
-
-    def work(seed):
-        for _ in range(10):
-            if not torch.equal(bayes.predict(x, 8, generator=seeded(seed)).mean, expected[seed]):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_no_network_has_the_draws_of_a_linearised_one():
     bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
     with pytest.raises(ValueError, match="no network has its draws"):
         bayes.sample_network()
     with pytest.raises(ValueError, match="compile=True is for the network itself"):
         bayes.fit(loader(data()), steps=1, compute=vi.Compute(compile=True))
-
-
-def test_activations_may_be_left_out():
-    net, (x, t) = network(), data()
-    gradients = []
-    for left_out in (False, True):
-        bayes = vi.variationalize(
-            net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True, evaluation="loop",
-            checkpoint_activations=left_out,
-        )  # fmt: skip
-        bayes.loss((x, t), generator=seeded()).backward()
-        gradients.append(bayes.family.mean.grad)
-    assert torch.allclose(*gradients, rtol=1e-12)

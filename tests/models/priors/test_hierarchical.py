@@ -98,6 +98,7 @@ def elbo(bayes):
     return bayes.elbo([data()], groups=500, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_a_fit_agrees_with_its_marginal_and_scales_stay(tmp_path):
     marginal, bayes = fitted(StudentTPrior(1.0, per="tensor")), fitted(HierarchicalNormalPrior(1.0))
     there, here = elbo(marginal), elbo(bayes)
