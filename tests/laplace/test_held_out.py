@@ -10,8 +10,8 @@ from torch import nn
 import structvi as vi
 from structvi.laplace import select
 from structvi.laplace.curvature import Curvature
-from structvi.laplace.held_out import NETWORK, Candidate, HeldOut, of_draws, of_linearised, of_networks
-from structvi.laplace.place import TrainedNetwork
+from structvi.laplace.held_out import HeldOut, of_draws, of_linearised, of_networks
+from structvi.laplace.place import NETWORK, Candidate, TrainedNetwork
 from structvi.predict.temperature import GRID, ONE, temperature_losses
 
 F64 = torch.float64

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, inf, log, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..predict.linearised import POINTS, evenly_spread, is_normal, jacobians, no
 from ..predict.predictive import Predictive, observed_target
 from ..predict.temperature import FOLDS, GRID, ONE, cross_fitted_losses, fit_temperature, losses_at, temperature_losses
 from .noise import learned_noise, set_noise
-from .place import TrainedNetwork
+from .place import Candidate, TrainedNetwork
 
 #: draws of the weights for a candidate whose outputs are not known to be normal
 WEIGHT_DRAWS = 8
@@ -168,29 +168,6 @@ def _log_mean(log_probs: Sequence[Tensor]) -> Tensor:
 
 
 # ------------------------------------------------------------------------- predictives of a network and around it
-
-
-class Candidate(NamedTuple):
-    """A posterior to be tried: the network itself, or a normal around it under a prior of some width."""
-
-    width: float | None  # in units of each tensor's root mean square; None for the user's prior
-    linearised: bool
-    is_network: bool = False
-
-    @property
-    def name(self) -> str:
-        if self.is_network:
-            return "the network"
-        prior = "" if self.width is None else f", prior width {self.width:.3g}"
-        return ("linearised" if self.linearised else "drawn weights") + prior
-
-    @property
-    def spread(self) -> tuple[bool, float, bool]:
-        """Return a key that orders candidates from narrow to wide."""
-        return not self.is_network, self.width or 0.0, self.linearised
-
-
-NETWORK = Candidate(None, linearised=False, is_network=True)
 
 
 def at_noise(network: TrainedNetwork, log_factor: float) -> Any:

@@ -16,8 +16,8 @@ from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, notes_on_bound
 from ..train.data import Batches, held_out_batches, warn_of_seen
 from ..util.checks import check_seed
-from .held_out import Candidate, of_networks
-from .place import DEFAULT_WIDTH, TrainedNetwork, restored_on_error
+from .held_out import of_networks
+from .place import TrainedNetwork, restored_on_error
 from .result import LaplaceResult
 from .select import Selection, select
 
@@ -107,7 +107,7 @@ def place_together(
             doubts.append(_doubt(networks[-1], batches))
         selection = None if held_out is None else select(networks, held_out, seed, say)
         for network in networks:
-            _commit(network, selection)
+            network.commit(*(selection.choice if selection else (network.default, 0.0)))
             remember_choice(network.posterior, validation, seed)
         results = []
         for network, batches, own, doubt in zip(networks, data, notes, doubts, strict=True):
@@ -159,25 +159,6 @@ def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     return ""
 
 
-def _commit(network: TrainedNetwork, selection: Selection | None) -> None:
-    if selection is None:
-        width, linearised = _default(network)
-        network.commit(network.form(width), width, linearised, network.log_noise)
-        return
-    selected, log_noise = selection.selected, network.log_noise + selection.log_factor
-    if selected.is_network:
-        linearised = network.posterior.model.linearised_at is not None
-        network.commit(network.narrow, DEFAULT_WIDTH, linearised, log_noise)
-        return
-    form = network.form(selected.width, selection.log_factor)
-    network.commit(form, selected.width, selected.linearised, log_noise)
-
-
-def _default(network: TrainedNetwork) -> tuple[float | None, bool]:
-    """Return the prior's width and whether the network is linearised, without a validation set."""
-    return (DEFAULT_WIDTH if "prior" in network.posterior.left_open else None), network.ways[0]
-
-
 def _elbo(network: TrainedNetwork, batches: Batches, seed: int) -> Estimate:
     posterior = network.posterior
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
@@ -203,7 +184,7 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
     if network.obstacle:
         notes.append(f"weights are drawn, as with linearise=False: {network.obstacle}")
     if selection is None:
-        name = Candidate(*_default(network)).name
+        name = network.default.name
         return LaplaceResult(
             status=Status.PLACED, verdict=f"placed around the network without a validation set: {name}", elbo=elbo,
             notes=notes, selected=name, passes=network.passes,

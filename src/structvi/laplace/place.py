@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
 from math import exp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,29 @@ STORED_NUMBERS = 2**28
 DEFAULT_WIDTH = 0.24
 #: standard deviations of "the network", relative to each tensor's initialisation: below the rounding of float32
 NARROW = 1e-9
+
+
+class Candidate(NamedTuple):
+    """A posterior to be tried: the network itself, or a normal around it under a prior of some width."""
+
+    width: float | None  # in units of each tensor's root mean square; None for the user's prior
+    linearised: bool
+    is_network: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.is_network:
+            return "the network"
+        prior = "" if self.width is None else f", prior width {self.width:.3g}"
+        return ("linearised" if self.linearised else "drawn weights") + prior
+
+    @property
+    def spread(self) -> tuple[bool, float, bool]:
+        """Return a key that orders candidates from narrow to wide."""
+        return not self.is_network, self.width or 0.0, self.linearised
+
+
+NETWORK = Candidate(None, linearised=False, is_network=True)
 
 
 @dataclass
@@ -163,18 +186,23 @@ class TrainedNetwork:
         self.family.set_normal(form)
         return self.family
 
-    def commit(self, form: NormalForm, width: float | None, linearised: bool, log_noise: float) -> None:
+    @property
+    def default(self) -> Candidate:
+        """Return what is placed without a validation set."""
+        return Candidate(DEFAULT_WIDTH if "prior" in self.posterior.left_open else None, self.ways[0])
+
+    def commit(self, one: Candidate, log_factor: float) -> None:
         """Set the posterior's family, prior, linearisation and noise."""
         posterior, model = self.posterior, self.posterior.model
-        model.prior = self.prior(width)
-        placed = self.placed(form)
+        placed = self.placed(self.narrow if one.is_network else self.form(one.width, log_factor))
+        model.prior = self.prior(DEFAULT_WIDTH if one.is_network else one.width)
         if "family" in posterior.left_open:
             posterior.family = placed
         else:
             posterior.family.load_state_dict(placed.state_dict())
-        if "linearise" in posterior.left_open:
-            model.linearised_at = self.theta[: model.net_space.size].clone() if linearised else None
-        set_noise(model.likelihood, log_noise)
+        if "linearise" in posterior.left_open and not one.is_network:
+            model.linearised_at = self.theta[: model.net_space.size].clone() if one.linearised else None
+        set_noise(model.likelihood, self.log_noise + log_factor)
 
 
 @contextmanager

@@ -18,9 +18,7 @@ from ..predict.linearised import POINTS
 from ..predict.temperature import ONE
 from ..train.data import Reread
 from .held_out import (
-    NETWORK,
     WEIGHT_DRAWS,
-    Candidate,
     HeldOut,
     is_exact,
     of_draws,
@@ -29,7 +27,7 @@ from .held_out import (
     outputs_of,
 )
 from .noise import BELOW_NETWORK, NETWORK_GRID, learned_noise
-from .place import TrainedNetwork
+from .place import NETWORK, Candidate, TrainedNetwork
 
 #: candidates within this share of a paired standard error of the best are as good
 SHARE = 0.5
@@ -67,9 +65,9 @@ class Selection:
         return self.network.mean + self.held_out.gain_over(self.network)[0]
 
     @property
-    def log_factor(self) -> float:
-        """Return the log of the noise, in units of the network's residuals."""
-        return 0.0 if self.held_out.of_temperature else self.held_out.value
+    def choice(self) -> tuple[Candidate, float]:
+        """Return what was selected, and the log of its noise in units of the network's residuals."""
+        return self.selected, 0.0 if self.held_out.of_temperature else self.held_out.value
 
     @property
     def calibration(self) -> Calibration | None:
@@ -104,11 +102,9 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
         raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
 
     say("the network on the validation set")
-    grid = torch.zeros(1, dtype=torch.float64)
-    if learned_noise(first.likelihood) is not None:
-        grid = NETWORK_GRID
-    tried = {NETWORK: of_networks(networks, validation, grid)}
-    alone = tried[NETWORK]
+    grid = torch.zeros(1, dtype=torch.float64) if learned_noise(first.likelihood) is None else NETWORK_GRID
+    alone = of_networks(networks, validation, grid)
+    tried = {NETWORK: alone}
     if unknown := int(alone.losses.isnan().any(1).sum()):
         raise ValueError(
             f"the network's log density is NaN for {unknown} of the {len(alone.count)} rows of validation=, and "
