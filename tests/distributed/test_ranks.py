@@ -183,7 +183,7 @@ def ranks_of_a_fit(rank, size):
     return out
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request):
     return launch(ranks_of_a_fit, request.param, request.param)
 
@@ -379,6 +379,7 @@ def with_a_death(rank, directory, who, at):
     return str(caught.value), caught.value.__notes__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "step"), [(1, 9), (0, 8)])
 def test_a_killed_rank_ends_the_fit_and_it_can_be_resumed(tmp_path, who, step):
     # two groups of two draws, and two batches or one in turn: 8, 4, 8, 4, .. calls a step, 57 to 60 in step 9
@@ -396,6 +397,7 @@ def test_a_killed_rank_ends_the_fit_and_it_can_be_resumed(tmp_path, who, step):
     close(learned(resumed), learned(whole), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_documented_script_runs_under_torchrun(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])

@@ -128,9 +128,6 @@ def ranks_of_a_fit(rank, size, directory):
     posterior = shard(make("covariance", seed=rank))
     history = posterior.fit(loader(size), **{**ADAM, "schedule": vi.Schedule(staged=True)}).history
     out["staged"] = history["elbo"], posterior.family.factor.detach()
-    posterior = shard(make("covariance", seed=rank))
-    posterior.fit(loader(size), optimizer=descent, **PLAIN)
-    out["trained"] = copied(gather(posterior))
     # from rank 0's values to two ranks, to four, and below to one process
     posterior = shard(make("precision", seed=rank if size == 2 else 5))
     if size == 4:
@@ -159,7 +156,7 @@ def four(directory, two):
     return launch(ranks_of_a_fit, 4, 4, directory)
 
 
-@pytest.fixture(scope="module", params=["two", "four"])
+@pytest.fixture(scope="module", params=["two", pytest.param("four", marks=pytest.mark.slow)])
 def ranks(request):
     return request.getfixturevalue(request.param)
 
@@ -216,16 +213,10 @@ def test_a_factor_that_starts_later_starts_differently_on_each_rank(ranks):
         assert not torch.allclose(out["staged"][1][:rows], factor[:rows])
 
 
-def test_a_start_at_the_trained_network_is_that_of_one_process(ranks):
-    posterior = make("covariance")
-    posterior.fit(loader(), optimizer=descent, **PLAIN)
-    for out in ranks:
-        close(out["trained"], copied(posterior))
-
-
 # ------------------------------------------------------------------------------------------- other numbers of ranks
 
 
+@pytest.mark.slow
 def test_checkpoints_load_on_another_number_of_ranks(four, directory):
     one = make("precision", seed=5)
     load_sharded(one, directory / "4 ranks")
@@ -267,6 +258,7 @@ def with_a_death(rank, directory):
     return caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_the_last_checkpoint_of_all_rows(tmp_path):
     notes, lost = launch(with_a_death, 2, tmp_path)
     assert lost is None

@@ -7,7 +7,6 @@ from torch.distributions import Independent, MultivariateNormal, StudentT
 
 import structvi as vi
 from structvi.families.blocks import BlockDiagonalNormal
-from structvi.testing import LAWS, check_family
 
 
 class Heavy(vi.Family):
@@ -53,38 +52,6 @@ def dense_truth(bound):
         mean[index] = part().mean.detach()
         covariance[index.unsqueeze(-1), index] = part().covariance().detach()
     return mean, covariance
-
-
-def make(large, small):
-    """For `check_family`: several blocks where the space has several tensors."""
-    return lambda space: (vi.PerLayer(large) if len(space) > 1 else vi.PerLayer(small)).bind(space, generator(3))
-
-
-#: the slowest law; on spaces of one number, where it is checked for other than Gaussians, there is one block
-QUICK = [law for law in LAWS if law != "unbiased"]
-
-
-def test_gaussian_blocks_obey_every_law():
-    blocks = {"a.*": vi.LowRankNormal(2), "b.*": vi.LowRankNormal(1)}
-    verdicts = check_family(make(blocks, {"*": vi.LowRankNormal(1)}))
-    assert set(verdicts.values()) == {"held"}
-
-
-def test_blocks_of_other_gaussians_obey_the_laws():
-    blocks = {"a.*": vi.LowRankPrecision(1), "b.*": vi.FullNormal()}
-    verdicts = check_family(make(blocks, {"*": vi.FullNormal()}), laws=QUICK)
-    assert {law for law, verdict in verdicts.items() if verdict != "held"} == {"normal"}
-
-
-def test_blocks_with_a_users_distribution_obey_the_laws():
-    verdicts = check_family(make({"a.*": Heavy(), "b.*": vi.LowRankNormal(1)}, {"*": Heavy()}), laws=QUICK)
-    assert {law for law, verdict in verdicts.items() if verdict != "held"} == {"dense", "positions", "normal"}
-
-
-def test_blocks_with_a_point_estimate_obey_the_laws():
-    laws = ["draws", "reproducible", "blocks", "score", "gradients", "precision", "state_dict"]
-    verdicts = check_family(make({"a.*": vi.MAP(), "b.*": vi.LowRankNormal(1)}, {"*": vi.MAP()}), laws=laws)
-    assert verdicts == {law: "held" for law in laws}
 
 
 def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
@@ -246,10 +213,10 @@ def test_log_densities_take_point_blocks_too():
     space = interleaved()
     target = vi.LogDensity(lambda p: -0.5 * sum((x - 1).square().sum() for x in p.values()), space)
     family = vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(space)
-    optimizer = torch.optim.Adam(family.parameters(), lr=0.05)
-    for step in range(400):
+    optimizer = torch.optim.Adam(family.parameters(), lr=0.1)
+    for step in range(200):
         optimizer.zero_grad()
-        (-vi.elbo(family, target, estimator=vi.Estimator(groups=4), generator=generator(step))).backward()
+        (-vi.elbo(family, target, estimator=vi.Estimator(groups=2), generator=generator(step))).backward()
         optimizer.step()
     # the optimum: the point at the mode, q_b = N(1, I); the path gradient vanishes there
     torch.testing.assert_close(family().mean, torch.ones(space.size, dtype=space.dtype), rtol=0, atol=1e-3)
@@ -266,15 +233,6 @@ def test_vmap_passes_the_backbone_once():
     vi.elbo(family, model, data, estimator=vi.Estimator(groups=8))
     hook.remove()
     assert shapes == [False], "one call of the backbone, on a tensor without an axis of draws"
-
-
-def test_points_alone_are_a_point_mass():
-    _, model, data = regression()
-    blocks = vi.PerLayer({"backbone.*": vi.MAP(), "head.*": vi.MAP()}).bind(model.space)
-    alone = vi.MAP().bind(model.space)
-    assert not blocks().has_density
-    assert torch.equal(blocks().mean, alone().mean)
-    torch.testing.assert_close(vi.elbo(blocks, model, data), vi.elbo(alone, model, data))
 
 
 def test_blocks_of_dropout_and_gaussians():
@@ -305,16 +263,6 @@ def test_random_noise_of_the_likelihood_can_be_a_block():
         torch.testing.assert_close(model.log_joint(theta, data, fixed), model.log_joint(joined, data))
 
 
-def test_state_dict_and_configuration():
-    space = interleaved()
-    first = shaken(vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.LowRankNormal(1)}), space)
-    second = vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.LowRankNormal(1)}).bind(space)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first().mean, second().mean)
-    assert list(first.config()["blocks"]) == ["a.*", "b.*"]
-    assert first.config()["blocks"]["b.*"].config()["rank"] == 1
-
-
 def test_all_gaussian_blocks_are_one_gaussian():
     q = vi.PerLayer({"a.*": vi.MeanField(), "b.*": vi.LowRankNormal(2)}).bind(interleaved())()
     assert isinstance(q, BlockDiagonalNormal)
@@ -324,12 +272,6 @@ def test_all_gaussian_blocks_are_one_gaussian():
 
 SPACE = interleaved()
 BAD = {
-    "not a dict": (lambda: vi.PerLayer([vi.MAP()]), TypeError, "expects a dict of patterns and families, got list"),
-    "empty": (lambda: vi.PerLayer({}), ValueError, "at least one pattern"),
-    "pattern": (lambda: vi.PerLayer({3: vi.MAP()}), TypeError, "patterns must be strings, got 3"),
-    "class": (lambda: vi.PerLayer({"*": vi.MAP}), TypeError, r"needs a family such as MAP\(\)"),
-    "bound part": (lambda: vi.PerLayer({"*": vi.MAP().bind(SPACE)}), ValueError, "bound already; give a recipe"),
-    "nested": (lambda: vi.PerLayer({"*": vi.PerLayer({"*": vi.MAP()})}), ValueError, "all patterns in one dict"),
     "unmatched": (
         lambda: vi.PerLayer({"a.*": vi.MAP()}).bind(SPACE),
         ValueError,
@@ -355,7 +297,6 @@ BAD = {
         ValueError,
         "P = 4, got .1, 10.: the blocks that are point estimates",
     ),
-    "unbound": (lambda: vi.PerLayer({"*": vi.MAP()})(), ValueError, "recipe without variational parameters"),
 }
 
 

@@ -33,13 +33,13 @@ def generic(recipe, seed):
     return family
 
 
-@pytest.mark.parametrize(("left", "right"), list(product(SHAPES, repeat=2)))
-def test_kl_between_any_two_shapes_equals_the_dense_one(left, right):
-    q, p = generic(SHAPES[left], 0), generic(SHAPES[right], 1)
-    dense = torch.distributions.kl_divergence(
-        *(torch.distributions.MultivariateNormal(*dense_moments(density)) for density in (q(), p()))
-    )
-    assert vi.kl(q(), p()).item() == pytest.approx(dense.item(), rel=1e-9)
+def test_kl_between_any_two_shapes_equals_the_dense_one():
+    for left, right in product(SHAPES.values(), repeat=2):
+        q, p = generic(left, 0), generic(right, 1)
+        dense = torch.distributions.kl_divergence(
+            *(torch.distributions.MultivariateNormal(*dense_moments(density)) for density in (q(), p()))
+        )
+        assert vi.kl(q(), p()).item() == pytest.approx(dense.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -55,12 +55,6 @@ def test_kl_gradient_equals_that_of_the_dense_formula(name):
         actual = torch.autograd.grad(vi.kl(q(), p()), list(family.parameters()))
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
-
-
-def test_kl_of_a_density_with_itself_is_zero():
-    for recipe in SHAPES.values():
-        density = generic(recipe, 0)()
-        assert abs(vi.kl(density, density).item()) < 1e-12
 
 
 def test_mean_field_optimum_on_a_gaussian_is_its_closed_form():
@@ -86,6 +80,7 @@ def test_mean_field_optimum_on_a_gaussian_is_its_closed_form():
     torch.testing.assert_close(q().mean, target.mean, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stochastic_fit_reaches_the_same_optimum():
     """1000 steps of Adam with the path estimator: the noise that is left moves log s by less than 0.05."""
     generator = torch.Generator().manual_seed(0)
@@ -103,17 +98,6 @@ def test_a_stochastic_fit_reaches_the_same_optimum():
         optimizer.step()
         schedule.step()
     torch.testing.assert_close(q().variance.log(), -precision.diagonal().log(), rtol=0, atol=0.05)
-
-
-@pytest.mark.parametrize("recipe", [vi.LowRankNormal(2), vi.LowRankPrecision(2), vi.FullNormal()])
-def test_covariance_reaches_across_layers(recipe):
-    density = generic(recipe, 0)()
-    block = density.covariance("a.weight", "b.bias")
-    assert block.shape == (4, 2)
-    assert block.abs().max() > 1e-3
-    _, dense = dense_moments(density)
-    torch.testing.assert_close(block, dense[:4, 4:], rtol=1e-9, atol=1e-12)
-    assert generic(vi.MeanField(), 0)().covariance("a.weight", "b.bias").abs().max() == 0
 
 
 @pytest.mark.parametrize("recipe", [vi.LowRankNormal(3), vi.LowRankPrecision(3)])

@@ -168,8 +168,17 @@ NOT_APPLICABLE = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", FAMILIES)
+#: statistical laws, which take a second or more, are held in tier one to these: one family of each algebra
+STATISTICAL = {"unbiased", "moments", "positions"}
+TIER_ONE = {"MeanField", "LowRankPrecision(1)", "Mixture", "a user's pushforward"}
+CASES = [
+    pytest.param(name, law, marks=pytest.mark.slow if law in STATISTICAL and name not in TIER_ONE else ())
+    for name in FAMILIES
+    for law in LAWS
+]
+
+
+@pytest.mark.parametrize(("name", "law"), CASES)
 def test_law(name, law):
     verdict = check_family(FAMILIES[name], laws=[law])[law]
     if law in NOT_APPLICABLE.get(name, ()):

@@ -15,7 +15,7 @@ from structvi.families.numerics.fused import _kernels
 from tests.families.numerics.test_fused import close, family, gradients
 
 for form in (vi.LowRankNormal, vi.LowRankPrecision):
-    for rank, groups in ((1, 1), (3, 3), (17, 1), (17, 4), (36, 1)):
+    for rank, groups in ((1, 1), (3, 2), (36, 1)):
         q = family(form(rank), torch.float32)
         if rank == 3:
             q.factor.data = q.factor.data.contiguous()  # row by row, as on a GPU
