@@ -2,7 +2,6 @@
 
 # ruff: noqa: E402 (what must be set before torch and numpy are imported)
 
-import contextlib
 import fcntl
 import gc
 import os
@@ -18,11 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 torch.set_num_threads(1)
-
-if "PYTEST_XDIST_WORKER" in os.environ:  # one after the other: on a day's first import arviz renames a file
-    with open(__file__) as file, contextlib.suppress(ImportError):
-        fcntl.flock(file, fcntl.LOCK_EX)
-        import arviz  # noqa: F401
 
 
 def pytest_collection_finish():

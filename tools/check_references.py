@@ -131,14 +131,15 @@ def hmc(log_joint: Callable[[Tensor], Tensor], P: int, *, chains: int, warmup: i
 
 def check(draws: Tensor, least: int) -> dict[str, str]:
     """R̂ and effective size, bulk and tails, of every number: [C, T, Q]. Refuses chains that do not agree."""
-    import arviz
+    from arviz_base import convert_to_dataset
+    from arviz_stats import ess, rhat
 
-    data: Any = arviz.convert_to_dataset({"x": draws.numpy()})
-    r_hat: Any = arviz.rhat(data)
+    data: Any = convert_to_dataset({"x": draws.numpy()})
+    r_hat: Any = rhat(data)
     found = {
         "r_hat": float(r_hat["x"].max()),
-        "ess_bulk": float(arviz.ess(data, method="bulk")["x"].min()),
-        "ess_tail": float(arviz.ess(data, method="tail")["x"].min()),
+        "ess_bulk": float(ess(data, method="bulk")["x"].min()),
+        "ess_tail": float(ess(data, method="tail")["x"].min()),
     }
     print(found, flush=True)
     if found["r_hat"] > 1.01 or min(found["ess_bulk"], found["ess_tail"]) < least:

@@ -3,7 +3,9 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-NAMES = "torch numpy safetensors tqdm scikit-learn pandas matplotlib arviz torchmetrics lightning transformers monai"
+NAMES = (
+    "torch numpy safetensors tqdm scikit-learn pandas matplotlib arviz-stats lightning transformers monai"
+)
 
 
 def installed(name: str) -> str:

@@ -43,7 +43,7 @@ from .util.checks import check_one_of
 from .util.random_streams import borrowed_stream
 
 if TYPE_CHECKING:
-    from arviz import InferenceData
+    from xarray import DataTree
 
     from .diagnostics import Report
 
@@ -249,13 +249,13 @@ class Posterior(nn.Module):
         result: Result | None = None,
         draws: int | None = None,
         gradients: bool = True,
-        passes: float | None = None,
+        progress: bool = True,
         seed: int = 0,
     ) -> "Report":
         """How near it is to the posterior and how good its fit, in plain words: see `structvi.diagnostics.diagnose`."""
         from .diagnostics import diagnose  # loaded when asked for, as are its plots
 
-        return diagnose(self, loader, result=result, draws=draws, gradients=gradients, passes=passes, seed=seed)
+        return diagnose(self, loader, result=result, draws=draws, gradients=gradients, progress=progress, seed=seed)
 
     def to_arviz(
         self,
@@ -263,13 +263,12 @@ class Posterior(nn.Module):
         draws: int = 1000,
         *,
         select: Select = "*",
-        chunk: int = 16,
         seed: int = 0,
-    ) -> "InferenceData":
-        """Draws as arviz `InferenceData`, for its summaries and plots: see `structvi.diagnostics.to_arviz`."""
+    ) -> "DataTree":
+        """Draws as the xarray `DataTree` of arviz, for its summaries and plots: see `structvi.diagnostics.to_arviz`."""
         from .diagnostics import to_arviz
 
-        return to_arviz(self, loader, draws, select=select, chunk=chunk, seed=seed)
+        return to_arviz(self, loader, draws, select=select, seed=seed)
 
     def elbo(
         self,

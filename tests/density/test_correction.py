@@ -4,7 +4,7 @@ import re
 import sys
 from math import sqrt
 
-import arviz as az
+import arviz_stats as az
 import pytest
 import torch
 from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, Normal, Poisson
@@ -202,8 +202,8 @@ def test_what_has_no_weights_has_draws_and_a_table_all_the_same(monkeypatch):
     space = vi.Parameters({"a": torch.zeros(1), "s": vi.constraints.positive(1.0)})
     target = vi.LogDensity(lambda p: -0.5 * p["a"].square().sum() - p["s"], space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
-    monkeypatch.setitem(sys.modules, "arviz", None)
-    assert "No k̂: k̂ and smoothed weights need arviz" in str(result.summary())
+    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
+    assert "No k̂: k̂ and smoothed weights need arviz-stats" in str(result.summary())
     assert result.summary().k is None
     with pytest.raises(ImportError, match=r"structvi\[diagnostics\]"):
         result.sample(corrected=True)

@@ -83,7 +83,7 @@ def test_far_from_the_mass_too(gaussian_target, full_normal, monkeypatch):
 
 def test_k_does_not_count_where_weights_are_all_but_equal(gaussian_target, full_normal, monkeypatch):
     target, mean, covariance, _ = random_gaussian(0, gaussian_target)
-    monkeypatch.setattr("structvi.density.importance.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 10_000 else -0.5))
+    monkeypatch.setattr("structvi.density.importance.psis", lambda x: (x.softmax(0), 0.9 if len(x) == 2000 else -0.5))
     # s times too narrow in 5 dimensions: E w² = (s/√(2 − s⁻²))⁵, 1.004 at 0.98 and 2.6 at 0.8; its inverse is effective
     near, far = (
         diagnose(full_normal(target.space, mean, scale**2 * covariance), target, gradients=False)
@@ -104,7 +104,7 @@ def test_a_mode_that_is_lost_is_flagged_while_draws_reach_towards_it():
     assert diagnose(result.family, target, gradients=False).sound is False
 
 
-@pytest.mark.parametrize("distance", [5.0, 9.0])
+@pytest.mark.parametrize("distance", [5.0, 7.0])
 def test_a_lost_mode_is_flagged_by_weights_without_mean_however_many_are_effective(distance):
     space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
     other = torch.tensor([distance, 0.0], dtype=torch.float64)
@@ -180,7 +180,7 @@ def regression(family, noise="point", seed=0):
 def test_a_network(linear):
     bayes, loader = regression(vi.LowRankNormal(rank=2))
     result = bayes.fit(loader, steps=150, lr=0.05, progress=False)
-    report = bayes.diagnose(loader, result=result, draws=100)
+    report = bayes.diagnose(loader, result=result, draws=100, progress=False)
     names = [finding.name for finding in report.findings]
     assert names == ["ELBO", "k̂", "fit", "stuck", "units off", "at the prior", "low-rank part", "gradient signal/noise"]
     assert report["k̂"].level == "note"  # no Gaussian is the posterior of a network
@@ -255,12 +255,26 @@ def test_every_family_has_a_report(family):
     assert torch.equal(stream, torch.get_rng_state())
     groups = set(report.parts["gradients"].groups["paired"])
     assert groups & {"mean", "point", "theta"}, groups
-    assert ("unscented" in report.parts["gradients"].groups) == ("Structured" in repr(family))
+    assert ("unscented" in report.parts["gradients"].groups) == ("LowRank" in repr(family))
     assert str(bayes.diagnose(loader, draws=30)) == str(report)
 
 
+def test_evaluations_are_bounded(gaussian_target, full_normal, monkeypatch):
+    """A five-dimensional Gaussian that is fitted exactly: 128 for the ELBO, 5 · 2000 + 5000 for k̂, 768 for the gradients."""
+    target, mean, covariance, _ = random_gaussian(0, gaussian_target)
+    spent, original = [], vi.LogDensity.log_joint
+
+    def counting(self, theta, *arguments):
+        spent.append(len(theta))
+        return original(self, theta, *arguments)
+
+    monkeypatch.setattr(vi.LogDensity, "log_joint", counting)
+    assert diagnose(full_normal(target.space, mean, covariance), target).sound
+    assert sum(spent) <= 16_000
+
+
 def test_without_arviz_the_rest_is_there(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arviz", None)
+    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
     bayes, loader = regression(vi.MeanField(), noise=1.0)
     bayes.model.num_data = 64
     report = bayes.diagnose(loader, gradients=False)

@@ -38,7 +38,7 @@ def test_eigenvalues_are_those_of_the_dense_matrix(recipe, of):
 
 def test_how_many_directions_matter():
     q = family(vi.LowRankNormal)
-    assert spectrum(q()).matter == 2
+    assert spectrum(q).matter == 2
     assert spectrum(q).verdict == "2 of 3 directions matter: a rank of 2 would do"
     with torch.no_grad():
         q.factor[:, 2] *= 100

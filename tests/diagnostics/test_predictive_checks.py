@@ -87,7 +87,7 @@ def test_the_spread_of_the_weights_is_in_the_replicated_data():
     bayes = constant(lk.Gaussian(1.0), [0.0])
     with torch.no_grad():
         bayes.family.log_scale.fill_(2.0).log_()
-    result = predictive_check(bayes, [(torch.zeros(400, 1), torch.zeros(400, 1))], chunk=7)
+    result = predictive_check(bayes, [(torch.zeros(400, 1), torch.zeros(400, 1))])
     assert result.replicated["mean"].std().item() == pytest.approx(2.0, rel=0.2)
 
 

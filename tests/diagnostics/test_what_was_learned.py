@@ -10,7 +10,7 @@ from torch.distributions import Cauchy, Normal, Uniform
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.diagnostics import learned
-from structvi.diagnostics.what_was_learned import Learned, prior_moments
+from structvi.diagnostics.learned import Learned, prior_moments
 
 BATCH = torch.randn(8, 2), torch.randn(8, 1)
 

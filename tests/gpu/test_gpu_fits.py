@@ -141,7 +141,7 @@ def test_log_densities(device):
 
 def test_a_log_density_of_two_modes(device):
     """Modes are looked for on the device; draws by a generator of the CPU, and the fit that a CPU finds."""
-    pytest.importorskip("arviz", reason="corrected draws need it")
+    pytest.importorskip("arviz_stats", reason="corrected draws need it")
 
     def log_p(p):
         return torch.logaddexp(-0.5 * (p["z"] - 4).square().sum(), -0.5 * (p["z"] + 4).square().sum())

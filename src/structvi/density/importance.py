@@ -71,17 +71,17 @@ def psis(log_weights: Tensor) -> tuple[Tensor, float]:
         return torch.softmax(values, 0).to(log_weights.device), 0.0
     with warnings.catch_warnings():  # it takes 1/∞ for the zero that it is
         warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
-        smoothed, k = psislw((values - highest).numpy())
+        smoothed, k = psislw((highest - values).numpy())  # it takes log likelihoods, of weights 1/p
     return torch.as_tensor(smoothed).exp().to(log_weights.device), float(k)
 
 
 def psislw_of_arviz() -> Callable[..., Any]:
-    """Return arviz's function, or raise an error that says how to get it."""
+    """Return arviz-stats's function, or raise an error that says how to get it."""
     try:
-        from arviz import psislw
+        from arviz_stats.base import array_stats
     except ImportError:
-        raise ImportError('k̂ and smoothed weights need arviz: pip install "structvi[diagnostics]"') from None
-    return psislw
+        raise ImportError('k̂ and smoothed weights need arviz-stats: pip install "structvi[diagnostics]"') from None
+    return array_stats.psislw
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from ..families.family import Family
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError
 from ..parameters import Select
+from ..predict.data_tree import data_tree
 from ..predict.draws import IndependentDraws
-from ..predict.inference_data import inference_data
 from ..result import Result, Status
 from ..util.checks import check_integer, check_seed
 from .correction import LEAST, MOST, TIMES, Correction, correct
@@ -29,7 +29,7 @@ from .summary import Summary, summarise
 from .targets import Counted
 
 if TYPE_CHECKING:
-    from arviz import InferenceData
+    from xarray import DataTree
 
 #: of q; by importance weights; or led to the posterior step by step
 Corrected = bool | Literal["annealed"]
@@ -218,13 +218,13 @@ class DensityFit(Result):
         select: Select = "*",
         evaluations: int | None = None,
         seed: int = 0,
-    ) -> "InferenceData":
-        """Return draws as arviz `InferenceData`, for its summaries and plots: those of `sample`, as one chain."""
+    ) -> "DataTree":
+        """Return draws as an xarray `DataTree`, for arviz's summaries and plots: those of `sample`, as one chain."""
         check_seed(seed)
         space = self.target.space
         names, generator = space.matching(select), torch.Generator(space.device).manual_seed(seed)
         drawn = self.sample(draws, corrected=corrected, evaluations=evaluations, generator=generator)
-        return inference_data({name: drawn[name] for name in names})
+        return data_tree({name: drawn[name] for name in names})
 
     def _noted(self, summary: Summary) -> Summary:
         return summary if self.converged else replace(summary, notes=(*summary.notes, f"The fit: {self.verdict}"))

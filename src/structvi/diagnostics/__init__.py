@@ -3,16 +3,14 @@
 `bayes.diagnose(loader)` uses most of them and says what they mean; each is there by itself too.
 """
 
+from ..density.importance import Importance, Moments, Unavailable, psis
 from .arviz import to_arviz
 from .calibration import Calibration, sbc
-from .diagnosis import diagnose
+from .diagnosis import Finding, Report, diagnose
 from .gradients import GradientNoise, gradient_noise
-from .importance_weights import Importance, Moments, importance, psis
-from .low_rank_spectrum import Spectrum, spectrum
+from .importance_weights import importance
+from .learned import Learned, Spectrum, learned, spectrum
 from .predictive_checks import PredictiveCheck, predictive_check
-from .problem import Unavailable
-from .report import Finding, Report
-from .what_was_learned import Learned, learned
 
 __all__ = [
     "Calibration",

@@ -1,4 +1,4 @@
-"""A posterior as arviz `InferenceData`: its summaries and plots, and leave-one-out, at independent draws."""
+"""A posterior for arviz: its summaries and leave-one-out, at independent draws."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from ..families.density import Draws
 from ..families.family import Family
+from ..predict.data_tree import data_tree
 from ..predict.draws import IndependentDraws, predictive_at
-from ..predict.inference_data import inference_data
 from ..predict.predictive import observed_target
 from ..train.data import Batches
 from ..util.checks import check_seed
 from ..util.random_streams import borrowed_stream
 
 if TYPE_CHECKING:
-    from arviz import InferenceData
+    from xarray import DataTree
 
     from ..posterior import Posterior
 
@@ -27,10 +27,9 @@ def to_arviz(
     draws: int = 1000,
     *,
     select: Any = "*",
-    chunk: int = 16,
     seed: int = 0,
-) -> "InferenceData":
-    """Independent draws of the posterior by tensor name, as one chain; with a loader what the data say at each draw.
+) -> "DataTree":
+    """Return independent draws of the posterior by tensor name, as one chain; with a loader what the data say at each.
 
     Constrained parameters of a log density are their values.
 
@@ -40,7 +39,6 @@ def to_arviz(
             and observed_data, each with the name "t". They take S × N numbers.
         draws: S.
         select: which tensors, by glob pattern, several, or a predicate.
-        chunk: how many draws the network sees at once.
         seed: of draws and replicated data.
 
     Example:
@@ -59,27 +57,26 @@ def to_arviz(
     space = density.named_space()
     names = space.matching(select)
     generator = torch.Generator(density.mean.device).manual_seed(seed)
-    sample = list(IndependentDraws(density, draws, generator, chunk if loader is not None else None))
+    sample = list(IndependentDraws(density, draws, generator, 16 if loader is not None else None))
     theta = torch.cat([space.join(one.theta, one.fixed) for one in sample])
     posterior = {name: tensor for name, tensor in space.constrain(theta).items() if name in names}
     if loader is None:
-        return inference_data(posterior)
+        return data_tree(posterior)
     assert not isinstance(q, Family)
     log_likelihood, replicated, observed = _at_data(q, loader, sample, generator)
     groups = {"log_likelihood": {"t": log_likelihood}}
     if replicated is not None:
         groups["posterior_predictive"] = {"t": replicated}
-    return inference_data(posterior, observed={"t": observed}, **groups)
+    return data_tree(posterior, observed={"t": observed}, **groups)
 
 
 def _at_data(
     posterior: "Posterior", loader: Iterable[Any], sample: list[Draws], generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """log p(t | y_s) [S, N, ..], replicated t [S, N, ..] where p(t | y) can be drawn from, and t [N, ..]."""
-    batches = Batches(loader, device=posterior.device)
     log_likelihood, replicated, observed = [], [], []
     with borrowed_stream(generator):  # torch's distributions draw from the global stream
-        for batch in batches.everything():
+        for batch in Batches(loader, device=posterior.device).everything():
             pairs = [predictive_at(posterior, draws, batch) for draws in sample]
             target = pairs[0][1]
             log_likelihood.append(torch.cat([pred.log_prob_draws(target) for pred, _ in pairs]))

@@ -1,4 +1,4 @@
-"""How much of a stochastic gradient is signal: by group of variational parameters, by tensor, by coupling."""
+"""How much of a stochastic gradient is signal: by group of variational parameters, and by coupling."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
@@ -18,7 +18,7 @@ from ..objective import Estimator, Kind, elbo
 from ..predict.draws import target_of
 from ..util.checks import check_integer, check_seed
 from ..util.random_streams import borrowed_stream
-from .problem import Problem
+from .importance_weights import Problem
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -47,14 +47,12 @@ class GradientNoise:
 
     Attributes:
         groups: coupling → group of parameters ("mean", "log_scale", "factor", ..) → `Ratio`.
-        tensors: coupling → (group, tensor) → `Ratio`, where the parameters belong to named tensors.
         draws: coupling → how many draws a step took, as nearly equal as whole groups allow.
         repeats: from how many gradients this is.
         full: whether every gradient saw all data, so that the noise is the draws' alone.
     """
 
     groups: dict[str, dict[str, Ratio]]
-    tensors: dict[str, dict[tuple[str, str], Ratio]]
     draws: dict[str, int]
     repeats: int
     full: bool
@@ -81,8 +79,7 @@ class GradientNoise:
         found = {}
         for coupling in self.groups:
             relative = self.relative_noise(coupling)
-            weights = {group for group, _ in self.tensors[coupling]}  # not single numbers, such as a noise
-            if any(relative[group] <= WORTH_CHANGING for group in relative if group in weights):
+            if any(relative[group] <= WORTH_CHANGING for group in relative if "." not in group):  # of the family
                 found[coupling] = relative
         return found
 
@@ -154,7 +151,7 @@ def gradient_noise(
     problem = Problem.of(q, data)
     check_integer("evaluations", evaluations)
     check_integer("repeats", repeats, least=2)
-    chosen = couplings_of(problem.family) if couplings is None else couplings
+    chosen = _couplings(problem.family) if couplings is None else couplings
     everything = full or problem.batches is None
     sums: dict[str, _Sums] = {}
     draws: dict[str, int] = {}
@@ -167,59 +164,32 @@ def gradient_noise(
         for gradient in _gradients(problem, coupling, groups, repeats, estimator, everything, seed):
             total.add(gradient)
         sums[name] = total
-    own = _parameters(problem)
-    ratios = {name: _ratios(own, total) for name, total in sums.items()}
-    return GradientNoise(
-        {name: {group: r for (group, tensor), r in pairs.items() if not tensor} for name, pairs in ratios.items()},
-        {name: {key: r for key, r in pairs.items() if key[1]} for name, pairs in ratios.items()},
-        draws,
-        repeats,
-        everything,
-    )
+    names = [group for group, _ in _parameters(problem)]
+    ratios = {name: _ratios(names, total) for name, total in sums.items()}
+    return GradientNoise(ratios, draws, repeats, everything)
 
 
-class _Parameter(NamedTuple):
-    group: str
-    value: Tensor
-    tensors: dict[str, slice]  # rows of the parameter that belong to a tensor
-
-
-def _parameters(problem: Problem) -> list[_Parameter]:
-    """What a fit learns, with the group it counts to: the last part of its name."""
-    found = []
-    for name, value in problem.family.named_parameters():
-        if not value.requires_grad:
-            continue
-        prefix, _, group = name.rpartition(".")
-        owner = problem.family.get_submodule(prefix)
-        found.append(_Parameter(group, value, _rows(owner, value)))
+def _parameters(problem: Problem) -> list[tuple[str, Tensor]]:
+    """What a fit learns, with the group it counts to: the last part of its name, or beside the family the whole."""
+    named = problem.family.named_parameters()
+    found = [(name.rpartition(".")[2], value) for name, value in named if value.requires_grad]
     if problem.posterior is not None:
-        for name, value in problem.posterior.outside_family().items():
-            if value.requires_grad:
-                found.append(_Parameter(name.removeprefix("model."), value, {}))
+        outside = problem.posterior.outside_family().items()
+        found += [(name.removeprefix("model."), value) for name, value in outside if value.requires_grad]
     return found
 
 
-def _rows(owner: nn.Module, value: Tensor) -> dict[str, slice]:
-    """Tensor → its rows, of a parameter with a row for each weight; a family of families has none of its own."""
-    if not isinstance(owner, Family) or sum(isinstance(part, Family) for part in owner.modules()) > 1:
-        return {}
-    if owner.space is None or value.shape[:1] != (owner.space.size,):
-        return {}
-    return {tensor: owner.space.slice(tensor) for tensor in owner.space.names}
-
-
-def couplings_of(family: Family) -> dict[str, Coupling]:
+def _couplings(family: Family) -> dict[str, Coupling]:
     """Those that are measured where none are given."""
-    ranks = [factor.shape[1] for factor in factors(family)]
     own: dict[str, Coupling] = {"naive": naive, "paired": paired}
-    return own | ({"unscented": unscented(directions=min(4, *ranks))} if ranks else {})
+    ranks = [factor.shape[-1] for factor in factors(family)]
+    return own | ({"unscented": unscented(directions=min(4, *ranks))} if ranks and min(ranks) else {})
 
 
 def _gradients(
     problem: Problem, coupling: Coupling, groups: int, repeats: int, estimator: Kind, full: bool, seed: int
 ) -> Iterator[list[Tensor]]:
-    values = [parameter.value for parameter in _parameters(problem)]
+    values = [value for _, value in _parameters(problem)]
     portions = _portions(problem, full)
     for repeat in range(repeats):
         total = [torch.zeros_like(value) for value in values]
@@ -269,17 +239,11 @@ class _Sums:
             square += deviation * (gradient.double() - mean)
 
 
-def _ratios(parameters: list[_Parameter], sums: _Sums) -> dict[tuple[str, str], Ratio]:
-    """By (group, tensor), and by (group, "") of all of it."""
-    signal: dict[tuple[str, str], float] = {}
-    variance: dict[tuple[str, str], float] = {}
-    R = sums.count
-    for parameter, mean, square in zip(parameters, sums.mean, sums.square, strict=True):
+def _ratios(names: list[str], sums: _Sums) -> dict[str, Ratio]:
+    """The gradient's signal and noise, by group."""
+    signal, variance, R = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), sums.count
+    for name, mean, square in zip(names, sums.mean, sums.square, strict=True):
         spread = square / (R - 1)
-        length = mean.square() - spread / R  # an unbiased estimate of (E g)²
-        for tensor, rows in {"": slice(None), **parameter.tensors}.items():
-            key = (parameter.group, tensor)
-            part = (length, spread) if not length.ndim else (length[rows], spread[rows])
-            signal[key] = signal.get(key, 0.0) + part[0].sum().item()
-            variance[key] = variance.get(key, 0.0) + part[1].sum().item()
-    return {key: Ratio(sqrt(max(0.0, signal[key])), sqrt(variance[key])) for key in signal}
+        signal[name] += (mean.square() - spread / R).sum().item()  # an unbiased estimate of (E g)²
+        variance[name] += spread.sum().item()
+    return {name: Ratio(sqrt(max(0.0, signal[name])), sqrt(variance[name])) for name in names}

@@ -1,19 +1,98 @@
-"""Importance weights of a posterior or of a family: `weigh` with the log joint that they have."""
+"""What is diagnosed, a posterior with its data or a family with its target; and its importance weights."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..density.correction import beside
-from ..density.importance import K_LIMIT, Importance, Moments, Unavailable, psis, weigh
+from ..density.importance import Importance, Unavailable, weigh
 from ..families.family import Family
+from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
+from ..objective import Estimate, Estimator, Kind, elbo_terms
+from ..parameters import Parameters
+from ..train.data import Batches
+from ..train.compare import elbo_over
 from ..util.checks import check_seed
-from .problem import Problem
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-__all__ = ["K_LIMIT", "Importance", "Moments", "importance", "psis"]
+
+#: evaluations that the search for mass beside q may spend
+SEARCHED = 5000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A family, what it approximates, and the data where there are any."""
+
+    family: Family
+    target: Target
+    batches: Batches | None = None
+    posterior: "Posterior | None" = None
+
+    @classmethod
+    def of(cls, q: "Posterior | Family", data: Target | Iterable[Any]) -> "Problem":
+        """Return a posterior with a loader, or a family with a log density."""
+        if not isinstance(q, Family):
+            if not isinstance(getattr(q, "family", None), Family):
+                raise TypeError(
+                    f"expected a posterior from variationalize with a loader, or a bound family with a LogDensity, "
+                    f"got {type(q).__name__}"
+                )
+            if isinstance(data, Target):
+                raise TypeError("a posterior has its target with it: give the loader of its data")
+            return cls(q.family, q.model, Batches(data, device=q.device), q)
+        if isinstance(data, BayesianModel):
+            raise TypeError("a BayesianModel needs its data: make a posterior with variationalize, and give the loader")
+        if not isinstance(data, Target):
+            raise TypeError(
+                f"a family is diagnosed against a target with `space` and `log_joint`, such as LogDensity, "
+                f"got {type(data).__name__}"
+            )
+        return cls(q, data)
+
+    @property
+    def space(self) -> Parameters:
+        return self.target.space
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Return a generator where the family is."""
+        return torch.Generator(self.family().mean.device).manual_seed(seed)
+
+    def mode(self) -> AbstractContextManager[object]:
+        """Return the network's mode during a call."""
+        return nullcontext() if self.posterior is None else self.posterior.network_mode()
+
+    def elbo(self, groups: int, seed: int) -> Estimate:
+        """Return the ELBO over all data, on draws that the seed alone decides."""
+        if self.posterior is not None and self.batches is not None:
+            every = self.batches.everything()
+            return elbo_over(self.posterior, every, groups=groups, generator=self.generator(seed))
+        density = self.family()
+        kind: Kind = "log_q" if density.offers("log_prob") else "entropy"
+        with torch.no_grad():
+            terms = elbo_terms(self.family, self.target, None, Estimator(kind, groups), self.generator(seed))
+        return Estimate.of(terms.objective(), density.bound)
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        """Return log p(data, θ) over all data, in float64: [S, P] → [S]; batches are summed, never scaled up."""
+        if self.batches is None:
+            return self.target.log_joint(theta).double()
+        model = self.target
+        assert isinstance(model, BayesianModel)
+        total, seen = model.log_prior(theta).double(), 0
+        for batch in self.batches.everything():
+            values, B = model.batch_log_likelihood(theta, batch)
+            total, seen = total + values, seen + B
+        if seen != model.num_data:
+            raise Unavailable(f"the loader gives {seen} of the N = {model.num_data} observations: not the full data")
+        return total
 
 
 def importance(
@@ -24,12 +103,11 @@ def importance(
     tails: bool | None = None,
     seed: int = 0,
 ) -> Importance:
-    """Importance weights of the joint over the full data, at independent draws of q.
+    """Return importance weights of the joint over the full data, at independent draws of q.
 
-    For the corrected moments of a log density under a Gaussian, or a mixture of Gaussians, as many draws again are
-    taken with longer tails than q's, and three times more around the means and with the covariances that the weights so
-    far tell; all are weighted by p over the mixture of the five. Of at most 100 numbers a round of searches looks for
-    modes beside q, and draws with tails are around these too. `k` is that of q's own draws.
+    For a log density under a Gaussian, or a mixture of Gaussians, four times as many draws with longer tails are taken
+    too, around what the weights so far tell, and around mass that a search finds beside q. `k` is that of q's own
+    draws. At most 5·draws + 5000 evaluations of the log density are spent.
 
     Where they do not exist this raises `Unavailable` with the reason: point masses, families without `log_prob` or
     with masks, a network that is itself random, data that the loader does not give in full.
@@ -43,8 +121,7 @@ def importance(
         seed: of the draws.
 
     Example:
-        >>> import torch
-        >>> from structvi import LogDensity, MeanField, Parameters
+        >>> from structvi import LogDensity, MeanField
         >>> space = Parameters({"z": torch.zeros(2)})
         >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), space)
         >>> importance(MeanField(initial_scale=1 / 3).bind(space), target).k < 0.7  # scales of one: q is the target
@@ -52,25 +129,18 @@ def importance(
     """
     check_seed(seed)
     problem = Problem.of(q, data)
-    _check_available(problem)
-    if tails is None and problem.posterior is not None:
-        tails = False
+    if problem.posterior is not None and problem.batches is not None:
+        if problem.posterior.dropout == "on":
+            raise Unavailable("the network's dropout is on: the log likelihood at a draw is itself random")
+        if problem.posterior.batch_norm == "reestimated":
+            raise Unavailable('batch_norm="reestimated": the log likelihood depends on how the data are batched')
+        if problem.batches.length is None:
+            raise Unavailable("the loader does not know its length: whether it gives the full data is not known")
+        tails = bool(tails)
     with problem.mode():
         density = problem.family()
-        around = beside(density, data, seed, draws) if tails is not False and isinstance(data, Target) else []
+        around = beside(density, data, seed, SEARCHED) if tails is not False and isinstance(data, Target) else []
         return weigh(
             density, problem.space, problem.log_joint, draws, tails=tails, around=around,
             generator=problem.generator(seed),
         )  # fmt: skip
-
-
-def _check_available(problem: Problem) -> None:
-    posterior, batches = problem.posterior, problem.batches
-    if posterior is None or batches is None:
-        return
-    if posterior.dropout == "on":
-        raise Unavailable("the network's dropout is on: the log likelihood at a draw is itself random")
-    if posterior.batch_norm == "reestimated":
-        raise Unavailable('batch_norm="reestimated": the log likelihood depends on how the data are batched')
-    if batches.length is None:
-        raise Unavailable("the loader does not know its length: whether it gives the full data is not known")

@@ -83,7 +83,6 @@ def predictive_check(
     statistics: Mapping[str, Statistic] | None = None,
     draws: int = 200,
     *,
-    chunk: int = 16,
     seed: int = 0,
 ) -> PredictiveCheck:
     """Replicate the data set at S draws of the weights, t ~ p(t | y_s(x)) at its own inputs, and compare statistics.
@@ -94,7 +93,6 @@ def predictive_check(
         statistics: name → function from the observed targets, as one tensor, to a number. By default mean, sd, min
             and max of numbers, and the frequency of each label.
         draws: S, replicated data sets.
-        chunk: how many of them are held at once.
         seed: of draws and replicated data.
 
     Example:
@@ -110,7 +108,7 @@ def predictive_check(
     chosen: Mapping[str, Statistic] = statistics or {}
     replicated: dict[str, list[Tensor]] = {}
     observed: dict[str, float] = {}
-    for drawn in IndependentDraws(posterior.family(), draws, generator, chunk):
+    for drawn in IndependentDraws(posterior.family(), draws, generator, 16):
         pieces, data = [], []
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             for batch in batches.everything():

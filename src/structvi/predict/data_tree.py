@@ -1,4 +1,4 @@
-"""Named draws as arviz `InferenceData`."""
+"""Named draws as the xarray `DataTree` that arviz reads."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from arviz import InferenceData
+    from xarray import DataTree
 
 Named = Mapping[str, Tensor]
 
 
-def inference_data(posterior: Named, *, observed: Named | None = None, **groups: Named) -> "InferenceData":
-    """Draws [S, ..] by name as one chain, [1, S, ..].
+def data_tree(posterior: Named, *, observed: Named | None = None, **groups: Named) -> "DataTree":
+    """Return draws [S, ..] by name as one chain, [1, S, ..].
 
     Args:
         posterior: the draws.
@@ -21,17 +21,17 @@ def inference_data(posterior: Named, *, observed: Named | None = None, **groups:
 
     Example:
         >>> import torch
-        >>> inference_data({"z": torch.zeros(50, 3)}).posterior["z"].shape
+        >>> data_tree({"z": torch.zeros(50, 3)}).posterior["z"].shape
         (1, 50, 3)
     """
     try:
-        import arviz
+        from arviz_base import from_dict
     except ImportError:
-        raise ImportError('to_arviz needs arviz: pip install "structvi[diagnostics]"') from None
+        raise ImportError('to_arviz needs arviz-base: pip install "structvi[diagnostics]"') from None
     chains: dict[str, Any] = {
         group: {name: draws.detach().cpu().unsqueeze(0).numpy() for name, draws in named.items()}
         for group, named in {"posterior": posterior, **groups}.items()
     }
     if observed is not None:
         chains["observed_data"] = {name: values.detach().cpu().numpy() for name, values in observed.items()}
-    return arviz.from_dict(**chains)
+    return from_dict(chains)
