@@ -3,9 +3,7 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-NAMES = (
-    "torch numpy safetensors tqdm scikit-learn pandas matplotlib arviz-stats lightning transformers monai"
-)
+NAMES = "torch numpy safetensors tqdm scikit-learn pandas matplotlib arviz-stats lightning transformers monai"
 
 
 def installed(name: str) -> str:

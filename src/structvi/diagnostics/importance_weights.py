@@ -15,8 +15,8 @@ from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
 from ..objective import Estimate, Estimator, Kind, elbo_terms
 from ..parameters import Parameters
-from ..train.data import Batches
 from ..train.compare import elbo_over
+from ..train.data import Batches
 from ..util.checks import check_seed
 
 if TYPE_CHECKING:
