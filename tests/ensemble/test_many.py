@@ -233,7 +233,9 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
     [
         ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer or scheduler is your own"),
         ({}, {"accumulate": 2}, "accumulate=2"),
-        ({"forward": lambda net, batch: (net(batch[0]), batch[1])}, {}, "forward= alone knows"),
+        ({"forward": lambda net, batch: (net(batch[0]), batch[1])}, {}, "which rows are padding"),
+        ({"net": lambda: nn.Sequential(mlp(), nn.Dropout()), "dropout": "on"}, {}, "random"),
+        ({"linearise": True}, {}, "linearised"),
         ({"net": lambda: nn.Sequential(nn.Linear(3, 2**16), nn.Linear(2**16, 1))}, {}, "a draw takes"),
     ],
 )
@@ -281,7 +283,7 @@ def test_batches_with_words_in_them():
         ({"callback": print}, "callback= is for one fit"),
         ({"seeds": [1]}, "one entry for each of the 2"),
         ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "for all and for each"),
-        ({"stepps": 3}, "no option stepps"),
+        ({"stepps": 3}, "unexpected keyword argument 'stepps'"),
         ({"validation": data(20)}, "validation must be a list"),
         ({"steps": None}, "fit needs a length"),
     ],

@@ -5,9 +5,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from inspect import signature
-from math import inf, isfinite, nan
-from statistics import fmean, stdev
+from math import inf, nan
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +20,18 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import Sharded
 from ..models.batch import batch_size, rows, split_batch
 from ..models.likelihoods import Likelihood
-from ..networks.call import BATCH_NORMS
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
 from ..train.data import Batches
 from ..train.fit import Options, begin, fit, leave, run
-from ..train.loop import FAILURES, Fit, assign, copied
+from ..train.loop import FAILURES, Fit, assign, average, copied
 from ..train.progress import Progress
 from ..train.result import FitResult
 from ..util.checks import unread
 from ..util.interrupts import uninterrupted
-from ..util.random_streams import borrowed_stream, one_seed_on
+from ..util.random_streams import borrowed_stream
 
 #: values at once and alone may differ by this many roots of the rounding: sums are taken in another order
 CLOSE = 3.0
@@ -134,14 +132,11 @@ def _options(
             raise ValueError(f"{name} must have one entry for each of the {M} posteriors, got {len(values)}")
         if name in options:
             raise ValueError(f"{name} is given for all and for each: give one of them")
-    known = {name: one.default for name, one in signature(fit).parameters.items() if one.kind is one.KEYWORD_ONLY}
-    unknown = sorted({*own, *options} - set(known))
-    if unknown:
-        raise TypeError(f"fit has no option {', '.join(unknown)}")
     for name in ("checkpoint", "callback"):
         if options.get(name) is not None:
             raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
-    return [Options(**known | options | dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True)]
+    rows = zip(*own.values(), strict=True)
+    return [Options(**fit.__kwdefaults__ | options | dict(zip(own, row, strict=True))) for row in rows]
 
 
 def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], str | None]]:
@@ -156,7 +151,7 @@ def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], 
         model = posterior.model
         tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in posterior.named_parameters()]
         parts = (posterior.net, posterior.family, model.likelihood, model.prior, posterior.batch_norm, tensors)
-        modes = (model.evaluation.mode, model.evaluation.chunk)
+        modes = (model.evaluation.mode, model.evaluation.chunk, posterior.fit_status is None)
         length = options.steps or (options.epochs, Batches(loader).length)
         shared = (options.estimator, options.clip, options.schedule, posterior.device, length)
         forms.setdefault(tuple(map(repr, (*parts, *modes, *shared))), []).append(m)
@@ -164,146 +159,83 @@ def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], 
 
 
 def _reason_against(job: Job) -> str | None:
-    """Return what speaks against making this fit at once with others."""
-    posterior, options = job.posterior, job.options
-    model, computing = posterior.model, options.computing
-    normalised = any(isinstance(module, BATCH_NORMS) for module in posterior.net.modules())
-    several = computing.parallel is not None and dist.is_available() and dist.is_initialized()
+    """Return what speaks against making this fit at once with others; what vmap cannot run is found out later."""
+    options, computing = job.options, job.options.computing
+    in_group = computing.parallel is not None and dist.is_available() and dist.is_initialized()
     reasons = {
         "the optimizer or scheduler is your own": options.optimizer is not None or options.scheduler is not None,
         f"accumulate={options.accumulate}": options.accumulate != 1,
         "mixed precision or compilation": computing.precision is not None or computing.compile,
-        "the work is shared with other ranks": several and dist.get_world_size() > 1,
-        "the network's own dropout is on": posterior.dropout == "on",
-        "batch norm is reestimated": posterior.batch_norm == "reestimated" and normalised,
-        "the network is linearised": model.is_linearised,
-        "activations are not kept": model.checkpoint_activations,
-        "the family draws by itself": not posterior.family().coupled or isinstance(posterior.family, Sharded),
-        "the likelihood is a function of your own": not isinstance(model.likelihood, Likelihood),
+        "the work is shared with other ranks": in_group or isinstance(job.posterior.family, Sharded),
+        "the network is linearised": job.posterior.model.is_linearised,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | None]:
     """Return the results; or None and what speaks against it, the posteriors being as they were."""
-    if not torch.is_grad_enabled():
-        raise ValueError("a fit needs gradients: call it outside torch.no_grad() and torch.inference_mode()")
     posteriors = [job.posterior for job in jobs]
     untouched = [copied(one.learned()) for one in posteriors]
-    evaluations = [one.model.evaluation for one in posteriors]
-    begun = [_begun(job) for job in jobs]
-    for one in posteriors:  # how draws are evaluated is found out once for all
-        one.model.evaluation = evaluations[0]
-    stacked, stopped = StackedFits(begun, jobs[0].options), False
+    fits = [begin(job.posterior, job.loader, job.options, Ranks(None)) for job in jobs]
+    stacked, stopped = StackedFits(fits, jobs[0].options), False
     try:
-        try:
-            reason = stacked.reason_against()
-            if reason is None:
-                stopped = stacked.loop(jobs[0].options.progress)
-        finally:
-            stacked.release()
-            for one in posteriors:
-                leave(one)
+        reason = stacked.reason_against()
         if reason is None:
-            return [one.finish(stopped) for one in stacked.fits], None
-        for one, values in zip(posteriors, untouched, strict=True):
-            assign(one.learned(), values)
-        return None, reason
+            stopped = stacked.loop(jobs[0].options.progress)
     finally:
-        for one, evaluation in zip(posteriors, evaluations, strict=True):
-            one.model.evaluation = evaluation
+        stacked.release()
+        for one in posteriors:
+            leave(one)
+    if reason is None:
+        return [_result(one, stopped) for one in fits], None
+    for one, values in zip(posteriors, untouched, strict=True):
+        assign(one.learned(), values)
+    return None, reason
 
 
-def _begun(job: Job) -> Fit:
-    """Return a fit before its first step."""
-    return begin(job.posterior, job.loader, job.options, Ranks(None))
+def _result(fit: Fit, stopped: bool) -> FitResult:
+    failed = fit.failures >= FAILURES
+    result = fit.finish(stopped or failed)
+    if failed:
+        why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was before them"
+        result = replace(result, status=Status.DIVERGED, verdict=why)
+    result.notes.append("one of several fits that were made at once")
+    fit.posterior.last_fit = result
+    return result
 
 
-class OneFit:
-    """One of many fits: its place in the data, beside where it is.
+class Reader:
+    """The batches of one fit, in the order of a single fit and with as many numbers from its stream.
 
     Args:
-        fit: at its first step.
+        fit: its epoch and index are moved on.
     """
 
     def __init__(self, fit: Fit):
-        self.fit, self.generator = fit, fit.generator
-        self.elbo = nan  # of the last step
-        self.batch, self.count = None, 0
-        self.table, self.iterator = fit.data.table(), None
-
-    @property
-    def goes_on(self) -> bool:
-        return self.fit.goes_on and self.fit.failures < FAILURES
-
-    @property
-    def kl_weight(self) -> float:
-        return self.fit.kl_weight
-
-    @property
-    def lr(self) -> float:
-        return self.fit.rate.highest[0] * self.fit.rate_factor
+        self.fit = fit
+        self.iterator: Iterator[Any] | None = None
+        #: the last batch, and how many rows it has
+        self.batch, self.rows = None, 0
 
     def read(self) -> None:
-        """Read the next batch, in the order of a single fit and with as many numbers from its stream."""
+        """Read the next batch."""
+        fit = self.fit
         while True:
             if self.iterator is None:
-                self.iterator = self._epoch()
-            if self.table is None:
-                with borrowed_stream(self.generator):
-                    batch = next(self.iterator, None)
-            else:
-                one_seed_on(self.generator)  # of a stream that nothing draws from
+                self.iterator = fit.data.epoch(fit.epoch)
+            with borrowed_stream(fit.generator):
                 batch = next(self.iterator, None)
             if batch is not None:
-                self.batch, self.count, self.fit.index = batch, rows(batch), self.fit.index + 1
+                self.batch, self.rows, fit.index = batch, rows(batch), fit.index + 1
                 return
-            if not self.fit.index:
+            if not fit.index:
                 raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
-            self.fit.epoch, self.fit.index, self.iterator = self.fit.epoch + 1, 0, None
+            fit.epoch, fit.index, self.iterator = fit.epoch + 1, 0, None
 
-    def _epoch(self) -> Iterator[Any]:
-        if self.table is None:
-            return self.fit.data.epoch(self.fit.epoch)
-        table = self.table
-        return (tuple(column[at] for column in table) for at in self.fit.data.indices_of(self.fit.epoch))
-
-    @property
     def weight(self) -> float:
-        """The weight of −elbo: all observations count the same, those of a short last batch too."""
-        mean = self.fit.mean_rows or (self.fit.rows + self.count) / (self.fit.step + 1)
-        return self.count / mean / self.fit.settings["num_data"]
-
-    def averaging(self, finite: float) -> float:
-        """Return the share of this step in the average over the last steps; 0 where it has none."""
-        if not (finite and self.goes_on and self.fit.averages):
-            return 0.0
-        self.fit.averaged += 1
-        return 1 / self.fit.averaged
-
-    def record(self, elbo: float, error: float, norm: float, finite: float, seconds: float) -> None:
-        """Note what a step came to, and see whether the fit has converged."""
-        fit, self.elbo = self.fit, elbo
-        if finite:
-            fit.record(elbo, error, norm, self.lr, seconds)
-        else:
-            fit.index -= 1  # of the batch that is named
-            with suppress(NonFiniteError):  # the others go on
-                fit.leave_out("the loss or its gradient is not finite")
-            fit.index += 1
-        fit.rows, fit.step = fit.rows + self.count, fit.step + 1
-        fit.settle()
-
-    def finish(self, stopped: bool) -> FitResult:
-        """Return the result, as a single fit ends."""
-        failed = self.fit.failures == FAILURES
-        result = self.fit.finish(stopped or failed)
-        if failed:
-            why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was before them"
-            result = replace(result, status=Status.DIVERGED, verdict=why)
-        result.notes.append("one of several fits that were made at once")
-        self.fit.posterior.last_fit = result
-        return result
+        """Return the weight of −elbo: all observations count the same, those of a short last batch too."""
+        mean = self.fit.mean_rows or (self.fit.rows + self.rows) / (self.fit.step + 1)
+        return self.rows / mean / self.fit.settings["num_data"]
 
 
 class Objective(nn.Module):
@@ -337,50 +269,43 @@ class StackedFits:
     """M fits of one form, step by step; meanwhile what the posteriors learn are rows of stacked tensors [M, ..].
 
     Args:
-        begun: the fits, each at its first step.
+        fits: each at its first step.
         options: of `fit`; its estimator and clip are those of all.
     """
 
-    def __init__(self, begun: Sequence[Fit], options: Options):
-        self.begun, self.fits, self.clip = begun, [OneFit(one) for one in begun], options.clip or inf
-        largest = max(
-            begun, key=lambda one: one.settings["num_data"]
-        ).posterior  # no padded batch is larger than its data
+    def __init__(self, fits: Sequence[Fit], options: Options):
+        self.fits, self.readers, self.clip = fits, [Reader(one) for one in fits], options.clip or inf
+        # no padded batch is larger than the data of this one
+        largest = max(fits, key=lambda one: one.settings["num_data"]).posterior
         self.objective, self.device = Objective(largest, options.estimator), largest.device
         self.calls: list[tuple[int, int, int]] = []  # (groups, P, K) of every call of the coupling in one draw
         with torch.no_grad():
             draws = largest.family().draw(options.estimator.groups, self._recorded, torch.Generator(self.device))
-        for one in begun:
+        for one in fits:
             one.make_step.draws = len(draws.weight)
-        learned = [one.learned for one in begun]
-        self.stacked = {name: torch.stack([own[name].detach() for own in learned]) for name in learned[0]}
+        self.stacked = {name: torch.stack([one.learned[name].detach() for one in fits]) for name in fits[0].learned}
         #: all other tensors: held weights, buffers
-        every = [dict((*nn.Module.named_parameters(one.posterior), *one.posterior.named_buffers())) for one in begun]
+        every = [dict((*nn.Module.named_parameters(one.posterior), *one.posterior.named_buffers())) for one in fits]
         rest = [name for name in every[0] if name not in self.stacked]
         self.rest = {name: torch.stack([own[name].detach() for own in every]) for name in rest}
-        self.own = [(tensor, tensor.data) for tensors in learned for tensor in tensors.values()]
-        for m, tensors in enumerate(learned):
-            for name, tensor in tensors.items():
+        self.own = [(tensor, tensor.data) for one in fits for tensor in one.learned.values()]
+        for m, one in enumerate(fits):
+            for name, tensor in one.learned.items():
                 tensor.data = self.stacked[name][m]
-        names = {id(tensor): name for name, tensor in begun[0].named.items()}
+        names, highest = {id(tensor): name for name, tensor in fits[0].named.items()}, fits[0].rate.highest
         groups = [
-            {"params": [self.stacked[names[id(own)]] for own in group["params"]], "relative": highest / self._highest}
-            for group, highest in zip(begun[0].optimizer.param_groups, begun[0].rate.highest, strict=True)
+            {"params": [self.stacked[names[id(own)]] for own in group["params"]], "relative": rate / highest[0]}
+            for group, rate in zip(fits[0].optimizer.param_groups, highest, strict=True)
         ]
         self.optimizer = torch.optim.Adam(groups, fused=True)
         self._see_what_learns()
-        self.average = {name: torch.zeros_like(self.stacked[name], requires_grad=False) for name in begun[0].named}
-
-    @property
-    def _highest(self) -> float:
-        return self.begun[0].rate.highest[0]
 
     def _recorded(self, groups: int, P: int, K: int, *rest: Any, **more: Any) -> Noise:
         self.calls.append((groups, P, K))
         return self.objective.estimator.coupling(groups, P, K, *rest, **more)
 
     def _see_what_learns(self) -> None:
-        for name, parameter in self.begun[0].named.items():
+        for name, parameter in self.fits[0].named.items():
             self.stacked[name].requires_grad_(parameter.requires_grad)
 
     def noise(self, generators: Sequence[torch.Generator]) -> tuple[Noise, ...]:
@@ -391,17 +316,16 @@ class StackedFits:
 
     def evaluate(self, noise: tuple[Noise, ...], more: int = 0) -> tuple[Tensor, Tensor]:
         """Return fit and complexity of every posterior on its present batch, [M, groups] each."""
-        batch, B = stacked_batch([one.batch for one in self.fits], [one.count for one in self.fits], more)
-        batch = pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, batch)
-        model = self.objective.posterior.model
+        counts, model = [one.rows for one in self.readers], self.objective.posterior.model
+        batch, B = stacked_batch([one.batch for one in self.readers], counts, more)
         own, model.evaluation = model.evaluation, Evaluation("vmap")  # draws inside fits: nothing to try out there
         try:
             fit, complexity = vmap(self.objective.at)({**self.stacked, **self.rest}, noise, batch)
         finally:
             model.evaluation = own
         scale = B / model.num_data  # back to a sum over the batch, then N/B of each fit
-        ratio = [scale * one.fit.settings["num_data"] / one.count for one in self.fits]
-        return fit * _column(ratio, fit), complexity
+        ratio = [scale * one.settings["num_data"] / count for one, count in zip(self.fits, counts, strict=True)]
+        return fit * _per_fit(ratio, fit), complexity
 
     def reason_against(self) -> str | None:
         """Return what speaks against fits at once, found at first batches, which are given back.
@@ -409,24 +333,22 @@ class StackedFits:
         Networks may differ in what no tensor shows, and padded rows may change the others: every posterior is compared
         with itself alone, on its own rows.
         """
-        streams = [one.generator.get_state() for one in self.fits]
-        sizes = {(one.fit.settings["num_data"], one.fit.mean_rows) for one in self.fits}
+        model, streams = self.objective.posterior.model, [one.generator.get_state() for one in self.fits]
+        sizes = {(one.settings["num_data"], one.mean_rows) for one in self.fits}
         uneven = len(sizes) > 1 or None in next(iter(sizes))
-        if uneven and self.objective.posterior.model.user_forward is not None:
-            return "batches are of unequal sizes, and forward= alone knows what of them is the target"
+        if uneven and (model.user_forward is not None or not isinstance(model.likelihood, Likelihood)):
+            return "batches are of unequal sizes, and a function of your own does not know which rows are padding"
         noise = self.noise([torch.Generator(self.device).manual_seed(m) for m in range(len(self.fits))])
         try:
-            for one in self.fits:
+            for one in self.readers:
                 one.read()
             with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 alone = torch.stack([self._alone(m, noise) for m in range(len(self.fits))])
-                evaluation = self.objective.posterior.model.evaluation
-                if evaluation.choice == "loop":
-                    return evaluation.reason
-                largest = max(one.count for one in self.fits)
-                more = int(uneven and largest < self.objective.posterior.model.num_data)
-                fit, complexity = self.evaluate(noise, more)
+                if model.evaluation.choice == "loop":
+                    return model.evaluation.reason
+                more = uneven and max(one.rows for one in self.readers) < model.num_data
+                fit, complexity = self.evaluate(noise, more=int(more))
             if any("batching rule" in str(one.message) for one in caught):
                 return "vmap does not pay: an operation of the network has no batching rule"
             if not _close(fit - complexity, alone):
@@ -434,83 +356,101 @@ class StackedFits:
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             return f"vmap cannot run them: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         finally:
-            for one, stream in zip(self.fits, streams, strict=True):
+            for one, reader, stream in zip(self.fits, self.readers, streams, strict=True):
                 one.generator.set_state(stream)
-                one.fit.index, one.iterator = 0, None
+                one.index, reader.iterator = 0, None
         return None
 
     def _alone(self, m: int, noise: tuple[Noise, ...]) -> Tensor:
         """Return the ELBO of one posterior with its own network on its own rows, [groups]."""
-        posterior = self.begun[m].posterior
         own = pytree.tree_map(lambda x: x[m], noise)
-        fit, complexity = Objective(posterior, self.objective.estimator).at({}, own, self.fits[m].batch)
+        objective = Objective(self.fits[m].posterior, self.objective.estimator)
+        fit, complexity = objective.at({}, own, self.readers[m].batch)
         return fit - complexity
 
     def loop(self, progress: bool) -> bool:
         """Make all steps; return whether the user ended them early."""
-        bar = Progress(max(one.fit.end for one in self.fits), 0, progress, f"{len(self.fits)} fits")
+        bar = Progress(max(one.end for one in self.fits), 0, progress, f"{len(self.fits)} fits")
         try:
-            while active := [one for one in self.fits if one.goes_on]:
+            while active := [m for m, one in enumerate(self.fits) if one.goes_on and one.failures < FAILURES]:
                 with uninterrupted():
-                    self.step(active)
-                elbo = [value for one in active if isfinite(value := one.elbo)]
-                bar.update(fmean(elbo) if elbo else nan, stdev(elbo) / len(elbo) ** 0.5 if len(elbo) > 1 else nan)
-                bar.shorten(max(one.fit.end for one in self.fits))
+                    elbo = self.step(active)
+                bar.update(fmean(elbo), nan)
+                bar.shorten(max(one.end for one in self.fits))
             return False
         except KeyboardInterrupt:
             return True
         finally:
             bar.close()
-            for m, one in enumerate(self.fits):
-                if one.fit.averaged:
-                    one.fit.average = {name: x[m].clone() for name, x in self.average.items()}
 
-    def step(self, active: Sequence[OneFit]) -> None:
-        """Move every posterior that goes on as a step of its own fit would, up to rounding."""
-        started = time.monotonic()
-        if active[0].fit.stage_two_is_due:
-            for one in active:
-                one.fit.begin_stage_two()
+    def step(self, active: Sequence[int]) -> list[float]:
+        """Move every active posterior as a step of its own fit would, up to rounding; return their ELBOs."""
+        started, going = time.monotonic(), [self.fits[m] for m in active]
+        if going[0].stage_two_is_due:
+            for one in going:
+                one.begin_stage_two()
             self._see_what_learns()
-        for one in active:
-            one.read()
-        rates = [one.lr if one.goes_on else 0.0 for one in self.fits]
+        for m in active:
+            self.readers[m].read()
         self.optimizer.zero_grad()
         fit, complexity = self.evaluate(self.noise([one.generator for one in self.fits]))
-        kl_weight, weight = ([getattr(one, name) for one in self.fits] for name in ("kl_weight", "weight"))
-        (-_column(weight, fit) * (fit - _column(kl_weight, fit) * complexity)).mean(-1).sum().backward()
+        kl_weight = _per_fit([one.kl_weight for one in self.fits], fit)
+        weight = _per_fit([one.weight() for one in self.readers], fit)
+        (weight * (kl_weight * complexity - fit)).mean(-1).sum().backward()
         with torch.no_grad():
             elbo = (fit - complexity).double()
-            learning = [x for x in self.stacked.values() if x.grad is not None]
-            norm = sum(x.grad.double().reshape(len(x), -1).square().sum(1) for x in learning).sqrt()
-            finite = norm.isfinite() & elbo.isfinite().all(-1)
-            coefficient = (self.clip / norm.clamp(min=1e-30)).clamp(max=1.0)
-            for x in learning:
-                rows = -1, *[1] * (x.ndim - 1)
-                x.grad = torch.where(finite.view(rows), x.grad * coefficient.to(x).view(rows), 0.0)
-            error = elbo.std(-1) / elbo.shape[1] ** 0.5 if elbo.shape[1] > 1 else torch.full_like(norm, nan)
+            error = elbo.std(-1) / elbo.shape[1] ** 0.5 if elbo.shape[1] > 1 else torch.full_like(elbo[:, 0], nan)
+            norm, finite = self._clip(elbo)
             told = torch.stack([elbo.mean(-1), error, norm, finite.double()], 1).tolist()  # the host waits once
-            self._move(rates, told)
-            weights = [one.averaging(row[3]) for one, row in zip(self.fits, told, strict=True)]
-            if any(weights):
-                for name, mean in self.average.items():
-                    mean.lerp_(self.stacked[name], torch.tensor(weights).to(mean).view(-1, *[1] * (mean.ndim - 1)))
+            rates = [one.rate.highest[0] * one.rate_factor for one in self.fits]
+            self._move(
+                [rate * row[3] * one.goes_on for one, rate, row in zip(self.fits, rates, told, strict=True)], max(rates)
+            )
         seconds = time.monotonic() - started
-        for one, row in zip(self.fits, told, strict=True):
-            if one.goes_on:
-                one.record(*row, seconds)
+        for m, one in zip(active, going, strict=True):
+            self._record(one, *told[m], rates[m], seconds)
+            one.rows, one.step = one.rows + self.readers[m].rows, one.step + 1
+            one.settle()
+        return [told[m][0] for m in active]
 
-    def _move(self, rates: Sequence[float], told: Sequence[Sequence[float]]) -> None:
+    def _clip(self, elbo: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip every posterior's gradient, which is zero if something is not finite; return norms, and which are."""
+        gradients = [x.grad for x in self.stacked.values() if x.grad is not None]
+        norm = torch.stack([x.double().reshape(len(x), -1).square().sum(1) for x in gradients]).sum(0).sqrt()
+        finite, coefficient = (
+            norm.isfinite() & elbo.isfinite().all(-1),
+            (self.clip / norm.clamp(min=1e-30)).clamp(max=1),
+        )
+        for x in gradients:
+            shape = -1, *[1] * (x.ndim - 1)
+            x.copy_(torch.where(finite.view(shape), x * coefficient.to(x).view(shape), 0.0))
+        return norm, finite
+
+    def _move(self, rates: Sequence[float], highest: float) -> None:
         """Make one step of Adam at the highest rate; posteriors at a lower one go that part of the way."""
-        highest = max(rates)
-        share = [rate / highest * row[3] if highest else 1.0 for rate, row in zip(rates, told, strict=True)]
-        before = {} if set(share) == {1.0} else {name: self.stacked[name].clone() for name in self.average}
+        share = [rate / highest if highest else 0.0 for rate in rates]
+        before = {} if set(share) == {1.0} else {name: self.stacked[name].clone() for name in self.fits[0].named}
         for group in self.optimizer.param_groups:
             group["lr"] = group["relative"] * highest
         self.optimizer.step()
         for name, x in before.items():
             part = torch.tensor(share, dtype=torch.float64).to(x).view(-1, *[1] * (x.ndim - 1))
             self.stacked[name].copy_(x.lerp(self.stacked[name], part))
+
+    def _record(
+        self, fit: Fit, elbo: float, error: float, norm: float, finite: float, lr: float, seconds: float
+    ) -> None:
+        """Note what a step came to; the iterates of the last steps are averaged."""
+        if finite:
+            if fit.averages:
+                fit.averaged += 1
+                average(fit.average, fit.named, 1 / fit.averaged)
+            fit.record(elbo, error, norm, lr, seconds)
+            return
+        fit.index -= 1  # of the batch that is named
+        with suppress(NonFiniteError):  # the others go on
+            fit.leave_out("the loss or its gradient is not finite")
+        fit.index += 1
 
     def release(self) -> None:
         """Give the posteriors their own tensors back, with the values of now."""
@@ -553,7 +493,8 @@ def padded(batch: Any, size: int) -> Any:
     return pytree.tree_map(longer, inputs), (longer(t), longer(mask) & own)
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
+def _per_fit(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return a number for each fit as a column [M, 1]."""
     return torch.tensor(values, dtype=torch.float64).to(like).unsqueeze(-1)
 
 

@@ -18,9 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
-    default_collate,
 )
 
 from ..distributed.ranks import Ranks
@@ -154,22 +152,6 @@ class Batches:
         assert self._order is not None
         self._order.lists = lists
         yield from map(self._moved, self._order.loader)
-
-    def table(self) -> tuple[Tensor, ...] | None:
-        """Return the tensors of a plain `TensorDataset`, to be read by `indices_of`; None of all else."""
-        loader = self.loader
-        if not isinstance(loader, DataLoader) or not self.splits or loader.num_workers:
-            return None
-        data = loader.dataset
-        plain = type(data) is TensorDataset and loader.collate_fn is default_collate
-        return data.tensors if plain and isinstance(data, TensorDataset) else None
-
-    def indices_of(self, epoch: int) -> list[Tensor]:
-        """Return which rows of the table each batch of an epoch has."""
-        assert self.length is not None
-        assert self._order is not None
-        order = self.indices[self._shuffled(epoch)] if self._order.shuffled else self.indices
-        return [order[start:stop] for start, stop, _ in map(self._range, range(self.length))]
 
     def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
         """Give every observation once in a fixed order if the loader allows it, else one pass over the loader.

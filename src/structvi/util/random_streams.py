@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,22 +41,6 @@ def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[
         return torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
     with alone():  # not from what another thread has borrowed
         return torch.randint(2**62, (count,)).tolist()
-
-
-def one_seed_on(generator: torch.Generator) -> None:
-    """The generator as `borrowed_stream` leaves it, without the stream: nothing runs on a GPU."""
-    if generator.device.type == "cuda":
-        generator.set_offset(generator.get_offset() + _offset_of_a_seed(generator.device))
-    else:
-        torch.randint(2**62, (), generator=generator)
-
-
-@cache
-def _offset_of_a_seed(device: torch.device) -> int:
-    """By how much a seed moves a generator on a GPU, which counts its numbers."""
-    generator = torch.Generator(device).manual_seed(0)
-    torch.randint(2**62, (), generator=generator, device=device)
-    return generator.get_offset()
 
 
 @contextmanager
