@@ -1,14 +1,5 @@
-"""The table of what works: every architecture with every family, taken the whole way at a small size.
+"""Every architecture with every family the whole way at a small size: fitted, predicted, saved, in bfloat16, resumed."""
 
-python -m tests.works --out docs/works.md                                on a CPU, a minute or two
-python -m tests.works --device cuda --json docs/works_cuda.json          on a GPU; the page takes its table from there
-
-`STRUCTVI_TEST_WORKS=docs/works_cuda.json make test-gpu` writes that file too, and prints the table of the GPU's tests,
-which is kept on the page between its two marks.
-"""
-
-import argparse
-import json
 import tempfile
 from pathlib import Path
 
@@ -18,10 +9,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import structvi as vi
 
-PAGE = Path(__file__).parents[1] / "docs" / "works.md"
-CUDA = PAGE.with_name("works_cuda.json")
-MARKS = "<!-- make test-gpu -->", "<!-- end -->"
-NO_GPU = "Every cell of the table above holds on an H200."
 N, B, CLASSES = 12, 4, 3
 #: what a refusal or a failure may be; anything else ends the script
 ERRORS = (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError)
@@ -212,7 +199,7 @@ class Case:
         assert same, "what was loaded predicts otherwise"
 
     def bfloat16(self):
-        self.fitted(self.fresh(), precision=torch.bfloat16)
+        self.fitted(self.fresh(), compute=vi.Compute(precision=torch.bfloat16))
 
     def resume(self):
         """Interrupted after two of four steps and resumed: the bits of a fit never stopped, on a GPU to 1e-3."""
@@ -223,8 +210,8 @@ class Case:
             if len(history) == 2:
                 raise KeyboardInterrupt
 
-        self.fitted(first, steps=4, checkpoint=self.directory, callback=interrupt)
-        self.fitted(again, steps=4, resume=self.directory)
+        self.fitted(first, steps=4, checkpoint=vi.Checkpoint(self.directory), callback=interrupt)
+        self.fitted(again, steps=4, checkpoint=vi.Checkpoint(self.directory, resume=True))
         tolerance = 0.0 if self.device.type == "cpu" else 1e-3
         for a, b in zip(whole.parameters(), again.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), "a resumed fit ends elsewhere"
@@ -234,124 +221,13 @@ FEATURES = ("fit", "predict", "save", "bfloat16", "resume")
 
 
 def run(architecture, family, device="cpu"):
-    """{"draws": "vmap" or "loop", feature: "" where it holds, else why not}."""
+    """Return {feature: why it does not hold} of the features that do not."""
     with tempfile.TemporaryDirectory() as directory:
         case = Case(architecture, family, device, directory)
         reasons = {}
         for feature in FEATURES:
             try:
                 getattr(case, feature)()
-                reasons[feature] = ""
             except ERRORS as error:
                 reasons[feature] = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return {"draws": case.posterior.model.evaluation.choice or "loop", **reasons}
-
-
-def everything(device):
-    return {name: {family: run(name, family, device) for family in FAMILIES} for name in ARCHITECTURES}
-
-
-# -------------------------------------------------------------------------------------------------------------- page
-
-
-def cell(result):
-    """What a table says of one result."""
-    missing = [feature for feature in FEATURES if result[feature]]
-    if "fit" in missing:
-        return "does not fit"
-    return result["draws"] + (f", no {', '.join(missing)}" if missing else "")
-
-
-def table(results):
-    lines = [f"| | {' | '.join(FAMILIES)} |", f"| --- |{' --- |' * len(FAMILIES)}"]
-    for name, row in results.items():
-        lines.append(f"| {name} | {' | '.join(cell(row[family]) for family in FAMILIES)} |")
-    notes = [
-        f"- {name}, {family}, {feature}: {row[family][feature]}"
-        for name, row in results.items()
-        for family in FAMILIES
-        for feature in FEATURES
-        if row[family][feature]
-    ]
-    return "\n".join(lines + (["", *notes] if notes else []))
-
-
-def gpu_tests():
-    """What the page says of `make test-gpu`: kept as it is."""
-    text = PAGE.read_text()
-    return text.split(MARKS[0])[1].split(MARKS[1])[0].strip() if MARKS[0] in text else "Not run here."
-
-
-def page(cpu, cuda=None):
-    """The documentation's page: `cuda` is {"device", "results"} of another run, or None."""
-    gpu = f"Run on: {cuda['device']}.\n\n{table(cuda['results'])}" if cuda else NO_GPU
-    return f"""# What works
-
-This page is written by `python -m tests.works`, which takes every architecture with every family the whole way at a
-small size, and a test compares it with what the code does. A cell says how draws of the weights are evaluated: `vmap`,
-all at once, or in a `loop`. It stands for all of these:
-
-- **fit**: `bayes.fit` moves the variational parameters and every ELBO is finite;
-- **predict**: `bayes.predict` gives probabilities;
-- **save**: `bayes.save` and `vi.load` give a posterior with the same predictions;
-- **bfloat16**: `bayes.fit(.., precision=torch.bfloat16)`;
-- **resume**: a fit interrupted and resumed ends in the same bits as one never stopped (on a GPU within 1e-3).
-
-What does not hold is named in the cell, with the reason below the table. On a CPU a rule without a clock chooses the
-loop for random convolutions and for large draws; vmap would be right there too. `FullNormal` holds P² numbers: it is
-for small networks and small parts of large ones. `PerLayer` is a random head on a backbone that is learned as a point:
-all draws share one pass of the backbone, so that vmap is for the head alone.
-
-## On a CPU
-
-{table(cpu)}
-
-## On a GPU
-
-{gpu}
-
-### The tests of a GPU
-
-`make test-gpu` (`pytest -m gpu tests/gpu`) runs on a machine with a CUDA device, and ends with the table below. Groups:
-
-- **architectures**: the cells of the table above;
-- **capture**: a step captured as a CUDA graph gives the bits of the eager one, for every kind of family, clipped,
-  tempered, in stages, in float64, bfloat16 and float16. What is not finite changes nothing in a graph. A network that
-  cannot be captured is fitted eagerly, with a note;
-- **fits**: every kind of family in float32, bfloat16 and float16 learns and predicts. A resumed fit ends in the bits of
-  one never stopped; a fit goes on on another device. Files go from the GPU to the CPU and back. Outputs and ELBO are
-  those of the CPU. Tried too: fits around a trained network, evaluation, calibration, diagnosis, growth, log densities;
-- **kernels**: draws and gradients of the Triton kernels against the plain path in float64 at P = 101 and 100,003,
-  ranks 1, 3, 16, 17, 64 and 128, with 1, 2, 7 and 40 draws, Adam against torch's, partial sums and numbers of draws;
-- **laws**: every law of every family (`structvi.testing`) in float32 and float64;
-- **many_fits**: fits at once are those one by one, captured; the noise of all generators in one launch is that of each;
-- **memory**: a step that does not fit says what would, and nothing is lost;
-- **products**: batched products of linear layers on tensor cores against float64, in any layout; a captured step has
-  their bits;
-- **ranks**: NCCL with one rank, gloo with two on one device: data parallel, draws, sharded, DDP.
-
-{MARKS[0]}
-{gpu_tests()}
-{MARKS[1]}
-"""
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", help="write the page")
-    parser.add_argument("--json", help="write what was found")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    results = everything(arguments.device)
-    if arguments.json:
-        name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-        Path(arguments.json).write_text(json.dumps({"device": name, "results": results}, indent=1) + "\n")
-    if arguments.out:
-        if arguments.device != "cpu":
-            parser.error("the page is written by a run on a CPU; give --json on other devices")
-        Path(arguments.out).write_text(page(results, json.loads(CUDA.read_text()) if CUDA.exists() else None))
-
-
-if __name__ == "__main__":
-    main()
+        return reasons

@@ -86,9 +86,10 @@ def make(name, dtype=torch.float32, **options):
     return vi.variationalize(net, likelihood, family, generator=generator, num_data=N, **settings).to(dtype)
 
 
-def fitted(bayes, device, data, steps=9, **options):
+def fitted(bayes, device, data, steps=9, capture=True, precision=None, **options):
     settings = {"progress": False, "schedule": vi.Schedule(stop=False), "seed": 3, **options}
-    return bayes.to(device).fit(loader(data), steps=steps, **settings)
+    compute = vi.Compute(capture=capture, precision=precision)
+    return bayes.to(device).fit(loader(data), steps=steps, compute=compute, **settings)
 
 
 def values(bayes):

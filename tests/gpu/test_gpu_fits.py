@@ -36,18 +36,18 @@ def test_a_resumed_fit_ends_in_the_bits_of_one_never_stopped(name, device, tmp_p
         if len(history) == 7:
             raise KeyboardInterrupt
 
-    fitted(first, device, data_of(name), steps=12, checkpoint=tmp_path, callback=interrupt)
-    result = fitted(again, device, data_of(name), steps=12, resume=tmp_path)
+    fitted(first, device, data_of(name), steps=12, checkpoint=vi.Checkpoint(tmp_path), callback=interrupt)
+    result = fitted(again, device, data_of(name), steps=12, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert any("resumed at step 7" in note for note in result.notes)
     check_same_bits(values(whole), values(again))
 
 
 def test_a_fit_goes_on_on_another_device(gpu, tmp_path):
     """From the GPU to the CPU and back: the posterior is carried on, the draws come from another stream."""
-    fitted(make("covariance"), gpu, data(), steps=9, checkpoint=tmp_path)
+    fitted(make("covariance"), gpu, data(), steps=9, checkpoint=vi.Checkpoint(tmp_path))
     for steps, where in ((15, "cpu"), (21, gpu)):
         again = make("covariance")
-        result = fitted(again, where, data(), steps=steps, resume=tmp_path, checkpoint=tmp_path)
+        result = fitted(again, where, data(), steps=steps, checkpoint=vi.Checkpoint(tmp_path, resume=True))
         assert any("another kind of device" in note for note in result.notes)
         assert result.steps == steps
         assert torch.isfinite(result.history["elbo"]).all()
@@ -177,15 +177,10 @@ def test_hundreds_of_draws_at_once(name, device):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_predictor_serves_on_the_device_and_moves(name, device):
-    """The bits of predict there; to the CPU and back the same draws, so the same outputs to float32's rounding."""
+def test_a_predictor_serves_on_the_device(name, device):
+    """The bits of predict."""
     bayes, x = make(name).to(device), data_of(name).tensors[0]
     expected = bayes.predict(x, draws=4, generator=torch.Generator().manual_seed(0))
     served = bayes.predictor(draws=4, generator=torch.Generator().manual_seed(0))
     assert served.device.type == device.type
     assert torch.equal(served(x).outputs, expected.outputs)
-    if name == "dropout layers":
-        return  # other masks on the CPU
-    moved = served.to("cpu")(x).outputs
-    assert (moved - expected.outputs.cpu()).abs().max() <= 1e-4 * expected.outputs.abs().max()
-    assert torch.equal(served.to(device)(x).outputs, expected.outputs)

@@ -49,7 +49,9 @@ def fits(rank, size, device, names):
 
 def expected(name, device):
     bayes = make(name, torch.float64).to(device)
-    return bayes, fitted(bayes, device, data(torch.float64), capture=False, staged=False)
+    return bayes, fitted(
+        bayes, device, data(torch.float64), capture=False, schedule=vi.Schedule(staged=False, stop=False)
+    )
 
 
 def check_close(one, other, tolerance):
