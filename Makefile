@@ -60,8 +60,6 @@ bench: .venv/.installed-bench
 	$(BIN)/python -m benchmarks.step_cost --net mlp --out $(RESULTS)/step_cost_cpu.json
 	$(BIN)/python -m benchmarks.step_cost --net resnet18 transformer unet --batch 8 --ranks 0 4 --draws 1 --repeats 3 \
 		--out $(RESULTS)/step_cost_nets_cpu.json
-	$(BIN)/python -m benchmarks.scaling --out $(RESULTS)/scaling_cpu.json
-	$(BIN)/python -m benchmarks.gaussian_fit --out $(RESULTS)/gaussian_fit_cpu.json
 
 docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

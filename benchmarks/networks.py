@@ -9,13 +9,9 @@ Sets: digits (perceptron), mnist (10,000 images, small CNN), breastmnist (CNN wi
 with group and with batch norm). The digits come with scikit-learn, the others from folders of DIR
 (`networks_data.py`); networks and their training are in `networks_nets.py`, methods in `networks_methods.py`.
 
-Every method sees the same trained networks. Whatever is chosen is chosen on validation data; the table "choices" shows
-the gain over the network there beside that on test data. Differences are paired, their intervals are of a bootstrap
-over cases and seeds at once. With `--out` a file is kept for each set and seed, written after each method, and the
-trained networks: an interrupted run goes on where it was.
-
-Passes: what a method takes beyond the training of one network, in passes over the training data (forward and backward,
-a forward pass alone is a third); and forward passes to predict one input.
+Every method sees the same trained networks. Whatever is chosen is chosen on validation data. Differences to the network
+are paired, with 95 % intervals over test cases. With `--out` a file is kept for each set and seed, written after each
+method, and the trained networks: an interrupted run goes on where it was.
 """
 
 import argparse
@@ -24,20 +20,32 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 
 import structvi as vi
 
-from . import networks_tables
-from .networks_measures import Cost, assess
+from .networks_measures import assess, clock
 from .networks_methods import METHODS, Workshop
 from .networks_nets import TASKS
 from .peers import ERRORS
 
 #: of `--quick`: steps of a training, cases of each part
 QUICK_STEPS, QUICK_CASES = 10, 40
+COLUMNS = {
+    "NLL": "nll",
+    "NLL under shift": "shift",
+    "ECE": "ece",
+    "accuracy": "accuracy",
+    "AURC": "aurc",
+    "AUROC": "auroc",
+    "Dice": "dice",
+    "s to fit": "fit_seconds",
+    "ms to predict": "predict_ms",
+}
 
 
 def run(shop: Workshop, path: Path | None, methods: Sequence[str]) -> dict[str, Any]:
@@ -76,15 +84,49 @@ def _record(shop: Workshop) -> dict[str, Any]:
 
 def _one(shop: Workshop, name: str) -> dict[str, Any]:
     """Everything of one method; what it raises is its row."""
-    shop.cost = Cost()
+    start = clock(shop.device)
     try:
         answer = METHODS[name](shop)
-        row = assess(answer.predictor, shop.data, shop.batch, shop.meter)
+        seconds = clock(shop.device) - start
+        row = assess(answer.predictor, shop.data, shop.batch, shop.device)
     except ERRORS as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     details = {key: value for key, value in answer.details.items() if key != "bayes"}
-    passes = shop.cost.forwards / (3 * len(shop.data.train))
-    return row | details | {"choice": answer.choice, "passes": passes, "fit_seconds": shop.cost.seconds}
+    return row | details | {"choice": answer.choice, "fit_seconds": seconds}
+
+
+def report(records: list[dict[str, Any]]) -> str:
+    """Of every set a table: means and standard deviations over seeds, and NLL minus the network's, case by case."""
+    lines = []
+    for name in dict.fromkeys(record["set"] for record in records):
+        own = [record for record in records if record["set"] == name]
+        sizes = ", ".join(f"{count} {part}" for part, count in own[0]["sizes"].items())
+        lines += [
+            "",
+            f"### {name}",
+            "",
+            f"{own[0]['weights']} weights, {sizes}; seeds {[one['seed'] for one in own]}",
+            "",
+        ]
+        lines += [f"| {' | '.join(('method', *COLUMNS, 'NLL − network'))} |", f"|{' --- |' * (len(COLUMNS) + 2)}"]
+        for method in own[0]["methods"]:
+            rows = [record["methods"].get(method, {"error": "not run"}) for record in own]
+            if failed := next((row["error"] for row in rows if "error" in row), None):
+                lines.append(f"| {method} | {failed} |")
+                continue
+            cells = [_cell([row[key] for row in rows]) for key in COLUMNS.values()]
+            networks = [record["methods"]["network"]["cases"] for record in own]
+            gaps = np.subtract([row["cases"] for row in rows], networks).mean(0)
+            half = 1.96 * gaps.std(ddof=1) / len(gaps) ** 0.5
+            lines.append(f"| {' | '.join((method, *cells, f'{gaps.mean():+.4f} ± {half:.4f}'))} |")
+    return "\n".join(lines)
+
+
+def _cell(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    return f"{mean(known):.4g}" + (f" ± {stdev(known):.2g}" if len(known) > 1 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> str:
@@ -113,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
         torch.set_num_threads(1)
     records = [] if options.table else _run_sets(options, parser)
     if options.out is not None:
-        records = networks_tables.read(options.out)
-    tables = networks_tables.report(records)
+        records = [json.loads(path.read_text()) for path in sorted(options.out.glob("*.json"))]
+    tables = report(records)
     print(tables)
     return tables
 

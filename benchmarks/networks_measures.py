@@ -1,15 +1,11 @@
 """What `benchmarks.networks` measures of predictions, and how it counts the passes of a network."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from hashlib import blake2b
 
 import torch
-from torch import Tensor, nn
-from torch._C import _functorch
-from torch.autograd import forward_ad
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from .networks_data import Data
@@ -34,65 +30,12 @@ def remembered(predictor: Predictor) -> Predictor:
     return predict
 
 
-@dataclass
-class Cost:
-    """Forward passes of single inputs (a backward pass counts two, one with a tangent two), and seconds."""
-
-    forwards: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.forwards + other.forwards, self.seconds + other.seconds)
-
-
-class Meter:
-    """Counts the passes of all networks that it watches."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.forwards = device, 0.0
-
-    def watch(self, net: nn.Module) -> nn.Module:
-        # a plain function: a copy of the network counts here too
-        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            self.forwards += _forwards(output)
-
-        net.register_forward_hook(hook)
-        return net
-
-    @contextmanager
-    def cost(self) -> Iterator[Cost]:
-        """What is done inside; processor seconds on a CPU, seconds on other devices."""
-        cost, before, start = Cost(), self.forwards, self._now()
-        yield cost
-        cost.forwards, cost.seconds = self.forwards - before, self._now() - start
-
-    def _now(self) -> float:
-        if self.device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-def _forwards(output: Tensor) -> float:
-    """Rows that were evaluated, under `vmap` all of them, times the cost of each.
-
-    A Jacobian by `torch.func` takes a backward pass for each number of a row's output.
-    """
-    row = max(1, output[0].numel())
-    inside, backwards = _unwrapped(output, row)
-    if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(output).tangent) is not None:
-        return (inside.numel() + _unwrapped(tangent, row)[0].numel()) / row
-    return inside.numel() / row * (1 + 2 * backwards)
-
-
-def _unwrapped(tensor: Tensor, row: int) -> tuple[Tensor, int]:
-    """With the axes over which `vmap` runs, and how many backward passes are asked of it."""
-    backwards = int(tensor.requires_grad)
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        backwards = row if _functorch.is_gradtrackingtensor(tensor) else backwards
-        tensor = _functorch.get_unwrapped(tensor)
-        backwards = max(backwards, int(tensor.requires_grad))
-    return tensor, backwards
+def clock(device: torch.device) -> float:
+    """Processor seconds on a CPU, seconds on other devices."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def log_probabilities(predictor: Predictor, x: Tensor, batch: int, device: torch.device) -> Tensor:
@@ -160,36 +103,27 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     return float((high * below).sum() / (len(inside) * len(outside)))
 
 
-def assess(predictor: Predictor, data: Data, batch: int, meter: Meter) -> dict:
+def assess(predictor: Predictor, data: Data, batch: int, device: torch.device) -> dict:
     """All measures of one method on one set; of the test data the NLL of every case too."""
 
     def of(part: TensorDataset) -> Tensor:
-        return log_probabilities(predictor, part.tensors[0], batch, meter.device)
+        return log_probabilities(predictor, part.tensors[0], batch, device)
 
     held_out = of(data.validation)  # first: what is tried out once is not the cost of a prediction
-    with meter.cost() as cost:
-        test = of(data.test)
+    start = clock(device)
+    test = of(data.test)
+    seconds = clock(device) - start
     labels, count = data.test.tensors[1], len(data.test)
-    outside = log_probabilities(predictor, data.unfamiliar, batch, meter.device)
+    outside = log_probabilities(predictor, data.unfamiliar, batch, device)
     under = {name: cases(of(part), part.tensors[1]) for name, part in data.shifts.items()}
     shifts = {name: float(values.mean()) for name, values in under.items()}
-    top, label = test.max(1)
-    single = labels.ndim == 1  # one label a case: what is needed to resample errors of calibration
     return measures(test, labels) | {
         "auroc": auroc(entropy(test[: len(outside)]), entropy(outside)),
         "validation": float(cases(held_out, data.validation.tensors[1]).mean()),
         "shift": sum(shifts.values()) / len(shifts),
         "shifts": shifts,
-        "forwards": cost.forwards / count,
-        "predict_seconds": 1000 * cost.seconds / count,
-        "cases": rounded(cases(test, labels)),
-        "shift_cases": rounded(torch.stack(list(under.values())).mean(0)),
-        "right": rounded((label == labels).double().reshape(count, -1).mean(1)),
-        "confidence": rounded(top.exp()) if single else None,
+        "predict_ms": 1000 * seconds / count,
+        "cases": [round(value, 5) for value in cases(test, labels).tolist()],
         "referred": None if data.positive is None else referred(test, labels, data.positive),
-        "dice": None if single or data.positive is None else dice(test, labels, data.positive),
+        "dice": None if labels.ndim == 1 or data.positive is None else dice(test, labels, data.positive),
     }
-
-
-def rounded(values: Tensor) -> list[float]:
-    return [round(value, 5) for value in values.tolist()]

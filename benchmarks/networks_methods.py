@@ -17,7 +17,7 @@ import structvi as vi
 
 from . import networks_laplace
 from .networks_data import Data
-from .networks_measures import Cost, Meter, Predictor, cases, log_probabilities
+from .networks_measures import Predictor, cases, log_probabilities
 from .networks_nets import Task, dropout_layers, set_dropout, train
 
 MEMBERS = 5
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Workshop:
-    """One set and seed: its trained networks, what is made of them, and what that costs. Everything is made once."""
+    """One set and seed: its trained networks, and what is made of them. Everything is made once."""
 
     def __init__(
         self, task: Task, data: Data, seed: int, device: torch.device, steps: int, folder: Path | None,
@@ -46,53 +46,37 @@ class Workshop:
         #: of weights, to predict with a posterior; None: as `predict` does it
         self.drawn: int | None = None if steps == 0 and not of_pixels else self.draws
         self.batch = 16 if of_pixels else 250
-        self.meter = Meter(device)
-        self.cost = Cost()  # of the method at work
-        self._made: dict[Any, tuple[Any, Cost]] = {}
-        self._nets: dict[tuple[int, float, int], tuple[nn.Module, Cost]] = {}
+        self._made: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes, now or before; the method at work is charged in either case."""
+        """What `make` makes, now or before."""
         if key not in self._made:
-            with self.meter.cost() as cost:
-                made = make()
-            self._made[key] = made, cost
-        made, cost = self._made[key]
-        self.cost = self.cost + cost
-        return made
+            self._made[key] = make()
+        return self._made[key]
 
     def loader(self, data: TensorDataset) -> DataLoader:
         return DataLoader(data, self.task.batch)
 
     def net(self, member: int = 0, rate: float = 0.0, share: int = 1) -> nn.Module:
-        """A trained network, `share`: in so many times fewer epochs; its first training is charged to nobody."""
-        key = member, rate, share
-        if key not in self._nets:
-            self._nets[key] = self._net(*key)
-        net, cost = self._nets[key]
-        if key != (0, 0.0, 1):
-            self.cost = self.cost + cost
-        return net
+        """A trained network, `share`: in so many times fewer epochs."""
+        return self.once((member, rate, share), lambda: self._net(member, rate, share))
 
-    def _net(self, member: int, rate: float, share: int) -> tuple[nn.Module, Cost]:
+    def _net(self, member: int, rate: float, share: int) -> nn.Module:
         seed = 1000 * member + self.seed
         task = replace(self.task, epochs=self.task.epochs // share)
         path = None
         if self.folder is not None:
             path = self.folder / f"{task.name}-{seed}-{rate:g}{'' if share == 1 else f'-{task.epochs}'}.pt"
         if path is not None and path.exists():
-            kept = torch.load(path, map_location=self.device)
             net = task.net().to(self.device).eval()
-            net.load_state_dict(kept["net"])
+            net.load_state_dict(torch.load(path, map_location=self.device))
         else:
-            with self.meter.cost() as cost:
-                net = train(task, self.data.train, seed, self.device, rate, self.steps, self.bf16)
-            kept = {"net": net.state_dict(), "seconds": cost.seconds}
+            net = train(task, self.data.train, seed, self.device, rate, self.steps, self.bf16)
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(kept, path)
+                torch.save(net.state_dict(), path)
         set_dropout(net, rate)
-        return self.meter.watch(net), Cost(3.0 * task.epochs * len(self.data.train), kept["seconds"])
+        return net
 
     def validation(self, predictor: Predictor) -> Tensor:
         return log_probabilities(predictor, self.data.validation.tensors[0], self.batch, self.device)
