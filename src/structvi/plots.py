@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from .imaging.maps import Maps
-from .imaging.planes import AXES, PLANES, check_voxel, most_uncertain, planes
+from .imaging.maps import AXES, PLANES, Maps, check_voxel, most_uncertain, planes
 from .imaging.structures import By, StructureMetrics
 from .predict.metrics import Metrics
 from .predict.predictive import Predictive

@@ -36,14 +36,12 @@ class Scan:
         affine: [4, 4], from voxels to millimetres.
         header: nibabel's, as it was read.
         path: the file.
-        whole: whole numbers [channels, x, y, z] that `values` could not hold: in float32 those beyond 2²⁴.
     """
 
     values: Tensor
     affine: np.ndarray
     header: Any
     path: Path
-    whole: Tensor | None = None
 
     @property
     def spacing(self) -> tuple[float, float, float]:
@@ -53,16 +51,15 @@ class Scan:
 
     @property
     def labels(self) -> Tensor:
-        """The voxels of a file of one channel as class labels, [x, y, z] of integers."""
-        if self.whole is not None and len(self.whole) == 1:
-            return self.whole[0]
-        whole = self.values.round()
-        if len(whole) != 1 or not bool((self.values - whole).abs().max() <= 1e-3):  # NaN is no whole number
+        """The voxels of the file, of one channel, as class labels, [x, y, z] of integers: read again, exactly."""
+        voxels, _ = _read(self.path)
+        whole = np.round(voxels)
+        if len(whole) != 1 or not bool(np.abs(voxels - whole).max() <= 1e-3):  # NaN is no whole number
             raise ValueError(
                 f"{self.path}: expected one channel of whole numbers, got {len(whole)} channels with values from "
-                f"{self.values.min():.4g} to {self.values.max():.4g}; resample labels with the nearest neighbour"
+                f"{voxels.min():.4g} to {voxels.max():.4g}; resample labels with the nearest neighbour"
             )
-        return whole[0].long()
+        return torch.from_numpy(whole[0].astype(np.int64))
 
     @property
     def name(self) -> str:
@@ -88,6 +85,13 @@ def read_nifti(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32)
         >>> scan.values.shape, scan.spacing
         (torch.Size([1, 4, 5, 6]), (2.0, 2.0, 3.0))
     """
+    voxels, image = _read(path)
+    tensor = torch.from_numpy(np.ascontiguousarray(voxels, dtype=np.float64)).to(dtype)
+    return Scan(tensor, np.array(image.affine), image.header.copy(), Path(path))
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[np.ndarray, Any]:
+    """The voxels [channels, x, y, z], and nibabel's image."""
     nibabel = _nibabel()
     try:
         image = nibabel.load(path)
@@ -102,24 +106,7 @@ def read_nifti(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32)
         raise ValueError(
             f"{path}: expected numbers [x, y, z] or [x, y, z, channels], got {values.dtype} {values.shape}"
         )
-    values = np.moveaxis(values[..., None] if values.ndim == 3 else values, -1, 0)
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64)).to(dtype)
-    return Scan(tensor, np.array(image.affine), image.header.copy(), Path(path), _lost(values, tensor))
-
-
-def _lost(values: np.ndarray, tensor: Tensor) -> Tensor | None:
-    """The numbers as integers, where all are whole and the tensor does not hold them all."""
-    is_whole = values.dtype.kind in "iu" or bool((values == np.round(values)).all())  # NaN is no whole number
-    if not is_whole or values.size == 0 or not -(2.0**63) < values.min() <= values.max() < 2.0**63:
-        return None
-    integers = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    return None if torch.equal(tensor.double().long(), integers) else integers
-
-
-def _holds(kind: type, array: np.ndarray) -> bool:
-    """Whether integers of this kind hold every value."""
-    limits = np.iinfo(kind)
-    return bool(limits.min <= array.min() and array.max() <= limits.max)
+    return np.moveaxis(values[..., None] if values.ndim == 3 else values, -1, 0), image
 
 
 def write_nifti(path: str | os.PathLike[str], values: Tensor | np.ndarray, like: Scan, words: str = "") -> Path:
@@ -145,9 +132,11 @@ def write_nifti(path: str | os.PathLike[str], values: Tensor | np.ndarray, like:
         )
     array = array.astype(np.uint8) if array.dtype == bool else array
     if array.dtype.kind in "iu":
-        kinds = [kind for kind in (np.uint8, np.int16, np.int32) if _holds(kind, array)]
+        low, high = array.min(), array.max()
+        limits = {kind: np.iinfo(kind) for kind in (np.uint8, np.int16, np.int32)}
+        kinds = [kind for kind, limit in limits.items() if limit.min <= low and high <= limit.max]
         if not kinds:
-            raise ValueError(f"labels must fit into 32 bits, got values from {array.min()} to {array.max()}")
+            raise ValueError(f"labels must fit into 32 bits, got values from {low} to {high}")
         array = array.astype(kinds[0])
     else:
         array = array.astype(np.float32)

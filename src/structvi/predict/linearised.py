@@ -6,7 +6,7 @@ this does not tell. It is for few outputs: an input takes a backward pass for ea
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -225,20 +225,6 @@ def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(torch.where(finite, covariance.double(), 0.0))
     root = vectors * torch.where(finite.squeeze(-1), values.clamp(min=0.0).sqrt(), torch.nan).unsqueeze(-2)  # [b, O, O]
     return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).reshape(-1, *mean.shape)
-
-
-def outputs_of_normals(
-    posterior: "Posterior", theta: Tensor, normals: Sequence[Callable[[], Gaussian]], x: Any, noise: Tensor
-) -> list[Tensor]:
-    """Return draws of the outputs of the network linearised at θ [P], [S, B, ..], for each of several normals.
-
-    The normals are made when they are needed: of many, one at a time is held. The Jacobians are those of all.
-    """
-    outputs: list[list[Tensor]] = [[] for _ in normals]
-    for y, J in jacobians(posterior, theta, x):
-        for rows, make in zip(outputs, normals, strict=True):
-            rows.append(normal_outputs(*_moments(make(), theta, y, J), noise))
-    return [torch.cat(rows, 1) for rows in outputs]
 
 
 def _moments(normal: Gaussian, theta: Tensor, y: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
