@@ -32,8 +32,8 @@ from .algebra import half_log_det, project, sum_squares, sum_weights
 #: an all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out
 Reduce = Callable[[Tensor], Tensor]
 
-#: columns of a factor, and draws, that a program of the kernels holds in registers
-MOST_COLUMNS, MOST_DRAWS = 128, 32
+#: columns of a factor that a program of the kernels holds in registers
+MOST_COLUMNS = 128
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -73,18 +73,21 @@ def draw(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 class _Drawn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean, log_scale, factor, unit, precision, reduce, epsilon, z):
-        S, K = z.shape
+        K = z.shape[-1]
         precision = precision and K > 0  # without a factor the forms are the same
-        scale, P = log_scale.exp(), len(mean)
+        P: Any = len(mean)
         if reduce is not None:
             P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
-        kernels = _kernels(factor, S)
+        kernels = _kernels(factor)
         if kernels is not None:
-            sums = Sums(*kernels.sums(log_scale, scale, factor, unit, precision, epsilon)).reduced(reduce)
+            scale, *of_noise, theta = kernels.project(mean, log_scale, factor, unit, precision, epsilon, z)
+            sums = Sums(kernels.gram(scale, factor, unit, precision), *of_noise).reduced(reduce)
             u, log_q, inverse = _solve(sums, z, precision, P)
-            theta = kernels.place(mean, scale, factor, unit, precision, epsilon, u if precision else z)
+            if precision:
+                theta = kernels.place(mean, scale, factor, unit, epsilon, u)
             G = factor
         else:
+            scale = log_scale.exp()
             G = factor * ratio(scale, unit, precision).unsqueeze(-1) if K else factor
             of_noise = project(epsilon, G), sum_squares(epsilon)
             sums = Sums(project(G.mT, G), *of_noise, sum_weights(log_scale)).reduced(reduce)
@@ -173,9 +176,9 @@ def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
     return scale / unit if precision else unit / scale
 
 
-def _kernels(factor: Tensor, S: int) -> Any:
-    """Return the module of Triton kernels if they serve S draws with this factor, else None."""
-    if factor.shape[-1] > MOST_COLUMNS or S > MOST_DRAWS or not kernels_take(factor):
+def _kernels(factor: Tensor) -> Any:
+    """Return the module of Triton kernels if they serve this factor, else None."""
+    if factor.shape[-1] > MOST_COLUMNS or not kernels_take(factor):
         return None
     from . import triton_kernels  # Triton takes longer to import than all of the library
 

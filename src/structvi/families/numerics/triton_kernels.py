@@ -1,6 +1,6 @@
 """The passes of `fused` over the factor as Triton kernels: each reads F once, and no [P, K] matrix but ∂F is written.
 
-Sums over the weights are taken in float32 over a thousand of them and added in float64, as everywhere.
+Sums over the weights are taken in float32 over some hundreds of them and added in float64, as everywhere.
 """
 
 # Triton's decorators hide what is called with what:
@@ -8,41 +8,67 @@ Sums over the weights are taken in float32 over a thousand of them and added in 
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-#: weights whose products are added in float32; four times as many of a wide factor, whose K² sums are long to write
+#: weights whose products GᵀG are added in float32; four times as many of a wide factor, whose K² sums are long to write
 ROWS = 1024
 #: numbers of the factor that a program holds in registers
 TILE = 2048
 
 
-def sums(
-    log_scale: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return GᵀG [K, K], εᵀG [S, K], ε·ε [S] and Σ log s, in float64."""
-    S, (P, K) = len(epsilon), factor.shape
-    KP = _side(K)
-    rows = ROWS if KP <= 32 else 4 * ROWS
-    sizes = [K * K, S * K, S, 1]
-    partial = scale.new_empty(triton.cdiv(P, rows), sum(sizes))
-    _sums[(len(partial),)](
-        log_scale, scale, factor, unit, epsilon.contiguous(), partial, P, *factor.stride(),
-        S=S, K=K, KP=KP, SP=_side(S), PRECISION=precision, ROWS=rows, WIDTH=sum(sizes),
-        BLOCK={16: 64, 32: 64, 64: 32}.get(KP, 16), num_warps={16: 1, 32: 1, 64: 4}.get(KP, 8), num_stages=1,
+class Dot(NamedTuple):
+    """The matrix products of GᵀG: rows of one product, and warps."""
+
+    rows: int
+    warps: int
+
+
+#: by the side of GᵀG; one warp has no room for the sums of 64 columns (16 columns on an H200: 0.39 ms instead of 0.50
+#: with 128 rows, P = 11.2·10⁶)
+DOTS = {16: Dot(32, 1), 32: Dot(64, 1), 64: Dot(32, 4), 128: Dot(16, 8)}
+
+
+def gram(scale: Tensor, factor: Tensor, unit: Tensor, precision: bool) -> Tensor:
+    """Return GᵀG [K, K] in float64."""
+    P, K = factor.shape
+    if K == 0:
+        return factor.new_zeros(0, 0, dtype=torch.float64)
+    side = max(16, triton.next_power_of_2(K))
+    rows, dot = ROWS if side <= 32 else 4 * ROWS, DOTS[side]
+    partial = factor.new_empty(triton.cdiv(P, rows), K, K)
+    _gram[(len(partial),)](
+        scale, factor, unit, partial, P, *factor.stride(),
+        K=K, KP=side, PRECISION=precision, ROWS=rows, BLOCK=dot.rows, num_warps=dot.warps, num_stages=1,
     )  # fmt: skip
-    gram, projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
-    return gram.view(K, K), projection.view(S, K), squares, total.view(())
+    return partial.sum(0, dtype=torch.float64)
 
 
-def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, a: Tensor):
-    """Return θ = μ + s∘(ε + G a), [S, P]."""
+def project(
+    mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, epsilon: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return s = exp(log s) [P]; εᵀG [S, K], ε·ε [S] and Σ log s in float64; and θ [S, P] of the covariance form."""
+    S, K = len(epsilon), factor.shape[1]
+    sizes, scale, theta = [S * K, S, 1], torch.empty_like(log_scale), torch.empty_like(epsilon)
+    partial = scale.new_empty(*_programs(factor), sum(sizes))
+    _project[_programs(factor)](
+        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, len(scale),
+        *factor.stride(), WIDTH=sum(sizes), PRECISION=precision, **_shape(factor, S),
+    )  # fmt: skip
+    projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
+    return scale, projection.view(S, K), squares, total.view(()), theta
+
+
+def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor) -> Tensor:
+    """Return θ = μ + s∘(ε + G u) of the precision form, [S, P]."""
     theta = torch.empty_like(epsilon)
     _place[_programs(factor)](
-        mean, scale, factor, unit, epsilon.contiguous(), a.contiguous(), theta, len(mean), *factor.stride(),
-        PRECISION=precision, **_shape(factor, len(epsilon)),
+        mean, scale, factor, unit, epsilon.contiguous(), u.contiguous(), theta, len(mean), *factor.stride(),
+        **_shape(factor, len(epsilon)),
     )  # fmt: skip
     return theta
 
@@ -63,11 +89,11 @@ def pull(
     scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return g' = g + c∇ log q in the precision form [S, P], and Gᵀ(s∘g') [S, K] in float64."""
-    S, (P, K) = len(g), factor.shape
-    pulled, partial = torch.empty_like(g), factor.new_empty(triton.cdiv(P, ROWS), S, K)
-    _pull[(len(partial),)](
-        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g, g_q, pulled, partial, P, *factor.stride(),
-        S=S, K=K, KP=_side(K), SP=_side(S), ROWS=ROWS, BLOCK=32, num_warps=1, num_stages=3,
+    S, K = len(g), factor.shape[1]
+    pulled, partial = torch.empty_like(g), factor.new_empty(*_programs(factor), S, K)
+    _pull[_programs(factor)](
+        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g, g_q, pulled, partial, len(scale),
+        *factor.stride(), **_shape(factor, S),
     )  # fmt: skip
     return pulled, partial.sum(0, dtype=torch.float64)
 
@@ -82,11 +108,6 @@ def back_precision(
         to_mean, to_scale, to_factor, len(scale), *factor.stride(), **_shape(factor, len(pulled)),
     )  # fmt: skip
     return to_mean, to_scale, to_factor
-
-
-def _side(n: int) -> int:
-    """Return the side of a tile of matrix products: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(max(n, 1)))
 
 
 def _block(K: int) -> int:
@@ -115,60 +136,68 @@ def _ratio(s, s0, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _sums(
-    log_scale, scale, factor, unit, epsilon, out, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+def _gram(
+    scale, factor, unit, out, P, along, across,
+    K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    k, draws = tl.arange(0, KP), tl.arange(0, SP)
+    k = tl.arange(0, KP)
     gram = tl.zeros((KP, KP), tl.float32)
-    projection = tl.zeros((SP, KP), tl.float32)
-    squares = tl.zeros((SP,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, ROWS, BLOCK):
-        p = program * ROWS + start + tl.arange(0, BLOCK)
+        p = tl.program_id(0) * ROWS + start + tl.arange(0, BLOCK)
         inside = p < P
-        total += tl.load(log_scale + p, mask=inside, other=0.0)
-        at = draws[:, None].to(tl.int64) * P + p[None, :]
-        e = tl.load(epsilon + at, mask=(draws < S)[:, None] & inside[None, :], other=0.0)
-        squares += tl.sum(e * e, 1)
+        s = tl.load(scale + p, mask=inside, other=1.0)
+        s0 = tl.load(unit + p, mask=inside, other=1.0)
+        mask = inside[:, None] & (k < K)[None, :]
+        G = tl.load(factor + _rows_at(p, k, along, across), mask=mask, other=0.0) * _ratio(s, s0, PRECISION)[:, None]
+        gram += tl.dot(tl.trans(G), G, input_precision="ieee")
+    at = tl.program_id(0).to(tl.int64) * K * K + k[:, None] * K + k[None, :]
+    tl.store(out + at, gram, mask=(k < K)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _project(
+    mean, log_scale, scale, factor, unit, epsilon, z, theta, out, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k, inside = tl.arange(0, KP), p < P
+    log_s = tl.load(log_scale + p, mask=inside, other=0.0)
+    s = tl.exp(log_s)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    m = tl.load(mean + p, mask=inside, other=0.0)
+    mask = inside[:, None] & (k < K)[None, :]
+    G = tl.load(factor + _rows_at(p, k, along, across), mask=mask, other=0.0) * _ratio(s, s0, PRECISION)[:, None]
+    tl.store(scale + p, s, mask=inside)
+    out += tl.program_id(0).to(tl.int64) * WIDTH
+    for draw in tl.range(0, S, loop_unroll_factor=8):
+        at = draw * P.to(tl.int64) + p
+        y = tl.load(epsilon + at, mask=inside, other=0.0)
+        tl.store(out + S * K + draw, tl.sum(y * y, 0))
         if K > 0:
-            s = tl.load(scale + p, mask=inside, other=1.0)
-            s0 = tl.load(unit + p, mask=inside, other=1.0)
-            mask = inside[:, None] & (k < K)[None, :]
-            G = tl.load(factor + _rows_at(p, k, along, across), mask=mask, other=0.0)
-            G *= _ratio(s, s0, PRECISION)[:, None]
-            projection += tl.dot(e, G, input_precision="tf32x3")
-            gram += tl.dot(tl.trans(G), G, input_precision="tf32x3")
-    out += program.to(tl.int64) * WIDTH
-    if K > 0:
-        tl.store(out + k[:, None] * K + k[None, :], gram, mask=(k < K)[:, None] & (k < K)[None, :])
-        at = K * K + draws[:, None] * K + k[None, :]
-        tl.store(out + at, projection, mask=(draws < S)[:, None] & (k < K)[None, :])
-    tl.store(out + K * K + S * K + draws, squares, mask=draws < S)
-    tl.store(out + WIDTH - 1, tl.sum(total, 0))
+            tl.store(out + draw * K + k, tl.sum(G * y[:, None], 0), mask=k < K)
+            y += tl.sum(G * tl.load(z + draw * K + k, mask=k < K, other=0.0)[None, :], 1)
+        if not PRECISION:
+            tl.store(theta + at, m + s * y, mask=inside)
+    tl.store(out + WIDTH - 1, tl.sum(log_s, 0))
 
 
 @triton.jit
 def _place(
-    mean, scale, factor, unit, epsilon, a, theta, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    mean, scale, factor, unit, epsilon, u, theta, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k, inside = tl.arange(0, KP), p < P
     m = tl.load(mean + p, mask=inside, other=0.0)
     s = tl.load(scale + p, mask=inside, other=1.0)
-    s0 = tl.load(unit + p, mask=inside, other=1.0)
-    weight = s * _ratio(s, s0, PRECISION)
+    r = s / tl.load(unit + p, mask=inside, other=1.0)
     F = tl.load(factor + _rows_at(p, k, along, across), mask=inside[:, None] & (k < K)[None, :], other=0.0)
     for draw in tl.range(0, S, loop_unroll_factor=8):
         at = draw * P.to(tl.int64) + p
-        value = m + s * tl.load(epsilon + at, mask=inside, other=0.0)
-        if K > 0:
-            row = tl.load(a + draw * K + k, mask=k < K, other=0.0)
-            value += weight * tl.sum(F * row[None, :], 1)
-        tl.store(theta + at, value, mask=inside)
+        row = tl.load(u + draw * K + k, mask=k < K, other=0.0)
+        y = tl.load(epsilon + at, mask=inside, other=0.0) + r * tl.sum(F * row[None, :], 1)
+        tl.store(theta + at, m + s * y, mask=inside)
 
 
 @triton.jit
@@ -203,29 +232,23 @@ def _back_covariance(
 
 @triton.jit
 def _pull(
-    scale, factor, unit, epsilon, z, g, g_q, pulled_out, projection_out, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    scale, factor, unit, epsilon, z, g, g_q, pulled_out, out, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    k, draws = tl.arange(0, KP), tl.arange(0, SP)
-    some = draws < S
-    projection = tl.zeros((SP, KP), tl.float32)
-    Z = tl.load(z + draws[:, None] * K + k[None, :], mask=some[:, None] & (k < K)[None, :], other=0.0)
-    cotangent = tl.load(g_q + draws, mask=some, other=0.0)
-    for start in range(0, ROWS, BLOCK):
-        p = program * ROWS + start + tl.arange(0, BLOCK)
-        inside = p < P
-        s = tl.load(scale + p, mask=inside, other=1.0)
-        s0 = tl.load(unit + p, mask=inside, other=1.0)
-        mask = inside[:, None] & (k < K)[None, :]
-        G = tl.load(factor + _rows_at(p, k, along, across), mask=mask, other=0.0) * (s / s0)[:, None]
-        at, both = draws[:, None].to(tl.int64) * P + p[None, :], some[:, None] & inside[None, :]
-        t = tl.load(epsilon + at, mask=both, other=0.0) + tl.dot(Z, tl.trans(G), input_precision="tf32x3")
-        pulled = tl.load(g + at, mask=both, other=0.0) - cotangent[:, None] * t / s[None, :]
-        tl.store(pulled_out + at, pulled, mask=both)
-        projection += tl.dot(pulled * s[None, :], G, input_precision="tf32x3")
-    at = program.to(tl.int64) * S * K + draws[:, None] * K + k[None, :]
-    tl.store(projection_out + at, projection, mask=some[:, None] & (k < K)[None, :])
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k, inside = tl.arange(0, KP), p < P
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    mask = inside[:, None] & (k < K)[None, :]
+    G = tl.load(factor + _rows_at(p, k, along, across), mask=mask, other=0.0) * (s / s0)[:, None]
+    for draw in tl.range(0, S, loop_unroll_factor=8):
+        at = draw * P.to(tl.int64) + p
+        row = tl.load(z + draw * K + k, mask=k < K, other=0.0)
+        t = tl.load(epsilon + at, mask=inside, other=0.0) + tl.sum(G * row[None, :], 1)
+        pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
+        tl.store(pulled_out + at, pulled, mask=inside)
+        projected = tl.sum(G * (s * pulled)[:, None], 0)
+        tl.store(out + (tl.program_id(0).to(tl.int64) * S + draw) * K + k, projected, mask=k < K)
 
 
 @triton.jit
