@@ -13,7 +13,7 @@ from torch.distributions import Bernoulli, Independent, Normal
 
 import structvi as vi
 from structvi import diagnostics, likelihoods, plots
-from structvi.families.density import MAX_DENSE
+from structvi.families.family import MAX_DENSE
 from structvi.families.mean_field import DiagonalNormal
 
 SPACE = vi.Parameters({"a": torch.zeros(2), "b": torch.zeros(1)})

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 #: scikit-learn has no types, so that its subclasses have unknown bases; Triton compiles its kernels from their source
-OTHERS = r"structvi\.(integrations\.sklearn\.(_Estimator|Bayesian\w+)|families\.numerics\.triton_\w+\.\w+)"
+OTHERS = r"structvi\.(integrations\.sklearn\.(_Estimator|Bayesian\w+)|families\.triton_kernels\.\w+)"
 
 
 def unknown(found: dict) -> list[str]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .couplings import Coupling, paired
-from .families.density import Density, Draws
-from .families.family import Family
-from .families.numerics.algebra import sum_weights
+from .families.family import Density, Draws, Family
+from .families.numerics import sum_weights
 from .models.bayesian_model import BayesianModel
 from .models.log_density import LogDensity
 from .models.priors.base import learns

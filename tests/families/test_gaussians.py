@@ -8,7 +8,7 @@ import torch
 
 import structvi as vi
 from structvi.families.full import FullNormalDensity
-from structvi.families.numerics.algebra import capacitance
+from structvi.families.numerics import capacitance
 from structvi.testing import dense_moments
 
 P = 6

@@ -6,7 +6,7 @@ import torch
 import structvi as vi
 from structvi.couplings import Noise
 from structvi.families.low_rank import factors
-from structvi.families.numerics.fused import _kernels
+from structvi.families.numerics import _kernels
 from structvi.objective import log_q_at
 
 pytestmark = pytest.mark.gpu

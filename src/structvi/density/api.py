@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..families.density import MAX_DENSE
-from ..families.family import Family
+from ..families.family import MAX_DENSE, Family
 from ..families.mixture import mixture_of
 from ..models.bayesian_model import BayesianModel
 from ..models.log_density import LogDensity

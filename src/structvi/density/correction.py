@@ -7,8 +7,7 @@ from math import inf, isnan, log
 import torch
 from torch import Tensor
 
-from ..families.density import Density
-from ..families.family import Family
+from ..families.family import Density, Family
 from ..models.target import Target
 from .gaussian import Place
 from .importance import K_LIMIT, ROUNDS, Unavailable, normals_of, psislw_of_arviz, weigh

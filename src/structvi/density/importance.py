@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.density import Density
+from ..families.family import Density
 from ..families.mixture import weighted_normals
 from ..objective import NonFiniteError
 from ..parameters import Parameters

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..families.density import Density
+from ..families.family import Density
 from ..parameters import Parameters
 from .importance import LogJoint, Unavailable, check_available
 

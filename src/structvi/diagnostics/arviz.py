@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..families.density import Draws
-from ..families.family import Family
+from ..families.family import Draws, Family
 from ..predict.data_tree import data_tree
 from ..predict.draws import IndependentDraws, predictive_at
 from ..predict.predictive import observed_target

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..families.density import Density
-from ..families.family import Family
+from ..families.family import Density, Family
 from ..predict.draws import IndependentDraws
 from ..util.checks import check_seed, is_integer
 

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..couplings import Coupling, Noise, naive
-from ..families.density import Density, Draws
-from ..families.family import Family
+from ..families.family import Density, Draws, Family
 from ..families.gaussian import Gaussian
 from ..families.low_rank import LowRankNormal, LowRankPrecision
 from ..families.mean_field import MeanField
 from ..families.normal import NormalForm
-from ..families.numerics.algebra import half_log_det, project, sum_weights
-from ..families.numerics.fused import Sums, ratio
+from ..families.numerics import Sums, half_log_det, project, ratio, sum_weights
 from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """Variational families: one family, one file; first its density (the mathematics), then its module (the state)."""
 
 from .blocks import PerLayer
-from .density import Density, DistributionDensity, Draws, check_draw
-from .family import Family
+from .family import Density, DistributionDensity, Draws, Family, check_draw
 from .full import FullNormal
 from .gaussian import Gaussian, kl
 from .low_rank import LowRankNormal, LowRankPrecision

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.patterns import assign, check_patterns
-from .density import MAX_DENSE, Density, Draws, check_draw
-from .family import Family
+from .family import MAX_DENSE, Density, Draws, Family, check_draw
 from .gaussian import Gaussian, LowRankCovariance
 from .normal import Diagonal, LowRank, NormalForm, Triangle
 from .point import PointMass

@@ -1,19 +1,239 @@
-"""A family: variational parameters in a module, as a recipe, then bound to a space, then called for its density."""
+"""The protocol: a family holds variational parameters in a module; calling it builds its density, a value.
+
+A density is q at one value of its parameters: it draws, scores and measures itself, and lives for one step.
+"""
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent
 
+from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from ..util.checks import check_generator, is_positive
+from ..util.checks import check_generator, check_integer, is_positive
 from ..util.configuration import configuration
-from .density import Density, DistributionDensity
+from ..util.random_streams import borrowed_stream
 from .normal import NormalForm
+
+#: `covariance()` builds a dense P×P matrix up to this P.
+MAX_DENSE = 8192
+
+
+class Draws(NamedTuple):
+    """S weighted draws; the weights sum to one and carry gradients where the family learns them.
+
+    `fixed` holds, by name, tensors that are the same in every draw (the point-estimated blocks of a network): they
+    carry gradients and stay out of `theta`, whose P then counts the others alone.
+    """
+
+    theta: Tensor  # [S, P]
+    weight: Tensor  # [S]
+    fixed: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Density(ABC):
+    """q at one value of its parameters: it can draw, score and measure itself, and lives for one step.
+
+    Write `draw` and at least one of `log_prob` and `entropy`; the estimators that `elbo` can use follow from that.
+    `P` is the number of weights; `space` is set by the family that builds the density.
+    """
+
+    space: Parameters | None = None
+    #: False for point masses, which have no density: their `log_prob` is the log probability of the point.
+    has_density: bool = True
+    #: whether draws are made of the coupling's noise; where not, they are independent whatever the coupling
+    coupled: bool = True
+    #: whether draws lie around `mean`, the one centre; False for mixtures and masks
+    centred: bool = True
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """[P]"""
+
+    @property
+    def variance(self) -> Tensor:
+        """[P]"""
+        raise self._refusal("variance", "a `variance` property")
+
+    @property
+    def P(self) -> int:
+        return self.mean.shape[-1]
+
+    @property
+    def noise_size(self) -> int:
+        """How many normal numbers make one draw."""
+        return self.P
+
+    @property
+    def finite(self) -> bool:
+        """Whether one group of draws has every state, with its probability."""
+        return False
+
+    @property
+    def accurate(self) -> bool:
+        """Whether rounding leaves the algebra enough digits at the present parameters."""
+        return True
+
+    @property
+    def bound(self) -> bool:
+        """Whether the ELBO is a lower bound: False where part of q is a point mass, whose entropy is dropped."""
+        return self.has_density
+
+    @abstractmethod
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
+        """Draw `groups` independent groups of coupled weights, reparametrised: gradients flow through the draws."""
+
+    def draw_scored(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> tuple[Draws, Tensor | None]:
+        """`draw`, and log q at the draws [S] with the gradient through the draws alone; None where `log_prob` and
+        `score` have to be asked. For densities that can do both at once for less."""
+        return self.draw(groups, coupling, generator), None
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """log q(θ): [S, P] → [S]."""
+        raise self._refusal("log_prob", "`log_prob`")
+
+    def entropy(self) -> Tensor:
+        """−E_q log q(θ), in nats."""
+        raise self._refusal("entropy", "`entropy`")
+
+    def score(self, theta: Tensor) -> Tensor:
+        """∇_θ log q(θ): [S, P] → [S, P], without a graph. By automatic differentiation unless overridden."""
+        with torch.enable_grad():
+            theta = theta.detach().requires_grad_()
+            (score,) = torch.autograd.grad(self.log_prob(theta).sum(), theta)
+        return score
+
+    def covariance(self, *names: str) -> Tensor:
+        """The covariance of θ [P, P], or the block between two named tensors, raveled: [numel, numel].
+
+        `covariance("a.weight")` is the block of one tensor with itself. The dense matrix is refused beyond
+        P = `MAX_DENSE`.
+        """
+        if len(names) > 2:
+            raise ValueError(f"covariance takes no name, one or two, got {names}")
+        if not names:
+            self._check_dense("covariance()")
+            everything = slice(0, self.P)
+            return self.covariance_block(everything, everything)
+        space = self.named_space()
+        rows, columns = space.slice(names[0]), space.slice(names[-1])
+        sides = (rows.stop - rows.start, columns.stop - columns.start)
+        if sides[0] * sides[1] > MAX_DENSE**2:
+            raise ValueError(f"the block {names} has {sides[0]} × {sides[1]} elements, more than {MAX_DENSE}²")
+        return self.covariance_block(rows, columns)
+
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        """The covariance between two stretches of θ."""
+        raise self._refusal("covariance", "`covariance_block(rows, columns)`")
+
+    def offers(self, method: str) -> bool:
+        """Whether this density has its own `log_prob` or `entropy`."""
+        return getattr(type(self), method) is not getattr(Density, method)
+
+    def _refusal(self, what: str, write: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} offers no {what}; to have it, write {write}")
+
+    def named_space(self) -> Parameters:
+        """The named tensors; an error where the density has none."""
+        if self.space is None:
+            raise ValueError(f"this {type(self).__name__} has no named tensors: call a family bound to Parameters")
+        return self.space
+
+    def _check_dense(self, what: str) -> None:
+        if self.P > MAX_DENSE:
+            raise ValueError(
+                f"{what} is dense and P = {self.P} is beyond {MAX_DENSE}; ask for the block between named tensors"
+            )
+
+    def _check_theta(self, theta: Tensor) -> Tensor:
+        if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[-1] != self.P:
+            came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
+            raise ValueError(
+                f"expected theta of shape [S, P] with P = {self.P}, got {came}; for one point add a row axis"
+            )
+        return theta
+
+
+def check_draw(
+    groups: int, coupling: Coupling, generator: torch.Generator | None = None, device: torch.device | None = None
+) -> None:
+    """The arguments of `draw`, before any noise is made."""
+    check_integer("groups", groups)
+    if not callable(coupling):
+        raise TypeError(f"coupling must be a callable such as naive, paired or unscented, got {coupling!r}")
+    check_generator(generator)
+    if generator is not None and device is not None and generator.device.type != device.type:
+        raise ValueError(
+            f"the generator is on {generator.device}, the weights on {device}; "
+            f'make one there: torch.Generator("{device.type}").manual_seed(seed)'
+        )
+
+
+class DistributionDensity(Density):
+    """A density over [P] from a `torch.distributions.Distribution`; draws are independent whatever the coupling."""
+
+    coupled = False
+
+    def __init__(self, distribution: Distribution):
+        shape = distribution.batch_shape + distribution.event_shape
+        if len(distribution.batch_shape) or len(distribution.event_shape) != 1:
+            raise ValueError(
+                "a family's forward must return a distribution with event shape [P] and no batch shape, got event "
+                f"{tuple(distribution.event_shape)} and batch {tuple(distribution.batch_shape)}"
+                + ("; wrap it: torch.distributions.Independent(d, 1)" if len(shape) == 1 else "")
+            )
+        if not distribution.has_rsample:
+            raise ValueError(
+                f"{type(distribution).__name__} has no rsample: gradients cannot pass through its draws; "
+                "bring a reparametrised distribution, or write a Density"
+            )
+        self.distribution = distribution
+
+    @property
+    def mean(self) -> Tensor:
+        return self.distribution.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self.distribution.variance
+
+    @property
+    def P(self) -> int:
+        return self.distribution.event_shape[0]
+
+    def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
+        check_draw(groups, coupling, generator)
+        with borrowed_stream(generator):  # torch's distributions draw from the global stream
+            theta = self.distribution.rsample((groups,))
+        return Draws(theta, theta.new_full((groups,), 1 / groups))
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        return self.distribution.log_prob(self._check_theta(theta))
+
+    def entropy(self) -> Tensor:
+        try:
+            return self.distribution.entropy()
+        except NotImplementedError:
+            raise NotImplementedError(
+                f"{type(self.distribution).__name__} offers no entropy; use estimator='path' or 'log_q'"
+            ) from None
+
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        if isinstance(self.distribution, Independent):
+            dense = torch.diag(self.variance)
+        else:
+            dense = getattr(self.distribution, "covariance_matrix", None)
+        if dense is None:
+            raise NotImplementedError(f"{type(self.distribution).__name__} offers no covariance")
+        return dense[rows, columns]
 
 
 class Family(nn.Module, ABC):

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
-from .density import MAX_DENSE
-from .family import Family, check_initial_mean, check_initial_scale, initial_mean
+from .family import MAX_DENSE, Family, check_initial_mean, check_initial_scale, initial_mean
 from .gaussian import Gaussian, LowRankCovariance
 from .normal import NormalForm, Triangle
-from .numerics.algebra import solve, sum_weights
+from .numerics import solve, sum_weights
 
 
 class FullNormalDensity(Gaussian):

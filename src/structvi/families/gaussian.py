@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..couplings import Coupling, Noise, naive
-from .density import Density, Draws, check_draw
-from .numerics import fused
-from .numerics.algebra import sum_weights
+from . import numerics
+from .family import Density, Draws, check_draw
+from .numerics import sum_weights
 
 
 class LowRankCovariance(NamedTuple):
@@ -33,7 +33,7 @@ class Gaussian(Density):
     #: K, how many low-rank directions the draws use
     rank: int = 0
     #: the sum over ranks, where each holds a slice of the weights
-    reduce: fused.Reduce | None = None
+    reduce: numerics.Reduce | None = None
 
     @abstractmethod
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Gaussian(Density):
         d, V, C = self.low_rank()
         return d + ((V @ C) * V).sum(-1)
 
-    def state(self) -> fused.State | None:
+    def state(self) -> numerics.State | None:
         """What the fused passes need; None for shapes of covariance that have none."""
         return None
 
@@ -85,7 +85,7 @@ class Gaussian(Density):
     ) -> tuple[Draws, Tensor | None]:
         if (state := self.state()) is None:
             return super().draw_scored(groups, coupling, generator)
-        theta, log_q = fused.draw(state, *self._noise(groups, coupling, generator))
+        theta, log_q = numerics.draw(state, *self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:

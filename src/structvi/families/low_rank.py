@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ..parameters import Parameters
 from ..util.checks import check_integer, is_integer
+from . import numerics
 from .family import Family, standard_noise
 from .gaussian import Gaussian, LowRankCovariance
 from .mean_field import ScaledFamily
 from .normal import LowRank, NormalForm, Triangle
-from .numerics import fused
-from .numerics.algebra import capacitance, half_log_det, project, solve, sum_weights
+from .numerics import capacitance, half_log_det, project, solve, sum_weights
 
 #: standard deviation, relative to the scales, of a factor that starts to learn after them
 STAGE_FACTOR = 0.01
@@ -39,9 +39,9 @@ class LowRankDensity(Gaussian):
         with torch.enable_grad():  # a value without a graph must not be found by who wants one
             return self.log_scale.exp()
 
-    def state(self) -> fused.State:
+    def state(self) -> numerics.State:
         parts = self.location, self.log_scale, self.factor, self.unit
-        return fused.State(*parts, self.of_precision, self.reduce)
+        return numerics.State(*parts, self.of_precision, self.reduce)
 
     @property
     @abstractmethod
@@ -206,7 +206,7 @@ class LowRankFamily(ScaledFamily):
     @torch.no_grad()
     def normal(self) -> NormalForm:
         scale = self.log_scale.exp()
-        r = fused.ratio(scale, self.unit, self.density.of_precision)
+        r = numerics.ratio(scale, self.unit, self.density.of_precision)
         return NormalForm(
             self.mean.detach().clone(), LowRank(scale, self.factor * r.unsqueeze(-1), self.density.of_precision)
         )

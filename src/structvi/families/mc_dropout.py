@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..couplings import Coupling, naive
 from ..parameters import Parameters, Select
 from ..util.patterns import assign, check_patterns
-from .density import Density, Draws, check_draw
-from .family import Family, check_initial_mean, initial_mean
-from .numerics.algebra import sum_weights
+from .family import Density, Draws, Family, check_draw, check_initial_mean, initial_mean
+from .numerics import sum_weights
 
 Per = Literal["weight", "input", "output"]
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
+from . import numerics
 from .family import Family, check_initial_mean, check_initial_scale, initial_mean
 from .gaussian import Gaussian, LowRankCovariance
 from .normal import Diagonal, NormalForm
-from .numerics import fused
-from .numerics.algebra import sum_weights
+from .numerics import sum_weights
 
 
 class DiagonalNormal(Gaussian):
@@ -25,9 +25,9 @@ class DiagonalNormal(Gaussian):
         with torch.enable_grad():  # a value without a graph must not be found by who wants one
             return self.log_scale.exp()
 
-    def state(self) -> fused.State:
+    def state(self) -> numerics.State:
         empty = self.location.new_empty(self.P, 0)
-        return fused.State(self.location, self.log_scale, empty, self.location.detach(), False, self.reduce)
+        return numerics.State(self.location, self.log_scale, empty, self.location.detach(), False, self.reduce)
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return self.scale * diagonal

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters
 from ..util.checks import check_integer, is_integer
-from .density import Density, Draws, check_draw
-from .family import Family, standard_noise
+from .family import Density, Draws, Family, check_draw, standard_noise
 from .gaussian import Gaussian
 from .rotated import rotation
 

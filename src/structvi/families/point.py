@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from .density import Density, Draws, check_draw
-from .family import Family, check_initial_mean, initial_mean
+from .family import Density, Draws, Family, check_draw, check_initial_mean, initial_mean
 from .normal import Diagonal, NormalForm
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from .basis import Basis, Tensors, layout
-from .density import Draws
-from .family import Family
+from .family import Draws, Family
 from .gaussian import Gaussian, LowRankCovariance
 from .mean_field import ScaledFamily
 from .normal import Diagonal, LowRank, NormalForm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..families.numerics.algebra import sum_weights
+from ..families.numerics import sum_weights
 from ..networks.call import alone_with, call_network, draws
 from ..networks.linearised import Linearised
 from ..networks.mixed_precision import GradientScale, check_precision

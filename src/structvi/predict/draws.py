@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..couplings import naive
-from ..families.density import Density, Draws
+from ..families.family import Density, Draws
 from ..models.calibration import Calibration
 from ..util.checks import check_generator, check_integer
 from ..util.random_streams import seed_from

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..couplings import Noise, naive
-from ..families.density import Density
-from ..families.family import Family
+from ..families.family import Density, Family
 from ..families.full import FullNormalDensity
 from ..families.gaussian import Gaussian, kl
 from ..objective import Kind

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ...families.numerics.algebra import sum_weights
+from ...families.numerics import sum_weights
 from ...parameters import Parameters
 from ...util.patterns import assign, check_patterns
 from .base import SeparablePrior

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ...families.numerics.algebra import sum_squares
+from ...families.numerics import sum_squares
 from ...parameters import Parameters
 from ...util.patterns import few
 from .base import SeparablePrior

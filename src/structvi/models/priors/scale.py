@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ...families.numerics.algebra import sum_squares, sum_weights
+from ...families.numerics import sum_squares, sum_weights
 from ...parameters import Parameters
 from ...util.checks import check_positive
 from ...util.patterns import assign, check_patterns

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from structvi.families.numerics.fused import has_triton
+from structvi.families.numerics import has_triton
 
 # the interpreter has to be asked for before Triton is imported
 CHECK = """
 import torch, structvi as vi
-from structvi.families.numerics.fused import _kernels
-from tests.families.numerics.test_fused import close, family, gradients
+from structvi.families.numerics import _kernels
+from tests.families.test_numerics import close, family, gradients
 
 for form in (vi.LowRankNormal, vi.LowRankPrecision):
     for rank, groups in ((1, 1), (3, 2), (36, 1)):

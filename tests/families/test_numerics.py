@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import structvi as vi
-from structvi.families.numerics import fused
+from structvi.families import numerics
 from structvi.objective import log_q_at
 
 P = 37
@@ -99,8 +99,8 @@ def test_slices_of_the_weights_with_summed_sums_are_the_whole(recipe):
 
     def results(at, reduce):
         own = [x[at].detach().requires_grad_() for x in (state.mean, state.log_scale, state.factor)]
-        drawn = fused.draw(
-            fused.State(*own, state.unit[at], state.precision, reduce), noise.diagonal[:, at], noise.low_rank
+        drawn = numerics.draw(
+            numerics.State(*own, state.unit[at], state.precision, reduce), noise.diagonal[:, at], noise.low_rank
         )
         torch.autograd.backward(drawn, (g[:, at], g_q))
         return [*(x.detach() for x in drawn), *(x.grad for x in own)]

@@ -1,4 +1,4 @@
-"""The passes of `fused` over the factor as Triton kernels: each reads F once, and no [P, K] matrix but ∂F is written.
+"""The passes over the factor as Triton kernels: each reads F once, and no [P, K] matrix but ∂F is written.
 
 Sums over the weights are taken in float32 over some hundreds of them and added in float64, as everywhere.
 """
