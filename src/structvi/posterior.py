@@ -31,8 +31,9 @@ from .parameters import Parameters, Select
 from .predict.calibration import calibrate
 from .predict.linearised import output_moments
 from .predict.metrics import evaluate
-from .predict.predict import mean_network, predict, sample, sample_network, summary
+from .predict.predict import predict
 from .predict.predictor import predictor
+from .predict.sample import mean_network, sample, sample_network
 from .result import Result, Status
 from .train.compare import elbo_over
 from .train.data import Batches
@@ -231,16 +232,48 @@ class Posterior(nn.Module):
     """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.linearised`."""
 
     sample = sample
-    """n independent draws of the weights, by tensor name: see `structvi.predict.predict.sample`."""
+    """n independent draws of the weights, by tensor name: see `structvi.predict.sample.sample`."""
 
     sample_network = sample_network
     """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
 
-    summary = summary
-    """What is random, how wide it is, and what the last fit came to, in a few lines: `print(posterior.summary())`."""
-
     mean_network = mean_network
     """A copy of the network at the posterior mean of its weights."""
+
+    @torch.no_grad()
+    def summary(self) -> str:
+        """Return the posterior on one page: what is random, how wide it is, and how its last fit ended.
+
+        A line for each tensor has its shape, the root mean square of its mean, the median of its standard deviations,
+        and the share of its weights that are more than two standard deviations from zero.
+
+        Example:
+            >>> from structvi import MeanField, likelihoods
+            >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=100)
+            >>> print(bayes.summary().splitlines()[0])
+            MeanField over 8 numbers, likelihood Categorical, N = 100
+        """
+        self.check_whole()
+        model, space, density = self.model, self.space, self.family()
+        mean, sd = (space.unravel(x) for x in (density.mean, density.variance.clamp(min=0).sqrt()))
+        N = "not known yet" if model.known_num_data is None else model.known_num_data
+        names = f"{type(self.family).__name__} over {space.size} numbers, likelihood {type(model.likelihood).__name__}"
+        lines = [
+            f"{names}, N = {N}",
+            f"{'tensor':30} {'shape':>16} {'rms of mean':>12} {'median sd':>10} |mean| > 2 sd",
+        ]
+        for name in space.names:
+            m, s = mean[name].double(), sd[name].double()
+            shape = " × ".join(map(str, m.shape)) or "1"
+            clear, rms = 100 * (m.abs() > 2 * s).double().mean(), m.square().mean().sqrt()
+            lines.append(f"{name:30} {shape:>16} {rms:12.3g} {s.median():10.3g} {clear:11.0f} %")
+        held = [name for name, _ in self.net.named_parameters() if name not in space.names]
+        if held:
+            few = ", ".join(held[:4]) + (", .." if len(held) > 4 else "")
+            lines.append(f"held at the network's values: {len(held)} tensors ({few})")
+        fitted = self.last_fit
+        last = "not fitted in this session: bayes.fit(loader, ..)" if fitted is None else f"last fit: {fitted.verdict}"
+        return "\n".join([*lines, last])
 
     def diagnose(
         self,

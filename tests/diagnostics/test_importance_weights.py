@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.diagnostics import Unavailable, importance, psis
-from structvi.predict.draws import IndependentDraws
+from structvi.predict.sample import IndependentDraws
 
 
 def seeded(seed=0):
@@ -78,7 +78,7 @@ def test_corrected_moments_of_a_misfit_are_the_truth(gaussian_target):
 def test_moments_do_not_depend_on_how_draws_are_chunked(gaussian_target, monkeypatch):
     target = gaussian_target([0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]])
     q = scaled(vi.MeanField().bind(target.space), 0.0, 1.2)
-    monkeypatch.setattr("structvi.predict.draws.DRAWN_NUMBERS", 100)
+    monkeypatch.setattr("structvi.predict.sample.DRAWN_NUMBERS", 100)
     for tails in (False, True):
         weighted = importance(q, target, draws=120, tails=tails)
         assert weighted.draws.sizes == [50, 50, 20]

@@ -12,7 +12,7 @@ from torch.distributions import Normal
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.families.mixture import LOGIT_UNIT
-from structvi.predict.draws import WeightDraws
+from structvi.predict.predict import WeightDraws
 from structvi.predict.predictive import Predictive
 
 NOISE = 0.5

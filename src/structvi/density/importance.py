@@ -13,7 +13,7 @@ from ..families.family import Density
 from ..families.mixture import weighted_normals
 from ..objective import NonFiniteError
 from ..parameters import Parameters
-from ..predict.draws import IndependentDraws
+from ..predict.sample import IndependentDraws
 from .gaussian import Normal, Place
 
 #: k̂ from which on importance weights cannot be trusted at any practical number of draws

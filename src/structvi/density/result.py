@@ -13,8 +13,7 @@ from ..families.family import Family
 from ..models.target import Target
 from ..objective import Estimate, NonFiniteError
 from ..parameters import Select
-from ..predict.data_tree import data_tree
-from ..predict.draws import IndependentDraws
+from ..predict.sample import IndependentDraws, data_tree
 from ..result import Result, Status
 from ..util.checks import check_integer, check_seed
 from .correction import LEAST, MOST, TIMES, Correction, correct

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..families.family import Draws, Family
-from ..predict.data_tree import data_tree
-from ..predict.draws import IndependentDraws, predictive_at
+from ..predict.predict import predictive_at
 from ..predict.predictive import observed_target
+from ..predict.sample import IndependentDraws, data_tree
 from ..train.data import Batches
 from ..util.checks import check_seed
 from ..util.random_streams import borrowed_stream

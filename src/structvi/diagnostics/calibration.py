@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..families.family import Density, Family
-from ..predict.draws import IndependentDraws
+from ..predict.sample import IndependentDraws
 from ..util.checks import check_seed, is_integer
 
 if TYPE_CHECKING:

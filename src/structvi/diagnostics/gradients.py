@@ -15,7 +15,7 @@ from ..families.low_rank import factors
 from ..models.batch import batch_size
 from ..models.target import Target
 from ..objective import Estimator, Kind, elbo
-from ..predict.draws import target_of
+from ..predict.predictive import split
 from ..util.checks import check_integer, check_seed
 from ..util.random_streams import borrowed_stream
 from .importance_weights import Problem
@@ -214,7 +214,7 @@ def _portions(problem: Problem, full: bool) -> Iterator[list[tuple[Any, float]]]
     if full:
         batches = list(problem.batches.everything())
         assert problem.posterior is not None
-        rows = [batch_size(target_of(problem.posterior, batch)) for batch in batches]
+        rows = [batch_size(split(problem.posterior, batch)[1]) for batch in batches]
         while True:
             yield [(batch, B / sum(rows)) for batch, B in zip(batches, rows, strict=True)]
     for epoch in count():

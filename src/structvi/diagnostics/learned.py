@@ -18,8 +18,9 @@ from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian
 from ..models.priors.distribution import DistributionPrior
 from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
-from ..predict.draws import IndependentDraws, predictive_at
+from ..predict.predict import predictive_at
 from ..predict.predictive import observed_target
+from ..predict.sample import IndependentDraws
 from ..train.data import Batches
 from ..util.checks import check_seed
 from ..util.patterns import assign

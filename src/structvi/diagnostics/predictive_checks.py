@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
-from ..predict.draws import IndependentDraws, predictive_at
+from ..predict.predict import predictive_at
 from ..predict.predictive import observed_target
+from ..predict.sample import IndependentDraws
 from ..train.data import Batches
 from ..util.checks import check_seed
 from ..util.random_streams import borrowed_stream

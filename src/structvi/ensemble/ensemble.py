@@ -25,9 +25,8 @@ from ..objective import Estimate, NonFiniteError
 from ..parameters import Parameters
 from ..posterior import Posterior, load_posterior, variationalize
 from ..predict.calibration import calibrate
-from ..predict.draws import WeightDraws
 from ..predict.metrics import evaluate
-from ..predict.predict import predict
+from ..predict.predict import WeightDraws, predict
 from ..predict.predictive import observed_target
 from ..result import Result, Status
 from ..train.data import Batches

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..predict.draws import on_device
 from ..predict.metrics import CalibrationHistogram, Reliability
 from ..predict.predict import draws_for
 from ..predict.predictive import observed_target
@@ -206,7 +205,7 @@ def by_structure(
         if predict is None:
             inputs = batch if posterior.model.user_forward is not None else posterior.model.split(batch)[0]
             predict = draws_for(posterior, inputs, draws, generator=generator, calibrated=calibrated)
-        inputs, target = predict.split(on_device(batch, predict.device))
+        inputs, target = predict.split(batch)
         pred = predict(inputs)
         t, observed = observed_target(posterior.model.likelihood, target)
         if not pred.is_of_labels or t.ndim < 2:

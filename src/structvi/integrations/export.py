@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..posterior import Posterior
-from ..predict.draws import WeightDraws, on_device
-from ..predict.predictive import Predictive
+from ..predict.predict import WeightDraws
+from ..predict.predictive import Predictive, on_device
 from ..predict.predictor import Predictor
 
 __all__ = ["export_predictive"]

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from ..families.normal import Diagonal, NormalForm, Triangle
 from ..models.likelihoods import Gaussian
-from ..predict.draws import WeightDraws, on_device
 from ..predict.linearised import POINTS, evenly_spread, is_normal, jacobians, normal_outputs
+from ..predict.predict import WeightDraws
 from ..predict.predictive import Predictive, observed_target
 from ..predict.temperature import FOLDS, GRID, ONE, cross_fitted_losses, fit_temperature, losses_at, temperature_losses
 from .noise import learned_noise, set_noise
@@ -212,9 +212,7 @@ def is_exact(network: TrainedNetwork, batch: Any) -> bool:
     if network.obstacle or posterior.model.user_forward is not None:
         return False
     family = network.placed(network.narrow)
-    return family.normal() is not None and is_normal(
-        posterior.with_family(family), posterior.model.split(batch)[0], True
-    )
+    return family.normal() is not None and is_normal(posterior.with_family(family), posterior.model.split(batch)[0])
 
 
 def outputs_of(network: TrainedNetwork, batch: Any) -> int:
@@ -297,7 +295,7 @@ def of_draws(
 
     def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:
         drawn, likelihood = each[id(network)]
-        inputs, target = drawn.split(on_device(batch, network.theta.device))
+        inputs, target = drawn.split(batch)
         p = drawn.mixture(inputs)
         return [[Predictive(p.outputs, p.weights, likelihood, p.values)]], target
 

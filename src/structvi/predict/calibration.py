@@ -18,9 +18,16 @@ from ..models.calibration import Adjustment, Calibration, Conformal, Kind
 from ..util.checks import check_iterable, check_seed
 from . import conformal as scoring
 from .cases import COMMON, case_hashes, fingerprint, share_in
-from .draws import PredictiveDraws, on_device
 from .predict import draws_for
-from .predictive import Predictive, adjustable, log_average, log_probabilities, observed_target
+from .predictive import (
+    Predictive,
+    PredictiveDraws,
+    adjustable,
+    log_average,
+    log_probabilities,
+    observed_target,
+    on_device,
+)
 from .temperature import GRID, adjust, each_temperature
 
 if TYPE_CHECKING:
@@ -146,7 +153,7 @@ def _adjustment(predict: PredictiveDraws, kind: Kind, batches: Iterable[tuple[An
     """`adjust` on the losses of every case, summed over its observed elements."""
     losses, counts = [], []
     for batch, keep in batches:
-        inputs, target = predict.split(on_device(batch, predict.device))
+        inputs, target = predict.split(batch)
         pred = predict.mixture(inputs)
         pred.log_prob(target)  # its checks of shapes and labels
         t, observed = observed_target(pred.likelihood, target)
@@ -182,7 +189,7 @@ def _conformal(predict: PredictiveDraws, batches: Iterable[tuple[Any, Tensor]]) 
     """The scores of all cases, of the calibrated predictive."""
     parts, form = [], None
     for batch, keep in batches:
-        inputs, target = predict.split(on_device(batch, predict.device))
+        inputs, target = predict.split(batch)
         pred = predict(inputs)
         pred.log_prob(target)  # its checks of shapes and labels
         t, observed = observed_target(pred.likelihood, target)

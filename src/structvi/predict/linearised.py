@@ -22,8 +22,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.call import alone_with
 from ..util.random_streams import seed_from
-from .draws import PredictiveDraws, on_device
-from .predictive import Predictive
+from .predictive import Predictive, PredictiveDraws, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -87,19 +86,10 @@ class LinearisedDraws(PredictiveDraws):
     Args:
         posterior: one that `is_normal` says yes to.
         generator: of the points; the same ones at every call if None.
-        calibrated: whether the posterior's calibration is used, where the function is the one that was fitted.
         points: how many, a share for each normal of a mixture.
     """
 
-    by_input = True
-
-    def __init__(
-        self,
-        posterior: "Posterior",
-        generator: torch.Generator | None = None,
-        calibrated: bool = False,
-        points: int = POINTS,
-    ):
+    def __init__(self, posterior: "Posterior", generator: torch.Generator | None = None, points: int = POINTS):
         self.posterior, self.note = posterior, "in function space"
         with _derivatives():
             density = posterior.family()
@@ -112,10 +102,6 @@ class LinearisedDraws(PredictiveDraws):
         share = max(FEWEST, points // 2 ** (len(self.parts) - 1).bit_length())
         self.each = 1 if self.is_closed else share if len(self.parts) > 1 else points
         self.draws = self.each * len(self.parts)
-        if calibrated and posterior.model.linearised_at is not None:
-            self.calibration = posterior.calibration
-        elif calibrated and posterior.calibration is not None:
-            self.note += ", not calibrated: with linearise= it is another function"
         (self.seed,) = (0,) if generator is None else seed_from(generator)
 
     def mixture(self, inputs: Any) -> Predictive:
@@ -141,14 +127,13 @@ class LinearisedDraws(PredictiveDraws):
             )  # fmt: skip
 
 
-def is_normal(posterior: "Posterior", inputs: Any, linearise: bool | None) -> bool:
-    """Return whether outputs are normal at every input, few, and each of its own input alone: seen at four of them.
+def is_normal(posterior: "Posterior", inputs: Any) -> bool:
+    """Return whether outputs, linearised, are normal at every input, few, and each of its own input alone.
 
-    Nothing else may be random: neither tensors of the likelihood, nor dropout, nor statistics of batches.
+    It is seen at four of the inputs. Nothing else may be random: no tensors of the likelihood, no dropout, no batch
+    statistics.
     """
     model = posterior.model
-    if linearise not in (None, True) or (linearise is None and model.linearised_at is None):
-        return False
     if model.user_forward is not None or posterior.dropout == "on" or posterior.mixes_rows:
         return False
     with _derivatives():

@@ -15,9 +15,8 @@ from torch.distributions import Normal
 
 from ..util.checks import check_iterable
 from ..util.progress import progress_bar
-from .draws import on_device
 from .predict import draws_for
-from .predictive import Predictive, observed_target
+from .predictive import Predictive, observed_target, on_device
 
 if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
@@ -142,7 +141,7 @@ def evaluate(
     )
     totals = _Totals(tuple(levels))
     for batch in progress_bar(batches, total=length_of(loader), label="evaluate", show=progress):
-        inputs, target = predict.split(on_device(batch, predict.device))
+        inputs, target = predict.split(batch)
         totals.add(predict(inputs), target)
     return totals.metrics(predict.draws)
 

@@ -1,20 +1,22 @@
-"""From a posterior to predictions, to drawn weights, to networks that have them, and to a summary."""
+"""From a posterior to predictions: the mixture over draws of the weights, the same draws at every call."""
 
-import copy
 import warnings
+from collections.abc import Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from ..networks.call import alone_with
+from ..couplings import naive
+from ..families.family import Density, Draws
 from ..util.checks import check_integer
-from ..util.random_streams import borrowed_stream
-from .draws import IndependentDraws, MemberDraws, PredictiveDraws, WeightDraws
+from ..util.random_streams import seed_from
 from .linearised import POINTS, LinearisedDraws, is_normal
-from .predictive import Predictive
+from .predictive import Predictive, PredictiveDraws, on_device, split
 
 if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 #: draws of weights where no number is asked for
 DRAWS = 64
+#: numbers of drawn weights that are held at once
+DRAWN_NUMBERS = 2**26
+#: draws at which the network is evaluated at once
+CHUNK = 16
 
 
 def predict(
@@ -54,7 +60,7 @@ def predict(
 
     Example:
         >>> from structvi import likelihoods, variationalize
-        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
+        >>> bayes = variationalize(torch.nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
         >>> pred = predict(bayes, torch.zeros(5, 3), draws=8)
         >>> pred.mean.shape, pred.mutual_information.shape
         (torch.Size([5, 2]), torch.Size([5]))
@@ -89,111 +95,179 @@ def draws_for(
         )
     for one in members:
         one.warns_unfitted = False  # once is enough
-    is_ensemble = posterior is not members[0]
-    own = calibrated and not is_ensemble
-    if draws is None and reference is None and all(is_normal(one, inputs, linearise) for one in members):
+    if linearise not in (None, True, False):
+        raise ValueError(f"linearise must be True, False or None, got {linearise!r}")
+    if draws is not None:
+        check_integer("draws", draws)
+    as_fitted = [one.model.linearised_at is not None for one in members]
+    linearised = as_fitted if linearise is None else [linearise] * len(members)
+    if draws is None and reference is None and all(linearised) and all(is_normal(one, inputs) for one in members):
         points = max(64, POINTS // 2 ** (len(members) - 1).bit_length())
-        found: list[PredictiveDraws] = [LinearisedDraws(one, generator, own, points) for one in members]
+        found: list[PredictiveDraws] = [LinearisedDraws(one, generator, points) for one in members]
     else:
-        each = DRAWS if draws is None else draws
-        each = -(-each // len(members)) if isinstance(each, int) else each
-        found = [
-            WeightDraws(one, each, reference=reference, generator=generator, linearise=linearise, calibrated=own)
-            for one in members
-        ]
-    as_fitted = linearise is None or all(linearise == (one.model.linearised_at is not None) for one in members)
-    return MemberDraws(posterior, found, calibrated and as_fitted) if is_ensemble else found[0]  # pyright: ignore
+        each = ceil((DRAWS if draws is None else draws) / len(members))
+        options: Any = {"reference": reference, "generator": generator, "linearise": linearise}
+        found = [WeightDraws(one, each, **options) for one in members]
+    whole = found[0] if posterior is members[0] else MemberDraws(posterior, found)  # pyright: ignore
+    if calibrated and posterior.calibration is not None:
+        if linearised == as_fitted:
+            whole.calibration = posterior.calibration
+        else:
+            whole.note += f"{', ' if whole.note else ''}not calibrated: with linearise= it is another function"
+    return whole
 
 
-def sample(posterior: "Posterior", n: int = 1, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-    """Return n independent draws of the weights, by tensor name: [n, *shape] each.
+class WeightDraws(PredictiveDraws):
+    """S weighted draws of the weights; each chunk of them is made from a kept seed, as often as asked.
 
     Args:
-        posterior: what `variationalize` returns.
-        n: how many.
-        generator: the source of all randomness; the global stream if None.
-
-    Example:
-        >>> from structvi import likelihoods, variationalize
-        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
-        >>> {name: tuple(draws.shape) for name, draws in sample(bayes, 5).items()}
-        {'weight': (5, 2, 3), 'bias': (5, 2)}
+        posterior: what to draw from.
+        draws: at least so many: S is the next whole number of the density's groups. Families with finitely many
+            states (MAP, enumerated masks) give each of them once, with its weight.
+        reference: inputs whose statistics batch norm uses, with batch_norm="reestimated".
+        generator: of the seeds; the same ones at every call if None.
+        linearise: whether the network is linearised, around θ₀ of the model or, where it has none, around the mean;
+            None for as the model is.
     """
-    check_integer("n", n)
-    space = posterior.space
-    with torch.no_grad():
-        every = list(IndependentDraws(posterior.family(), n, generator))
-        drawn = space.unravel(torch.cat([space.join(one.theta, one.fixed) for one in every]))
-        return dict(posterior.model.with_padding(drawn))
+
+    def __init__(
+        self,
+        posterior: "Posterior",
+        draws: int,
+        *,
+        reference: Any = None,
+        generator: torch.Generator | None = None,
+        linearise: bool | None = None,
+    ):
+        if posterior.batch_norm == "reestimated" and reference is None:
+            raise ValueError(
+                'batch_norm="reestimated" takes the statistics of a batch, for every draw anew, and the inputs to be '
+                "predicted are not to be their own reference: give reference=, inputs of the training data"
+            )
+        if posterior.batch_norm != "reestimated" and reference is not None:
+            raise ValueError(f'reference= is for batch_norm="reestimated"; here it is {posterior.batch_norm!r}')
+        self.posterior, self.reference = posterior, reference
+        with torch.no_grad():
+            self.density = posterior.family()
+            self.device = self.density.mean.device
+            probe = self.density.draw(1, naive, torch.Generator(self.device).manual_seed(0))
+        #: θ₀ [P] of the network's tensors at which it is linearised; None where it is not
+        self.around = posterior.model.linearised_at if linearise is not False else None
+        if linearise and self.around is None:
+            self.around = _centre(posterior, self.density)
+        size = probe.weight.shape[0]
+        finite = self.density.finite and posterior.dropout == "off"
+        groups = 1 if finite else ceil(draws / size)
+        most = max(1, min(CHUNK, DRAWN_NUMBERS // self.density.P) // size)
+        self.groups = [min(most, groups - start) for start in range(0, groups, most)]
+        self.draws = groups * size
+        taken = f"the family has {size} states" if finite else f"whole groups of {size} taken"
+        self.note = "" if self.draws == draws else f"{draws} asked for, {taken}"
+        self.seeds = seed_from(torch.Generator().manual_seed(0) if generator is None else generator, len(self.groups))
+        self._kept: list[Draws] | None = None
+
+    def keep(self, posterior: "Posterior") -> None:
+        """Hold all draws, S·P numbers, and make none again; the network is from now on that of another posterior."""
+        with torch.no_grad():
+            made = [self.chunk(index) for index in range(len(self.groups))]
+        fixed = {name: tensor.detach().clone() for name, tensor in made[0].fixed.items()}  # the same in all draws
+        self._kept = [Draws(one.theta.detach().clone(), one.weight.detach().clone(), fixed) for one in made]
+        self.posterior = posterior
+        del self.density
+
+    def every(self) -> Draws:
+        """Return all draws as one, their weights summing to one."""
+        chunks = [self.chunk(index) for index in range(len(self.groups))]
+        weight = torch.cat([self._share(index) * one.weight for index, one in enumerate(chunks)])
+        return Draws(torch.cat([one.theta for one in chunks]), weight, chunks[0].fixed)
+
+    def chunk(self, index: int) -> Draws:
+        """Return the draws of one chunk, their weights summing to one."""
+        if self._kept is not None:
+            return self._kept[index]
+        generator = torch.Generator(self.device).manual_seed(self.seeds[index])
+        return self.density.draw(self.groups[index], naive, generator)
+
+    def mixture(self, inputs: Any) -> Predictive:
+        model = self.posterior.model
+        joined, rows = self._with_reference(inputs)
+        outputs, values, weights = [], [], []
+        with torch.no_grad(), model.linearised_around(self.around):
+            for index, seed in enumerate(self.seeds):
+                draws = self.chunk(index)
+                found = _outputs_at(self.posterior, draws, joined, torch.Generator().manual_seed(seed))
+                outputs.append(pytree.tree_map(lambda leaf: leaf[:, rows:], found))
+                values.append(model.likelihood_values(draws.theta, draws.fixed))
+                weights.append(draws.weight * self._share(index))
+            return Predictive(
+                pytree.tree_map(lambda *leaves: torch.cat(leaves), *outputs),
+                torch.cat(weights),
+                model.likelihood,
+                {name: torch.cat([value[name] for value in values]) for name in values[0]},
+                self.note,
+            )
+
+    def _share(self, index: int) -> float:
+        return self.groups[index] / sum(self.groups)
+
+    def _with_reference(self, inputs: Any) -> tuple[Any, int]:
+        """The inputs below the reference's rows, and how many those are."""
+        inputs = on_device(inputs, self.device)
+        if self.reference is None:
+            return inputs, 0
+        reference, layout = pytree.tree_flatten(on_device(self.reference, self.device))
+        own, own_layout = pytree.tree_flatten(inputs)
+        if layout != own_layout:
+            raise ValueError(f"reference must be built as the inputs are, {own_layout}, got {layout}")
+        joined = [torch.cat([r, x]) if isinstance(x, Tensor) else x for r, x in zip(reference, own, strict=True)]
+        rows = next(r.shape[0] for r in reference if isinstance(r, Tensor))
+        return pytree.tree_unflatten(joined, layout), rows
 
 
-def sample_network(posterior: "Posterior", generator: torch.Generator | None = None) -> nn.Module:
-    """Return a copy of the network with drawn weights: an ordinary module with parameters of its own.
+class MemberDraws(PredictiveDraws):
+    """The draws of several posteriors, each of a network of its own, with the weights of their ensemble."""
 
-    Example:
-        >>> from structvi import likelihoods, variationalize
-        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
-        >>> sample_network(bayes)
-        Linear(in_features=3, out_features=2, bias=True)
+    def __init__(self, ensemble: "Ensemble", members: Sequence[PredictiveDraws]):
+        self.posterior, self.members = ensemble.posteriors[0], members
+        self.weights: list[float] = ensemble.weights.tolist()
+        self.device = members[0].device
+        self.draws = sum(one.draws for one in members)
+        own = {one.note for one in members} if all(isinstance(one, LinearisedDraws) for one in members) else set()
+        self.note = ", ".join([f"{len(members)} networks", *own])
+
+    def mixture(self, inputs: Any) -> Predictive:
+        return Predictive.joined([one.mixture(inputs) for one in self.members], self.weights, self.note)
+
+
+def predictive_at(posterior: "Posterior", draws: Draws, batch: Any) -> tuple[Predictive, Any]:
+    """Return p(t | y_s(x)) of a batch at given draws, and the batch's target."""
+    model = posterior.model
+    inputs, target = split(posterior, batch)
+    values = model.likelihood_values(draws.theta, draws.fixed)
+    return Predictive(_outputs_at(posterior, draws, inputs), draws.weight, model.likelihood, values), target
+
+
+def _outputs_at(posterior: "Posterior", draws: Draws, inputs: Any, generator: torch.Generator | None = None) -> Any:
+    """The network's outputs [S, B, ..] at given draws; with `forward=` the inputs are a batch.
+
+    The generator is that of dropout.
     """
-    if posterior.model.linearised_at is not None:
+    model = posterior.model
+    with torch.no_grad(), posterior.network_mode(generator):
+        if model.user_forward is None:
+            return model.outputs(draws.theta, inputs, draws.fixed)
+
+        def call(row: Tensor) -> Any:
+            named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
+            return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, inputs)[0]
+
+        return model.at_draws(call, draws.theta, inputs, draws.fixed, "prediction")
+
+
+def _centre(posterior: "Posterior", density: Density) -> Tensor:
+    """The mean [P] of the network's tensors."""
+    if not density.centred:
         raise ValueError(
-            "the posterior is one of the linearised network, and no network has its draws: predict(x) uses them, "
-            "sample(n) gives them; a posterior with linearise=False has drawn networks"
+            f"linearise=True is for a posterior around one mean; {type(density).__name__} has none: use linearise=False"
         )
-    with torch.no_grad(), borrowed_stream(generator):
-        draws = posterior.family().draw(1)
-        which = torch.multinomial(draws.weight, 1)
-        return _network_at(posterior, posterior.space.join(draws.theta[which], draws.fixed)[0])
-
-
-def mean_network(posterior: "Posterior") -> nn.Module:
-    """Return a copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep.
-
-    Of a linearised posterior it is the network at that mean, not the linear function.
-    """
-    with torch.no_grad():
-        return _network_at(posterior, posterior.family().mean)
-
-
-@torch.no_grad()
-def summary(posterior: "Posterior") -> str:
-    """Return a posterior on one page: what is random, how wide it is, and how its last fit ended.
-
-    A line for each tensor has its shape, the root mean square of its mean, the median of its standard deviations, and
-    the share of its weights that are more than two standard deviations from zero.
-
-    Example:
-        >>> from structvi import MeanField, likelihoods, variationalize
-        >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=100)
-        >>> print(bayes.summary().splitlines()[0])
-        MeanField over 8 numbers, likelihood Categorical, N = 100
-    """
-    posterior.check_whole()
-    model, space, density = posterior.model, posterior.space, posterior.family()
-    mean, sd = (space.unravel(x) for x in (density.mean, density.variance.clamp(min=0).sqrt()))
-    N = "not known yet" if model.known_num_data is None else model.known_num_data
-    names = f"{type(posterior.family).__name__} over {space.size} numbers, likelihood {type(model.likelihood).__name__}"
-    lines = [f"{names}, N = {N}", f"{'tensor':30} {'shape':>16} {'rms of mean':>12} {'median sd':>10} |mean| > 2 sd"]
-    for name in space.names:
-        m, s = mean[name].double(), sd[name].double()
-        shape = " × ".join(map(str, m.shape)) or "1"
-        clear, rms = 100 * (m.abs() > 2 * s).double().mean(), m.square().mean().sqrt()
-        lines.append(f"{name:30} {shape:>16} {rms:12.3g} {s.median():10.3g} {clear:11.0f} %")
-    held = [name for name, _ in posterior.net.named_parameters() if name not in space.names]
-    if held:
-        few = ", ".join(held[:4]) + (", .." if len(held) > 4 else "")
-        lines.append(f"held at the network's values: {len(held)} tensors ({few})")
-    fitted = posterior.last_fit
-    last = "not fitted in this session: bayes.fit(loader, ..)" if fitted is None else f"last fit: {fitted.verdict}"
-    return "\n".join([*lines, last])
-
-
-def _network_at(posterior: "Posterior", theta: Tensor) -> nn.Module:
-    with alone_with(posterior.net):  # no call has drawn weights in it
-        net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
-    named = posterior.model.with_padding(posterior.space.unravel(theta))
-    for name, parameter in net.named_parameters():
-        if name in named:
-            parameter.copy_(named[name])
-    return net
+    return density.mean.detach()[: posterior.model.net_space.size]

@@ -1,9 +1,10 @@
 """The predictive distribution: a weighted mixture over draws, Σ_s w_s p(t | y_s), and everything to ask of it."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import pi, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
 from ..models.likelihoods.student_t import StudentTNoise
 from ..util.random_streams import borrowed_stream
 from . import conformal
+
+if TYPE_CHECKING:
+    from ..posterior import Posterior
 
 #: the parameters of each distribution that a predictive can be a mixture of
 _PARAMETERS: dict[type, tuple[str, ...]] = {
@@ -264,7 +268,7 @@ class Predictive:
             self.likelihood(pytree.tree_map(lambda leaf: leaf[0], self.outputs), target)
         d: Any = self.components
         t, observed = observed_target(self.likelihood, target)
-        if not t.dtype.is_floating_point and not isinstance(d, Categorical):
+        if not t.dtype.is_floating_point and not isinstance(self.components, Categorical):
             t = t.to(self._means().dtype)
         log_prob = d.log_prob(t)
         if isinstance(self.likelihood, likelihoods.Poisson):  # rates that are zero or infinite by rounding
@@ -275,7 +279,7 @@ class Predictive:
 
     def cdf(self, t: Tensor) -> Tensor:
         """Return P(T ≤ t) of every element: [B, ..]."""
-        d = self.components
+        d: Any = self.components
         self._check_numbers("cdf")
         if isinstance(d, Bernoulli):
             return torch.where(t < 0, 0.0, torch.where(t < 1, 1 - self.mean, 1.0))
@@ -412,6 +416,45 @@ class Predictive:
     def _check_numbers(self, what: str) -> None:
         if isinstance(self.components, Categorical):
             raise TypeError(f"{what}: class labels have no order; look at `probabilities`")
+
+
+class PredictiveDraws(ABC):
+    """Draws at which a posterior, or several, predict: called with inputs they give the predictive."""
+
+    posterior: "Posterior"
+    #: S
+    draws: int
+    device: torch.device
+    note: str
+    #: what the prediction is calibrated by
+    calibration: Calibration | None = None
+
+    def __call__(self, inputs: Any) -> Predictive:
+        """Return the mixture over all draws, calibrated where that is asked for."""
+        return self.mixture(inputs).calibrated(self.calibration)
+
+    @abstractmethod
+    def mixture(self, inputs: Any) -> Predictive:
+        """Return the mixture over all draws, not calibrated."""
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Return what `mixture` takes of a batch, on the draws' device, and its target."""
+        return split(self.posterior, on_device(batch, self.device))
+
+
+def split(posterior: "Posterior", batch: Any) -> tuple[Any, Any]:
+    """Return what the posterior predicts of a batch, and its target, which a user's `forward` takes a pass to tell."""
+    model = posterior.model
+    if model.user_forward is None:
+        return model.split(batch)
+    with torch.no_grad(), posterior.network_mode(torch.Generator().manual_seed(0)):
+        mean = posterior.family().mean[: model.net_space.size]
+        return batch, model.call(model.net_space.unravel(mean), batch)[1]
+
+
+def on_device(tensors: Any, device: torch.device) -> Any:
+    """Return the structure with its tensors on a device."""
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tensors)
 
 
 def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..families.point import MAP
 from ..networks.call import alone_with
 from ..util.checks import in_words
-from .draws import WeightDraws
+from .predict import WeightDraws, draws_for
 from .predictive import Predictive
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def predictor(
         True
     """
     posterior.check_whole()
-    return Predictor(
-        WeightDraws(
-            posterior, draws, reference=reference, generator=generator, linearise=linearise, calibrated=calibrated
-        )
-    )
+    options: Any = {"reference": reference, "generator": generator, "linearise": linearise, "calibrated": calibrated}
+    found = draws_for(posterior, None, draws, **options)
+    assert isinstance(found, WeightDraws)
+    return Predictor(found)

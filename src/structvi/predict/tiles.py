@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .draws import PredictiveDraws
 from .predict import draws_for
-from .predictive import Predictive
+from .predictive import Predictive, PredictiveDraws
 
 if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble

@@ -15,7 +15,7 @@ from ..families.low_rank import hold_factors, release_factors
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer
-from ..predict.draws import WeightDraws
+from ..predict.predict import WeightDraws
 from ..predict.predictive import observed_target
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
@@ -261,7 +261,7 @@ class Fit:
         if posterior.batch_norm == "reestimated":
             reference = posterior.model.split(next(iter(self.data.everything(1))))[0]
         generator, total, count = torch.Generator(posterior.device).manual_seed(self.settings["seed"]), 0.0, 0
-        predict = WeightDraws(posterior, draws, reference=reference, generator=generator, calibrated=False)
+        predict = WeightDraws(posterior, draws, reference=reference, generator=generator)
         for batch in Batches(self.validation, self.settings["seed"], posterior.device).everything():
             inputs, target = predict.split(batch)
             log_prob = predict(inputs).log_prob(target)
