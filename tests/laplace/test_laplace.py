@@ -311,7 +311,7 @@ def test_an_interrupted_placement_leaves_everything_as_it_was(where, error, monk
     def interrupt(*arguments, **options):
         raise error
 
-    module = "laplace" if where == "_elbo" else "select"
+    module = "laplace" if where == "_elbo" else "selection"
     monkeypatch.setattr(f"structvi.laplace.{module}.{where}", interrupt)
     with pytest.raises(error):
         bayes.laplace(loader((x[:40], t[:40])), validation=loader((x[40:], t[40:])), progress=False)

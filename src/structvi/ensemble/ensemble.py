@@ -16,8 +16,7 @@ from ..families.family import Family
 from ..files.describe import refusing
 from ..files.file import CheckpointError, opened, write
 from ..files.posterior_file import check_calibration
-from ..laplace.laplace import place_together
-from ..laplace.result import LaplaceResult
+from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
 from ..models.priors.base import Prior

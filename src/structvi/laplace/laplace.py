@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from math import exp
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +12,72 @@ import torch
 
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, Estimator, NonFiniteError, full_terms, not_finite
-from ..result import Status
+from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, notes_on_bound
 from ..train.data import Batches, held_out_batches, warn_of_seen
 from ..util.checks import check_seed
-from .held_out import of_networks
 from .place import TrainedNetwork, restored_on_error
-from .result import LaplaceResult
-from .select import Selection, select
+from .selection import HeldOut, Selection, of_networks, select
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 #: batches on which the ELBO is estimated, and groups of draws
 ELBO_BATCHES, ELBO_GROUPS = 4, 2
+
+
+@dataclass(repr=False, kw_only=True)
+class LaplaceResult(Result):
+    """A posterior placed around a trained network, and what the validation set says of it.
+
+    Log densities are in nats for each observed number of the validation set. That of a candidate with a temperature
+    or a noise is cross-fitted: each row at the value that the rows of other folds ask for.
+
+    Attributes:
+        selected: the candidate that was selected; without a validation set the default.
+        candidates: the held-out log density of every candidate that was tried, by name.
+        network: that of the network as it is; None without a validation set, and so below.
+        network_tempered: that of the network with its own temperature, or noise.
+        held_out: that of the selected candidate.
+        gain: how much higher that is than `network_tempered`, and its paired standard error over rows.
+        passes: what it took, in passes over the training data: a forward pass of a row counts a third.
+        seconds: what it took.
+        doubt: why the network looks untrained; empty if it does not.
+        bound: whether the ELBO is a lower bound on the evidence: False with point masses.
+    """
+
+    selected: str
+    candidates: dict[str, float] = field(default_factory=dict[str, float])
+    network: float | None = None
+    network_tempered: float | None = None
+    held_out: float | None = None
+    gain: tuple[float, float] | None = None
+    passes: float = 0.0
+    seconds: float = 0.0
+    doubt: str = ""
+    bound: bool = True
+
+    def headlines(self) -> list[str]:
+        lines = [self.verdict, self.doubt] if self.doubt else [self.verdict]
+        if self.held_out is not None and self.gain is not None:
+            gain, error = self.gain
+            lines.append(
+                f"held-out log density: {self.held_out:.4f} nats; network {self.network:.4f}, with its own temperature "
+                f"or noise {self.network_tempered:.4f} (difference {gain:+.4f} ± {error:.4f})"
+            )
+        return [*lines, f"took {self.passes:.2g} passes over the training data, {self.seconds:.1f} s"]
+
+    @property
+    def details(self) -> str:
+        tried = [f"{name}: {density:.4f} nats" for name, density in self.candidates.items()]
+        return "\n".join([*self.headlines(), f"ELBO: {self.elbo}, not maximised", *tried, *self.notes])
+
+    @property
+    def next_step(self) -> str:
+        if self.held_out is None:
+            return "give validation=held_out_loader, which selects the prior's width; or bayes.fit(loader, epochs=..)"
+        return "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)"
 
 
 def laplace(
@@ -107,7 +159,7 @@ def place_together(
             doubts.append(_doubt(networks[-1], batches))
         selection = None if held_out is None else select(networks, held_out, seed, say)
         for network in networks:
-            network.commit(*(selection.choice if selection else (network.default, 0.0)))
+            network.commit(*((selection.selected, selection.log_noise) if selection else (network.default, 0.0)))
             remember_choice(network.posterior, validation, seed)
         results = []
         for network, batches, own, doubt in zip(networks, data, notes, doubts, strict=True):
@@ -151,7 +203,7 @@ def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     constant = read.log_likelihood
     rows = len(found.count)
     network.passes += rows / (3 * model.num_data)
-    if constant is not None and found.plain * float(found.count.sum()) * model.num_data / rows < constant:
+    if constant is not None and found.plain.mean * float(found.count.sum()) * model.num_data / rows < constant:
         return (
             "the network is worse on its own training data than an output that ignores the input: is it trained? A "
             "posterior around untrained weights predicts no better; bayes.fit(loader, epochs=..) trains"
@@ -200,17 +252,17 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
     return LaplaceResult(
         status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name,
         candidates={one.name + _with(tried): _density(tried, alone) for one, tried in selection.tried.items()},
-        network=alone.plain, network_tempered=alone.mean, held_out=selection.density, gain=found.gain_over(alone),
+        network=alone.plain.mean, network_tempered=alone.mean, held_out=selection.density, gain=found.gain_over(alone),
         passes=network.passes,
     )  # fmt: skip
 
 
-def _density(tried: Any, alone: Any) -> float:
+def _density(tried: HeldOut, alone: HeldOut) -> float:
     return alone.mean + tried.gain_over(alone)[0]
 
 
-def _with(found: Any) -> str:
+def _with(found: HeldOut) -> str:
     """Return the words for a temperature or a noise."""
     if not found.value:
         return ""
-    return f", {'temperature' if found.of_temperature else 'noise relative to the residuals'} {exp(found.value):.3g}"
+    return f", {'noise relative to the residuals' if found.one is None else 'temperature'} {exp(found.value):.3g}"

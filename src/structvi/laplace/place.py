@@ -1,42 +1,41 @@
 """A posterior placed around a trained network: N(θ₀, Λ⁻¹) with Λ = G/σ² + diag(π), π the prior's precision."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
-from math import exp
+from math import exp, inf, isfinite, log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..families.family import Family
+from ..families.gaussian import Gaussian as Normal
 from ..families.low_rank import LowRankPrecision, precision_rank
 from ..families.normal import Diagonal, LowRank, NormalForm
 from ..families.rotated import rotation
 from ..models.bayesian_model import BayesianModel
-from ..models.likelihoods import Gaussian, StudentT
+from ..models.likelihoods import Gaussian, StudentT, split_mask
 from ..models.priors.base import Prior
 from ..models.priors.scale import NormalPrior
 from ..train.data import Batches
 from .curvature import (
     GRADIENTS,
+    MOST_NUMBERS,
     Curvature,
     curvature_of,
     prior_precision,
     rows_read,
     simulated_gradients,
-)
-from .noise import learned_noise, residual_noise, set_noise
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 #: rank of the family, if the user gave none; at most half of the weights
 RANK = 32
-#: numbers of normals that are stored while candidates are compared (1 GiB of float32)
-STORED_NUMBERS = 2**28
 #: prior width without a validation set, in units of each tensor's root mean square
 DEFAULT_WIDTH = 0.24
 #: standard deviations of "the network", relative to each tensor's initialisation: below the rounding of float32
@@ -44,11 +43,14 @@ NARROW = 1e-9
 
 
 class Candidate(NamedTuple):
-    """A posterior to be tried: the network itself, or a normal around it under a prior of some width."""
+    """A posterior to be tried: a normal around the network under a prior of some width, or the network itself."""
 
-    width: float | None  # in units of each tensor's root mean square; None for the user's prior
+    width: float | None  # in units of each tensor's root mean square; 0 for the network, None for the user's prior
     linearised: bool
-    is_network: bool = False
+
+    @property
+    def is_network(self) -> bool:
+        return self.width == 0
 
     @property
     def name(self) -> str:
@@ -58,12 +60,12 @@ class Candidate(NamedTuple):
         return ("linearised" if self.linearised else "drawn weights") + prior
 
     @property
-    def spread(self) -> tuple[bool, float, bool]:
+    def spread(self) -> tuple[float, bool]:
         """Return a key that orders candidates from narrow to wide."""
-        return not self.is_network, self.width or 0.0, self.linearised
+        return inf if self.width is None else self.width, self.linearised
 
 
-NETWORK = Candidate(None, linearised=False, is_network=True)
+NETWORK = Candidate(0.0, linearised=False)
 
 
 @dataclass
@@ -85,7 +87,8 @@ class TrainedNetwork:
     curvature: Curvature
     obstacle: str
     passes: float
-    _stored: dict[tuple[float | None, float], NormalForm] = field(default_factory=dict)
+    _normals: dict[tuple[float | None, float], Normal] = field(default_factory=dict)
+    _likelihoods: dict[float, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, posterior: "Posterior", batches: Batches, seed: int) -> "TrainedNetwork":
@@ -102,7 +105,7 @@ class TrainedNetwork:
                 set_noise(likelihood, log_noise)
                 if "likelihood.log_noise" in model.space:
                     theta[model.space.slice("likelihood.log_noise")] = log_noise
-            precision = prior_precision(model, cls._prior(posterior, theta, DEFAULT_WIDTH), theta)
+            precision = prior_precision(model, _prior(posterior, theta, DEFAULT_WIDTH), theta)
             rows = rows_read(model.num_data)
             size = -(-rows // GRADIENTS)
             is_cut = not posterior.mixes_rows  # else a row's output depends on its batch, which stays whole
@@ -137,24 +140,23 @@ class TrainedNetwork:
             return (self.posterior.model.linearised_at is not None,)
         return (False,) if self.obstacle else (True, False)
 
-    @staticmethod
-    def _prior(posterior: "Posterior", theta: Tensor, width: float | None) -> Prior:
-        """Return the user's prior; if it was left open, the one of this width."""
-        if width is None or "prior" not in posterior.left_open:
-            return posterior.model.prior
-        return relative_prior(posterior.model, theta, width)
-
     def prior(self, width: float | None) -> Prior:
         """Return the prior of this width, or the user's."""
-        return self._prior(self.posterior, self.theta, width)
+        return _prior(self.posterior, self.theta, width)
 
-    def form(self, width: float | None, log_factor: float = 0.0, narrower: float = 1.0) -> NormalForm:
+    def at_noise(self, log_factor: float) -> Any:
+        """Return the likelihood with the noise at a factor of the network's residuals."""
+        if learned_noise(self.likelihood) is None:
+            return self.likelihood
+        if log_factor not in self._likelihoods:
+            self._likelihoods[log_factor] = own = copy.deepcopy(self.likelihood)
+            set_noise(own, self.log_noise + log_factor)
+        return self._likelihoods[log_factor]
+
+    def form(self, width: float | None, log_factor: float = 0.0) -> NormalForm:
         """Return the normal under the prior of this width, if the noise is exp(log_factor) times the residuals.
 
-        Args:
-            width: of the prior; None for the user's prior.
-            log_factor: more noise makes the data's curvature smaller by its square.
-            narrower: factor of all standard deviations.
+        More noise makes the data's curvature smaller by its square.
         """
         theta, diagonal, columns = self.curvature
         precision = prior_precision(self.posterior.model, self.prior(width), theta)
@@ -162,24 +164,24 @@ class TrainedNetwork:
         rest = (diagonal - columns.double().square().sum(1)).clamp(min=0.0) * shrunk**2 + precision
         scale = rest.rsqrt()
         factor = columns.double() * shrunk * scale.unsqueeze(-1)
-        return NormalForm(theta, LowRank((narrower * scale).to(theta), factor.to(theta), of_precision=True))
+        return NormalForm(theta, LowRank(scale.to(theta), factor.to(theta), of_precision=True))
 
     @property
     def narrow(self) -> NormalForm:
         """Return a normal so narrow that predictions are the network's own."""
         return NormalForm(self.theta, Diagonal(NARROW * self.posterior.space.scale.to(self.theta)))
 
-    def stored(self, width: float | None, log_factor: float) -> NormalForm:
-        """Return `form` as the family holds it, stored if there is room."""
+    def normal(self, width: float | None, log_factor: float) -> Normal:
+        """Return the density of `form` as the family holds it; it is kept while there is room."""
         key = width, log_factor
-        if key in self._stored:
-            return self._stored[key]
-        form = self.placed(self.form(width, log_factor)).normal()
-        assert form is not None
-        numbers = sum(tensor.numel() for tensor in (form.mean, *(x for x in form.root if isinstance(x, Tensor))))
-        if (len(self._stored) + 1) * numbers <= STORED_NUMBERS:
-            self._stored[key] = NormalForm(form.mean.clone(), form.root)
-        return form
+        if key not in self._normals:
+            family = copy.deepcopy(self.placed(self.form(width, log_factor)))
+            if (len(self._normals) + 1) * sum(x.numel() for x in family.parameters()) > MOST_NUMBERS:
+                self._normals.clear()
+            density = family()
+            assert isinstance(density, Normal)
+            self._normals[key] = density
+        return self._normals[key]
 
     def placed(self, form: NormalForm) -> Family:
         """Return the copied family, set to a normal."""
@@ -238,17 +240,58 @@ def trained_values(posterior: "Posterior") -> Tensor:
     return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})
 
 
-def relative_prior(model: BayesianModel, theta: Tensor, width: float) -> NormalPrior:
-    """Return N(0, (width·rms)²) for each tensor of the network, rms the root mean square of its trained values.
+def _prior(posterior: "Posterior", theta: Tensor, width: float | None) -> Prior:
+    """Return the user's prior; if it was left open, N(0, (width·rms)²) for each tensor of the network.
 
-    Weights before a normalisation can be scaled without a change of the network; with this unit their posterior scales
-    with them.
+    rms is the root mean square of the trained values. Weights before a normalisation can be scaled without a change of
+    the network; with this unit their posterior scales with them.
     """
+    model = posterior.model
+    if width is None or "prior" not in posterior.left_open:
+        return model.prior
     named, names = model.space.unravel(theta), model.net_space.names
     rms = torch.stack([named[name].double().square().mean().sqrt() for name in names]).tolist()  # a GPU waits once
     # a tensor of zeros says nothing of its scale
     scales = [max(own, 1e-3 * scale) for own, scale in zip(rms, model.net_space.scales.tolist(), strict=True)]
     return NormalPrior({escape(name): width * scale for name, scale in zip(names, scales, strict=True)})
+
+
+def learned_noise(likelihood: Any) -> Tensor | None:
+    """Return the log noise that a likelihood learns as a point; None for any other likelihood."""
+    is_learned = isinstance(likelihood, Gaussian | StudentT) and likelihood.noise == "point"
+    return likelihood.log_noise if is_learned else None
+
+
+def set_noise(likelihood: Any, log_noise: float) -> None:
+    """Set the noise that a likelihood learns; leave any other likelihood as it is."""
+    parameter = learned_noise(likelihood)
+    if parameter is not None:
+        with torch.no_grad():
+            parameter.fill_(log_noise)
+
+
+@torch.no_grad()
+def residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) -> float:
+    """Return the log noise whose errors have the variance of the network's residuals, at least that of rounding."""
+    named = model.space.unravel(theta)
+    network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}
+    square, size, count = 0.0, 0.0, 0
+    for batch in batches:
+        output, target = model.call(network, batch)
+        t, mask = split_mask(target)
+        residual, y = (t - output, output) if mask is None else ((t - output)[mask], output[mask])
+        square, count = square + float(residual.double().square().sum()), count + residual.numel()
+        size += float(y.double().square().sum())
+    if not isfinite(square):
+        raise ValueError(
+            f"the residuals of the network on its training data are not finite, their squares add up to {square}: is "
+            "there NaN in inputs or targets? Leave these rows out, or mask them"
+        )
+    rounding = torch.finfo(theta.dtype).eps ** 2 * size
+    log_noise = 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))
+    if isinstance(model.likelihood, StudentT):  # σ²ν/(ν − 2) is the variance; of one near infinity a tenth
+        log_noise += 0.5 * log(max(0.1, 1 - 2 / float(model.likelihood.df_value().detach())))
+    return log_noise
 
 
 @torch.no_grad()

@@ -1,17 +1,17 @@
 """Held-out log densities of candidates: exactly and on draws, of mixtures, with a temperature; and the rule."""
 
 import copy
-from math import exp, log
+from math import exp
 
 import pytest
 import torch
 from torch import nn
 
 import structvi as vi
-from structvi.laplace import select
+from structvi.laplace import selection
 from structvi.laplace.curvature import Curvature
-from structvi.laplace.held_out import HeldOut, of_draws, of_linearised, of_networks
 from structvi.laplace.place import NETWORK, Candidate, TrainedNetwork
+from structvi.laplace.selection import HeldOut, of_draws, of_linearised, of_networks
 from structvi.predict.temperature import GRID, ONE, temperature_losses
 
 F64 = torch.float64
@@ -61,10 +61,10 @@ def test_exact_densities_are_those_of_many_draws(likelihood, monkeypatch):
     batches = labels() if is_labels else [(labels()[0][0], torch.randn(30, 1, dtype=F64))]
     candidate = Candidate(None, linearised=True)
     (exact,) = of_linearised([network], [None], batches, ZERO, seed=0)
-    monkeypatch.setattr("structvi.laplace.held_out.WEIGHT_DRAWS", 20_000)
+    monkeypatch.setattr("structvi.laplace.selection.WEIGHT_DRAWS", 20_000)
     drawn = of_draws([network], candidate, batches, 0.0, seed=0)
     torch.testing.assert_close(exact.losses, drawn.losses, atol=0.05, rtol=0.03)
-    assert exact.plain == pytest.approx(drawn.plain, abs=0.005)
+    assert exact.plain.mean == pytest.approx(drawn.plain.mean, abs=0.005)
 
 
 def test_a_mixture_is_the_average_over_its_networks():
@@ -77,8 +77,8 @@ def test_a_mixture_is_the_average_over_its_networks():
     cold = (average / GRID[70].exp()).log_softmax(1)
     torch.testing.assert_close(-found.losses[:, 70], cold[torch.arange(30), t])
     both, *alone = (of_linearised(some, [None], batches, ZERO, 0)[0] for some in (networks, *([n] for n in networks)))
-    expected = torch.stack([-one.losses[:, ONE] for one in alone]).logsumexp(0) - torch.tensor(2.0, dtype=F64).log()
-    torch.testing.assert_close(-both.losses[:, ONE], expected)
+    expected = torch.stack([-one.losses[:, one.one] for one in alone]).logsumexp(0) - torch.tensor(2.0, dtype=F64).log()
+    torch.testing.assert_close(-both.losses[:, both.one], expected)
 
 
 def test_a_temperature_is_cross_fitted_and_stays_at_one_without_a_gain():
@@ -90,10 +90,10 @@ def test_a_temperature_is_cross_fitted_and_stays_at_one_without_a_gain():
     found = of_networks([network], [(x, t)], ZERO)
     assert found.value == pytest.approx(torch.tensor(0.2).log().item(), abs=0.3)
     best = -found.losses.sum(0).min().item() / 400
-    assert found.plain < found.mean < best  # a row does not choose its own
+    assert found.plain.mean < found.mean < best  # a row does not choose its own
     t = torch.multinomial(network.posterior.net(x).detach().softmax(1), 1, generator=generator).squeeze(1)
     own = of_networks([network], [(x[:30], t[:30])], ZERO)
-    assert own.value == 0.0 or own.mean > own.plain
+    assert own.value == 0.0 or own.mean > own.plain.mean
     few = of_networks([network], [(x[:9], t[:9])], ZERO)
     assert few.value == 0.0
 
@@ -101,15 +101,16 @@ def test_a_temperature_is_cross_fitted_and_stays_at_one_without_a_gain():
 def test_a_posterior_has_no_temperature_that_only_hides_its_width():
     p = torch.tensor([[0.6, 0.4]], dtype=F64).expand(400, 2).log()
     losses = temperature_losses(p, torch.zeros(400, dtype=torch.long))  # always right: the colder the better
-    for coldest, expected in ((-torch.inf, 0.0), (log(0.7), log(0.7))):
-        found = HeldOut(losses, torch.ones(400, dtype=F64), GRID, True, coldest)
-        assert found.value == pytest.approx(expected)  # without a limit the data set no bound
+    for first, expected in ((0, 0.0), (43, -0.35)):
+        found = HeldOut(losses[:, first:], torch.ones(400, dtype=F64), GRID[first:], ONE - first)
+        assert found.value == pytest.approx(expected)  # the network's own: the data set no bound
         cold = (p[0] / exp(expected)).log_softmax(0)[0].item()
         assert found.mean == pytest.approx(cold, abs=1e-6)
+    assert float(GRID[43].exp()) == pytest.approx(selection.COLDEST, rel=0.01)
 
 
 def held_out(log_prob):
-    return HeldOut(-log_prob.double().unsqueeze(1), torch.ones(len(log_prob), dtype=F64), ZERO, False)
+    return HeldOut(-log_prob.double().unsqueeze(1), torch.ones(len(log_prob), dtype=F64), ZERO, None)
 
 
 def test_the_rule_is_the_widest_within_a_share_of_a_standard_error():
@@ -117,15 +118,15 @@ def test_the_rule_is_the_widest_within_a_share_of_a_standard_error():
     noise = torch.randn(400, generator=torch.Generator().manual_seed(1))
     noise = (noise - noise.mean()) / noise.std()  # a difference with a paired standard error of 1/20
     tried = {NETWORK: held_out(base - 1)}
-    for width, errors in ((0.1, 0.0), (0.2, 0.8 * select.SHARE), (0.4, 1.2 * select.SHARE)):
+    for width, errors in ((0.1, 0.0), (0.2, 0.8 * selection.SHARE), (0.4, 1.2 * selection.SHARE)):
         tried[Candidate(width, linearised=True)] = held_out(base + (noise if errors else 0) - errors / 20)
-    assert select.widest(tried).width == 0.2
+    assert selection.widest(tried).width == 0.2
     tried[Candidate(0.2, linearised=False)] = tried[Candidate(0.1, linearised=True)]
-    assert select.widest(tried) == Candidate(0.2, linearised=True)
+    assert selection.widest(tried) == Candidate(0.2, linearised=True)
     tried[NETWORK] = held_out(base + 1)
-    assert select.widest(tried) is NETWORK
+    assert selection.widest(tried) is NETWORK
     tried[Candidate(0.9, linearised=True)] = held_out(torch.full((400,), torch.nan))
-    assert select.widest(tried) is NETWORK
+    assert selection.widest(tried) is NETWORK
 
 
 def test_rows_that_only_one_has_read_do_not_count():
