@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.families.low_rank import LowRankNormalDensity, LowRankPrecisionDensity
+from structvi.families.gaussian import LowRankDensity
 
 
 class Largest(TorchDispatchMode):
@@ -46,8 +46,7 @@ class Exact:
         sizes = torch.logspace(1.3, 0.3, rank, dtype=torch.float64)
         factor = torch.randn(P, rank, **options) / P**0.5 * sizes
         mean, scale = torch.randn(P, **options) * log_scale.exp(), log_scale.exp()
-        density = LowRankPrecisionDensity if of_precision else LowRankNormalDensity
-        self.density = density(mean, log_scale, factor, scale)
+        self.density = LowRankDensity(mean, log_scale, factor, scale, of_precision)
         self.space = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
 
     def log_joint(self, theta, batch=None):

@@ -14,7 +14,7 @@ from torch.distributions import Bernoulli, Independent, Normal
 import structvi as vi
 from structvi import diagnostics, likelihoods, plots
 from structvi.families.family import MAX_DENSE
-from structvi.families.mean_field import DiagonalNormal
+from structvi.families.gaussian import LowRankDensity
 
 SPACE = vi.Parameters({"a": torch.zeros(2), "b": torch.zeros(1)})
 OTHER = vi.Parameters({"a": torch.zeros(5)})
@@ -245,7 +245,9 @@ TABLE = {
     ),
     "generator: a seed": (lambda: density().draw(generator=0), TypeError, r"must be a torch\.Generator, got int"),
     "generator: on another device": (
-        lambda: DiagonalNormal(*torch.ones(2, 3, device="meta")).draw(generator=GENERATOR),
+        lambda: LowRankDensity(*torch.ones(2, 3, device="meta"), torch.ones(3, 0), torch.ones(3)).draw(
+            generator=GENERATOR
+        ),
         ValueError,
         r"generator is on cpu, the weights on meta; make one there: torch\.Generator\(\"meta\"\)",
     ),
@@ -280,7 +282,7 @@ TABLE = {
     "elbo: a density": (
         lambda: vi.elbo(density(), TARGET),
         TypeError,
-        r"expects a family, got LowRankNormalDensity; pass the family, not the density",
+        r"expects a family, got LowRankDensity; pass the family, not the density",
     ),
     "elbo: a function as target": (
         lambda: vi.elbo(family(), lambda p: p["a"].sum()),
@@ -664,7 +666,7 @@ TABLE = {
         ValueError,
         r"\[S\] of S ≥ 25 draws, got \(10,\)",
     ),
-    "diagnose: a density": (lambda: diagnostics.diagnose(density(), TARGET), TypeError, r"got LowRankNormalDensity"),
+    "diagnose: a density": (lambda: diagnostics.diagnose(density(), TARGET), TypeError, r"got LowRankDensity"),
     "diagnose: a family and batches": (
         lambda: diagnostics.diagnose(family(), [(X, T)]),
         TypeError,
@@ -675,7 +677,7 @@ TABLE = {
     "spectrum: of mean field": (
         lambda: diagnostics.spectrum(family(vi.MeanField())),
         TypeError,
-        r"DiagonalNormal has none: give a LowRankNormal",
+        r"MeanField has none: give a LowRankNormal",
     ),
     "arviz: a network": (
         lambda: diagnostics.to_arviz(net()),

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import structvi as vi
 from structvi.density.fixed_draws import FixedDraws
 from structvi.density.result import FRESH
-from structvi.families.low_rank import LowRankNormalDensity, LowRankPrecisionDensity
+from structvi.families.gaussian import LowRankDensity
 
 
 def numbers(*shape, seed=0):
@@ -22,8 +22,8 @@ class Exact:
     def __init__(self, P, K, of_precision):
         factor = numbers(P, K) / P**0.5 * torch.logspace(1, 0.3, K, dtype=torch.float64)
         log_scale = numbers(P, seed=1)
-        density = LowRankPrecisionDensity if of_precision else LowRankNormalDensity
-        self.density = density(numbers(P, seed=2) * log_scale.exp(), log_scale, factor, log_scale.exp())
+        scale = log_scale.exp()
+        self.density = LowRankDensity(numbers(P, seed=2) * scale, log_scale, factor, scale, of_precision)
         self.space = vi.Parameters({"z": torch.zeros(P, dtype=torch.float64)})
 
     def log_joint(self, theta, batch=None):

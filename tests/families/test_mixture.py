@@ -306,7 +306,7 @@ class TestPoints:
 
     def test_all_parts_have_densities_or_none(self):
         q = vi.Mixture([vi.MAP(), vi.MeanField()]).bind(space(), generator())
-        with pytest.raises(ValueError, match=r"must have a density, or none .* PointMass: False, DiagonalNormal: True"):
+        with pytest.raises(ValueError, match=r"must have a density, or none .* PointMass: False, LowRankDensity: True"):
             q()
 
     def test_partial_point_masses_are_refused(self):

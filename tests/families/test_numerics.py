@@ -48,7 +48,7 @@ def gradients(q: vi.Family, fused_path: bool, coupling, groups: int) -> tuple[to
         value = log_q_at(density, draws.theta, path=True)
     q.zero_grad()
     uneven_function(draws.theta, value).backward()
-    return draws.theta.detach(), value.detach(), *[p.grad for p in q.parameters()]
+    return draws.theta.detach(), value.detach(), *[p.grad for p in q.parameters() if p.numel()]
 
 
 RECIPES = [vi.MeanField(), vi.LowRankNormal(0), *(form(rank) for form in FORMS for rank in (1, 3, 8))]
@@ -100,7 +100,7 @@ def test_slices_of_the_weights_with_summed_sums_are_the_whole(recipe):
     def results(at, reduce):
         own = [x[at].detach().requires_grad_() for x in (state.mean, state.log_scale, state.factor)]
         drawn = numerics.draw(
-            numerics.State(*own, state.unit[at], state.precision, reduce), noise.diagonal[:, at], noise.low_rank
+            numerics.State(*own, state.unit[at], state.precision, P, reduce), noise.diagonal[:, at], noise.low_rank
         )
         torch.autograd.backward(drawn, (g[:, at], g_q))
         return [*(x.detach() for x in drawn), *(x.grad for x in own)]

@@ -7,7 +7,6 @@ the drawn weights take.
 
 import os
 import warnings
-from math import log, pi
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,11 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from ..couplings import Coupling, Noise, naive
 from ..families.family import Density, Draws, Family
-from ..families.gaussian import Gaussian
+from ..families.gaussian import LowRankDensity
 from ..families.low_rank import LowRankNormal, LowRankPrecision
 from ..families.mean_field import MeanField
 from ..families.normal import NormalForm
-from ..families.numerics import Sums, half_log_det, project, ratio, sum_weights
 from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
 if TYPE_CHECKING:
@@ -91,20 +89,11 @@ def whole(x: Tensor, rows: Rows) -> Tensor:
 
 
 class ShardedDensity(Density):
-    """A diagonal plus low-rank Gaussian of whose rows this rank has some; all ranks ask it the same at once.
+    """A diagonal plus low-rank Gaussian of whose rows this rank has some; all ranks ask it the same at once."""
 
-    With y = (θ − μ)/s, G = r∘F and M = I_K + GᵀG, of the P weights only Gᵀ G, Gᵀ y, y·y and Σ log s are needed:
-
-        covariance  (θ − μ)ᵀΛ(θ − μ) = y·y − yᵀG M⁻¹ Gᵀy,   ½ log det Σ = Σ log s + ½ log det M
-        precision   (θ − μ)ᵀΛ(θ − μ) = y·y + |Gᵀy|²,        ½ log det Σ = Σ log s − ½ log det M
-    """
-
-    def __init__(self, part: Gaussian, rows: Rows):
+    def __init__(self, part: LowRankDensity, rows: Rows):
         self.part, self.rows = part, rows
-        part.reduce = over_ranks
-        state = part.state()
-        assert state is not None
-        self.state, self.scale = state, state.log_scale.exp()
+        part.reduce, part.P_whole = over_ranks, rows.P
 
     @property
     def P(self) -> int:
@@ -112,18 +101,11 @@ class ShardedDensity(Density):
 
     @property
     def mean(self) -> Tensor:
-        return whole(self.part.mean.unsqueeze(0), self.rows).squeeze(0)
+        return self._whole(self.part.mean)
 
     @property
     def variance(self) -> Tensor:
-        part, square = self.state, self.scale.square()
-        if part.precision:
-            _, L = self._sums(torch.zeros_like(square).unsqueeze(0))
-            V = part.factor * (square / part.unit).unsqueeze(-1)
-            own = square - ((V @ torch.cholesky_inverse(L).to(V.dtype)) * V).sum(-1)
-        else:
-            own = square + (part.factor * part.unit.unsqueeze(-1)).square().sum(-1)
-        return whole(own.unsqueeze(0), self.rows).squeeze(0)
+        return self._whole(self.part.variance)
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         return self.draw_scored(groups, coupling, generator)[0]
@@ -139,39 +121,16 @@ class ShardedDensity(Density):
         return Draws(whole(draws.theta, self.rows), draws.weight), cast(Tensor, _Sum.apply(log_q, True))
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        return self._log_prob(self._check_theta(theta)[:, self.rows.slice])
-
-    def _log_prob(self, own: Tensor) -> Tensor:
-        """[S, p] → [S]"""
-        sums, L = self._sums((own - self.state.mean) / self.scale)
-        if self.state.precision:
-            quadratic = sums.squares + sums.projection.square().sum(-1)
-        else:
-            reduced = torch.linalg.solve_triangular(L, sums.projection.mT, upper=False)
-            quadratic = sums.squares - reduced.square().sum(0)
-        return (-0.5 * quadratic - self._half_log_det(sums, L) - 0.5 * self.P * log(2 * pi)).to(own.dtype)
+        return self.part.log_prob(self._check_theta(theta)[:, self.rows.slice])
 
     def score(self, theta: Tensor) -> Tensor:
-        with torch.enable_grad():
-            own = self._check_theta(theta)[:, self.rows.slice].detach().requires_grad_()
-            (score,) = torch.autograd.grad(self._log_prob(own).sum(), own)
-        # every rank has differentiated the same sum over all of them
-        return whole(score / dist.get_world_size(), self.rows)
+        return whole(self.part.score(self._check_theta(theta)[:, self.rows.slice]), self.rows)
 
     def entropy(self) -> Tensor:
-        sums, L = self._sums(torch.zeros_like(self.state.log_scale).unsqueeze(0))
-        return (self._half_log_det(sums, L) + 0.5 * self.P * (1 + log(2 * pi))).to(self.state.mean.dtype)
+        return self.part.entropy()
 
-    def _sums(self, y: Tensor) -> tuple[Sums, Tensor]:
-        """Return the sums over the rows of all ranks for y [S, p], and the Cholesky factor of M."""
-        part = self.state
-        G = part.factor * ratio(self.scale, part.unit, part.precision).unsqueeze(-1)  # [p, K]
-        own = Sums(project(G.mT, G), project(y, G), sum_weights(y.square()), sum_weights(part.log_scale))
-        sums = own.reduced(over_ranks)
-        return sums, torch.linalg.cholesky(sums.gram + torch.eye(G.shape[-1], dtype=y.double().dtype, device=y.device))
-
-    def _half_log_det(self, sums: Sums, L: Tensor) -> Tensor:
-        return sums.log_scale + (-1 if self.state.precision else 1) * half_log_det(L)
+    def _whole(self, own: Tensor) -> Tensor:
+        return whole(own.unsqueeze(0), self.rows).squeeze(0)
 
 
 class Sharded:
@@ -188,8 +147,7 @@ class Sharded:
         """None: no rank has it whole."""
 
     def set_normal(self, form: NormalForm) -> None:
-        density = getattr(self, "density", None)
-        root = form.low_rank(getattr(self, "rank", 0), density is None or density.of_precision)
+        root = form.low_rank(getattr(self, "rank", 0), getattr(self, "of_precision", True))
         own = root._replace(scale=root.scale[self.rows.slice], factor=root.factor[self.rows.slice])
         super().set_normal(NormalForm(form.mean[self.rows.slice], own))  # pyright: ignore[reportAttributeAccessIssue]
 

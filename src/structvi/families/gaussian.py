@@ -1,6 +1,7 @@
-"""What every Gaussian density shares: draws from coupled noise, log density, score, entropy, covariance, KL."""
+"""Gaussian densities: draws from coupled noise, log density, score, entropy, covariance, KL; diagonal plus low rank."""
 
 from abc import abstractmethod
+from functools import cached_property
 from math import log, pi
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..couplings import Coupling, Noise, naive
 from . import numerics
 from .family import Density, Draws, check_draw
-from .numerics import sum_weights
+from .numerics import capacitance, half_log_det, project, solve, sum_weights
 
 
 class LowRankCovariance(NamedTuple):
@@ -32,8 +33,9 @@ class Gaussian(Density):
     location: Tensor
     #: K, how many low-rank directions the draws use
     rank: int = 0
-    #: the sum over ranks, where each holds a slice of the weights
+    #: where ranks hold slices of the weights: the sum over ranks, and P of all of them
     reduce: numerics.Reduce | None = None
+    P_whole: int | None = None
 
     @abstractmethod
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
@@ -62,6 +64,11 @@ class Gaussian(Density):
     @property
     def mean(self) -> Tensor:
         return self.location
+
+    @property
+    def count(self) -> int:
+        """P, that of all ranks where this is a slice."""
+        return self.P if self.P_whole is None else self.P_whole
 
     @property
     def noise_size(self) -> int:
@@ -114,14 +121,14 @@ class Gaussian(Density):
 
     def log_prob(self, theta: Tensor) -> Tensor:
         x = self._check_theta(theta) - self.mean
-        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * self.P * log(2 * pi)).to(x.dtype)
+        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * self.count * log(2 * pi)).to(x.dtype)
 
     def score(self, theta: Tensor) -> Tensor:
         with torch.no_grad():
             return self.precision_product(self.mean - self._check_theta(theta))
 
     def entropy(self) -> Tensor:
-        return (self.half_log_det() + 0.5 * self.P * (1 + log(2 * pi))).to(self.mean.dtype)
+        return (self.half_log_det() + 0.5 * self.count * (1 + log(2 * pi))).to(self.mean.dtype)
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         d, V, C = self.low_rank()
@@ -142,6 +149,128 @@ class Gaussian(Density):
             columns = V.mT  # [K, P]
             trace = trace + sum_weights((C @ columns) * p.precision_product(columns)).sum()
         return trace
+
+
+class LowRankDensity(Gaussian):
+    """N(mean, S(I + GGᵀ)S) or, of the precision, N(mean, S(I + GGᵀ)⁻¹S), with S = diag(exp(log_scale)).
+
+    G = diag(r) F, where r = unit/scale in the covariance and scale/unit in the precision: the columns of Σ or of Λ are
+    F in a unit that is not learned. With M = I_K + GᵀG, Woodbury's identity (I + GGᵀ)⁻¹ = I − G M⁻¹ Gᵀ, and
+    log det(I + GGᵀ) = log det M. For ε ~ N(0, I_P) and z ~ N(0, I_K), ε + Gz has covariance I + GGᵀ, and
+
+        (I + GGᵀ)⁻¹(ε + Gz) = ε + G M⁻¹(z − Gᵀε)
+
+    its inverse. G is never formed to draw or to measure.
+
+    Args:
+        mean: [P].
+        log_scale: [P].
+        factor: F [P, K]; of no columns for a diagonal.
+        unit: [P].
+        of_precision: the form.
+    """
+
+    def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, of_precision: bool = False):
+        self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
+        self.rank, self.of_precision = factor.shape[-1], of_precision
+        self._graphed: Tensor | None = None
+        self._plain: Tensor | None = None
+
+    @cached_property
+    def scale(self) -> Tensor:
+        with torch.enable_grad():  # a value without a graph must not be found by who wants one
+            return self.log_scale.exp()
+
+    @property
+    def ratio(self) -> Tensor:
+        """r: [P]"""
+        return numerics.ratio(self.scale, self.unit, self.of_precision)
+
+    def state(self) -> numerics.State:
+        parts = self.location, self.log_scale, self.factor, self.unit
+        return numerics.State(*parts, self.of_precision, self.count, self.reduce)
+
+    @property
+    def accurate(self) -> bool:
+        """Whether six of float64's digits are left: the K×K matrix M has a condition below 10¹⁰.
+
+        A long step towards a scale of 0 or ∞ ends where rounding spoils log det Σ.
+        """
+        with torch.no_grad():
+            return not self.rank or self.cholesky().diagonal().max().item() < 1e5
+
+    def cholesky(self) -> Tensor:
+        """Return the Cholesky factor of M, kept for the life of the density.
+
+        It is kept with its graph and without: a value computed under no_grad is never used for gradients.
+        """
+        if torch.is_grad_enabled():
+            if self._graphed is None:
+                self._graphed = capacitance(self.factor, self.ratio, self.reduce)
+            return self._graphed
+        if self._plain is None:
+            known = self._graphed
+            self._plain = capacitance(self.factor, self.ratio, self.reduce) if known is None else known.detach()
+        return self._plain
+
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        if self.rank:
+            inner = solve(self.cholesky(), low_rank - self._across(diagonal)) if self.of_precision else low_rank
+            diagonal = self._plus(diagonal, inner)
+        return self.scale * diagonal
+
+    def precision_product(self, x: Tensor) -> Tensor:
+        x = x / self.scale
+        if self.rank:
+            inner = self._across(x)
+            x = self._plus(x, inner if self.of_precision else -solve(self.cholesky(), inner))
+        return x / self.scale
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        x = x / self.scale
+        quadratic = self._summed(x.square())
+        if not self.rank:
+            return quadratic
+        inner = self._across(x)
+        if self.of_precision:
+            return quadratic + inner.square().sum(-1)
+        return quadratic - torch.linalg.solve_triangular(self.cholesky(), inner.mT, upper=False).square().sum(0)
+
+    def half_log_det(self) -> Tensor:
+        result = self._summed(self.log_scale)
+        if not self.rank:
+            return result
+        of_inner = half_log_det(self.cholesky())
+        return result - of_inner if self.of_precision else result + of_inner
+
+    def low_rank(self) -> LowRankCovariance:
+        d, V = self.scale.square(), self.factor
+        C = torch.eye(self.rank, dtype=d.dtype, device=d.device)
+        if self.rank:
+            V = V * (self.scale * self.ratio).unsqueeze(-1)
+            C = -torch.cholesky_inverse(self.cholesky()).to(d.dtype) if self.of_precision else C
+        return LowRankCovariance(d, V, C)
+
+    def precision_diagonal(self) -> Tensor:
+        diagonal = torch.ones_like(self.scale)
+        if self.rank:
+            F = self.factor
+            inner = F if self.of_precision else -solve(self.cholesky(), F.double()).to(F.dtype)  # [P, K]
+            diagonal = diagonal + self.ratio.square() * (inner * F).sum(-1)
+        return diagonal / self.scale.square()
+
+    def _across(self, x: Tensor) -> Tensor:
+        """Return xG in float64: [S, P] → [S, K]."""
+        inner = project(x * self.ratio, self.factor)
+        return inner if self.reduce is None else self.reduce(inner)
+
+    def _plus(self, x: Tensor, inner: Tensor) -> Tensor:
+        """Return x + kGᵀ for k [S, K]: [S, P]."""
+        return torch.addcmul(x, inner.to(x.dtype) @ self.factor.mT, self.ratio)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        total = sum_weights(x)
+        return total if self.reduce is None else self.reduce(total)
 
 
 def kl(q: Density, p: Density) -> Tensor:

@@ -1,7 +1,5 @@
 """Diagonal plus low rank over all weights, of the covariance and of the precision."""
 
-from abc import abstractmethod
-from functools import cached_property
 from math import inf
 
 import torch
@@ -11,10 +9,9 @@ from ..parameters import Parameters
 from ..util.checks import check_integer, is_integer
 from . import numerics
 from .family import Family, standard_noise
-from .gaussian import Gaussian, LowRankCovariance
+from .gaussian import LowRankDensity
 from .mean_field import ScaledFamily
 from .normal import LowRank, NormalForm, Triangle
-from .numerics import capacitance, half_log_det, project, solve, sum_weights
 
 #: standard deviation, relative to the scales, of a factor that starts to learn after them
 STAGE_FACTOR = 0.01
@@ -22,151 +19,11 @@ STAGE_FACTOR = 0.01
 MOST_COLUMNS = 1024
 
 
-class LowRankDensity(Gaussian):
-    """A Gaussian of mean [P], log scale [P], factor F [P, K] and unit [P]; a subclass says how they make Σ."""
-
-    #: whether M is the precision's, not the covariance's
-    of_precision: bool = False
-
-    def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor):
-        self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
-        self.rank = factor.shape[-1]
-        self._graphed: Tensor | None = None
-        self._plain: Tensor | None = None
-
-    @cached_property
-    def scale(self) -> Tensor:
-        with torch.enable_grad():  # a value without a graph must not be found by who wants one
-            return self.log_scale.exp()
-
-    def state(self) -> numerics.State:
-        parts = self.location, self.log_scale, self.factor, self.unit
-        return numerics.State(*parts, self.of_precision, self.reduce)
-
-    @property
-    @abstractmethod
-    def ratio(self) -> Tensor:
-        """r in M = I_K + Fᵀ diag(r²) F: [P]"""
-
-    @property
-    def accurate(self) -> bool:
-        """Whether six of float64's digits are left: the K×K matrix M has a condition below 10¹⁰.
-
-        A long step towards a scale of 0 or ∞ ends where rounding spoils log det Σ.
-        """
-        with torch.no_grad():
-            return not self.rank or self.cholesky().diagonal().max().item() < 1e5
-
-    def cholesky(self) -> Tensor:
-        """Return the Cholesky factor of M, kept for the life of the density.
-
-        It is kept with its graph and without: a value computed under no_grad is never used for gradients.
-        """
-        if torch.is_grad_enabled():
-            if self._graphed is None:
-                self._graphed = capacitance(self.factor, self.ratio)
-            return self._graphed
-        if self._plain is None:
-            known = self._graphed
-            self._plain = capacitance(self.factor, self.ratio) if known is None else known.detach()
-        return self._plain
-
-
-class LowRankNormalDensity(LowRankDensity):
-    """N(mean, diag(scale)² + UUᵀ) with U = diag(unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
-
-    With r = unit / scale, M = I_K + Fᵀ diag(r²) F and x = (θ − mean)/scale, Woodbury's identity gives
-
-        Λ(θ − mean) = (x − r∘F M⁻¹ Fᵀ(r∘x)) / scale,      det Σ = det M ∏ scale².
-
-    U itself is never formed to draw or to measure.
-    """
-
-    @property
-    def ratio(self) -> Tensor:
-        return self.unit / self.scale
-
-    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
-        return torch.addcmul(self.scale * diagonal, low_rank @ self.factor.mT, self.unit)
-
-    def precision_product(self, x: Tensor) -> Tensor:
-        x = x / self.scale
-        if self.rank:
-            r = self.ratio
-            inner = solve(self.cholesky(), project(x * r, self.factor)).to(x.dtype)  # [S, K]
-            x = torch.addcmul(x, inner @ self.factor.mT, r, value=-1)
-        return x / self.scale
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        x = x / self.scale
-        projected = project(x * self.ratio, self.factor)  # [S, K]
-        reduced = torch.linalg.solve_triangular(self.cholesky(), projected.mT, upper=False)
-        return sum_weights(x.square()) - reduced.square().sum(0)
-
-    def half_log_det(self) -> Tensor:
-        return sum_weights(self.log_scale) + half_log_det(self.cholesky())
-
-    def low_rank(self) -> LowRankCovariance:
-        identity = torch.eye(self.rank, dtype=self.scale.dtype, device=self.scale.device)
-        return LowRankCovariance(self.scale.square(), self.factor * self.unit.unsqueeze(-1), identity)
-
-    def precision_diagonal(self) -> Tensor:
-        r = self.ratio
-        inner = solve(self.cholesky(), self.factor.double()).to(r.dtype)  # [P, K]
-        return (1 - r.square() * (inner * self.factor).sum(-1)) / self.scale.square()
-
-
-class LowRankPrecisionDensity(LowRankDensity):
-    """N(mean, Λ⁻¹), Λ = diag(1/scale²) + WWᵀ, W = diag(1/unit) F; of mean [P], log scale [P], F [P, K] and unit [P].
-
-    With r = scale / unit, G = r∘F and M = I_K + GᵀG, for ε ~ N(0, I_P) and z ~ N(0, I_K) the deviation
-
-        (I + GGᵀ)⁻¹(ε + Gz) = ε + G M⁻¹(z − Gᵀε)
-
-    has covariance (I + GGᵀ)⁻¹, and times scale it has Λ⁻¹. W and G are never formed to draw or to measure.
-    """
-
-    of_precision = True
-
-    @property
-    def ratio(self) -> Tensor:
-        return self.scale / self.unit
-
-    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
-        deviation = self.scale * diagonal
-        if self.rank:
-            r = self.ratio
-            inner = solve(self.cholesky(), low_rank - project(diagonal * r, self.factor)).to(diagonal.dtype)  # [S, K]
-            deviation = torch.addcmul(deviation, inner @ self.factor.mT, self.scale * r)
-        return deviation
-
-    def precision_product(self, x: Tensor) -> Tensor:
-        product = x / self.scale.square()
-        if self.rank:
-            inner = project(x / self.unit, self.factor).to(x.dtype)  # [S, K]
-            product = torch.addcdiv(product, inner @ self.factor.mT, self.unit)
-        return product
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        return sum_weights((x / self.scale).square()) + project(x / self.unit, self.factor).square().sum(-1)
-
-    def half_log_det(self) -> Tensor:
-        return sum_weights(self.log_scale) - half_log_det(self.cholesky())
-
-    def low_rank(self) -> LowRankCovariance:
-        inverse = -torch.cholesky_inverse(self.cholesky()).to(self.scale.dtype)
-        square = self.scale.square()
-        return LowRankCovariance(square, self.factor * (square / self.unit).unsqueeze(-1), inverse)
-
-    def precision_diagonal(self) -> Tensor:
-        return self.scale.square().reciprocal() + self.factor.square().sum(-1) / self.unit.square()
-
-
 class LowRankFamily(ScaledFamily):
     """Mean, log scale and a factor F of rank K that learns relative to a fixed unit; P(K + 2) parameters."""
 
-    #: the density of this shape
-    density: type[LowRankDensity]
+    #: whether the low rank is that of the precision
+    of_precision: bool
     #: a number that makes the noise of a factor's start another one: ranks that hold rows of one factor differ in it
     stream: int = 0
 
@@ -194,7 +51,7 @@ class LowRankFamily(ScaledFamily):
         self.register_buffer("unit", scale)
 
     def forward(self) -> LowRankDensity:
-        return self.density(self.mean, self.log_scale, self.factor, self.unit)
+        return LowRankDensity(self.mean, self.log_scale, self.factor, self.unit, self.of_precision)
 
     def _apply(self, fn, recurse=True):
         """Lay the factor out as is fast on the device that the family is moved to."""
@@ -206,14 +63,12 @@ class LowRankFamily(ScaledFamily):
     @torch.no_grad()
     def normal(self) -> NormalForm:
         scale = self.log_scale.exp()
-        r = numerics.ratio(scale, self.unit, self.density.of_precision)
-        return NormalForm(
-            self.mean.detach().clone(), LowRank(scale, self.factor * r.unsqueeze(-1), self.density.of_precision)
-        )
+        r = numerics.ratio(scale, self.unit, self.of_precision)
+        return NormalForm(self.mean.detach().clone(), LowRank(scale, self.factor * r.unsqueeze(-1), self.of_precision))
 
     @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
-        root = form.low_rank(self.rank, self.density.of_precision)
+        root = form.low_rank(self.rank, self.of_precision)
         # the unit is the scale with the factor, of the margins or of the conditionals
         wider = (1 + root.factor.square().sum(-1)).sqrt()
         self.mean.copy_(form.mean)
@@ -252,7 +107,7 @@ class LowRankNormal(LowRankFamily):
         torch.Size([2, 3])
     """
 
-    density = LowRankNormalDensity
+    of_precision = False
 
 
 class LowRankPrecision(LowRankFamily):
@@ -276,7 +131,7 @@ class LowRankPrecision(LowRankFamily):
         torch.Size([2])
     """
 
-    density = LowRankPrecisionDensity
+    of_precision = True
 
 
 # ------------------------------------------------------------------------------- factors of a family and of its parts
@@ -285,13 +140,6 @@ class LowRankPrecision(LowRankFamily):
 def factors(family: Family) -> list[nn.Parameter]:
     """Return the low-rank factors [P, K] among the parameters, those of all parts too."""
     return [own.factor for own in _with_factors(family) if isinstance(own.factor, nn.Parameter)]
-
-
-def is_untouched(family: Family) -> bool:
-    """Return whether every scale still has the value that its factor is relative to: no fit has moved it."""
-    return all(
-        bool(torch.isclose(own.log_scale, own.unit.log(), rtol=0, atol=1e-6).all()) for own in _with_factors(family)
-    )
 
 
 @torch.no_grad()

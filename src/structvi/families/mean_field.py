@@ -1,56 +1,14 @@
 """Mean field: independent normals, N(μ, diag(s)²)."""
 
 from abc import ABC
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
-from . import numerics
 from .family import Family, check_initial_mean, check_initial_scale, initial_mean
-from .gaussian import Gaussian, LowRankCovariance
+from .gaussian import LowRankDensity
 from .normal import Diagonal, NormalForm
-from .numerics import sum_weights
-
-
-class DiagonalNormal(Gaussian):
-    """N(mean, diag(scale)²) with scale = exp(log_scale): [P], [P]."""
-
-    def __init__(self, mean: Tensor, log_scale: Tensor):
-        self.location, self.log_scale = mean, log_scale
-
-    @cached_property
-    def scale(self) -> Tensor:
-        with torch.enable_grad():  # a value without a graph must not be found by who wants one
-            return self.log_scale.exp()
-
-    def state(self) -> numerics.State:
-        empty = self.location.new_empty(self.P, 0)
-        return numerics.State(self.location, self.log_scale, empty, self.location.detach(), False, self.reduce)
-
-    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
-        return self.scale * diagonal
-
-    def precision_product(self, x: Tensor) -> Tensor:
-        return x / self.scale.square()
-
-    def quadratic(self, x: Tensor) -> Tensor:
-        return sum_weights((x / self.scale).square())
-
-    def half_log_det(self) -> Tensor:
-        return sum_weights(self.log_scale)
-
-    def low_rank(self) -> LowRankCovariance:
-        empty = self.scale.new_zeros(self.P, 0)
-        return LowRankCovariance(self.scale.square(), empty, self.scale.new_zeros(0, 0))
-
-    def precision_diagonal(self) -> Tensor:
-        return self.scale.square().reciprocal()
-
-    @property
-    def variance(self) -> Tensor:
-        return self.scale.square()
 
 
 class ScaledFamily(Family, ABC):
@@ -86,8 +44,8 @@ class MeanField(ScaledFamily):
         torch.Size([3])
     """
 
-    def forward(self) -> DiagonalNormal:
-        return DiagonalNormal(self.mean, self.log_scale)
+    def forward(self) -> LowRankDensity:
+        return LowRankDensity(self.mean, self.log_scale, self.mean.new_empty(len(self.mean), 0), self.mean.detach())
 
     @torch.no_grad()
     def normal(self) -> NormalForm:

@@ -143,9 +143,10 @@ class _Gram(torch.autograd.Function):
         return product * ratio.square().unsqueeze(-1), ratio_gradient
 
 
-def capacitance(factor: Tensor, ratio: Tensor) -> Tensor:
+def capacitance(factor: Tensor, ratio: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Lower Cholesky factor of I_K + Fᵀ diag(r)² F in float64: [P, K], [P] → [K, K]."""
     gram = _Gram.apply(factor, ratio)
+    gram = gram if reduce is None else reduce(gram)
     M = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.cholesky(M) if reads() else torch.linalg.cholesky_ex(M)[0]
 
@@ -171,6 +172,7 @@ class State(NamedTuple):
     factor: Tensor  # F [P, K]
     unit: Tensor  # s₀ [P]
     precision: bool  # the form
+    P: int  # of all ranks
     #: set if the weights are split over ranks
     reduce: Reduce | None = None
 
@@ -198,12 +200,9 @@ def draw(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Drawn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mean, log_scale, factor, unit, precision, reduce, epsilon, z):
+    def forward(ctx: Any, mean, log_scale, factor, unit, precision, P, reduce, epsilon, z):
         K = z.shape[-1]
         precision = precision and K > 0  # without a factor the forms are the same
-        P: Any = len(mean)
-        if reduce is not None:
-            P = reduce(torch.full((1,), float(P), dtype=torch.float64, device=mean.device))
         kernels = _kernels(factor)
         if kernels is not None:
             scale, *of_noise, theta = kernels.project(mean, log_scale, factor, unit, precision, epsilon, z)
@@ -240,7 +239,7 @@ class _Drawn(torch.autograd.Function):
             else:
                 to_factor = (z.mT @ (pulled * unit)).mT if ctx.needs_input_grad[2] else None
                 gradients = to_mean, _products(pulled, epsilon).mul_(scale), to_factor
-        return *gradients, *[None] * 5
+        return *gradients, *[None] * 6
 
 
 def _back_precision(
@@ -281,7 +280,7 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def _solve(sums: Sums, z: Tensor, precision: bool, P: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _solve(sums: Sums, z: Tensor, precision: bool, P: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return u = M⁻¹(z − p) [S, K], log q [S] and M⁻¹ [K, K]."""
     quadratic, determinant, u, inverse = sums.squares, sums.log_scale, z, sums.gram
     if K := z.shape[-1]:
