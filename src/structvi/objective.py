@@ -219,7 +219,22 @@ def terms_at(
     if not density.bound:
         check_prior(density, target)
     check_draws(density, draws, estimator.groups)
-    return _terms(density, draws, log_q, *log_joint(target, draws, batch), estimator)
+    theta, _, fixed = draws
+    if isinstance(target, BayesianModel):
+        values, B = target.batch_log_likelihood(theta, batch, fixed)
+        values, prior = values * (target.num_data / B), target.log_prior(theta, fixed)
+        _check_finite(values, "log likelihood")
+        _check_finite(prior, "log prior")
+    else:
+        known = isinstance(target, LogDensity)
+        values = (
+            target.log_joint(theta, batch, fixed) if known else target.log_joint(target.space.join(theta, fixed), batch)
+        )
+        S = theta.shape[0]
+        _shaped(values, theta.shape[:1], f"the target's log_joint must return [S] = [{S}] for theta [S, P]")
+        _check_finite(values, "log joint")
+        prior = torch.zeros_like(values)  # without a likelihood of its own the first of the two is log p(data, θ)
+    return _terms(density, draws, log_q, values, prior, estimator)
 
 
 def _terms(
@@ -258,24 +273,6 @@ def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
         value = _shaped(density.log_prob(fixed), theta.shape[:1], expected)
         score = _shaped(density.score(fixed), theta.shape, f"{type(density).__name__}.score must return [S, P]")
     return value + sum_weights(score * (theta - fixed)).to(value.dtype)
-
-
-def log_joint(target: Target, draws: Draws, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return log likelihood and log prior at the draws, [S] each; without a likelihood the first is log p(data, θ)."""
-    theta, _, fixed = draws
-    if isinstance(target, BayesianModel):
-        values = target.log_likelihood(theta, batch, fixed)
-        prior = target.log_prior(theta, fixed)
-        _check_finite(values, "log likelihood")
-        _check_finite(prior, "log prior")
-        return values, prior
-    if isinstance(target, LogDensity):
-        values = target.log_joint(theta, batch, fixed)
-    else:
-        values = target.log_joint(target.space.join(theta, fixed), batch)
-    _shaped(values, theta.shape[:1], f"the target's log_joint must return [S] = [{theta.shape[0]}] for theta [S, P]")
-    _check_finite(values, "log joint")
-    return values, torch.zeros_like(values)
 
 
 def _check_finite(values: Tensor, what: str) -> None:
