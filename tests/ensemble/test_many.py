@@ -108,7 +108,7 @@ def test_each_stops_for_itself():
     linear = {"net": lambda: nn.Linear(3, 1), "likelihood": vi.likelihoods.Gaussian(1.0)}
     a, b = (made(4, prior=vi.priors.NormalPrior(1.0), **linear) for _ in range(2))
     loaders = [data(n, seed=n, batch_size=64) for n in (60, 60, 40, 70)]
-    given = {"epochs": 120, "lr": 0.2}
+    given = {"epochs": 160, "lr": 0.1}
     results = vi.fit_many(a, loaders, progress=False, **given)
     singles = alone(b, loaders, **given)
     assert len({single.steps for single in singles[:3]}) > 1

@@ -25,13 +25,12 @@ from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
 from ..train.data import Batches
-from ..train.fit import Options, begin, fit, leave, run
-from ..train.loop import FAILURES, Fit, assign, average, copied
+from ..train.fit import Options, begin, fit, leave
+from ..train.loop import FAILURES, Fit, assign, copied
 from ..train.progress import Progress
 from ..train.result import FitResult
 from ..util.checks import unread
-from ..util.interrupts import uninterrupted
-from ..util.random_streams import borrowed_stream
+from ..util.interrupts import Interrupts
 
 #: values at once and alone may differ by this many roots of the rounding: sums are taken in another order
 CLOSE = 3.0
@@ -99,7 +98,7 @@ def fit_many(
         if found is None:
             if at_once:
                 raise ValueError(f"at_once=True, but these fits cannot be made at once: {reason}")
-            found = [run(*job, f"{m + 1} of {M}") for m, job in zip(members, chosen, strict=True)]
+            found = [fit(one, loader, **vars(options)) for one, loader, options in chosen]
             for result in found:
                 result.notes.append(f"one of {M} fits, made one after another: {reason}")
         results |= dict(zip(members, found, strict=True))
@@ -195,7 +194,8 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
 
 def _result(fit: Fit, stopped: bool) -> FitResult:
     failed = fit.failures >= FAILURES
-    result = fit.finish(stopped or failed)
+    fit.stopped = stopped or failed
+    result = fit.finish()
     if failed:
         why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was before them"
         result = replace(result, status=Status.DIVERGED, verdict=why)
@@ -223,7 +223,7 @@ class Reader:
         while True:
             if self.iterator is None:
                 self.iterator = fit.data.epoch(fit.epoch)
-            with borrowed_stream(fit.generator):
+            with fit.reading():
                 batch = next(self.iterator, None)
             if batch is not None:
                 self.batch, self.rows, fit.index = batch, rows(batch), fit.index + 1
@@ -370,18 +370,20 @@ class StackedFits:
 
     def loop(self, progress: bool) -> bool:
         """Make all steps; return whether the user ended them early."""
-        bar = Progress(max(one.end for one in self.fits), 0, progress, f"{len(self.fits)} fits")
+        bar = Progress(max(one.end for one in self.fits), 0, f"{len(self.fits)} fits") if progress else None
         try:
             while active := [m for m, one in enumerate(self.fits) if one.goes_on and one.failures < FAILURES]:
-                with uninterrupted():
+                with Interrupts():
                     elbo = self.step(active)
-                bar.update(fmean(elbo), nan)
-                bar.shorten(max(one.end for one in self.fits))
+                if bar is not None:
+                    bar.update(fmean(elbo), nan)
+                    bar.shorten(max(one.end for one in self.fits))
             return False
         except KeyboardInterrupt:
             return True
         finally:
-            bar.close()
+            if bar is not None:
+                bar.close()
 
     def step(self, active: Sequence[int]) -> list[float]:
         """Move every active posterior as a step of its own fit would, up to rounding; return their ELBOs."""
@@ -440,16 +442,13 @@ class StackedFits:
     def _record(
         self, fit: Fit, elbo: float, error: float, norm: float, finite: float, lr: float, seconds: float
     ) -> None:
-        """Note what a step came to; the iterates of the last steps are averaged."""
+        """Note what a step came to."""
         if finite:
-            if fit.averages:
-                fit.averaged += 1
-                average(fit.average, fit.named, 1 / fit.averaged)
             fit.record(elbo, error, norm, lr, seconds)
             return
         fit.index -= 1  # of the batch that is named
         with suppress(NonFiniteError):  # the others go on
-            fit.leave_out("the loss or its gradient is not finite")
+            fit.leave_out(NonFiniteError("the loss or its gradient is not finite"))
         fit.index += 1
 
     def release(self) -> None:

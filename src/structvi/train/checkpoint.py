@@ -45,9 +45,9 @@ class Checkpoint:
         os.fspath(self.directory)
         check_integer("every", self.every, optional=True)
 
-    def found(self) -> Found | None:
+    def found(self, rank: int = 0) -> Found | None:
         """Return the newest checkpoint that is whole, to resume; raise ValueError if the directory is another fit's."""
-        there = fit_checkpoint.files(self.directory)
+        there = [] if rank else fit_checkpoint.files(self.directory)  # the first rank looks for all
         if there and not self.resume:
             raise ValueError(
                 f"the folder {self.directory} holds checkpoints of another fit, up to {there[0].name}: a folder "

@@ -59,7 +59,7 @@ def notes_on_data(
     try:
         names = unreached(posterior, batch) if gradients else []
         shared = used_padding(posterior, batch)
-        random = posterior.dropout == "off" and _draws_random_numbers(posterior, batch)
+        random = posterior.dropout == "off" and draws_random_numbers(posterior, batch)
     except FAILURES:  # what is wrong the first step says
         return notes
     if names:
@@ -213,8 +213,17 @@ def used_padding(posterior: "Posterior", batch: Any) -> list[str]:
     return [name for name, slope in named if slope is not None and bool(slope[rows[name]].any())]
 
 
+def may_draw(posterior: "Posterior", batch: Any) -> bool:
+    """Return whether the network draws random numbers on a batch; True if it cannot be called there."""
+    try:
+        return draws_random_numbers(posterior, batch)
+    except FAILURES:
+        return True
+
+
 @torch.no_grad()
-def _draws_random_numbers(posterior: "Posterior", batch: Any) -> bool:
+def draws_random_numbers(posterior: "Posterior", batch: Any) -> bool:
+    """Return whether a call of the network draws from the global streams."""
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     streams = [torch.default_generator, *devices]
     with borrowed_stream(torch.Generator().manual_seed(0)), posterior.network_mode():

@@ -18,7 +18,9 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from ..distributed.ranks import Ranks
@@ -80,6 +82,8 @@ class Batches:
         self.indices = torch.empty(0, dtype=torch.int64)
         #: whether the order is made here, and every batch can be split into parts
         self.splits = False
+        #: whether reading may draw random numbers from the global streams
+        self.draws = not isinstance(loader, list | tuple)
         self._order: _Order | None = None
         if isinstance(loader, DataLoader):
             self._read_dataloader(loader)
@@ -241,12 +245,20 @@ class Batches:
         self.inexact = "random numbers that the loader's worker processes draw are not kept"
         if not loader.num_workers:
             self.inexact = None
-        self.splits = True
+        self.splits, self.draws = True, not (loader.num_workers or _is_fixed(loader))
         if self.part[1] > self.num_data:
             raise ValueError(f"{self.part[1]} ranks share {self.num_data} observations: use fewer ranks")
         if self.part[1] > 1:
             size = self._order.size * self.part[1]
             self.length = self.num_data // size if loader.drop_last else -(-self.num_data // size)
+
+
+def _is_fixed(loader: DataLoader[Any]) -> bool:
+    """Return whether items are rows of tensors, read without any code of the user's."""
+    data: Any = loader.dataset
+    while type(data) is Subset:
+        data = data.dataset
+    return type(data) is TensorDataset and loader.collate_fn is default_collate
 
 
 class _Order:

@@ -1,6 +1,7 @@
 """`fit`: train a posterior on minibatches."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,21 @@ def fit(
         (8, 'too few steps to tell whether it has converged')
     """
     given = locals()
-    return run(posterior, loader, Options(**{one.name: given[one.name] for one in fields(Options)}))
+    options = Options(**{one.name: given[one.name] for one in fields(Options)})
+    ranks = Ranks(options.computing.parallel, posterior.family)
+    try:
+        found = None if checkpoint is None else checkpoint.found(ranks.rank)
+        one = begin(posterior, loader, options, ranks, found)
+        directory = None if checkpoint is None else checkpoint.directory
+        every = (checkpoint and checkpoint.every) or one.steps_an_epoch or EVERY
+        with surviving(one, options, every) as bar:
+            one.loop(bar, directory, every, callback)
+        if directory is not None:
+            save(one, directory)
+        posterior.last_fit = result = one.finish()
+    finally:
+        ranks.close()
+    return result
 
 
 @dataclass(frozen=True)
@@ -155,24 +170,6 @@ class Options:
     @property
     def computing(self) -> Compute:
         return self.compute or Compute()
-
-
-def run(posterior: "Posterior", loader: Iterable[Any], options: Options, label: str = "") -> FitResult:
-    """Make a fit and return its result; `label` says in the progress bar what it is for."""
-    ranks, kept = Ranks(options.computing.parallel, posterior.family), options.checkpoint
-    try:
-        found = kept.found() if kept is not None and ranks.rank == 0 else None
-        if kept is not None and ranks.rank:
-            found = fit_checkpoint.latest(kept.directory) if kept.resume else None
-        one = begin(posterior, loader, options, ranks, found)
-        stopped = _loop(one, options, label)
-        if kept is not None:
-            save(one, kept.directory)
-        result = one.finish(stopped)
-    finally:
-        ranks.close()
-    posterior.last_fit = result
-    return result
 
 
 def begin(
@@ -240,26 +237,31 @@ def _settings(posterior: "Posterior", data: Batches, options: Options, found: Fo
     }  # fmt: skip
 
 
-def _loop(one: Fit, options: Options, label: str) -> bool:
-    """Make all steps; return whether the user ended them early. However it ends, the posterior can be used again."""
-    posterior, ranks, kept = one.posterior, one.ranks, options.checkpoint
-    directory = None if kept is None else kept.directory
-    every = (kept and kept.every) or one.steps_an_epoch or EVERY
+@contextmanager
+def surviving(one: Fit, options: Options, every: int) -> Iterator[Progress | None]:
+    """Give the bar of the steps that are made inside. However they end, the posterior can be used again.
+
+    Args:
+        one: a Ctrl-C inside ends the block and sets `one.stopped`.
+        options: of the fit.
+        every: steps between checkpoints.
+    """
+    posterior, ranks = one.posterior, one.ranks
+    directory = None if options.checkpoint is None else options.checkpoint.directory
     told = {
         **one.settings,
         "step resumed from": one.step,
         "family": repr(posterior.family),
-        "steps between checkpoints": every if ranks.sharded and kept is not None else None,
+        "steps between checkpoints": every if ranks.sharded and directory is not None else None,
     }
     ranks.start(told, one.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
-    bar = Progress(one.end, one.step, one.show, label)
+    bar = Progress(one.end, one.step) if one.show else None
     try:
         with ranks.interruptible(), options.computing.applied(posterior):
-            one.loop(bar, directory, every, options.callback)
-        return False
+            yield bar
     except KeyboardInterrupt:
         one.back_to_step()
-        return True
+        one.stopped = True
     except torch.OutOfMemoryError as error:
         one.back_to_step()
         said = f"the posterior is as it was after step {one.step}"
@@ -277,6 +279,7 @@ def _loop(one: Fit, options: Options, label: str) -> bool:
             error.add_note(f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}")
         raise
     finally:
-        bar.close()
+        if bar is not None:
+            bar.close()
         one.rate.set(1.0)  # the optimizer may be the user's
         leave(posterior)

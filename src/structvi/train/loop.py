@@ -2,8 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from math import inf, isfinite, sqrt
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from math import inf, isfinite, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..distributed.ranks import Counted, Taken
 from ..families.low_rank import hold_factors, release_factors
+from ..models.batch import rows
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer
@@ -19,7 +22,7 @@ from ..predict.predict import WeightDraws
 from ..predict.predictive import observed_target
 from ..result import Status
 from ..util.budget import STEP, batches_within, default_passes
-from ..util.interrupts import uninterrupted
+from ..util.interrupts import Interrupts
 from ..util.progress import progress_bar
 from ..util.random_streams import borrowed_stream
 from .checkpoint import save
@@ -40,6 +43,8 @@ COMPARISON_GROUPS = 8
 AVERAGED = 256
 #: batches in a row without a finite loss that end the fit
 FAILURES = 5
+#: what a batch that does not suit the network raises
+OF_A_BATCH = (ValueError, TypeError, RuntimeError, IndexError)
 #: draws of the weights for held-out data, while the fit runs and at its end
 FEW_DRAWS, DRAWS = 8, 32
 #: names of candidates
@@ -82,6 +87,8 @@ class Fit:
         #: the step from which the rate falls to its end, once the fit has converged
         self.cooling: int | None = None
         self.failures = 0
+        #: whether the user ended it early
+        self.stopped = False
         #: the mean over the last iterates, and of how many; the posterior at the end of stage one
         self.average: dict[str, Tensor] = {}
         self.averaged = 0
@@ -139,67 +146,74 @@ class Fit:
 
     def loop(
         self,
-        bar: Progress,
+        bar: Progress | None,
         checkpoint: str | os.PathLike[str] | None,
         every: int,
         callback: Callable[[History], None] | None,
     ) -> None:
-        """Make all steps."""
-        accumulate = self.settings["accumulate"]
-        while self.goes_on:
-            iterator = self.data.epoch(self.epoch, self.index)
+        """Make all steps: of each batch one of the optimizer, or none if something is not finite."""
+        with Interrupts(waits=False) as interrupts:
             while self.goes_on:
-                if self.stage_two_is_due:
-                    self.begin_stage_two()
-                self.stream, started = self.generator.get_state(), time.monotonic()
-                # data sets and networks that draw random numbers do so from the global stream
-                with borrowed_stream(self.generator, self.ranks.rank):
-                    taken = self.ranks.take(iterator, accumulate, self.data, self.index)
+                iterator = self.data.epoch(self.epoch, self.index)
+                while self.goes_on:
+                    if self.stage_two_is_due:
+                        self.begin_stage_two()
+                    self.stream, started = self.generator.get_state(), time.monotonic()
+                    with self.reading():
+                        taken = self.take(iterator)
                     if not taken.batches:
                         break
-                    with uninterrupted():
-                        self.advance(taken, started)
-                self.ranks.stop_together()
-                bar.update(*self._window(), self.held_out)
-                if self.settle():
-                    bar.shorten(self.end)
-                if checkpoint is not None and self.step % every == 0 and self.goes_on:
-                    save(self, checkpoint)
-                if callback is not None:
-                    callback(self.history)
-            else:
-                return
-            self.end_epoch()
+                    interrupts.waits = True  # no step is made in part
+                    lr, whole = self.rate.set(self.rate_factor), taken.whole
+                    mean = self.mean_rows or (self.rows + whole) / (self.step + 1)
+                    if isinstance(self.optimizer, CoordinateOptimizer):
+                        self.optimizer.settled = self.step >= self.end - self.last_part
+                    try:
+                        weights = [count / mean for count in taken.rows]
+                        values, norm = self.make_step(taken.batches, weights, self.kl_weight, whole / mean)
+                    except (NonFiniteError, LinAlgError) as error:
+                        self.leave_out(error)
+                    except OF_A_BATCH as error:
+                        more = len(taken.batches) - 1
+                        some = f"{self.index} or the {more} after" if more else f"{self.index}"
+                        error.add_note(f"in batch {some} of epoch {self.epoch}")
+                        raise
+                    else:
+                        self.rate.after_step()
+                        estimate = Estimate.of(values)
+                        self.record(estimate.value, estimate.standard_error, norm, lr, time.monotonic() - started)
+                    self.rows += whole
+                    self.step, self.index = self.step + 1, self.index + len(taken.batches)
+                    self.stream = self.generator.get_state()
+                    interrupts.waits = False
+                    if interrupts.kept:
+                        interrupts.act()
+                    if self.ranks.stopping:
+                        raise KeyboardInterrupt
+                    if bar is not None:
+                        bar.update(*self._window(), self.held_out)
+                    if self.settle() and bar is not None:
+                        bar.shorten(self.end)
+                    if checkpoint is not None and self.step % every == 0 and self.goes_on:
+                        save(self, checkpoint)
+                    if callback is not None:
+                        callback(self.history)
+                else:
+                    return
+                self.end_epoch()
 
-    def advance(self, taken: Taken, started: float) -> None:
-        """Make one step of the optimizer, or none if something is not finite."""
-        mean = self.mean_rows or (self.rows + taken.whole) / (self.step + 1)
-        lr, kl_weight = self.rate.set(self.rate_factor), self.kl_weight
-        if isinstance(self.optimizer, CoordinateOptimizer):
-            self.optimizer.settled = self.step >= self.end - self.last_part
-        try:
-            values, norm = self.make_step(
-                taken.batches, [rows / mean for rows in taken.rows], kl_weight, taken.whole / mean
-            )
-        except OverflowingError as error:
-            self.leave_out(str(error))
-            self.failures = 0
-        except (NonFiniteError, LinAlgError) as error:
-            self.leave_out(str(error))
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            some = f"{self.index}" if len(taken.batches) == 1 else f"{self.index} or the {len(taken.batches) - 1} after"
-            error.add_note(f"in batch {some} of epoch {self.epoch}")
-            raise
-        else:
-            self.rate.after_step()
-            if self.averages:
-                self.averaged += 1
-                average(self.average, self.named, 1 / self.averaged)
-            estimate = Estimate.of(values)
-            self.record(estimate.value, estimate.standard_error, norm, lr, time.monotonic() - started)
-        self.rows += taken.whole
-        self.step, self.index = self.step + 1, self.index + len(taken.batches)
-        self.stream = self.generator.get_state()
+    def reading(self) -> AbstractContextManager[None]:
+        """Hold the global streams while data are read that may draw random numbers from them."""
+        return borrowed_stream(self.generator, self.ranks.rank) if self.data.draws else nullcontext()
+
+    def take(self, iterator: Iterator[Any]) -> Taken:
+        """Take the batches of the next step, with their observations; none at the end of an epoch."""
+        accumulate = self.settings["accumulate"]
+        if self.ranks.size > 1:
+            return self.ranks.take(iterator, accumulate, self.data, self.index)
+        batches, data = list(islice(iterator, accumulate)), self.data
+        counts = [data.rows_of(self.index + i)[0] if data.splits else rows(x) for i, x in enumerate(batches)]
+        return Taken(batches, [*map(float, counts)], sum(counts))
 
     @property
     def averages(self) -> bool:
@@ -207,19 +221,20 @@ class Fit:
         return self.step >= self.end - self.last_part and self.step % max(1, self.last_part // AVERAGED) == 0
 
     def record(self, elbo: float, standard_error: float, norm: float, lr: float, seconds: float) -> None:
-        """Write a finite step into the history."""
+        """Write a finite step into the history; the iterates of the last steps are averaged."""
         self.failures = 0
         if self.posterior.fit_status is None:
             self.posterior.fit_status = Status.STOPPED  # it has moved
-        self.history.append(
-            step=self.step, epoch=self.epoch, kl_weight=self.kl_weight, stage=self.stage, elbo=elbo,
-            standard_error=standard_error, lr=lr, gradient_norm=norm, seconds=seconds,
-        )  # fmt: skip
+        if self.averages:
+            self.averaged += 1
+            average(self.average, self.named, 1 / self.averaged)
+        step = self.step, self.epoch, elbo, standard_error, lr, norm, self.kl_weight, self.stage, nan, seconds
+        self.history.rows.append([float(value) for value in step])
 
-    def leave_out(self, reason: str) -> None:
+    def leave_out(self, reason: Exception) -> None:
         """Write a step that was left out into the history; too many in a row end the fit."""
-        self.skipped.append(Skipped(self.epoch, self.index, reason))
-        self.failures += 1
+        self.skipped.append(Skipped(self.epoch, self.index, str(reason)))
+        self.failures = 0 if isinstance(reason, OverflowingError) else self.failures + 1
         if self.failures == FAILURES:
             names = ", ".join(f"{one.index} of epoch {one.epoch}" for one in self.skipped[-FAILURES:])
             raise NonFiniteError(
@@ -285,11 +300,11 @@ class Fit:
 
     # -------------------------------------------------------------------------------------------------- the result
 
-    def finish(self, stopped: bool) -> FitResult:
+    def finish(self) -> FitResult:
         """Keep the best of the last step, the average and the posterior without its factor; return the result."""
         settings, bound = self.settings, self.posterior.family().bound
         kept, worths, held_out = LAST_STEP, dict[str, Worth](), dict[str, float]()
-        if stopped:
+        if self.stopped:
             mean, error = self._window()
             elbo = Estimate(mean, error, self.history.recent("elbo", 1), bound)
             comparison = "mean over the last steps: stopped before posteriors were compared"

@@ -10,30 +10,27 @@ from ..util.progress import is_live
 
 
 class Progress:
-    """ELBO with its standard error, and the time left.
+    """ELBO with its standard error, and the time left: on a live line, or on a few plain ones.
 
     Args:
         total: steps in all.
         done: steps made before (a resumed fit).
-        show: False for nothing at all.
-        label: what these steps are for, where that is not a first fit.
+        label: what these steps are for, where that is not one fit.
     """
 
     #: plain lines a fit
     LINES = 10
 
-    def __init__(self, total: int, done: int = 0, show: bool = True, label: str = ""):
-        self.total, self.done, self.first, self.label = total, done, done, label
-        self.started = time.monotonic()
-        self.plain = show and not is_live()
-        self.bar = None
-        if show and not self.plain:
+    def __init__(self, total: int, done: int = 0, label: str = ""):
+        self.total, self.done, self.first = total, done, done
+        self.started, self.bar = time.monotonic(), None
+        if is_live():
             self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, desc=label or None)
-        elif self.plain and label:
+        elif label:
             print(label, file=sys.stderr)
 
     def update(self, elbo: float, standard_error: float, held_out: float | None = None) -> None:
-        """One step more."""
+        """Count one step more."""
         self.done += 1
         error = "" if isnan(standard_error) else f" ± {standard_error:.2g}"
         text = f"ELBO {elbo:.5g}{error} nats"
@@ -42,12 +39,12 @@ class Progress:
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
-        elif self.plain and (self.done % max(1, self.total // self.LINES) == 0 or self.done == self.total):
+        elif self.done % max(1, self.total // self.LINES) == 0 or self.done == self.total:
             left = (time.monotonic() - self.started) / (self.done - self.first) * (self.total - self.done)
             print(f"step {self.done}/{self.total}: {text}, {left:.0f} s left", file=sys.stderr)
 
     def shorten(self, total: int) -> None:
-        """The fit ends earlier than was said."""
+        """Expect fewer steps in all."""
         self.total = total
         if self.bar is not None:
             self.bar.total = total

@@ -74,45 +74,45 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._rows: list[list[float]] = []
+        self.rows: list[list[float]] = []
 
     def append(self, **values: float) -> None:
         unknown = set(values) - set(COLUMNS)
         if unknown:
             raise ValueError(f"a history holds {COLUMNS}, got {sorted(unknown)}")
-        self._rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
+        self.rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
 
     def extend(self, rows: Iterable[Sequence[float]]) -> None:
         """Many rows at once, each with all of `COLUMNS`."""
-        self._rows += [list(row) for row in rows]
+        self.rows += [list(row) for row in rows]
 
     def set_last(self, column: str, value: float) -> None:
         """What is found out about the last step later."""
-        if self._rows:
-            self._rows[-1][COLUMNS.index(column)] = float(value)
+        if self.rows:
+            self.rows[-1][COLUMNS.index(column)] = float(value)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, column: str) -> Tensor:
         if column not in COLUMNS:
             raise UnknownColumn(f"a history holds {COLUMNS}, got {column!r}")
         index = COLUMNS.index(column)
-        return torch.tensor([row[index] for row in self._rows], dtype=torch.float64)
+        return torch.tensor([row[index] for row in self.rows], dtype=torch.float64)
 
     def recent(self, column: str, count: int) -> Tensor:
         """The last `count` values of a column."""
         index = COLUMNS.index(column)
-        return torch.tensor([row[index] for row in self._rows[-count:]], dtype=torch.float64)
+        return torch.tensor([row[index] for row in self.rows[-count:]], dtype=torch.float64)
 
     def to_tensor(self) -> Tensor:
         """[steps, columns], float64."""
-        return torch.tensor(self._rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
+        return torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
 
     @classmethod
     def from_tensor(cls, rows: Tensor) -> "History":
         history = cls()
-        history._rows = rows.tolist()
+        history.rows = rows.tolist()
         return history
 
     def to_dataframe(self) -> "pandas.DataFrame":
@@ -121,13 +121,13 @@ class History:
             import pandas
         except ImportError:
             raise ImportError("a dataframe needs pandas: pip install pandas") from None
-        frame = pandas.DataFrame(self._rows, columns=list(COLUMNS))
+        frame = pandas.DataFrame(self.rows, columns=list(COLUMNS))
         return frame.astype({"step": int, "epoch": int, "stage": int})
 
     def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
         """Write every column as scalars, to a log directory or a `SummaryWriter`. Needs tensorboard."""
         with _writer(to) as writer:
-            for row in self._rows:
+            for row in self.rows:
                 values = dict(zip(COLUMNS, row, strict=True))
                 for column in COLUMNS[2:]:
                     if values[column] == values[column]:  # not nan

@@ -1,8 +1,9 @@
 """One training step, of `fit` and for loops of your own: draw, run the network, go back, clip, move."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +16,14 @@ from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Parallel, Ranks
 from ..models.batch import rows
+from ..networks.call import in_modes, is_in_training
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimate, Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
 from ..result import Status
 from ..util.checks import check_integer, check_positive, check_seed, unread
-from ..util.interrupts import uninterrupted
+from ..util.interrupts import Interrupts
 from ..util.random_streams import borrowed_stream
+from .checks import may_draw
 from .cuda_graph import CapturedStep
 from .memory import explain, forget_frames, need_of, there_is
 from .optimizer import OptimizerLike, make_optimizer
@@ -131,6 +134,9 @@ class Step:
         self.moves_on_device = fused and generator.device.type == "cuda" and self.ranks.size == 1
         #: why the step is not captured; None where it is, or will be
         self.reason = self._reason_against(capture)
+        #: whether the network draws random numbers; found out at the first batch, but ranks do the same
+        self.random: bool | None = True if posterior.dropout == "on" or self.ranks.size > 1 else None
+        self._modes = partial(is_in_training, dropout=posterior.dropout, batch_norm=posterior.batch_norm)
         self._graphs: dict[Hashable, CapturedStep] = {}
         check_spaces(posterior.family, posterior.model)
         if generator.device.type == "cpu":
@@ -160,51 +166,61 @@ class Step:
             whole: the sum of all weights, over ranks; that of `weights` if None.
         """
         stream = self.generator.get_state()
+        if self.random is None:
+            self.random = may_draw(self.posterior, batches[0])
         try:
-            graph = self._graph(batches, kl_weight)
-            if graph is None:
-                told, norm = self.gradients(batches, weights, kl_weight, self.generator)
-                if self.moves_on_device:
-                    self.move(told, norm)
-            else:
-                told, norm = graph(batches[0], weights[0], kl_weight)
-            *values, size = torch.cat([told, norm.reshape(1)]).tolist()  # the one time the host waits
+            with self._borrowed():
+                graph = self._graph(batches, kl_weight)
+                if graph is None:
+                    told, norm = self.gradients(batches, weights, kl_weight, self.generator)
+                    if self.moves_on_device:
+                        self.move(told, norm)
+                else:
+                    told, norm = graph(batches[0], weights[0], kl_weight)
+                *values, size = torch.cat([told, norm.reshape(1)]).tolist()  # the one time the host waits
         except torch.OutOfMemoryError as error:
             self.generator.set_state(stream)
             raise self._out_of_memory(error, batches) from None
         if not isfinite(sum(values)) or not isfinite(size):
             self.generator.set_state(stream)
-            raise self._explained(batches, kl_weight, not isfinite(sum(values)))
+            with self._borrowed():
+                raise self._explained(batches, kl_weight, not isfinite(sum(values)))
         if not self.moves_on_device:
             self._clip_and_move(size)
         if self.posterior.model.precision == torch.float16:
             self.posterior.model.scale.count()
         return Outcome(torch.tensor(values, dtype=torch.float64) / (sum(weights) if whole is None else whole), size)
 
+    def _borrowed(self) -> AbstractContextManager[None]:
+        """Hold the global streams if the network draws random numbers from them."""
+        return borrowed_stream(self.generator, self.ranks.rank) if self.random else nullcontext()
+
     def gradients(
         self, batches: Sequence[Any], weights: Sequence[Any], kl_weight: Any, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Write gradients of −(E log lik − λ KL)/N; return the ELBO of each group times the weights' sum [groups] and
         the gradient's norm, both in float64."""
-        posterior, total = self.posterior, None
+        posterior, estimator, ranks, total = self.posterior, self.estimator, self.ranks, None
+        alone = ranks.size == 1
         for parameter in self.named.values():
             parameter.grad = None
         for batch, weight in zip(batches, weights, strict=True):
-            with self.ranks.together():
-                with unread(), posterior.network_mode():
+            with nullcontext() if alone else ranks.together():
+                with unread(), in_modes(posterior.net, self._modes):
                     density = posterior.family()
-                    draws, log_q = scored_draws(density, self.estimator, self.ranks.generator(generator))
+                    draws, log_q = scored_draws(density, estimator, generator if alone else ranks.generator(generator))
                     self.draws = draws.weight.shape[0]
-                    terms = terms_at(density, draws, log_q, posterior.model, batch, self.estimator)
+                    terms = terms_at(density, draws, log_q, posterior.model, batch, estimator)
                 loss = (terms.objective(kl_weight) * (weight * (-1.0 / posterior.model.num_data))).mean()
-                if self.ranks.size > 1 and not bool(torch.isfinite(loss)):
+                if not alone and not bool(torch.isfinite(loss)):
                     raise NonFiniteError("the loss is not finite")
             loss.backward()
             told = weight * (terms.fit - terms.complexity).detach().double()
             total = told if total is None else total + told
         assert total is not None
-        total = self.ranks.reduce(self.named, total)
-        return total, self.ranks.norm(self.named, gradient_norm)
+        if alone:
+            return total, gradient_norm(self.named.values())
+        return ranks.reduce(self.named, total), ranks.norm(self.named, gradient_norm)
 
     def move(self, told: Tensor, norm: Tensor, skip: Tensor | None = None) -> None:
         """Make the optimizer's step on the device: clipped, and left out where it is not finite or `skip` is 1."""
@@ -364,7 +380,7 @@ class Stepper:
         moved = [on_device(batch, device) for batch in batches]
         counts = [rows(batch) for batch in moved]
         mean = self.observations or float(sum(counts))
-        with borrowed_stream(self.generator), self.compute.applied(posterior), uninterrupted():
+        with self.compute.applied(posterior), Interrupts():
             try:
                 values, norm = self._step(moved, [one / mean for one in counts], kl_weight, sum(counts) / mean)
             except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
