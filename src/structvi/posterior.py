@@ -81,7 +81,7 @@ class Posterior(nn.Module):
         self.left_open: frozenset[str] = frozenset()
         #: what `calibrate` found: `predict` uses it; a fit drops it
         self.calibration: Calibration | None = None
-        #: the fingerprint of the held-out data on which a fit has chosen, see `predict/cases.py`
+        #: the fingerprint of the held-out data on which a fit has chosen, see `predict/calibration.py`
         self.chosen_on: str | None = None
         self._last_fit: Result | None = None
         #: how the last fit ended, also in another process: a file has it; None before any fit

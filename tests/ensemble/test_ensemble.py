@@ -207,7 +207,7 @@ def test_networks_of_several_forms():
 def test_saved_and_loaded(tmp_path):
     ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MAP(), num_data=40)
     ensemble.stack(loader(40, 60))
-    found = ensemble.calibrate(loader(40, 60), conformal=True)
+    found = ensemble.calibrate(conformal=loader(40, 60))
     ensemble.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
     ensemble.save(tmp_path / "ensemble")
     again = vi.load(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])

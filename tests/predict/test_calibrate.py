@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.models.calibration import Adjustment, Calibration
-from structvi.predict.cases import KEPT, fingerprint, share_in
+from structvi.predict.calibration import KEPT, fingerprint, share_in
 from structvi.predict.metrics import ood_auroc
 from structvi.predict.predictive import Predictive
 
@@ -119,9 +119,8 @@ def test_what_is_said():
     bayes = identity(4, lk.Categorical())
     assert "applied: held-out gain" in str(bayes.calibrate([labelled(500, 2.0)]))
     assert "not applied" in str(Calibration(Adjustment("temperature", 1.1, -0.1, 0.1, 50)))
-    split = bayes.calibrate([labelled(500, 2.0)], conformal=True)
-    assert "conformal sets of labels from 250 cases: levels up to 0.996" in str(split)
-    assert "one half of the cases" in str(split)
+    both = bayes.calibrate([labelled(500, 2.0)], conformal=[labelled(250, 2.0, seed=5)])
+    assert "conformal sets of labels from 250 cases: levels up to 0.996" in str(both)
 
 
 def test_pixels_count_by_case():
@@ -290,12 +289,11 @@ def test_fingerprints_know_cases():
 def test_data_that_served_another_choice_are_refused():
     data, other = [labelled(100, 1.0)], [labelled(100, 1.0, seed=9)]
     bayes = identity(4, lk.Categorical())
-    with pytest.raises(ValueError, match="conformal=True, which splits"):
+    with pytest.raises(ValueError, match="random_split"):
         bayes.calibrate(data, conformal=[(data[0][0][50:], data[0][1][50:])])
     bayes.chosen_on = fingerprint(data)
-    for conformal in (data, True):
-        with pytest.raises(ValueError, match="the fit chose on"):
-            bayes.calibrate(other if conformal is data else data, conformal=conformal)
+    with pytest.raises(ValueError, match="the fit chose on"):
+        bayes.calibrate(other, conformal=data)
     assert "optimistic" in str(bayes.calibrate(data, conformal=other))
     assert bayes.calibration.conformal.cases == 100
 
@@ -323,7 +321,7 @@ def test_other_likelihoods_have_conformal_intervals_only():
     bayes = identity(1, lk.Poisson())
     with pytest.raises(ValueError, match="Poisson has neither a temperature nor a scale"):
         bayes.calibrate(data)
-    result = bayes.calibrate(data, conformal=True)
+    result = bayes.calibrate(conformal=data)
     assert result.conformal.cases == 100
     low, high = bayes.predict(x).conformal(0.9)
     assert bool((low < high).all())

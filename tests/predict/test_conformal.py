@@ -176,7 +176,7 @@ def test_pictures_without_foreground_do_not_count():
 def test_masks_are_saved(tmp_path):
     y = torch.randn(60, 3, 4, 4, generator=seeded(), dtype=torch.float64)
     bayes = same((3,), lk.Categorical())
-    bayes.calibrate([(y, y.argmax(1))], conformal=True)
+    bayes.calibrate(conformal=[(y, y.argmax(1))])
     bayes.save(tmp_path / "file")
     again = vi.load(tmp_path / "file", nn.Conv2d(3, 3, 1).double())
     assert torch.equal(again.predict(y).conformal(0.9), bayes.predict(y).conformal(0.9))
@@ -210,7 +210,7 @@ def test_without_calibration():
     with pytest.raises(ValueError, match="conformal=other"):
         bayes.predict(x).conformal(0.9)
     y = torch.randn(60, 2, generator=seeded(), dtype=torch.float64)
-    bayes.calibrate([(y, y.argmax(1))], conformal=True)
+    bayes.calibrate(conformal=[(y, y.argmax(1))])
     with pytest.raises(ValueError, match="without calibrated=False"):
         bayes.predict(x, calibrated=False).conformal(0.9)
 

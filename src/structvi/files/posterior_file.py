@@ -327,7 +327,7 @@ def _patterns(random: Mapping[str, Tensor]) -> int:
 
 
 def _fingerprint(text: Any) -> str | None:
-    """Of the cases of held-out data, see `predict/cases.py`."""
+    """Of the cases of held-out data, see `predict/calibration.py`."""
     if text is not None and not re.fullmatch(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?", text):
         raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(text)}")
     return text

@@ -10,14 +10,16 @@ from hashlib import blake2b
 from math import exp
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Normal
+from torch.utils._pytree import tree_leaves
 
+from ..models.batch import plain, rows
 from ..models.calibration import Adjustment, Calibration, Conformal, Kind
 from ..util.checks import check_iterable, check_seed
 from . import conformal as scoring
-from .cases import COMMON, case_hashes, fingerprint, share_in
 from .predict import draws_for
 from .predictive import (
     Predictive,
@@ -34,12 +36,19 @@ if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
     from ..posterior import Posterior
 
+#: numbers of a tensor that count in the hash of a case, evenly spread
+ELEMENTS = 1024
+#: hashes that a fingerprint has
+KEPT = 512
+#: a share of common cases above this means that two loaders have the same data; a few may be equal by chance
+COMMON = 0.1
+
 
 def calibrate(
     posterior: "Posterior | Ensemble",
     validation: Iterable[Any] | None = None,
     *,
-    conformal: Iterable[Any] | bool | None = None,
+    conformal: Iterable[Any] | None = None,
     draws: int | None = None,
     reference: Any = None,
     seed: int = 0,
@@ -55,116 +64,94 @@ def calibrate(
             is applied only if it gains on cases that took no part in its fit. Without it, the one that there is
             stays.
         conformal: other held-out batches, for `predict(x).conformal(level)`. They must be used for no other choice:
-            those that are also in `validation`, or that a fit has chosen on, are refused. True: one half of the cases
-            of `validation` is taken for this, and the other for the temperature.
+            those that are also in `validation`, or that a fit has chosen on, are refused.
         draws, reference: as in `predict`.
-        seed: of the draws, and of the halves.
+        seed: of the draws, and of the folds.
 
     Example:
         >>> from torch import nn
         >>> from structvi import likelihoods, variationalize
         >>> x, t = torch.randn(64, 3), torch.randint(2, (64,))
         >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
-        >>> found = calibrate(bayes, [(x, t)], conformal=True)
+        >>> found = calibrate(bayes, [(x[:32], t[:32])], conformal=[(x[32:], t[32:])])
         >>> found.conformal.cases, bayes.predict(x).conformal(0.9).shape
         (32, torch.Size([64, 2]))
     """
     check_seed(seed)
-    for loader in (validation, conformal):
-        if loader is not None and not isinstance(loader, bool):
-            check_iterable(loader)
-            if iter(loader) is loader:
-                raise TypeError("calibrate reads its data several times: give a DataLoader or a list of batches")
-    first = next((one for one in (validation, conformal) if one is not None and not isinstance(one, bool)), None)
-    if first is None:
+    loaders = [loader for loader in (validation, conformal) if loader is not None]
+    for loader in loaders:
+        check_iterable(loader)
+        if iter(loader) is loader:
+            raise TypeError("calibrate reads its data several times: give a DataLoader or a list of batches")
+    if not loaders:
         raise ValueError("give held-out data: calibrate(validation), calibrate(validation, conformal=other)")
-    inputs = next((posterior.model.split(batch)[0] for batch in first), None)
+    inputs = next((posterior.model.split(batch)[0] for batch in loaders[0]), None)
     if inputs is None:
         raise ValueError("the loader gave no batch")
     generator = torch.Generator().manual_seed(seed)
     predict = draws_for(posterior, inputs, draws, reference=reference, generator=generator, calibrated=False)
     kind = adjustable(predict.mixture(on_device(inputs, predict.device)))
-    if kind is None and conformal in (None, False):
+    if kind is None and conformal is None:
         what = type(posterior.model.likelihood).__name__
         raise ValueError(f"{what} has neither a temperature nor a scale: conformal=held_out gives intervals")
-    halves: tuple[set[str], set[str]] | None = None
-    if conformal is True and kind is not None:
-        halves = _halves(first, seed)
-    others = first if conformal is True else None if conformal is False else conformal
-    notes = _checked(posterior.chosen_on, None if kind is None else validation, others, halves is not None)
+    notes = _checked(posterior.chosen_on, None if kind is None else validation, conformal)
     # without data for another the one that there is stays: a fit around a network may have put it on top
     before = posterior.calibration
     adjustment = before.adjustment if before is not None and validation is None else None
     if validation is not None and kind is not None:
-        adjustment = _adjustment(predict, kind, _rows(validation, halves and halves[0]), seed)
+        adjustment = _adjustment(predict, kind, validation, seed)
     elif validation is not None:
         notes += ("this likelihood has neither a temperature nor a scale: validation was not used for one",)
     found = Calibration(adjustment, None, predict.draws, notes)
-    if others is not None:
+    if conformal is not None:
         predict.calibration = found
-        found = replace(found, conformal=_conformal(predict, _rows(others, halves and halves[1])))
+        found = replace(found, conformal=_conformal(predict, conformal))
     posterior.calibration = found
     return found
 
 
-def _halves(loader: Iterable[Any], seed: int) -> tuple[set[str], set[str]]:
-    """The cases for the temperature, and those for conformal scores, in an order that the seed alone decides."""
-    codes = sorted(
-        {code for batch in loader for code in case_hashes(batch)},
-        key=lambda code: blake2b(f"{seed} {code}".encode()).digest(),
-    )
-    return set(codes[: len(codes) // 2]), set(codes[len(codes) // 2 :])
-
-
 def _checked(
-    chosen_on: str | None, validation: Iterable[Any] | None, others: Iterable[Any] | None, split: bool
+    chosen_on: str | None, validation: Iterable[Any] | None, conformal: Iterable[Any] | None
 ) -> tuple[str, ...]:
     """What there is to say of the data; conformal ones that are used for another choice are refused."""
-    notes: tuple[str, ...] = ()
     mine = None if validation is None else fingerprint(validation)
-    if others is not None:
-        theirs = mine if split and mine is not None else fingerprint(others)
+    if conformal is not None:
+        theirs = fingerprint(conformal)
         if chosen_on is not None and share_in(theirs, chosen_on) > COMMON:
             raise ValueError(
                 "the conformal data are those that the fit chose on, validation=, and the guarantee would not hold: "
                 "give cases that were used for nothing, conformal=others"
             )
-        if split:
-            notes = ("one half of the cases was taken for the temperature or scale, the other for conformal scores",)
-        elif mine is not None and share_in(theirs, mine) > COMMON:
+        if mine is not None and share_in(theirs, mine) > COMMON:
             raise ValueError(
                 "validation and conformal have cases in common, and conformal data are to be used for no other choice: "
-                "give other cases, or conformal=True, which splits validation in two"
+                "give other cases; torch.utils.data.random_split makes two data sets of one"
             )
     if mine is not None and chosen_on is not None and share_in(mine, chosen_on) > COMMON:
-        notes += ("the fit chose on these data too: the gain above is optimistic",)
-    return notes
+        return ("the fit chose on these data too: the gain above is optimistic",)
+    return ()
 
 
-def _rows(loader: Iterable[Any], only: set[str] | None) -> Iterator[tuple[Any, Tensor]]:
-    """Batches, and which of their rows count."""
-    for batch in loader:
-        keep = torch.tensor([True] if only is None else [code in only for code in case_hashes(batch)])
-        if bool(keep.any()):
-            yield batch, keep
-
-
-def _adjustment(predict: PredictiveDraws, kind: Kind, batches: Iterable[tuple[Any, Tensor]], seed: int) -> Adjustment:
-    """`adjust` on the losses of every case, summed over its observed elements."""
-    losses, counts = [], []
-    for batch, keep in batches:
+def _predicted(predict: PredictiveDraws, batches: Iterable[Any]) -> Iterator[tuple[Predictive, Tensor, Tensor | None]]:
+    """The calibrated predictive of each batch, its target, and which elements of that were observed."""
+    for batch in batches:
         inputs, target = predict.split(batch)
-        pred = predict.mixture(inputs)
+        pred = predict(inputs)
         pred.log_prob(target)  # its checks of shapes and labels
-        t, observed = observed_target(pred.likelihood, target)
+        yield pred, *observed_target(pred.likelihood, target)
+
+
+def _adjustment(predict: PredictiveDraws, kind: Kind, batches: Iterable[Any], seed: int) -> Adjustment:
+    """`adjust` on the losses of every case, summed over its observed elements."""
+    losses, counts = [torch.zeros(0, len(GRID))], [torch.zeros(0)]
+    for pred, t, observed in _predicted(predict, batches):
         seen = torch.ones(t.shape, dtype=torch.bool, device=t.device) if observed is None else observed
         each = _label_losses(pred, t) if kind == "temperature" else _number_losses(pred, t)  # [B, ..] at every point
         table = torch.stack([(loss * seen).reshape(len(t), -1).sum(1).cpu() for loss in each], 1)
         number = seen.reshape(len(t), -1).sum(1).double().cpu()
-        keep = keep.expand(len(number)) & (number > 0)
-        losses.append(table[keep])
-        counts.append(number[keep])
-    every, count = torch.cat(losses or [torch.zeros(0, len(GRID))]), torch.cat(counts or [torch.zeros(0)])
+        losses.append(table[number > 0])
+        counts.append(number[number > 0])
+    every, count = torch.cat(losses), torch.cat(counts)
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))
     return adjust(kind, every[order], count[order])
 
@@ -185,24 +172,69 @@ def _number_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
         yield u - log_average(wide.log_prob(mean + (t.double() - mean) * exp(-u)), weights)
 
 
-def _conformal(predict: PredictiveDraws, batches: Iterable[tuple[Any, Tensor]]) -> Conformal:
+def _conformal(predict: PredictiveDraws, batches: Iterable[Any]) -> Conformal:
     """The scores of all cases, of the calibrated predictive."""
     parts, form = [], None
-    for batch, keep in batches:
-        inputs, target = predict.split(batch)
-        pred = predict(inputs)
-        pred.log_prob(target)  # its checks of shapes and labels
-        t, observed = observed_target(pred.likelihood, target)
-        keep = keep.to(t.device).expand(len(t))
-        t, observed = t[keep], None if observed is None else observed[keep]
+    for pred, t, observed in _predicted(predict, batches):
         form = scoring.form_of(pred.is_of_labels, t)
-        p = pred.mean[keep]
         if form == "number":
-            parts.append(scoring.number_scores(p, pred.std[keep], t, observed).cpu())
+            parts.append(scoring.number_scores(pred.mean, pred.std, t, observed).cpu())
         else:
-            parts.append((scoring.label_scores if form == "label" else scoring.mask_losses)(p, t, observed).cpu())
+            parts.append(
+                (scoring.label_scores if form == "label" else scoring.mask_losses)(pred.mean, t, observed).cpu()
+            )
     if form is None or not sum(len(part) for part in parts):
         raise ValueError(
             "the conformal data have no case with an observed target, or of masks none with a label to miss"
         )
     return scoring.joined(form, parts)
+
+
+# which cases a loader has, whatever their order and the size of its batches
+
+
+def fingerprint(loader: Iterable[Any]) -> str:
+    """Return the cases of a loader, in so few digits that it can be told later whether another has them too.
+
+    A case is a row of a batch, input and target of one image. It is known by a hash of at most `ELEMENTS` numbers of
+    each of its tensors, and a loader by the `KEPT` smallest of these hashes. Data that are made anew at each reading,
+    by augmentation, are not known again.
+
+    Example:
+        >>> x, t = torch.arange(6.0).reshape(6, 1), torch.arange(6)
+        >>> fingerprint([(x, t)]) == fingerprint([(x[3:], t[3:]), (x[:3], t[:3])])
+        True
+    """
+    return ",".join(sorted({code for batch in loader for code in _case_hashes(batch)})[:KEPT])
+
+
+def share_in(one: str, other: str) -> float:
+    """Return the share of the first fingerprint's cases that are in the second's too, estimated from what both know.
+
+    Example:
+        >>> x, t = torch.arange(6.0).reshape(6, 1), torch.arange(6)
+        >>> share_in(fingerprint([(x[:2], t[:2])]), fingerprint([(x, t)]))
+        1.0
+    """
+    a, b = one.split(","), other.split(",")
+    # up to here both know all of their cases
+    bound = min([codes[-1] for codes in (a, b) if len(codes) >= KEPT], default="g")
+    known = [code for code in a if code and code <= bound]
+    return len(set(known) & set(b)) / len(known) if known else 0.0
+
+
+def _case_hashes(batch: Any) -> list[str]:
+    """8 digits for each row of a batch."""
+    B = rows(batch)
+    parts = []
+    for leaf in tree_leaves(plain(batch)):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
+            leaf = torch.as_tensor(leaf)
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != B or leaf.numel() == 0:
+            continue
+        flat = leaf.detach().reshape(B, -1)
+        if flat.shape[1] > ELEMENTS:
+            chosen = torch.linspace(0, flat.shape[1] - 1, ELEMENTS, dtype=torch.float64).long()
+            flat = flat[:, chosen.to(flat.device)]
+        parts.append(flat.cpu().contiguous().view(torch.uint8).numpy())
+    return [blake2b(b"|".join(part[b].tobytes() for part in parts), digest_size=4).hexdigest() for b in range(B)]

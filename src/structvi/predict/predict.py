@@ -163,7 +163,11 @@ class WeightDraws(PredictiveDraws):
         self.draws = groups * size
         taken = f"the family has {size} states" if finite else f"whole groups of {size} taken"
         self.note = "" if self.draws == draws else f"{draws} asked for, {taken}"
-        self.seeds = seed_from(torch.Generator().manual_seed(0) if generator is None else generator, len(self.groups))
+        if generator is None:
+            own = torch.Generator().manual_seed(0)
+            self.seeds = torch.randint(2**62, (len(self.groups),), generator=own).tolist()
+        else:
+            self.seeds = seed_from(generator, len(self.groups))
         self._kept: list[Draws] | None = None
 
     def keep(self, posterior: "Posterior") -> None:

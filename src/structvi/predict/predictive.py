@@ -111,8 +111,8 @@ class Predictive:
         if whole.within is not None:
             whole.within = torch.cat([part.within for part in parts if part.within is not None])
         if not whole.is_function:
-            whole._given = _concatenated([part._given for part in parts])
-            whole._components = _concatenated([part._components for part in parts])
+            whole._given = _mapped(_joined, *[part._given for part in parts])
+            whole._components = _mapped(_joined, *[part._components for part in parts])
         return whole
 
     def calibrated(self, calibration: Calibration | None) -> "Predictive":
@@ -304,16 +304,19 @@ class Predictive:
         if isinstance(d, Bernoulli):
             return (1 - self.mean < p).to(dtype)
         exact = copy.copy(self)
-        exact._components, exact.within = mapped(d, lambda x: x.double()), None
+        exact._components, exact.within = _mapped(torch.Tensor.double, d), None
         if isinstance(d, Poisson):
-            guess = (exact.mean + 8 * exact.std + 8).nan_to_num(torch.inf, torch.inf)
-            return _count_quantile(p, exact.cdf, guess).to(dtype)
+            high = (exact.mean + 8 * exact.std + 8).nan_to_num(torch.inf, torch.inf)
+            while bool((short := (exact.cdf(high) < p) & high.isfinite()).any()):
+                high = torch.where(short, 2 * high, high)
+            return _bisected(p, exact.cdf, torch.full_like(high, -1.0), high, high.new_tensor(0.5))[1].floor().to(dtype)
         try:
             bounds = exact.components.icdf(torch.tensor(p, dtype=torch.float64, device=self.weights.device))
         except NotImplementedError:
             what = type(d).__name__
             raise TypeError(f"torch's {what} has no quantile function, and its mixture none either") from None
-        return _quantile(p, exact.cdf, bounds.amin(0), bounds.amax(0), 1e-9 * exact.std).to(dtype)
+        low, high = _bisected(p, exact.cdf, bounds.amin(0), bounds.amax(0), 1e-9 * exact.std)
+        return ((low + high) / 2).to(dtype)
 
     def interval(self, p: float) -> tuple[Tensor, Tensor]:
         """Return both ends of the central interval of t with probability p (at least p for counts): [B, ..] each."""
@@ -356,7 +359,7 @@ class Predictive:
     def distribution(self) -> MixtureSameFamily:
         """Return the mixture as a torch distribution with batch shape [B, ..]."""
         d = self.components
-        last = mapped(d, lambda x: x.movedim(0, len(d.batch_shape) - 1))
+        last = _mapped(lambda x: x.movedim(0, len(d.batch_shape) - 1), d)
         weights = self.weights.expand(*last.batch_shape)
         return MixtureSameFamily(Categorical(probs=weights, validate_args=False), last, validate_args=False)
 
@@ -365,7 +368,7 @@ class Predictive:
         self._check_joint("sample")
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             which = torch.multinomial(self.weights, n, replacement=True)
-            return mapped(self.components, lambda x: x[which]).sample()
+            return _mapped(lambda x: x[which], self.components).sample()
 
     @property
     def _stretch(self) -> float:
@@ -485,26 +488,17 @@ def adjustable(predictive: Predictive) -> Kind | None:
     return "scale" if type(predictive.components) is Normal else None
 
 
-def mapped(d: Any, function: Callable[[Tensor], Tensor]) -> Distribution:
-    """Return the distribution with a function applied to its parameters."""
+def _mapped(function: Callable[..., Tensor], *parts: Any) -> Distribution:
+    """The distribution with a function of the parts' parameters, the parts all of one type."""
+    d = parts[0]
     if isinstance(d, Independent):
-        return Independent(mapped(d.base_dist, function), d.reinterpreted_batch_ndims, validate_args=False)
+        inner = _mapped(function, *[part.base_dist for part in parts])
+        return Independent(inner, d.reinterpreted_batch_ndims, validate_args=False)
     if type(d) not in _PARAMETERS:
         known = ", ".join(kind.__name__ for kind in _PARAMETERS)
         raise TypeError(f"p(t | y) is {type(d).__name__}; this is known for {known}, and Independent of those")
-    return type(d)(**{name: function(getattr(d, name)) for name in _PARAMETERS[type(d)]}, validate_args=False)
-
-
-def _concatenated(parts: Sequence[Any]) -> Distribution:
-    """The distributions of one type along their first axis, the draws."""
-    first = parts[0]
-    if isinstance(first, Independent):
-        inner = _concatenated([part.base_dist for part in parts])
-        return Independent(inner, first.reinterpreted_batch_ndims, validate_args=False)
-    if type(first) not in _PARAMETERS:
-        return mapped(first, lambda x: x)  # says which are known
-    each = {name: torch.cat([getattr(part, name) for part in parts]) for name in _PARAMETERS[type(first)]}
-    return type(first)(**each, validate_args=False)
+    each = {name: function(*[getattr(part, name) for part in parts]) for name in _PARAMETERS[type(d)]}
+    return type(d)(**each, validate_args=False)
 
 
 def _adjusted(d: Any, weights: Tensor, adjustment: Adjustment) -> Distribution:
@@ -552,29 +546,21 @@ def _absolute_moment(mean: Tensor, scale: Tensor) -> Tensor:
     return scale * sqrt(2 / pi) * (-0.5 * ratio.square()).exp() + mean * torch.erf(ratio / sqrt(2))
 
 
-def _quantile(p: float, cdf: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, tolerance: Tensor) -> Tensor:
-    """t with P(T ≤ t) = p between low and high, [B, ..], by bisection to the tolerance."""
+def _bisected(
+    p: float, cdf: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, tolerance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Bounds [B, ..] within the tolerance of each other, of the smallest t with P(T ≤ t) ≥ p."""
     for _ in range(200):  # rounding may stop it short of the tolerance
         if not bool((high - low > tolerance).any()):
             break
         middle = (low + high) / 2
         below = cdf(middle) < p
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (low + high) / 2
+    return low, high
 
 
-def _count_quantile(p: float, cdf: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
-    """The smallest whole number t ≥ 0 with P(T ≤ t) ≥ p, [B, ..]; of counts beyond 2⁵³ to rounding."""
-    low, high = torch.full_like(guess, -1.0), guess.ceil()
-    while bool((short := (cdf(high) < p) & high.isfinite()).any()):
-        high = torch.where(short, 2 * high, high)
-    while True:
-        middle = ((low + high) / 2).floor()
-        between = (low < middle) & (middle < high)
-        if not bool(between.any()):
-            return high
-        below = cdf(middle) < p
-        low, high = torch.where(between & below, middle, low), torch.where(between & ~below, middle, high)
+def _joined(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..models.batch import arguments_of, batch_size
 from ..networks.call import BATCH_NORMS, call_network
 from ..networks.padding import padding_rows
-from ..predict.cases import fingerprint
+from ..predict.calibration import fingerprint
 from ..util.patterns import few
 from ..util.random_streams import borrowed_stream
 from .data import Batches
