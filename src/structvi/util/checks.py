@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from contextvars import ContextVar
 from math import inf
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def check_integer(name: str, value: object, least: int = 1, optional: bool = Fal
         raise ValueError(f"{name} must be {'None or ' if optional else ''}an integer ≥ {least}, got {came}")
 
 
-def is_integer(value: object, least: int = 1) -> bool:
+def is_integer(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
