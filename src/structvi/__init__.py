@@ -24,7 +24,7 @@ from .families import (
 from .files.file import CheckpointError
 from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
-from .models.log_density import LogDensity
+from .models.target import LogDensity
 from .objective import Estimate, Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .posterior import Posterior, variationalize, variationalize_head

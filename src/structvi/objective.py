@@ -12,9 +12,8 @@ from .couplings import Coupling, paired
 from .families.family import Density, Draws, Family
 from .families.numerics import sum_weights
 from .models.bayesian_model import BayesianModel
-from .models.log_density import LogDensity
-from .models.priors.base import learns
-from .models.target import Target
+from .models.priors.separable import learns
+from .models.target import LogDensity, Target
 from .util.checks import check_generator, check_integer, reads
 
 Kind = Literal["path", "log_q", "entropy"]

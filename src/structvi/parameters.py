@@ -205,6 +205,15 @@ class Parameters:
         start = sum(self.numels[:index])
         return slice(start, start + self.numels[index])
 
+    def check_theta(self, theta: Any) -> None:
+        """Raise ValueError unless θ is [S, P] with S ≥ 1."""
+        if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[0] == 0 or theta.shape[1] != self.size:
+            came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
+            raise ValueError(
+                f"expected theta of shape [S, P] with S ≥ 1 and P = {self.size}, got {came}; "
+                "for one point add a row axis"
+            )
+
     def unravel(self, theta: Tensor) -> dict[str, Tensor]:
         """Named views [.., *shape] of θ [.., P]; no copy."""
         if not isinstance(theta, Tensor):

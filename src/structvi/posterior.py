@@ -18,12 +18,10 @@ from .files import posterior_file
 from .head.features import head_tensors
 from .head.head import fit_head
 from .laplace.laplace import laplace
-from .models.batch import Keys
-from .models.bayesian_model import BayesianModel
+from .models.bayesian_model import BayesianModel, Keys
 from .models.calibration import Calibration
 from .models.likelihoods import Bernoulli, Categorical
-from .models.priors.base import Prior
-from .models.priors.scale import NormalPrior
+from .models.priors import NormalPrior, Prior
 from .networks.call import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, in_modes, is_in_training
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms

@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 
 from structvi.families.full import FullNormalDensity
 from structvi.models.likelihoods import Bernoulli, Gaussian, Likelihood
-from structvi.models.priors.scale import NormalPrior
+from structvi.models.priors import NormalPrior
 from structvi.parameters import Parameters
 from structvi_paper import figure2, regression
 from structvi_paper.settings import Settings

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 import structvi as vi
 from structvi.distributed import LossModule, LostRankError, average_gradients
 from structvi.distributed.ranks import Ranks
-from structvi.models.batch import observations
+from structvi.models.bayesian_model import observations
 from structvi.train.data import Batches
 
 #: 21 = 8 + 8 + 5: the ranks' parts of the last batch differ in length

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import structvi as vi
 from structvi import likelihoods as lk
-from structvi.models.batch import arguments_of, plain, split_batch
+from structvi.models.bayesian_model import arguments_of, plain, split_batch
 
 
 class WithHeader(torch.Tensor):

@@ -168,7 +168,7 @@ class TestFit:
         assert seen[:3] == [2.0**15, 2.0**14, 2.0**13]
         assert seen[-1] == 2.0 ** (16 - left_out)
         assert "float16 overflowed in the gradient; its scale is now 32768" in result.skipped[0].reason
-        assert f"{left_out} steps undone" in result.details
+        assert f"{left_out} steps left out" in result.details
         assert result.history["elbo"].isfinite().sum() == 40 - left_out
 
         def stop(history):

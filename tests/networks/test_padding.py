@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.integrations.export import export_predictive
-from structvi.networks.padding import padding_rows
+from structvi.networks.call import padding_rows
 from structvi.predict.linearised import output_moments
 
 PADDING = torch.zeros(2, 3, dtype=torch.long)

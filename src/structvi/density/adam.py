@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ..couplings import paired
 from ..families.family import Family
 from ..families.low_rank import hold_factors, release_factors
-from ..models.batch import rows_of
+from ..models.bayesian_model import rows_of
 from ..models.target import Target
 from ..objective import Estimate, Estimator, NonFiniteError, elbo, elbo_terms, not_finite
 from ..result import Status

@@ -11,8 +11,7 @@ import torch
 from ..families.family import MAX_DENSE, Family
 from ..families.mixture import mixture_of
 from ..models.bayesian_model import BayesianModel
-from ..models.log_density import LogDensity
-from ..models.target import Target
+from ..models.target import LogDensity, Target
 from ..objective import Estimate, Estimator, NonFiniteError, elbo_terms, not_finite
 from ..util.checks import check_integer, check_positive, check_seed, is_positive
 from .adam import OverBatches, fit_minibatches

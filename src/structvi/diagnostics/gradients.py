@@ -12,7 +12,7 @@ from torch import Tensor
 from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
 from ..families.low_rank import factors
-from ..models.batch import batch_size
+from ..models.bayesian_model import batch_size
 from ..models.target import Target
 from ..objective import Estimator, Kind, elbo
 from ..predict.predictive import split

@@ -16,8 +16,7 @@ from ..families.family import Family
 from ..families.normal import LowRank
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian
-from ..models.priors.distribution import DistributionPrior
-from ..models.priors.scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
+from ..models.priors import DistributionPrior, LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
 from ..predict.predict import predictive_at
 from ..predict.predictive import observed_target
 from ..predict.sample import IndependentDraws

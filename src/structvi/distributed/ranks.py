@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..families.family import Family
-from ..models.batch import observations, rows
+from ..models.bayesian_model import observations, rows
 from ..objective import Estimate, NonFiniteError
 from .collectives import LostRankError, all_gather, all_reduce, collective, from_rank_0, sum_gradients
 from .sharding import Sharded

@@ -19,7 +19,7 @@ from ..files.posterior_file import check_calibration
 from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
-from ..models.priors.base import Prior
+from ..models.priors import Prior
 from ..objective import Estimate, NonFiniteError
 from ..parameters import Parameters
 from ..posterior import Posterior, load_posterior, variationalize

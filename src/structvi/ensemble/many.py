@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..couplings import Noise
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Sharded
-from ..models.batch import batch_size, rows, split_batch
+from ..models.bayesian_model import batch_size, rows, split_batch
 from ..models.likelihoods import Likelihood
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at

@@ -25,10 +25,8 @@ from ..families import (
     Rotated,
 )
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
-from ..models.priors.base import SumPrior
-from ..models.priors.distribution import DistributionPrior
+from ..models.priors import DistributionPrior, LaplacePrior, NormalPrior, StudentTPrior, SumPrior
 from ..models.priors.hierarchical import HierarchicalNormalPrior
-from ..models.priors.scale import LaplacePrior, NormalPrior, StudentTPrior
 from ..util.checks import is_integer
 from ..util.configuration import configuration
 from .file import CheckpointError, brief

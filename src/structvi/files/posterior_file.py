@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
-from ..models.batch import check_keys
-from ..models.bayesian_model import BayesianModel
+from ..models.bayesian_model import BayesianModel, check_keys
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
-from ..models.priors.base import Prior, SeparablePrior
-from ..networks.call import BATCH_NORM, DROPOUT, BatchNorm, Dropout, alone_with
-from ..networks.padding import padding_rows
+from ..models.priors import Prior, SeparablePrior
+from ..networks.call import BATCH_NORM, DROPOUT, BatchNorm, Dropout, alone_with, padding_rows
 from ..networks.vmap_or_loop import Evaluation
 from ..parameters import Parameters
 from ..result import Status

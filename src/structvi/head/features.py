@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..laplace.place import trained_values
-from ..models.batch import batch_size
+from ..models.bayesian_model import batch_size
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, split_mask
 
 if TYPE_CHECKING:

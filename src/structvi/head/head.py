@@ -18,7 +18,7 @@ from torch import Tensor
 from ..families.normal import NormalForm, Triangle
 from ..laplace.place import trained_values
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian
-from ..models.priors.scale import NormalPrior
+from ..models.priors import NormalPrior
 from ..objective import Estimate
 from ..result import Result, Status
 from ..train.data import Batches

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..models.batch import rows
+from ..models.bayesian_model import rows
 from ..objective import Estimate, Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ..families import FullNormal, LowRankNormal, LowRankPrecision, MeanField
 from ..families.family import Family
 from ..models.likelihoods import Categorical, Gaussian, Likelihood
-from ..models.priors.scale import NormalPrior
+from ..models.priors import NormalPrior
 from ..posterior import Posterior, variationalize
 from ..predict.predictive import Predictive
 from ..train.result import FitResult

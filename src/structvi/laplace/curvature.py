@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..models.batch import batch_size, rows_of
-from ..models.bayesian_model import BayesianModel
+from ..models.bayesian_model import BayesianModel, batch_size, rows_of
 from ..models.likelihoods import Likelihood
-from ..models.priors.base import Prior, log_prior
+from ..models.priors.separable import Prior, log_prior
 
 #: gradients in all; the relative standard error of a diagonal entry is √(2/GRADIENTS) = 9 %, of a scale half of it
 GRADIENTS = 256

@@ -18,8 +18,7 @@ from ..families.normal import Diagonal, LowRank, NormalForm
 from ..families.rotated import rotation
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, StudentT, split_mask
-from ..models.priors.base import Prior
-from ..models.priors.scale import NormalPrior
+from ..models.priors import NormalPrior, Prior
 from ..train.data import Batches
 from .curvature import (
     GRADIENTS,

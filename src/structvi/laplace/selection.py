@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils._pytree import tree_map
 
 from ..families.gaussian import Gaussian as Normal
-from ..models.batch import rows
+from ..models.bayesian_model import rows
 from ..models.calibration import Adjustment, Calibration
 from ..models.likelihoods import Gaussian
 from ..predict.linearised import POINTS, evenly_spread, is_normal, jacobians, normal_outputs

@@ -1,29 +1,33 @@
-"""A network with likelihood and prior as a target."""
+"""A network with likelihood and prior as a target, and the batches that it takes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.numerics import sum_weights
-from ..networks.call import alone_with, call_network, draws
+from ..networks.call import Turn, alone_with, call_network, draws, padding_rows, with_padding
 from ..networks.linearised import Linearised
 from ..networks.mixed_precision import GradientScale, check_precision
-from ..networks.padding import padding_rows, with_padding
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from ..util.checks import is_integer
-from .batch import Keys, arguments_of, as_labels, batch_size, check_keys, plain, split_batch, taken
+from ..util.checks import is_integer, reads
 from .likelihoods import Categorical, Likelihood, check_log_prob
-from .priors.base import Prior, SeparablePrior, log_prior
-from .target import NOTHING, check_theta
+from .priors.separable import Prior, SeparablePrior, log_prior
+from .target import NOTHING
 
-#: Whether this thread's networks run in full precision, whatever `precision` says.
-_EXACT: ContextVar[bool] = ContextVar("exact", default=False)
+TARGET_KEYS = ("target", "targets", "label", "labels", "y")
+#: of an input that a network takes, where its entry has none of the names that forward has
+INPUT_KEYS = ("image", "images", "img", "input", "inputs", "x")
+#: the entry of a dict batch that is the input, or several of them, and that of the target
+Keys = tuple[str | tuple[str, ...], str]
 #: Where this thread's networks are linearised instead: θ₀ [P], or None for not at all; `...` for as the model says.
 _AROUND: ContextVar[Any] = ContextVar("around", default=...)
 
@@ -182,12 +186,13 @@ class BayesianModel(nn.Module):
 
     def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """log p(θ): [S, P] → [S]."""
-        check_theta(theta, self.space.without(fixed))
+        self.space.without(fixed).check_theta(theta)
         shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
         size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
         # a split has a backward pass of its own: none where there is nothing to split off
         net = theta if size == theta.shape[-1] else torch.split(theta, [size, theta.shape[-1] - size], dim=-1)[0]
-        value = _per_draw(log_prior(self.prior, self.net_space, net, shared), theta, "prior")
+        own = log_prior(self.prior, self.net_space, net, shared) if shared else self.prior(self.net_space, net)
+        value = _per_draw(own, theta, "prior")
         if isinstance(self.likelihood, Likelihood) and self.likelihood_names:
             own = self.likelihood.log_prior(self.likelihood_values(theta, fixed))
             value = value + _per_draw(own, theta, "likelihood's log_prior")
@@ -210,15 +215,14 @@ class BayesianModel(nn.Module):
         """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B."""
         if batch is None:
             raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
-        space = self.space.without(fixed)
-        check_theta(theta, space)
-        B = 0
+        space, network, B = self.space.without(fixed), self.on(batch), 0
+        space.check_theta(theta)
 
         def one(row: Tensor) -> Tensor:
             nonlocal B
             named = {**space.unravel(row), **fixed}
             own = {name: named.pop(full) for full, name in self.likelihood_names.items()}
-            output, target = self.call(named, batch)
+            output, target = network(named)
             B = batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
@@ -231,22 +235,25 @@ class BayesianModel(nn.Module):
             check_log_prob(log_prob, output, target, B)
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
-        return self.at_draws(one, theta, batch, fixed), B
+        with alone_with(self.net) as turn:
+            return self._over_draws(turn, one, theta, batch, fixed)(theta), B
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
         if self.keys is not None and isinstance(inputs, Mapping):  # a batch as it comes, with or without its target
             inputs = taken(inputs, self.keys[0])
         arguments, keywords = arguments_of(self.net, plain(inputs))
-        space = self.space.without(fixed)
-        check_theta(theta, space)
+        space, network = self.space.without(fixed), self._network()
+        space.check_theta(theta)
 
         def one(row: Tensor) -> Any:
             named = {**space.unravel(row), **fixed}
-            named = {name: tensor for name, tensor in named.items() if name not in self.likelihood_names}
-            return self._network(named, arguments, keywords)
+            for name in self.likelihood_names:
+                del named[name]
+            return network(self.with_padding(named), arguments, keywords)
 
-        return self.at_draws(one, theta, inputs, fixed, "outputs")
+        with alone_with(self.net) as turn:
+            return self._over_draws(turn, one, theta, inputs, fixed, "outputs")(theta)
 
     def at_draws(
         self,
@@ -265,19 +272,31 @@ class BayesianModel(nn.Module):
             fixed: the tensors that all draws share.
             what: tells functions apart that vmap may treat differently.
         """
-        with alone_with(self.net):
-            if theta.shape[0] == 1:
-                return self.evaluation(one, theta)
-            modules = list(self.net.modules())
-            against = {
-                "activations are checkpointed": self.checkpoint_activations,
-                "the network is compiled": self.compiled is not None,
-                "the network draws random numbers": any(map(draws, modules)),
-                "convolutions with a kernel for each draw are slow under vmap": bool(self._kernels - fixed.keys()),
-            }
-            found = next((why for why, holds in against.items() if holds), "")
-            key = what, frozenset(fixed), tuple(module.training for module in modules), self.is_linearised
-            return self.evaluation(one, theta, key, batch=batch, against=found, exactly=_full_precision)
+        with alone_with(self.net) as turn:
+            return self._over_draws(turn, one, theta, batch, fixed, what)(theta)
+
+    def _over_draws(
+        self,
+        turn: Turn,
+        one: Callable[[Tensor], Any],
+        theta: Tensor,
+        batch: Any,
+        fixed: Mapping[str, Tensor],
+        what: str = "",
+    ) -> Callable[[Tensor], Any]:
+        """Return a function of one θ as a function of S, while the network is held."""
+        if theta.shape[0] == 1:
+            return self.evaluation.over(one, theta)
+        modes = tuple(module.training for module in turn.found.modules)
+        against = {
+            "activations are checkpointed": self.checkpoint_activations,
+            "the network is compiled": self.compiled is not None,
+            "the network draws random numbers": any(modes) and any(map(draws, turn.found.modules)),
+            "convolutions with a kernel for each draw are slow under vmap": bool(self._kernels - fixed.keys()),
+        }
+        found = next((why for why, holds in against.items() if holds), "")
+        key = what, frozenset(fixed), modes, self.is_linearised
+        return self.evaluation.over(one, theta, key, batch=batch, against=found)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The inputs of a batch and its target, where there is no `forward=` that alone knows them."""
@@ -288,59 +307,52 @@ class BayesianModel(nn.Module):
 
     def call(self, random: Mapping[str, Tensor], batch: Any) -> tuple[Any, Any]:
         """Output and target of a batch, for the network with these tensors in place of its own."""
-        if self.user_forward is not None:
-            with_weights = _Bound(self, random)
-            result = self.user_forward(with_weights, plain(batch))
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError("forward= must return a pair (output, target)")
-            return result
+        return self.on(batch)(random)
+
+    def on(self, batch: Any) -> Callable[[Mapping[str, Tensor]], tuple[Any, Any]]:
+        """Return the function of the network's tensors, by name, that gives output and target of this batch."""
+        network, forward = self._network(), self.user_forward
+        if forward is not None:
+            own = plain(batch)
+
+            def by_user(random: Mapping[str, Tensor]) -> tuple[Any, Any]:
+                result = forward(_Bound(network, self.with_padding(random)), own)
+                if not isinstance(result, tuple) or len(result) != 2:
+                    raise TypeError("forward= must return a pair (output, target)")
+                return result
+
+            return by_user
         inputs, target = self.split(batch)
         batch_size(target)  # an empty batch is named before the network meets it
         arguments, keywords = arguments_of(self.net, inputs)
-        return self._network(random, arguments, keywords), target
+        return lambda random: (network(self.with_padding(random), arguments, keywords), target)
 
-    def _network(self, random: Mapping[str, Tensor], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        precision = None if _EXACT.get() else self._precision
-        return call_network(
+    def _network(self) -> Callable[..., Any]:
+        """Return `call_network` of this network as it is to be called now."""
+        at = self._around()
+        return partial(
+            call_network,
             self.net,
-            self.with_padding(random),
-            arguments,
-            keywords,
-            precision=precision,
-            scale=self.scale if precision == torch.float16 else None,
+            precision=self._precision,
+            scale=self.scale,
             checkpointed=self.checkpoint_activations,
-            functional=self._functional(),
+            functional=self.compiled if at is None else Linearised(self.net_space.unravel(at)),
         )
 
     def with_padding(self, random: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""
         return with_padding(random, self._padding, self.net) if self._padding else random
 
-    def _functional(self) -> Callable[..., Any] | None:
-        at = self._around()
-        if at is None:
-            return self.compiled
-        return Linearised(self.net_space.unravel(at))
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    token = _EXACT.set(True)
-    try:
-        yield
-    finally:
-        _EXACT.reset(token)
-
 
 class _Bound(nn.Module):
     """The network as a user's `forward=` sees it: a call uses the drawn weights."""
 
-    def __init__(self, model: BayesianModel, random: Mapping[str, Tensor]):
+    def __init__(self, network: Callable[..., Any], random: Mapping[str, Tensor]):
         super().__init__()
-        self._model, self._random = (model,), random
+        self._network, self._random = network, random
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._model[0]._network(self._random, arguments, keywords)
+        return self._network(self._random, arguments, keywords)
 
 
 def _check_arguments(
@@ -388,3 +400,167 @@ def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
         came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the {what} must return [S] = [{theta.shape[0]}], got {came}")
     return value
+
+
+# --- batches
+
+
+def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
+    """A batch as its inputs and its target; of a dict by the keys that are told or, of None, those that can be told."""
+    if keys is not None and isinstance(batch, Mapping):
+        inputs, target = keys
+        return taken(batch, inputs), taken(batch, target)
+    if isinstance(batch, Mapping):
+        found = [key for key in TARGET_KEYS if key in batch]
+        if len(found) != 1:
+            raise ValueError(
+                f"a dict batch needs exactly one of the keys {TARGET_KEYS}, got {sorted(map(str, batch))}; or tell "
+                'which they are: variationalize(.., keys=("image", "mask"))'
+            )
+        rest = {key: value for key, value in batch.items() if key != found[0]}
+        if not rest:
+            raise ValueError(f"the batch has a target {found[0]!r} but no input")
+        return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[found[0]]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    came = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+    raise TypeError(
+        f"a batch must be (input, target) or a dict, got {came}; for others give variationalize a function forward=, "
+        "such as lambda net, batch: (net(*batch[:-1]), batch[-1])"
+    )
+
+
+def taken(batch: Mapping[Any, Any], keys: str | tuple[str, ...]) -> Any:
+    """The entry of a dict, or a tuple of several."""
+    names = (keys,) if isinstance(keys, str) else keys
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(f"the batch has no {missing}, which keys= names; it has {sorted(map(str, batch))}")
+    return batch[keys] if isinstance(keys, str) else tuple(batch[name] for name in names)
+
+
+def check_keys(keys: Any) -> None:
+    """That they are a pair: one key, or a tuple of them, for the inputs, and one for the target."""
+    if isinstance(keys, tuple | list) and len(keys) == 2:
+        inputs, target = keys
+        names = (inputs,) if isinstance(inputs, str) else inputs
+        if isinstance(names, tuple | list) and names and all(isinstance(name, str) for name in (*names, target)):
+            return
+    raise TypeError(f'keys must be (input, target) of a dict batch, such as ("image", "label"), got {keys!r}')
+
+
+def plain(batch: Any) -> Any:
+    """Tensors as torch's own: MONAI's MetaTensor and other subclasses, that carry more than numbers, without the rest.
+
+    Subclasses that are no plain array of numbers inside (`__torch_dispatch__`: nested, distributed) stay as they are.
+
+    Example:
+        >>> import torch
+        >>> class WithName(Tensor): ...
+        >>> type(plain({"image": torch.zeros(2).as_subclass(WithName)})["image"]).__name__
+        'Tensor'
+    """
+    if type(batch) is Tensor or (isinstance(batch, tuple | list) and all(type(one) is Tensor for one in batch)):
+        return batch  # nearly always, and asked for at every draw
+    return tree_map(lambda leaf: leaf.as_subclass(Tensor) if _is_dressed(leaf) else leaf, batch)
+
+
+def _is_dressed(leaf: Any) -> bool:
+    kind = type(leaf)
+    if kind is Tensor or not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return False
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+
+
+def as_labels(target: Any) -> Any:
+    """Class labels as MONAI gives them, [B, 1, ..] of any dtype, as [B, ..] of integers; with a mask alike.
+
+    Example:
+        >>> import torch
+        >>> as_labels(torch.ones(4, 1, 8, 8)).shape, as_labels(torch.ones(4, 1, 8, 8)).dtype
+        (torch.Size([4, 8, 8]), torch.int64)
+    """
+    if isinstance(target, tuple | list):
+        return type(target)(as_labels(part) for part in target)
+    if not isinstance(target, Tensor):
+        return target
+    if target.ndim > 1 and target.shape[1] == 1:
+        target = target.squeeze(1)
+    if target.dtype.is_floating_point:
+        if reads() and bool((target != target.floor()).any()):
+            raise ValueError(
+                "labels must be whole numbers, got fractions or NaN: after a Resize or a Spacing with interpolation? "
+                'Give labels mode="nearest"'
+            )
+        target = target.long()
+    return target
+
+
+def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a network is called with: positional arguments and keywords.
+
+    Of a dict the entries that `forward` names; of one with none of these, the image where there is one. What is no
+    tensor beside them, paths and headers, is left out.
+    """
+    if not isinstance(inputs, Mapping):
+        return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
+    known = signature(net.forward).parameters
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values()):
+        return (), inputs
+    named = {key: value for key, value in inputs.items() if key in known}
+    strange = [key for key in inputs if key not in known]
+    tensors = [key for key in strange if isinstance(inputs[key], Tensor)]
+    if not strange or (named and not tensors):
+        return (), named
+    if not named and len(tensors) == 1 and tensors[0] in INPUT_KEYS:
+        return (inputs[tensors[0]],), {}
+    raise ValueError(
+        f"the batch is a dict with the inputs {list(inputs)}, which are passed to the network by name, and its "
+        f"forward({', '.join(known)}) does not take {strange}: tell which entries count, variationalize(.., "
+        'keys=("image", "label")), or give it a function forward=, such as '
+        'lambda net, batch: (net(batch["image"], batch["age"]), batch["label"])'
+    )
+
+
+def batch_size(target: Any) -> int:
+    """B: the number of rows of a target t, or of t in (t, mask)."""
+    if isinstance(target, tuple | list) and len(target) == 2:
+        target, _ = target  # (t, mask)
+    if not isinstance(target, Tensor) or target.ndim == 0 or target.shape[0] == 0:
+        came = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(f"the target must be a tensor [B, ..] with B ≥ 1, got {came}")
+    return target.shape[0]
+
+
+def observations(batch: Any) -> int:
+    """B of a whole batch: the length of its first tensor."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not tensors:
+        raise TypeError(f"cannot tell how many observations are in a batch without tensors: {type(batch).__name__}")
+    return tensors[0].shape[0]
+
+
+def rows(batch: Any) -> int:
+    """B as far as a batch tells it: rows of its target, of its first tensor, or one."""
+    try:
+        return batch_size(split_batch(batch)[1])
+    except (TypeError, ValueError):  # of a form that only the user's `forward` knows
+        pass
+    try:
+        return observations(batch)
+    except TypeError:
+        return 1
+
+
+def rows_of(batch: Any) -> int | None:
+    """The number of observations, where every leaf of the batch is a tensor with one row for each; else None.
+
+    Example:
+        >>> import torch
+        >>> rows_of({"x": torch.zeros(8, 3), "t": torch.zeros(8)})
+        8
+    """
+    leaves = tree_leaves(batch)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
+        return None
+    rows = {leaf.shape[0] for leaf in leaves}
+    return rows.pop() if len(rows) == 1 else None

@@ -1,14 +1,23 @@
-"""What every target has: a space, and the log joint at S points of it."""
+"""What is approximated: any `Target`, a space and the log joint at S points of it; `LogDensity` is one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import isfunction
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+#: torch's words for a value or an argument of a distribution that it does not take
+OUTSIDE = ("to be within the support", "to satisfy the constraint")
+INSTEAD = (
+    "a draw of a parameter, or the data, are where this distribution has no density: draws take every value unless the "
+    'parameter is given as positive(1.0), interval(0, 1) or its like: Parameters({"sigma": positive(1.0), ..})'
+)
 
 
 @runtime_checkable
@@ -26,9 +35,88 @@ class Target(Protocol):
         ...
 
 
-def check_theta(theta: Any, space: Parameters) -> None:
-    if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[0] == 0 or theta.shape[1] != space.size:
-        came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
-        raise ValueError(
-            f"expected theta of shape [S, P] with S ≥ 1 and P = {space.size}, got {came}; for one point add a row axis"
-        )
+class LogDensity:
+    """Any log density, not necessarily normalised.
+
+    Of constrained parameters (`positive` and its like) `fn` is the log density of the values themselves, as a model is
+    written. `log_joint` is that of the free numbers θ: it adds log |det ∂ values/∂θ|.
+
+    Args:
+        fn: sees one draw as a dict of named tensors (and the batch, where `log_joint` is given one) and returns a
+            scalar; it is batched over draws for you. Constrained parameters are their values.
+        parameters: the space.
+        evaluation: "auto", "vmap" or "loop" over draws.
+        chunk: how many draws vmap takes at once.
+
+    Example:
+        >>> import torch
+        >>> space = Parameters({"z": torch.zeros(2)})
+        >>> LogDensity(lambda p: -0.5 * p["z"].square().sum(), space).log_joint(torch.ones(3, 2))
+        tensor([-1., -1., -1.])
+        >>> from structvi.constraints import positive
+        >>> target = LogDensity(lambda p: -p["sigma"], Parameters({"sigma": positive(1.0)}))  # σ ~ Exponential(1)
+        >>> target.log_joint(torch.zeros(1, 1, dtype=torch.float64))  # of log σ: −σ + log σ
+        tensor([-1.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[dict[str, Tensor]], Tensor] | Callable[[dict[str, Tensor], Any], Tensor],
+        parameters: Parameters,
+        *,
+        evaluation: Mode = "auto",
+        chunk: int | None = None,
+    ):
+        if not callable(fn):
+            raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
+        if not isinstance(parameters, Parameters):
+            raise TypeError(
+                f"LogDensity expects Parameters, got {type(parameters).__name__}; "
+                'write Parameters({"mu": torch.zeros(()), "sigma": positive(1.0)}), for example'
+            )
+        self.fn: Callable[..., Tensor] = fn
+        self.space = parameters
+        self.evaluation = Evaluation(evaluation, chunk)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
+        own = self.fn.__name__ if isfunction(self.fn) else type(self.fn).__name__
+        return f"LogDensity({own} of {names}; P = {self.space.size})"
+
+    def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
+        self.space.without(fixed).check_theta(theta)
+
+        def one(row: Tensor) -> Tensor:
+            whole = self.space.join(row.unsqueeze(0), fixed).squeeze(0)
+            named = self.space.constrain(whole)
+            arguments = (named,) if batch is None else (named, batch)
+            value = _scalar(self.fn(*arguments), "the log density")
+            return value + self.space.log_jacobian(whole) if self.space.constraints else value
+
+        try:
+            return self.evaluation(one, theta, batch=batch)
+        except ValueError as error:
+            raise _told(error) from error
+        except KeyError as error:
+            error.add_note(f"the log density was given a dict of the parameters {', '.join(self.space.names)}")
+            raise
+        except RuntimeError as error:
+            if ".item()" in str(error):  # under vmap a distribution cannot say which value it does not take
+                for row in theta.detach():
+                    try:
+                        one(row)
+                    except ValueError as own:
+                        raise _told(own) from error
+            raise
+
+
+def _told(error: ValueError) -> ValueError:
+    """With what to do, where a distribution was given what it does not take."""
+    return ValueError(f"{error}\n{INSTEAD}") if any(words in str(error) for words in OUTSIDE) else error
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
+        came = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} must return a floating scalar for one draw, got {came}; sum over its elements")
+    return value.reshape(())

@@ -1,9 +1,11 @@
 """One call of a network with given tensors in place of its own. A network has one lock, and calls take turns."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -25,6 +27,8 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 FUSED_IN_EVAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: those of `FUSED_IN_EVAL` have dropout of their own
 DROPOUTS = (nn.modules.dropout._DropoutNd, *FUSED_IN_EVAL)
+#: whether this thread's networks run in full precision, whatever is asked for
+_EXACT: ContextVar[bool] = ContextVar("exact", default=False)
 
 
 def is_in_training(module: nn.Module, dropout: Dropout, batch_norm: BatchNorm) -> bool:
@@ -40,15 +44,20 @@ def draws(module: nn.Module) -> bool:
     return module.training and isinstance(module, DROPOUTS) and isinstance(share, float) and share > 0
 
 
-class _Places:
-    """Where a network has its tensors, found in one walk through its modules."""
+class Found:
+    """What one walk through a network finds, and one call needs."""
 
     def __init__(self, net: nn.Module):
+        self.modules = list(net.modules())
+        self.fused: list[nn.Module] = []
+        for module in self.modules:
+            if isinstance(module, FUSED_IN_EVAL):
+                self.fused.append(module)
         #: every place of a tensor, by its first name
-        self.of: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        self.parameters: list[str] = []
-        self.buffers: list[tuple[str, nn.Module]] = []
-        self.fused = [module for module in net.modules() if isinstance(module, FUSED_IN_EVAL)]
+        self.places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self.parameters: dict[str, tuple[dict[str, Any], str]] = {}
+        #: those that a call may change in eval mode too: of modules that are not torch's
+        self.buffers: dict[str, tuple[nn.Module, bool]] = {}
         first: dict[int, str] = {}
         for prefix, module in net.named_modules(remove_duplicate=False):
             for holder in (module._parameters, module._buffers):
@@ -56,42 +65,41 @@ class _Places:
                     if tensor is None:
                         continue
                     name = first.setdefault(id(tensor), f"{prefix}.{key}".removeprefix("."))
-                    if name not in self.of:
-                        self.parameters += [name] if holder is module._parameters else []
-                        self.buffers += [(name, module)] if holder is module._buffers else []
-                    self.of.setdefault(name, []).append((holder, key))
-
-    def tensor(self, name: str) -> Tensor:
-        holder, key = self.of[name][0]
-        return holder[key]
+                    if name not in self.places and holder is module._parameters:
+                        self.parameters[name] = holder, key
+                    elif name not in self.places:
+                        self.buffers[name] = module, not _of_torch(module)
+                    self.places.setdefault(name, []).append((holder, key))
 
     def call(self, net: nn.Module, tensors: Mapping[str, Tensor], arguments: Any = (), keywords: Any = None) -> Any:
         """As `torch.func.functional_call`, which looks for every place again at every call."""
-        had = [(holder, key, holder[key]) for name in tensors for holder, key in self.of[name]]
+        had = []
         try:
             for name, tensor in tensors.items():
-                for holder, key in self.of[name]:
+                for holder, key in self.places[name]:
+                    had.append((holder, key, holder[key]))
                     holder[key] = tensor
             return net(*arguments, **(keywords or {}))
         finally:
-            for holder, key, tensor in had:
+            for holder, key, tensor in reversed(had):
                 holder[key] = tensor
 
 
-class _Turn:
-    """The lock of one network, the thread that holds it, and what that thread has found out."""
+class Turn:
+    """The lock of one network, the thread that holds it, and what that thread has found in the network."""
+
+    found: Found
 
     def __init__(self) -> None:
         self.lock, self.owner, self.depth = threading.RLock(), 0, 0
-        self.places: _Places | None = None
 
 
-_TURNS: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
+_TURNS: WeakKeyDictionary[nn.Module, Turn] = WeakKeyDictionary()
 _GUARD = threading.Lock()
 
 
 @contextmanager
-def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[_Turn]:
+def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[Turn]:
     """Hold the lock of the network; a thread may enter again.
 
     Where a random stream is borrowed too, borrow it outside: two threads could otherwise wait for each other.
@@ -106,18 +114,21 @@ def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[_Turn]:
         ...     pass
     """
     with _GUARD:
-        turn = _TURNS.setdefault(net, _Turn())
+        turn = _TURNS.get(net) or _TURNS.setdefault(net, Turn())
     if caller is not None and turn.owner == caller:  # autograd's thread on a GPU works for the thread with the lock
         yield turn
         return
     with turn.lock:
-        turn.owner, turn.depth = threading.get_ident(), turn.depth + 1
+        if not turn.depth:  # the walk holds as long as the thread holds the network
+            turn.owner, turn.found = threading.get_ident(), Found(net)
+        turn.depth += 1
         try:
             yield turn
         finally:
             turn.depth -= 1
             if not turn.depth:
-                turn.owner, turn.places = 0, None
+                turn.owner = 0
+                del turn.found
 
 
 @contextmanager
@@ -139,8 +150,8 @@ def in_modes(
         >>> net.training
         True
     """
-    with alone_with(net, caller):
-        modules = list(net.modules())
+    with alone_with(net, caller) as turn:
+        modules = turn.found.modules
         had = [module.training for module in modules]
         _set_modes(modules, map(modes, modules) if callable(modes) else modes)
         try:
@@ -154,6 +165,16 @@ def _set_modes(modules: Sequence[nn.Module], modes: Any) -> None:
         module.__dict__["training"] = mode  # nn.Module.__setattr__ takes longer than a small network
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Run this thread's networks in full precision inside the block."""
+    token = _EXACT.set(True)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
+
+
 def call_network(
     net: nn.Module,
     tensors: Mapping[str, Tensor],
@@ -164,6 +185,7 @@ def call_network(
     scale: GradientScale | None = None,
     checkpointed: bool = False,
     functional: Callable[..., Any] | None = None,
+    caller: int | None = None,
 ) -> Any:
     """Return the network's output; afterwards its tensors, buffers and modes are what they were.
 
@@ -172,9 +194,10 @@ def call_network(
         tensors: by name, in place of its own parameters; the others are held.
         arguments, keywords: what it is called with.
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
-        scale: of gradients inside the network; None for one.
+        scale: of gradients inside a network in float16; None for one.
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
         functional: a function of `torch.func.functional_call`'s signature that calls it in another way.
+        caller: as in `alone_with`.
 
     Example:
         >>> tensors = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
@@ -182,51 +205,43 @@ def call_network(
         tensor([[3.],
                 [3.]])
     """
-    some = next(iter(tensors.values()))
-    inputs: Any = (dict(tensors), tuple(arguments), dict(keywords or {}))
-    up, down = (None, None) if scale is None else scale.factors(some.device)
-    if down is not None:
-        inputs = times_gradient(inputs, down)
-
-    def call(turn: _Turn, tensors: Mapping[str, Tensor], arguments: Any, keywords: Any) -> Any:
-        if turn.places is None:  # the walk is as long as the thread holds the network
-            turn.places = _Places(net)
-        places = turn.places
-        held = {name: places.tensor(name).detach() for name in places.parameters if name not in tensors}
+    precision = None if _EXACT.get() else precision
+    if checkpointed:
+        caller = threading.get_ident()
+        call = partial(call_network, net, precision=precision, scale=scale, functional=functional, caller=caller)
+        return checkpoint(_in_modes_of_now(net, call, caller), tensors, arguments, keywords, use_reentrant=False)
+    some, up, came = next(iter(tensors.values())), None, (arguments, keywords or {})
+    if scale is not None and precision == torch.float16:
+        up, down = scale.factors(some.device)
+        tensors, arguments, keywords = times_gradient((dict(tensors), tuple(arguments), dict(keywords or {})), down)
+    with alone_with(net, caller) as turn:
+        found = turn.found
+        every = {name: holder[key].detach() for name, (holder, key) in found.parameters.items() if name not in tensors}
+        for name, (module, always) in found.buffers.items():
+            if always or module.training:
+                (holder, key), *_ = found.places[name]
+                every[name] = holder[key].clone()
         autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
-        with _unfused(places.fused), autocast:
-            return (functional or places.call)(net, {**held, **_copied_buffers(places), **tensors}, arguments, keywords)
-
-    with alone_with(net) as turn:
         try:
-            run = partial(call, turn)
-            if checkpointed:
-                run = partial(checkpoint, _again(net, call), use_reentrant=False)
-            output = run(*inputs)
+            with _unfused(found.fused) if found.fused else nullcontext(), autocast:
+                output = (functional or found.call)(net, {**every, **tensors}, arguments, keywords)
         except Exception as error:  # whatever a network raises goes on its way, with what came to it
-            error.add_note(_called_with((arguments, keywords), some.dtype))
+            error.add_note(_called_with(came, some.dtype))
             raise
     if precision is not None:
         output = tree_map(lambda x: x.to(some.dtype) if is_floating(x) else x, output)
     return output if up is None else times_gradient(output, up)
 
 
-def _again(net: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call in the modes of now: the backward pass repeats it later, and on a GPU in a thread of its own."""
-    modes, caller = [module.training for module in net.modules()], threading.get_ident()
+def _in_modes_of_now(net: nn.Module, call: Callable[..., Any], caller: int) -> Callable[..., Any]:
+    """Return the call for the backward pass, which repeats it later, and on a GPU in a thread of its own."""
+    modes = [module.training for module in net.modules()]
 
-    def repeated(*inputs: Any) -> Any:
-        with alone_with(net, caller) as turn, in_modes(net, modes, caller):
-            return call(turn, *inputs)
+    def again(*inputs: Any) -> Any:
+        with in_modes(net, modes, caller):
+            return call(*inputs)
 
-    return repeated
-
-
-def _copied_buffers(places: _Places) -> dict[str, Tensor]:
-    """Copies of the buffers that a call may change: of layers in training mode, and of modules that are not torch's."""
-    return {
-        name: places.tensor(name).clone() for name, module in places.buffers if module.training or not _of_torch(module)
-    }
+    return again
 
 
 @contextmanager
@@ -262,3 +277,39 @@ def _called_with(inputs: Any, dtype: torch.dtype) -> str:
     if any(is_floating(x) and x.dtype != dtype for x in given):
         note += f"; convert them: x.{'float()' if dtype == torch.float32 else f'to({dtype})'}"
     return note
+
+
+def padding_rows(net: nn.Module, names: Collection[str]) -> dict[str, int]:
+    """Of these tensors those of embeddings with a padding row, and which it is.
+
+    One that has another name too, an output layer's, is not among them: there the row is a weight.
+
+    Example:
+        >>> padding_rows(nn.Sequential(nn.Embedding(5, 2, padding_idx=1), nn.Linear(2, 1)), ["0.weight", "1.weight"])
+        {'0.weight': 1}
+    """
+    every = [id(tensor) for _, tensor in net.named_parameters(remove_duplicate=False)]
+    found = {}
+    for prefix, module in net.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+            name = f"{prefix}.weight".removeprefix(".")
+            if name in names and every.count(id(module.weight)) == 1:
+                found[name] = module.padding_idx
+    return found
+
+
+def with_padding(tensors: Mapping[str, Tensor], rows: Mapping[str, int], net: nn.Module) -> Mapping[str, Tensor]:
+    """Tensors [.., n, d] by name, with the network's own padding rows.
+
+    Example:
+        >>> net = nn.Embedding(3, 2, padding_idx=0)
+        >>> with_padding({"weight": torch.ones(3, 2)}, {"weight": 0}, net)["weight"].sum(1)
+        tensor([0., 2., 2.])
+    """
+    changed = {}
+    for name, row in rows.items():
+        if name in tensors:
+            own = attrgetter(name)(net).detach()  # no parameter inside a functional_call
+            is_padding = (torch.arange(len(own), device=own.device) == row).unsqueeze(1)
+            changed[name] = torch.where(is_padding, own, tensors[name])
+    return {**tensors, **changed} if changed else tensors

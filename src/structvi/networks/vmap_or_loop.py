@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..util.checks import check_integer, in_words
+from .call import full_precision
 from .plain_kernels import PlainKernels
 
 Mode = Literal["auto", "vmap", "loop"]
@@ -58,7 +59,7 @@ class Evaluation:
         self.mode: Mode = mode
         self.chunk = chunk
         self._proven: dict[Hashable, Choice] = {}
-        self._sizes: dict[Hashable, int | str] = {}
+        self._choices: dict[Hashable, Choice] = {}
         self._last: Choice | None = None
 
     @property
@@ -79,7 +80,11 @@ class Evaluation:
         way, reason, chunk, _ = self._last
         return f"{way}{f', at most {chunk} draws at once' if chunk else ''}: {reason}"
 
-    def __call__(
+    def __call__(self, function: Callable[[Tensor], Any], theta: Tensor, batch: Any = None) -> Any:
+        """[S, P] → the function's outputs with a leading axis S; arguments as in `over`."""
+        return self.over(function, theta, batch=batch)(theta)
+
+    def over(
         self,
         function: Callable[[Tensor], Any],
         theta: Tensor,
@@ -87,43 +92,43 @@ class Evaluation:
         *,
         batch: Any = None,
         against: str = "",
-        exactly: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> Any:
-        """[S, P] → the function's outputs with a leading axis S.
+    ) -> Callable[[Tensor], Any]:
+        """Return the function of S rows [S, P] that gives the outputs of each with a leading axis S.
 
         Args:
             function: of one row.
-            theta: the rows.
+            theta: rows like those to come.
             key: what else than the device decides whether vmap gives what the loop gives.
             batch: what the function is told beside θ: the forms of its tensors decide what a draw takes.
             against: what speaks against vmap, if the caller knows.
-            exactly: a context in which the function runs in full precision: in half precision the rounding of the
-                two ways differs too much to prove them equal.
         """
         if theta.shape[0] == 1:
-            return _loop(function, theta)
-        self._last = choice = self._choose(function, theta, key, batch, against, exactly)
-        if choice.way == "loop":
-            return _loop(function, theta)
-        return _vmap(function, theta, choice.chunk, choice.plain)
-
-    def _choose(self, function: Any, theta: Tensor, key: Hashable, batch: Any, against: str, exactly: Any) -> Choice:
+            return partial(_loop, function)
         if self.mode != "auto":
-            return Choice(self.mode, "as asked", self.chunk)
-        if against:
-            return Choice("loop", against)
+            choice = Choice(self.mode, "as asked", self.chunk)
+        elif against:
+            choice = Choice("loop", against)
+        else:
+            form = theta.device.type, key, tuple([_form(leaf) for leaf in pytree.tree_leaves(batch)])
+            choice = self._choices.get(form)
+            if choice is None:
+                choice = self._choices[form] = self._choose(function, theta[:2].detach(), form[:2])
+        self._last = choice
+        if choice.way == "loop":
+            return partial(_loop, function)
+        chunk = choice.chunk if choice.chunk is not None and choice.chunk < theta.shape[0] else None
+        mapped = vmap(function, randomness="different", chunk_size=chunk)
+        return partial(_plainly, mapped) if choice.plain else mapped
+
+    def _choose(self, function: Any, theta: Tensor, key: Hashable) -> Choice:
         device = theta.device
-        key = key, device.type
         if key not in self._proven:
-            with exactly():
-                self._proven[key] = _proof(function, theta[:2].detach())
+            with full_precision():  # the rounding of half precision hides whether the two ways are equal
+                self._proven[key] = _proof(function, theta)
         proven = self._proven[key]
         if proven.way == "loop":
             return proven
-        form = key, tuple((x.shape, x.dtype) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor))
-        if form not in self._sizes:
-            self._sizes[form] = _size(function, theta[:2].detach(), proven.plain)
-        size = self._sizes[form]
+        size = _size(function, theta, proven.plain)
         if isinstance(size, str):
             return Choice("loop", size)
         fits, takes = _memory(device) // max(1, size), f"a draw takes {in_words(size)}"
@@ -147,10 +152,18 @@ def _checked(y: Any) -> Tensor:
     return y
 
 
-def _vmap(function: Callable[[Tensor], Any], theta: Tensor, chunk: int | None, plain: bool) -> Any:
-    chunk = chunk if chunk is not None and chunk < theta.shape[0] else None
-    with PlainKernels() if plain else nullcontext():
-        return vmap(function, randomness="different", chunk_size=chunk)(theta)
+def _vmap(function: Callable[[Tensor], Any], theta: Tensor, plain: bool) -> Any:
+    mapped = vmap(function, randomness="different")
+    return _plainly(mapped, theta) if plain else mapped(theta)
+
+
+def _plainly(mapped: Callable[[Tensor], Any], theta: Tensor) -> Any:
+    with PlainKernels():
+        return mapped(theta)
+
+
+def _form(leaf: Any) -> Hashable:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
 
 
 def _proof(function: Callable[[Tensor], Any], theta: Tensor) -> Choice:
@@ -161,7 +174,7 @@ def _proof(function: Callable[[Tensor], Any], theta: Tensor) -> Choice:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                got, got_grad = _with_gradient(lambda rows, plain=plain: _vmap(function, rows, None, plain), theta)
+                got, got_grad = _with_gradient(lambda rows, plain=plain: _vmap(function, rows, plain), theta)
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
                 return Choice("loop", f"vmap cannot run it: {_first_line(error)}")
         # vmap's own fallback is a slower loop that warns at every call
@@ -241,7 +254,7 @@ def _size(function: Callable[[Tensor], Any], theta: Tensor, plain: bool) -> int 
     try:
         for rows in (theta[:1], theta):
             with torch.no_grad(), _BytesMade() as count:
-                _vmap(function, rows, None, plain)
+                _vmap(function, rows, plain)
             made.append(count.made)
     except RuntimeError as error:
         return f"vmap cannot run it in this precision: {_first_line(error)}"

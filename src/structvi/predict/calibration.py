@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Normal
 from torch.utils._pytree import tree_leaves
 
-from ..models.batch import plain, rows
+from ..models.bayesian_model import plain, rows
 from ..models.calibration import Adjustment, Calibration, Conformal, Kind
 from ..util.checks import check_iterable, check_seed
 from . import conformal as scoring

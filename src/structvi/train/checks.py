@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..models.batch import arguments_of, batch_size
-from ..networks.call import BATCH_NORMS, call_network
-from ..networks.padding import padding_rows
+from ..models.bayesian_model import arguments_of, batch_size
+from ..networks.call import BATCH_NORMS, call_network, padding_rows
 from ..predict.calibration import fingerprint
 from ..util.patterns import few
 from ..util.random_streams import borrowed_stream

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from ..couplings import Coupling, paired
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Likelihood, split_mask
-from ..models.priors.base import PriorModule
+from ..models.priors import PriorModule
 from ..objective import Estimate, Estimator, full_terms
 from ..util.random_streams import borrowed_stream
 

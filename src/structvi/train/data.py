@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ..distributed.ranks import Ranks
-from ..models.batch import rows
+from ..models.bayesian_model import rows
 from ..util.checks import check_iterable
 from ..util.random_streams import borrowed_stream
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed.sharding import whole_family
 from ..files.describe import OfYourOwn, encode
-from ..models.batch import split_batch
-from ..networks.padding import padding_rows
+from ..models.bayesian_model import split_batch
+from ..networks.call import padding_rows
 from ..util.random_streams import borrowed_stream
 from .data import Batches
 

@@ -14,7 +14,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 
 from ..distributed.ranks import Counted, Taken
 from ..families.low_rank import hold_factors, release_factors
-from ..models.batch import rows
+from ..models.bayesian_model import rows
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
 from ..optim.coordinates import CoordinateOptimizer

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..families.low_rank import factors
-from ..models.batch import rows
+from ..models.bayesian_model import rows
 from ..objective import Estimator
 from ..util.checks import in_words
 

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Parallel, Ranks
-from ..models.batch import rows
+from ..models.bayesian_model import rows
 from ..networks.call import in_modes, is_in_training
 from ..networks.mixed_precision import check_precision
 from ..objective import Estimate, Estimator, NonFiniteError, check_spaces, scored_draws, terms_at

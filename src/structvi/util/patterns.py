@@ -1,6 +1,6 @@
 """Glob patterns on tensor names, where each tensor belongs to exactly one of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -8,7 +8,8 @@ from functools import lru_cache
 REST = "*"
 
 
-def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bool = False) -> tuple[int, ...]:
+@lru_cache(maxsize=64)  # a prior asks at every step
+def assign(names: tuple[str, ...], patterns: tuple[str, ...], what: str, partial: bool = False) -> tuple[int, ...]:
     """For each name the index of the one pattern it matches; "*" takes what no other pattern matches.
 
     Args:
@@ -18,14 +19,9 @@ def assign(names: Sequence[str], patterns: Sequence[str], what: str, partial: bo
         partial: the names are only some of those the patterns were written for, so a pattern may match none.
 
     Example:
-        >>> assign(["body.weight", "head.weight"], ["head.*", "*"], "PerLayer")
+        >>> assign(("body.weight", "head.weight"), ("head.*", "*"), "PerLayer")
         (1, 0)
     """
-    return _assign(tuple(names), tuple(patterns), what, partial)
-
-
-@lru_cache(maxsize=64)  # a prior asks at every step
-def _assign(names: tuple[str, ...], patterns: tuple[str, ...], what: str, partial: bool) -> tuple[int, ...]:
     specific = [i for i, pattern in enumerate(patterns) if pattern != REST]
     matches = {name: [i for i in specific if fnmatchcase(name, patterns[i])] for name in names}
     several = [name for name, found in matches.items() if len(found) > 1]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import Parameters, likelihoods
 from structvi.models.priors import HierarchicalNormalPrior, StudentTPrior
-from structvi.models.priors.base import log_prior
+from structvi.models.priors.separable import log_prior
 
 F64 = torch.float64
 SPACE = Parameters({"w": torch.zeros(3, 4, dtype=F64), "b": torch.zeros(3, dtype=F64)})

@@ -16,7 +16,7 @@ from torch.distributions import (
 )
 
 import structvi as vi
-from structvi.models.priors.base import log_prior
+from structvi.models.priors.separable import log_prior
 from structvi.util.configuration import configuration
 
 SPACE = vi.Parameters({"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(3), "b.weight": torch.zeros(2, 3)})

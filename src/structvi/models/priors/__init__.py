@@ -1,10 +1,18 @@
 """Priors of the weights: any callable (parameters, theta [S, P]) → [S], and the ones that are made here."""
 
-from .base import Prior, PriorModule, SeparablePrior, SumPrior
-from .distribution import DistributionPrior
 from .hierarchical import HierarchicalNormalPrior
 from .lipschitz import LipschitzPrior
-from .scale import LaplacePrior, NormalPrior, ScalePrior, StudentTPrior
+from .separable import (
+    DistributionPrior,
+    LaplacePrior,
+    NormalPrior,
+    Prior,
+    PriorModule,
+    ScalePrior,
+    SeparablePrior,
+    StudentTPrior,
+    SumPrior,
+)
 
 __all__ = [
     "DistributionPrior",

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from ...families.numerics import sum_squares
 from ...parameters import Parameters
 from ...util.patterns import few
-from .base import SeparablePrior
-from .scale import Scale, StudentTPrior
+from .separable import Scale, SeparablePrior, StudentTPrior
 
 
 class HierarchicalNormalPrior(SeparablePrior):
@@ -81,7 +80,9 @@ class HierarchicalNormalPrior(SeparablePrior):
         self.first = 0.5 * self.df * torch.tensor([scales[name] for name in self.names], **kind).square()
         self.log_rate = nn.Parameter(self._best(size * parameters.scales.double().square()).to(parameters.dtype))
 
-    def terms(self, parameters: Parameters, theta: Tensor) -> Tensor:
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        if not self.names or not {*parameters.names} <= {*self.names}:
+            self.check(parameters)
         rate, shape, first = self.log_rate.double(), self.shape.double(), self.first.double()
         if parameters.names != self.names:  # some of them
             rate, shape, first = (

@@ -11,7 +11,7 @@ from torch.func import functional_call, vjp, vmap
 from ...networks.call import alone_with, in_modes
 from ...parameters import Parameters
 from ...util.checks import check_positive
-from .base import PriorModule
+from .separable import PriorModule
 
 #: max |d/dx x Φ(x)|, at x = √2
 GELU = 0.5 * (1 + erf(1)) + exp(-1) / sqrt(pi)

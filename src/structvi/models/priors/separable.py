@@ -1,7 +1,10 @@
-"""Centred priors with a scale, fixed or learned: normal, Laplace and Student-t."""
+"""log p(θ): a prior is any callable (parameters, theta [S, P]) → [S]; here those of independent tensors, and sums.
 
-from abc import abstractmethod
-from collections.abc import Mapping
+One that learns is an `nn.Module`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from math import lgamma, log, pi, prod
@@ -9,21 +12,111 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from ...families.numerics import sum_squares, sum_weights
 from ...parameters import Parameters
 from ...util.checks import check_positive
 from ...util.patterns import assign, check_patterns
-from .base import SeparablePrior
 
+Prior = Callable[[Parameters, Tensor], Tensor]
 Scale = float | Mapping[str, float]
+
+
+class PriorModule(nn.Module, ABC):
+    """What the library's priors share: they can be added, and say whether they are normalised."""
+
+    #: False where log p(θ) is known up to a constant only: so is then the ELBO
+    normalised: bool = True
+
+    @abstractmethod
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        """log p(θ): [S, P] → [S]."""
+
+    def __add__(self, other: Prior) -> "SumPrior":
+        return SumPrior([self, other])
+
+    def __radd__(self, other: Prior) -> "SumPrior":
+        return SumPrior([other, self])
+
+
+class SeparablePrior(PriorModule):
+    """Tensors independent of each other, p(θ) = ∏ p(tensor): `forward` takes any part of the space.
+
+    Tensors that all draws share are then evaluated once.
+    """
+
+    @abstractmethod
+    def check(self, parameters: Parameters) -> None:
+        """Raise if the prior does not fit the whole space."""
+
+
+class SumPrior(PriorModule):
+    """log p(θ) = Σ_i log p_i(θ) + constant: the product of densities, which is not normalised.
+
+    Priors that learn are refused: the missing constant depends on what they learn.
+
+    Args:
+        priors: a list of them; `prior1 + prior2` makes a sum too.
+
+    Example:
+        >>> from structvi.models.priors import LaplacePrior, NormalPrior
+        >>> prior = NormalPrior(1.0) + LaplacePrior(0.5)
+        >>> prior(Parameters({"z": torch.zeros(2)}), torch.zeros(1, 2)), prior.normalised
+        (tensor([-1.8379]), False)
+    """
+
+    normalised = False
+
+    def __init__(self, priors: Sequence[Prior]):
+        super().__init__()
+        if not isinstance(priors, Sequence) or not priors:
+            raise ValueError(f"SumPrior expects a list of priors, got {priors!r}")
+        for prior in priors:
+            if not callable(prior) or isinstance(prior, type):
+                raise TypeError(f"SumPrior: expected a prior (parameters, theta) → [S], got {prior!r}")
+            if learns(prior):
+                raise ValueError(
+                    "a sum of priors is not normalised, and its constant depends on the scale that "
+                    f"{type(prior).__name__} learns: fit it alone, or give the scale as a number (learn=False)"
+                )
+        self.priors = list(priors)
+        self.modules_of_sum = nn.ModuleList(prior for prior in priors if isinstance(prior, nn.Module))
+
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        return torch.stack([prior(parameters, theta) for prior in self.priors]).sum(0)
+
+
+def learns(prior: Prior) -> bool:
+    """Whether the prior has parameters that are fitted with the ELBO."""
+    return isinstance(prior, nn.Module) and any(p.requires_grad for p in prior.parameters())
+
+
+def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
+    """Any prior at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
+    S = theta.shape[0]
+    if fixed and isinstance(prior, SumPrior):
+        return torch.stack([log_prior(one, parameters, theta, fixed) for one in prior.priors]).sum(0)
+    if fixed and isinstance(prior, SeparablePrior):
+        prior.check(parameters)
+        shared = parameters.subset(fixed)
+        value = prior(shared, shared.ravel(fixed).unsqueeze(0)).expand(S)
+        return value if len(fixed) == len(parameters) else value + prior(parameters.without(fixed), theta)
+    whole = len(fixed) == len(parameters)
+    return prior(parameters, parameters.ravel(fixed).expand(S, -1) if whole else parameters.join(theta, fixed))
 
 
 @lru_cache(maxsize=64)  # a prior asks at every step
 def _runs(
-    shapes: tuple[torch.Size, ...], owners: tuple[int, ...], by_fan_in: bool, grouped: bool
+    names: tuple[str, ...],
+    shapes: tuple[torch.Size, ...],
+    patterns: tuple[str, ...],
+    what: str,
+    by_fan_in: bool,
+    grouped: bool,
 ) -> list[tuple[int, float, int]]:
     """Pattern, divisor of its scale and size of each tensor; unless grouped, of neighbours that have both alike."""
+    owners = assign(names, patterns, what, partial=True)
     divisors = [prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0 for shape in shapes]
     each = list(zip(owners, divisors, (shape.numel() for shape in shapes), strict=True))
     if grouped:
@@ -72,25 +165,26 @@ class ScalePrior(SeparablePrior):
     def check(self, parameters: Parameters) -> None:
         assign(parameters.names, self.patterns, type(self).__name__)
 
-    def terms(self, parameters: Parameters, theta: Tensor) -> Tensor:
-        runs = self._runs(parameters, self.grouped)
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        runs, total = self._runs(parameters, self.grouped), theta.new_zeros(theta.shape[0], dtype=torch.float64)
         pieces = torch.split(theta, [size for *_, size in runs], dim=-1)
-        terms = [self.log_density(x, *self._scale(*key)) for x, (*key, _) in zip(pieces, runs, strict=True)]
-        return torch.stack(terms).sum(0).to(theta.dtype)
+        for x, (owner, divisor, _) in zip(pieces, runs, strict=True):
+            total = total + self.log_density(x, *self._scale(owner, divisor))
+        return total.to(theta.dtype)
 
     def scales(self, parameters: Parameters) -> dict[str, float]:
         """The scale of each tensor, as it is now."""
         runs = zip(parameters.names, self._runs(parameters, grouped=True), strict=True)
         with torch.no_grad():
-            return {name: float(self._scale(*key)[0]) for name, (*key, _) in runs}
+            return {name: float(self._scale(owner, divisor)[0]) for name, (owner, divisor, _) in runs}
 
     def owners(self, parameters: Parameters) -> list[int]:
         """For each tensor which of the patterns it belongs to."""
         return [owner for owner, *_ in self._runs(parameters, grouped=True)]
 
     def _runs(self, parameters: Parameters, grouped: bool) -> list[tuple[int, float, int]]:
-        owners = assign(parameters.names, self.patterns, type(self).__name__, partial=True)
-        return _runs(parameters.shapes, owners, self.by_fan_in, grouped)
+        kind = type(self).__name__
+        return _runs(parameters.names, parameters.shapes, self.patterns, kind, self.by_fan_in, grouped)
 
     def _scale(self, owner: int, divisor: float) -> tuple[Tensor | float, Tensor | float]:
         """A scale and its logarithm."""
@@ -198,3 +292,52 @@ class StudentTPrior(ScalePrior):
 
     def extra_repr(self) -> str:
         return f"df={self.df}, scale={super().extra_repr()}, per={self.per!r}"
+
+
+class DistributionPrior(SeparablePrior):
+    """Any torch distribution, by patterns on tensor names.
+
+    Args:
+        distributions: glob pattern → distribution. A scalar distribution is that of every weight by itself; otherwise
+            its batch and event shapes together must be the tensor's. Every tensor must match exactly one pattern, and
+            "*" stands for what no other matches.
+
+    Example:
+        >>> from torch.distributions import Cauchy, Normal
+        >>> prior = DistributionPrior({"w": Normal(0.0, 1.0), "*": Cauchy(0.0, 1.0)})
+        >>> prior(Parameters({"w": torch.zeros(2, 2), "b": torch.zeros(1)}), torch.zeros(1, 5))
+        tensor([-4.8205])
+    """
+
+    def __init__(self, distributions: Mapping[str, Distribution]):
+        super().__init__()
+        if not isinstance(distributions, Mapping):
+            raise TypeError(
+                "DistributionPrior expects a dict of patterns and torch distributions, "
+                f'got {type(distributions).__name__}; for all tensors write {{"*": distribution}}'
+            )
+        check_patterns(distributions, "DistributionPrior")
+        for pattern, distribution in distributions.items():
+            if not isinstance(distribution, Distribution):
+                raise TypeError(f"DistributionPrior: {pattern!r} needs a torch distribution, got {distribution!r}")
+        self.distributions = dict(distributions)
+
+    def check(self, parameters: Parameters) -> None:
+        owners = assign(parameters.names, tuple(self.distributions), "DistributionPrior")
+        every = list(self.distributions.values())
+        for name, shape, owner in zip(parameters.names, parameters.shapes, owners, strict=True):
+            own = every[owner].batch_shape + every[owner].event_shape
+            if own not in ((), shape):
+                raise ValueError(
+                    f"DistributionPrior: {name} has shape {tuple(shape)}, its {type(every[owner]).__name__} "
+                    f"{tuple(own)}; give a scalar distribution or one of the tensor's shape"
+                )
+
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        owners = assign(parameters.names, tuple(self.distributions), "DistributionPrior", partial=True)
+        every = list(self.distributions.values())
+        values = [
+            sum_weights(every[owner].log_prob(x).reshape(theta.shape[0], -1))
+            for owner, x in zip(owners, parameters.unravel(theta).values(), strict=True)
+        ]
+        return torch.stack(values).sum(0).to(theta.dtype)
