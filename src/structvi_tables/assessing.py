@@ -2,14 +2,15 @@
 
 import warnings
 from dataclasses import dataclass, field
-from math import log, pi, sqrt
+from math import log, sqrt
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import norm
 
 from .columns import values_of
-from .fitting import TableFit, fold_count
+from .fitting import FOLDS, TableFit
 from .reading import EXTRA, Table, TableError
 from .training import folds_of
 
@@ -152,20 +153,16 @@ def _judged(model: Any, fit: TableFit) -> Baseline:
     x = columns.inputs(columns.values(fit.table.drop(columns=target.name)))["plain"].double().numpy()
     t = target.encode(fit.table).numpy().reshape(-1)
     learned, test = fit.fit.numpy(), fit.test.numpy()
-    cv = [
-        (train.numpy(), held.numpy()) for train, held in folds_of(torch.arange(len(learned)), fold_count(len(learned)))
-    ]
+    cv = [(train.numpy(), held.numpy()) for train, held in folds_of(torch.arange(len(learned)), FOLDS)]
     method = "predict_proba" if target.classes else "predict"
     apart = cross_val_predict(model, x[learned], t[learned], cv=cv, method=method)
     predicted = getattr(model.fit(x[learned], t[learned]), method)(x[test])
-    name = type(model).__name__.replace("Regressor", "").replace("Classifier", "")
+    name = NAMES[type(model).__name__.replace("Regressor", "").replace("Classifier", "")]
+    both = ((apart, learned), (predicted, test))
     if target.classes:
-        held_out, log_prob = (
-            np.log(np.clip(p, SMALLEST, 1.0))[np.arange(len(p)), t[rows]]
-            for p, rows in ((apart, learned), (predicted, test))
-        )
-        return Baseline(NAMES[name], float(held_out.mean()), log_prob, float((predicted.argmax(1) == t[test]).mean()))
-    inside, error = t[learned] - apart, t[test] - predicted
-    sd = max(float(np.sqrt(np.mean(inside**2))), 1e-9)
-    held_out, log_prob = (-0.5 * (r / sd) ** 2 - log(sd * target.scale) - 0.5 * log(2 * pi) for r in (inside, error))
-    return Baseline(NAMES[name], float(held_out.mean()), log_prob, float(np.sqrt(np.mean(error**2))) * target.scale)
+        held_out, log_prob = (np.log(np.maximum(p[range(len(p)), t[rows]], SMALLEST)) for p, rows in both)
+        return Baseline(name, float(held_out.mean()), log_prob, float((predicted.argmax(1) == t[test]).mean()))
+    inside, error = (target.scale * (t[rows] - p) for p, rows in both)
+    sd = max(float(np.sqrt(np.mean(inside**2))), 1e-9 * target.scale)
+    held_out, log_prob = norm.logpdf(inside, scale=sd), norm.logpdf(error, scale=sd)
+    return Baseline(name, float(held_out.mean()), log_prob, float(np.sqrt(np.mean(error**2))))

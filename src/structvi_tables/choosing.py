@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,6 @@ LEAST = 0.05
 BEHIND = 0.3
 #: rows that each part has for itself beforehand: few rows do not decide between models that are nearly the same
 BEFOREHAND = 5.0
-#: of the search for weights
-ITERATIONS = 300
 #: rows in a batch of the fits that take no gradient steps
 ROWS = 1024
 #: draws of a prediction, from each member
@@ -83,6 +82,7 @@ class Part:
 
     Attributes:
         held_out: log density of every row under the member that has not learned from it, [N], in the scaled unit.
+        noise: the likelihood that the networks were trained with.
         weight: in the mixture.
     """
 
@@ -90,7 +90,7 @@ class Part:
     held_out: Tensor
     posteriors: list[Posterior] = field(default_factory=list)
     nets: list[nn.Sequential] = field(default_factory=list)
-    noise: Likelihood | None = None
+    noise: Any = None
     weight: float = 0.0
 
     @property
@@ -213,7 +213,7 @@ def weights_of(log_probs: Tensor) -> Tensor:
         [0.5, 0.5]
     """
     weights = log_probs.new_full((len(log_probs),), 1 / len(log_probs))
-    for _ in range(ITERATIONS):
+    for _ in range(300):
         share = (weights.log().unsqueeze(-1) + log_probs).softmax(0).sum(-1) + BEFOREHAND
         weights = share / share.sum()
     return weights

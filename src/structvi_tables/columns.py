@@ -4,7 +4,7 @@ Own code instead of scikit-learn's transformers: a model is saved as JSON, and n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from math import isfinite
 from typing import Any
@@ -13,20 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .reading import Table, TableError, Values, pandas_module
+from .reading import Table, TableError, Values, listed, pandas_module
 
 #: values of every column, by its name, as `values_of` gives them
 Rows = Mapping[str, np.ndarray]
-#: bins of a number, and levels of a category that are told apart
-BINS, LEVELS = 32, 30
-#: rows that a level must have
-FEWEST = 3
-#: inputs that bins may make in all: with more columns each gets fewer
-MOST_INPUTS = 800
+#: bins of a number, and of all numbers together: with more columns each gets fewer
+BINS, MOST_BINS = 32, 800
+#: levels of a category that are told apart, and rows that each must have
+LEVELS, FEWEST = 30, 3
 #: beyond so many standard deviations a column is read on the scale of sinh⁻¹
 FAR = 10.0
-#: a column with more distinct numbers than this is one of numbers, though some of it be text
-MANY = 20
 LARGEST = 1e100
 #: values that stand for one that is missing for the first time
 FILLS = 16
@@ -45,7 +41,7 @@ class Column:
 
     Attributes:
         kind: "number", "date" (days since 1970) or "category".
-        centre, scale: of z = (x − centre)/scale, or of sinh⁻¹ of (x − middle)/width where `squash`.
+        centre, scale: of z = (x − centre)/scale; with `squash` of z = sinh⁻¹((x − centre)/scale).
         edges: of the bins of z.
         levels: that are told apart; all others share the input "other" where `other`, or none.
         missing: whether missing values occurred, and have an input of their own.
@@ -59,8 +55,6 @@ class Column:
     centre: float = 0.0
     scale: float = 1.0
     squash: bool = False
-    middle: float = 0.0
-    width: float = 1.0
     edges: list[float] = field(default_factory=list)
     levels: list[str] = field(default_factory=list)
     other: bool = False
@@ -93,7 +87,8 @@ class Column:
 
     def z(self, x: np.ndarray) -> np.ndarray:
         """Standardise; beyond the fitted range z goes on for one range more, and then stays."""
-        z = ((np.arcsinh((x - self.middle) / self.width) if self.squash else x) - self.centre) / self.scale
+        z = (x - self.centre) / self.scale
+        z = np.arcsinh(z) if self.squash else z
         if not self.edges:
             return z
         low, high = self.edges[0], self.edges[-1]
@@ -120,16 +115,13 @@ class Column:
         return np.clip((z - low) / (high - low), 0.0, 1.0) - 0.5
 
     def is_sound(self) -> bool:
-        numbers = (self.centre, self.scale, self.middle, self.width, self.low, self.high, *self.edges)
-        filling = str if self.kind == "category" else int | float
+        numbers, texts = [self.centre, self.scale, self.low, self.high, *self.edges], [self.name, *self.levels]
+        (texts if self.kind == "category" else numbers).extend(self.fills)
         return (
-            isinstance(self.name, str)
-            and self.kind in ("number", "date", "category")
+            self.kind in ("number", "date", "category")
             and all(isinstance(x, int | float) and isfinite(x) for x in numbers)
+            and all(isinstance(text, str) for text in texts)
             and self.scale > 0
-            and self.width > 0
-            and all(isinstance(level, str) for level in self.levels)
-            and all(isinstance(value, filling) for value in self.fills)
             and len(self.fills) in (0, FILLS)
             and self.form in ("", *FORMS)
         )
@@ -163,7 +155,7 @@ def values_of(series: Values, kind: str, name: str, form: str = "") -> np.ndarra
 
 
 def _text_in_numbers(name: str, bad: Values) -> str:
-    shown = ", ".join(f"{str(value)!r} in row {row + 1}" for row, value in bad.head(3).items())
+    shown = ", ".join(f"{str(value)!r} in row {row + 1}" for row, value in bad.head().items())
     return (
         f"column {name!r} has numbers and {len(bad)} fields that are none: {shown}. Correct them, or leave them empty "
         f'(missing); for a category, --category "{name}"'
@@ -224,7 +216,7 @@ def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
     number = None if pandas.api.types.is_datetime64_any_dtype(series) else pandas.to_numeric(present, errors="coerce")
     if number is not None and bool(number.notna().all()):
         return _kind_of_numbers(number.to_numpy(dtype=np.float64), name, rows)
-    if number is not None and number.notna().mean() >= 0.5 and number.nunique() > MANY:
+    if number is not None and number.notna().mean() >= 0.5 and number.nunique() > LEVELS:
         raise TableError(_text_in_numbers(name, present[number.isna()]))
     if form_of(series):
         return "date", ""
@@ -239,7 +231,7 @@ def _kind_of_numbers(values: np.ndarray, name: str, rows: int) -> tuple[str, str
         return "number", ""  # and an error where it is read
     if np.ptp(values) == 0:
         return "", "its numbers are so large that they cannot be told apart: an identifier"
-    if len(values) == rows and rows > MANY and (values % 1 == 0).all():
+    if len(values) == rows and rows > LEVELS and (values % 1 == 0).all():
         if (np.diff(values) == 1).all():
             return "", "it counts the rows"
         last = name.lower().strip("_ ").split("_")[-1]
@@ -263,17 +255,22 @@ def fitted(name: str, kind: str, values: np.ndarray, bins: int, form: str = "") 
         column.other = len(column.levels) < len(levels)
         return column
     column.low, column.high = float(present[0]), float(present[-1])
-    x = present
-    if np.abs(x - x.mean()).max() > FAR * max(x.std(), 1e-300):
-        low, middle, high = np.quantile(x, [0.25, 0.5, 0.75])
-        column.squash, column.middle, column.width = True, float(middle), float(high - low) or float(x.std())
-        x = np.arcsinh((x - column.middle) / column.width)
-    column.centre, column.scale = float(x.mean()), float(x.std()) or 1.0
-    z = (x - column.centre) / column.scale
+    column.centre, scale, column.squash = centre_and_scale(present)
+    column.scale = scale or 1.0
+    z = column.z(present)
     distinct = np.unique(z)
     edges = distinct if len(distinct) <= bins else np.unique(np.quantile(z, np.linspace(0, 1, bins + 1)))
     column.edges = edges.tolist()
     return column
+
+
+def centre_and_scale(x: np.ndarray) -> tuple[float, float, bool]:
+    """Return mean and standard deviation; or, with True, median and spread of the quartiles if values lie far out."""
+    centre, scale = float(x.mean()), float(x.std())
+    if np.abs(x - centre).max() <= FAR * max(scale, 1e-300):
+        return centre, scale, False
+    low, middle, high = (float(q) for q in np.quantile(x, [0.25, 0.5, 0.75]))
+    return middle, (high - low) / 1.35 or scale, True
 
 
 @dataclass
@@ -302,9 +299,9 @@ class Columns:
             kind, why = (given[name], "") if name in given else kind_of(table[name], name, len(table))
             (found if kind else left_out)[name] = kind or why
         if not found:
-            why = "; ".join(f"{name!r}: {reason}" for name, reason in list(left_out.items())[:5])
+            why = "; ".join(f"{name!r}: {reason}" for name, reason in left_out.items())
             raise TableError(f"no column is left to predict from: {why or 'the target is the only one'}")
-        bins, each = int(max(4, min(BINS, MOST_INPUTS // len(found)))), []
+        bins, each = int(max(4, min(BINS, MOST_BINS // len(found)))), []
         for name, kind in found.items():
             form = form_of(table[name]) if kind == "date" else ""
             values = values_of(table[name], kind, name, form)
@@ -315,11 +312,10 @@ class Columns:
         """Return the values of every column, by name, after a check that all are there."""
         gone = [column.name for column in self.each if column.name not in table.columns]
         if gone:
-            known = ", ".join(map(str, list(table.columns)[:8]))
             raise TableError(
-                f"the table has no column {', '.join(map(repr, gone[:5]))}, which the model was fitted with; it has "
-                f"{known}. Add {'it' if len(gone) == 1 else 'them'}, with empty fields where nothing is known; or fit "
-                f"again without: structvi fit .. --without {gone[0]}"
+                f"the table has no column {listed(gone)}, which the model was fitted with; it has "
+                f"{listed(table.columns)}. Add what is missing, with empty fields where nothing is known; or fit again "
+                f"without: structvi fit .. --without {gone[0]}"
             )
         return {c.name: values_of(table[c.name], c.kind, c.name, c.form) for c in self.each}
 
@@ -336,11 +332,9 @@ class Columns:
 
     def filled(self, rows: Rows, seed: int) -> list[dict[str, np.ndarray]]:
         """Return `FILLS` copies of the rows, each with another quantile of its column in every gap."""
-        gaps, generator = self.gaps(rows), np.random.default_rng(seed)
-        copies = [dict(rows) for _ in range(FILLS)]
-        for column, gap in zip(self.each, gaps.T, strict=True):
-            order = generator.permutation(FILLS)
-            for copy, k in zip(copies, order, strict=True):
+        generator, copies = np.random.default_rng(seed), [dict(rows) for _ in range(FILLS)]
+        for column, gap in zip(self.each, self.gaps(rows).T, strict=True):
+            for copy, k in zip(copies, generator.permutation(FILLS), strict=True):
                 if gap.any():
                     copy[column.name] = np.where(gap, column.fills[k], rows[column.name])
         return copies
@@ -358,13 +352,10 @@ class Columns:
                 )
             is_new = ~np.isin(values, [*column.levels, ""]) if column.kind == "category" else np.zeros(0, dtype=bool)
             if is_new.any():
-                shown = ", ".join(map(repr, sorted(set(values[is_new].tolist()))[:5]))
+                shown = listed(sorted(set(values[is_new].tolist())))
                 rule = "as 'other', with the rare levels" if column.other else "as of no level"
                 notes.append(f"{column.name!r} has levels that are not told apart, {shown}: these rows count {rule}")
         return notes
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_record(cls, record: Any) -> "Columns":

@@ -1,5 +1,6 @@
 """From a table to a fitted model: split, encode, try, choose."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,17 +13,13 @@ from structvi.util.checks import check_seed
 from .choosing import NOISES, Part, Problem, Say, chosen
 from .columns import Columns, values_of
 from .model import TableModel
-from .oddities import oddities
-from .reading import Table, TableError, as_table
+from .reading import Table, TableError, Values, as_table, listed, pandas_module
 from .target import split, target_of, with_target
 from .training import folds_of
 
 #: rows that are fitted and tested at most, of a longer table a random sample
 MOST_ROWS = 60_000
-#: folds, of a table with more rows than `LONG` fewer
-FOLDS, FEW_FOLDS, LONG = 5, 3, 20_000
-#: columns that are told one by one
-SHOWN = 12
+FOLDS = 5
 
 
 def silent(_: str) -> None:
@@ -58,10 +55,6 @@ class TableFit:
     @property
     def test_table(self) -> Table:
         return self.table.iloc[self.test.numpy()].reset_index(drop=True)
-
-
-def fold_count(rows: int) -> int:
-    return FOLDS if rows <= LONG else FEW_FOLDS
 
 
 def fit_table(
@@ -100,8 +93,7 @@ def fit_table(
     table, target, notes = as_table(table).reset_index(drop=True), str(target), []
     for name in (*(kinds or ()), *without):
         if name not in table.columns:
-            shown = ", ".join(map(repr, list(table.columns)[:12]))
-            raise TableError(f"there is no column {name!r}: the table has {shown}")
+            raise TableError(f"there is no column {name!r}: the table has {listed(table.columns)}")
     if target in without:
         raise TableError(f"{target!r} is the target: it cannot be left out (--without)")
     notes += [f"{name!r} was left out, as you said." for name in without]
@@ -114,10 +106,9 @@ def fit_table(
     columns = Columns.of(features, kinds, rows.tolist())
     notes += [f"{name!r} was left out: {why}." for name, why in columns.left_out.items()]
     notes += oddities(table, target, [column.name for column in columns.each])
-    count = fold_count(len(fit))
     notes.append(
         f"{len(test)} rows were drawn at random for the test{', a fifth of each class' if goal.classes else ''}; the "
-        f"other {len(fit)} were dealt to {count} folds: each model is fitted on all folds but one and judged by that "
+        f"other {len(fit)} were dealt to {FOLDS} folds: each model is fitted on all folds but one and judged by that "
         f"one (seed {seed})."
     )
     if not goal.classes:
@@ -129,11 +120,52 @@ def fit_table(
                 f"{100 * top:.0f} % of the rows have one and the same value of {target!r}: densities of such a target "
                 "say little, look at the intervals; or predict first whether it has that value."
             )
-    told = "; ".join(map(str, columns.each[:SHOWN]))
-    more = f"; and {len(columns.each) - SHOWN} others, see the page" if len(columns.each) > SHOWN else ""
-    for note in (*notes, f"Predicted from {told}{more}."):
+    for note in (*notes, f"Predicted from {'; '.join(map(str, columns.each))}."):
         say(note)
     x, t = columns.inputs(columns.values(features.iloc[rows])), goal.encode(table)[fit]
-    problem = Problem(x, t, folds_of(torch.arange(len(rows)), count), len(goal.classes), seed)
+    problem = Problem(x, t, folds_of(torch.arange(len(rows)), FOLDS), len(goal.classes), seed)
     parts, tried = chosen(problem, say, noise)
     return TableFit(TableModel(columns, goal, parts, level, seed), table, fit, test, tried, notes)
+
+
+def oddities(table: Table, target: str, columns: Sequence[str]) -> list[str]:
+    """Return sentences on copies of rows, columns that are the target, and numbers that stand for missing ones."""
+    notes = []
+    copies = int(table.map(repr).duplicated().sum())
+    if copies:
+        notes.append(
+            f"{copies} of {len(table)} rows are copies of others. If each is an observation of its own, fine; if not, "
+            "copies on both sides of the test make every figure too good: remove them first."
+        )
+    for name in (target, *columns):
+        if name != target and _is_target(table[name], table[target]):
+            notes.append(f"{name!r} tells {target!r} exactly: leave it out (--without) if it is not known beforehand.")
+        notes += _code(table[name], name)
+    return notes
+
+
+def _is_target(series: Values, target: Values) -> bool:
+    """Return whether a column is the target under another name: the same values, or a line of them."""
+    types = pandas_module().api.types
+    if not (types.is_numeric_dtype(series) and types.is_numeric_dtype(target)):
+        return bool((series.astype(str) == target.astype(str)).all())
+    x, y = (np.asarray(one.astype(float)) for one in (series, target))
+    if not np.isfinite(x).all() or np.ptp(x) == 0 or len(np.unique(y)) < 3:
+        return bool((x == y).all())
+    with np.errstate(all="ignore"):
+        return bool(abs(np.corrcoef(x, y)[0, 1]) > 1 - 1e-12)
+
+
+def _code(series: Values, name: str) -> list[str]:
+    """Say where -9, -99, .. or 99, 999, .. is far from all other numbers: it may stand for a missing value."""
+    if not pandas_module().api.types.is_numeric_dtype(series):
+        return []
+    x = np.asarray(series.dropna().astype(float))
+    for code in np.unique(x[[re.fullmatch(r"-9+|99+", f"{value:g}") is not None for value in x]]):
+        count, others = int((x == code).sum()), x[x != code]
+        if count < 3 or len(others) < 3:
+            continue
+        low, high = others.min(), others.max()
+        if min(abs(code - low), abs(code - high)) > max(high - low, 1) and not low <= code <= high:
+            return [f"{name!r} is {code:g} in {count} rows, far from all others: if it means missing, leave it empty."]
+    return []

@@ -5,18 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from scipy.special import stdtrit
+from torch import Tensor, special
 from torch.distributions import Normal
 
-from structvi.models.likelihoods.student_t import students_t_cdf
 from structvi.predict.predictive import Predictive
 
 #: points that stand for each draw's distribution where quantiles of the mixture are asked for
 POINTS = 64
-#: rows whose points are sorted at once
-ROWS = 512
-#: of an interval that holds a quantile of Student's t; the first is ±2^DOUBLINGS
-HALVINGS, DOUBLINGS = 50, 12
 
 
 @dataclass
@@ -79,17 +75,14 @@ class Mixture:
         points = torch.cat([_points(part) for part in self.parts])  # [S·POINTS, B]
         own = [w * part.weights.double() for w, part in zip(self.weights, self.parts, strict=True)]
         weight = torch.cat(own).repeat_interleave(POINTS) / POINTS
-        found = []
-        for rows in points.split(ROWS, 1):
-            value, order = rows.mT.contiguous().sort(1)  # [B, S·POINTS]
-            share = weight[order]
-            middle = share.cumsum(1) - 0.5 * share
-            at = torch.tensor(p, dtype=torch.float64).expand(len(value), -1).contiguous()
-            index = torch.searchsorted(middle, at).clamp(1, middle.shape[1] - 1)
-            low, high = middle.gather(1, index - 1), middle.gather(1, index)
-            part = ((at - low) / (high - low).clamp(min=1e-300)).clamp(0, 1)
-            found.append(torch.lerp(value.gather(1, index - 1), value.gather(1, index), part))
-        return torch.cat(found)
+        value, order = points.mT.contiguous().sort(1)  # [B, S·POINTS]
+        share = weight[order]
+        middle = share.cumsum(1) - 0.5 * share
+        at = torch.tensor(p, dtype=torch.float64).expand(len(value), -1).contiguous()
+        index = torch.searchsorted(middle, at).clamp(1, middle.shape[1] - 1)
+        low, high = middle.gather(1, index - 1), middle.gather(1, index)
+        part = ((at - low) / (high - low).clamp(min=1e-300)).clamp(0, 1)
+        return torch.lerp(value.gather(1, index - 1), value.gather(1, index), part)
 
 
 def _points(predictive: Predictive) -> Tensor:
@@ -98,19 +91,8 @@ def _points(predictive: Predictive) -> Tensor:
     levels = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
     loc, scale = (x.double().reshape(predictive.draws, 1, -1) for x in (d.loc, d.scale))
     if isinstance(d, Normal):
-        z = Normal(0.0, 1.0).icdf(levels).unsqueeze(0)
+        z = special.ndtri(levels).unsqueeze(0)
     else:
-        each, where = d.df.double().reshape(predictive.draws, -1)[:, 0].unique(return_inverse=True)
-        z = _student_quantiles(each.unsqueeze(-1), levels)[where]
+        df = d.df.double().reshape(predictive.draws, -1)[:, :1]
+        z = torch.as_tensor(stdtrit(df.numpy(), levels.numpy()))
     return (loc + scale * z.unsqueeze(-1)).flatten(0, 1)
-
-
-def _student_quantiles(df: Tensor, levels: Tensor) -> Tensor:
-    """Return those of Student's t by bisection: [M, 1], [Q] → [M, Q]."""
-    low = torch.full((len(df), len(levels)), -(2.0**DOUBLINGS), dtype=torch.float64)
-    high = -low
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        below = students_t_cdf(middle, df.expand_as(middle)) < levels
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (low + high) / 2

@@ -14,20 +14,20 @@ from structvi.loading import load
 from structvi.util import __version__
 from structvi.util.folder_files import write_together
 
-from .choosing import CLASSES, NOISES, Part, Recipe, mixed
-from .columns import FILLS, Columns
+from .choosing import CLASSES, DRAWS, NOISES, Part, Recipe, mixed
+from .columns import Columns
 from .mixture import Mixture
-from .reading import Table, TableError, as_table, pandas_module
+from .reading import Table, TableError, as_table, listed, pandas_module
 from .target import Target
 from .training import network
 
 KIND, FORMAT, FILE = "structvi table", 3, "model.json"
-#: rows that are predicted at once, and of those with gaps
-ROWS, ROWS_WITH_GAPS = 2048, 256
+#: rows that are predicted at once
+ROWS = 256
 #: draws for each of the values that stand in a gap
 DRAWS_WITH_GAPS = 4
-#: largest description, largest width of a layer, most members of a model
-MOST_BYTES, MOST_WIDTH, MOST_MEMBERS = 50_000_000, 4096, 100
+#: largest description, largest width of a layer
+MOST_BYTES, MOST_WIDTH = 50_000_000, 4096
 
 
 @dataclass(repr=False)
@@ -59,19 +59,16 @@ class TableModel:
         """
         rows = self.columns.values(table)
         gaps = self.columns.gaps(rows).any(1)
-        for places, size in ((np.flatnonzero(~gaps), ROWS), (np.flatnonzero(gaps), ROWS_WITH_GAPS)):
-            for start in range(0, len(places), size):
-                some = places[start : start + size]
+        for places, has_gaps in ((np.flatnonzero(~gaps), False), (np.flatnonzero(gaps), True)):
+            for start in range(0, len(places), ROWS):
+                some = places[start : start + ROWS]
                 own = {name: values[some] for name, values in rows.items()}
-                yield some, self._over_gaps(own) if gaps[some[0]] else self._mixed(own)
-
-    def _mixed(self, rows: dict[str, np.ndarray]) -> Mixture:
-        return mixed(self.parts, self.columns.inputs(rows), self.seed)
-
-    def _over_gaps(self, rows: dict[str, np.ndarray]) -> Mixture:
-        copies = enumerate(self.columns.filled(rows, self.seed))
-        each = [mixed(self.parts, self.columns.inputs(copy), self.seed + d, DRAWS_WITH_GAPS) for d, copy in copies]
-        return Mixture([part for one in each for part in one.parts], [w / FILLS for one in each for w in one.weights])
+                copies, draws = (self.columns.filled(own, self.seed), DRAWS_WITH_GAPS) if has_gaps else ([own], DRAWS)
+                each = [
+                    mixed(self.parts, self.columns.inputs(copy), self.seed + d, draws) for d, copy in enumerate(copies)
+                ]
+                parts = [part for one in each for part in one.parts]
+                yield some, Mixture(parts, [w / len(copies) for one in each for w in one.weights])
 
     def predict(self, table: Table, notes: list[str] | None = None) -> Table:
         """Return a row for each row of the table.
@@ -84,19 +81,17 @@ class TableModel:
         pandas, table = pandas_module(), as_table(table)
         if not len(table):
             raise TableError("the table has no rows: give at least one to predict")
-        rows = self.columns.values(table)
-        known = {*(column.name for column in self.columns.each), *self.columns.left_out, self.target.name}
+        rows, each = self.columns.values(table), self.columns.each
+        known = {*(column.name for column in each), *self.columns.left_out, self.target.name}
         more = [name for name in table.columns if name not in known]
         if notes is not None:
             notes += self.columns.unseen(rows)
             if more:
-                shown = ", ".join(map(repr, more[:5])) + (", .." if len(more) > 5 else "")
-                notes.append(f"columns that the model was not fitted with are not used: {shown}")
+                notes.append(f"columns that the model was not fitted with are not used: {listed(more)}")
         frames = [pandas.DataFrame(self._numbers(mixture), index=places) for places, mixture in self.mixtures(table)]
         found = pandas.concat(frames).sort_index()
-        beyond = np.stack([column.outside(rows[column.name]) for column in self.columns.each], 1)
-        names = [column.name for column in self.columns.each]
-        found["outside"] = [" ".join(names[j] for j in np.flatnonzero(row)) for row in beyond]
+        beyond = np.stack([column.outside(rows[column.name]) for column in each], 1)
+        found["outside"] = [" ".join(each[j].name for j in np.flatnonzero(row)) for row in beyond]
         return found
 
     def _numbers(self, mixture: Mixture) -> dict[str, Any]:
@@ -131,7 +126,7 @@ class TableModel:
         ]
         record = {
             "kind": KIND, "format": FORMAT, "version": __version__, "target": asdict(self.target),
-            "columns": self.columns.record(), "parts": parts, "level": self.level, "seed": self.seed,
+            "columns": asdict(self.columns), "parts": parts, "level": self.level, "seed": self.seed,
         }  # fmt: skip
         (folder / FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -164,8 +159,10 @@ class TableModel:
         inputs, parts = columns.inputs(none), []
         for c, (recipe, weight, members) in enumerate(described):
             sizes = recipe.sizes(inputs[recipe.encoding].shape[1], len(target.classes))
-            files = [Path(folder) / f"posterior-{c}-{k}.safetensors" for k in range(members)]
-            parts.append(Part(recipe, torch.zeros(0), [load(file, network(sizes)) for file in files], weight=weight))
+            posteriors = [
+                load(path.with_name(f"posterior-{c}-{k}.safetensors"), network(sizes)) for k in range(members)
+            ]
+            parts.append(Part(recipe, torch.zeros(0), posteriors, weight=weight))
         return cls(columns, target, parts, level, seed)
 
 
@@ -181,6 +178,6 @@ def _described(one: Any) -> tuple[Recipe, float, int]:
     recipe = Recipe(**one["recipe"] | {"hidden": tuple(one["recipe"]["hidden"])})
     widths = all(isinstance(width, int) and 0 < width <= MOST_WIDTH for width in recipe.hidden)
     known = recipe.encoding in ("plain", "bins") and recipe.noise in (*NOISES, CLASSES) and widths
-    if not known or not isinstance(one["members"], int) or not 1 <= one["members"] <= MOST_MEMBERS:
+    if not known or not isinstance(one["members"], int) or one["members"] < 1:
         raise ValueError("a part that is not known")
     return recipe, float(one["weight"]), one["members"]

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,19 @@ def as_table(table: Any) -> Table:
     table = table.rename(columns=str)
     double = sorted(set(table.columns[table.columns.duplicated()]))
     if double:
-        raise TableError(f"more than one column is called {', '.join(map(repr, double[:5]))}: rename all but one")
+        raise TableError(f"more than one column is called {listed(double)}: rename all but one")
     return table
+
+
+def listed(names: Iterable[Any], most: int = 8) -> str:
+    """Return the first of some names, quoted, in one text.
+
+    Example:
+        >>> listed("abc", most=2)
+        "'a', 'b', .."
+    """
+    shown = [repr(str(name)) for name in names]
+    return ", ".join(shown[:most]) + (", .." if len(shown) > most else "")
 
 
 def pandas_module() -> Any:
@@ -163,13 +175,11 @@ def _decoded(raw: bytes, encoding: str, path: Path) -> str:
 def _check_names(names: list[str], path: Path) -> None:
     double = sorted({name for name in names if name and names.count(name) > 1})
     if double:
-        shown = ", ".join(map(repr, double[:5]))
-        raise TableError(f"{path} has more than one column called {shown}: rename or remove all but one")
+        raise TableError(f"{path} has more than one column called {listed(double)}: rename or remove all but one")
     if "" in names[1:]:
         raise TableError(f"{path}: column {names.index('', 1) + 1} has no name: give it one in the first line")
     if len(names) > 1 and all(re.fullmatch(_NUMBER, name) for name in names if name):
-        shown = ", ".join(names[:4])
-        raise TableError(f"{path}: the first line, {shown}.., looks like data: put a line of column names above it")
+        raise TableError(f"{path}: the first line, {listed(names)}, looks like data: put a line of column names above")
 
 
 def _ragged(path: Path, text: str, separator: str, columns: int, said: str) -> str:

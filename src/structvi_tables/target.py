@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .columns import AS_NUMBERS, FAR, kind_of, values_of
-from .reading import Table, TableError, Values, pandas_module
+from .columns import AS_NUMBERS, centre_and_scale, kind_of, values_of
+from .reading import Table, TableError, Values, listed, pandas_module
 
 TASKS = ("auto", "regression", "classification")
 #: rows that a table needs, classes that it may have, rows that each class needs
@@ -44,11 +44,9 @@ class Target:
 
     def standardise(self, y: np.ndarray, notes: list[str]) -> None:
         """Take centre and scale from these amounts, by quartiles where some are far out."""
-        self.centre, self.scale = float(y.mean()), float(y.std())
-        low, middle, high = (float(q) for q in np.quantile(y, [0.25, 0.5, 0.75]))
-        if np.abs(y - self.centre).max() > FAR * self.scale and high > low:
-            self.centre, self.scale = middle, (high - low) / 1.35
-            notes.append(f"{self.name!r} has values far out: it is scaled by its quartiles.")
+        self.centre, self.scale, is_far = centre_and_scale(y)
+        if is_far:
+            notes.append(f"{self.name!r} has values far out: it is scaled by its median and quartiles.")
         if not self.scale > 1e-12 * max(1e-300, np.abs(y).max()):
             raise TableError(f"the target {self.name!r} hardly varies in the rows that are fitted: nothing to predict")
 
@@ -66,9 +64,10 @@ def with_target(table: Table, name: str, notes: list[str]) -> Table:
     """Return the rows in which the target is there."""
     if name not in table.columns:
         near = [column for column in table.columns if column.lower().strip() == name.lower().strip()]
-        shown = ", ".join(map(repr, near or list(table.columns)[:12]))
         more = " (names are told apart by case)" if near else ""
-        raise TableError(f"there is no column {name!r} to predict: --target must be one of {shown}{more}")
+        raise TableError(
+            f"there is no column {name!r} to predict: --target must be one of {listed(near or table.columns)}{more}"
+        )
     there = table[name].notna()
     gone = int((~there).sum())
     if gone == len(table):

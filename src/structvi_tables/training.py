@@ -6,7 +6,7 @@ folds say of the networks is therefore a little optimistic.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import cos, inf, log, pi
+from math import inf, log
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +15,18 @@ from torch.func import stack_module_state
 
 from structvi.models.likelihoods import Gaussian, Likelihood, StudentT
 
-#: learning rate, and steps until it is reached
-LR, WARMUP = 5e-3, 50
+#: the highest learning rate
+LR = 5e-3
 #: the norm that gradients of a member are clipped at
 CLIP = 10.0
 #: the selected weights are a running mean of those of the last 1/(1 − KEEP) steps
 KEEP = 0.98
-#: steps between two looks at the folds; of all steps, the share without a gain after which training ends
-LOOK, PATIENCE = 25, 0.35
-#: rows a step; least and most steps, and epochs between them
-BATCH, STEPS, MOST_STEPS, EPOCHS = 128, 1500, 6000, 40
-#: factors of a noise that all rows share, tried on the folds: residuals of fitted rows are too small
-FACTORS = (1.0, 1.2, 1.45, 1.75, 2.1, 2.5, 3.5, 5.0, 8.0)
-#: nats a row that count as a gain
-LEAST_GAIN = 1e-4
+#: steps between two looks at the folds
+LOOK = 25
+#: steps of so many rows; of more rows where that makes fewer epochs than these
+STEPS, BATCH, EPOCHS = 1500, 128, 40
+#: a noise that all rows share is multiplied by up to this, as the folds choose: residuals of fitted rows are too small
+MOST_FACTOR = 8.0
 
 
 class Fold(NamedTuple):
@@ -89,14 +87,14 @@ def train(
     weights, learned = list(stacked.values()), list(likelihood.parameters())
     values = [*weights, *learned]
     groups = [{"params": weights, "weight_decay": decay}, {"params": learned, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups[: 1 + bool(learned)], lr=LR)
+    optimizer = torch.optim.AdamW(groups[: 1 + bool(learned)])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, STEPS, cycle_momentum=False)
     least = min(len(fold.train) for fold in folds)
     rows = torch.stack([fold.train[:least] for fold in folds])
     held = torch.stack([fold.held[: min(len(fold.held) for fold in folds)] for fold in folds])
-    size = min(least, BATCH * max(1, min(8, least // 4000)))
-    steps = min(MOST_STEPS, max(STEPS, EPOCHS * least // size))
+    size = min(least, max(BATCH, EPOCHS * least // STEPS))
     mean, best = ([value.detach().clone() for value in values] for _ in range(2))
-    density, gained = -inf, 0
+    density = -inf
 
     def log_prob(at: Tensor) -> Tensor:
         """log p of [K, B] rows, each under its member."""
@@ -105,26 +103,24 @@ def train(
             y = torch.baddbmm(b.unsqueeze(1), y.relu() if i else y, W.mT)
         return likelihood(y.flatten(0, 1), t[at].flatten(0, 1)).reshape(at.shape)
 
-    for i in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1, (i + 1) / WARMUP) * 0.5 * (1 + cos(pi * i / steps))
+    for i in range(STEPS):
         batch = rows.gather(1, torch.randint(least, (len(folds), size), generator=generator))
         optimizer.zero_grad(set_to_none=True)
         (-log_prob(batch).sum(0).mean()).backward()
         nn.utils.clip_grad_norm_(values, CLIP * len(folds) ** 0.5)
         optimizer.step()
+        schedule.step()
         with torch.no_grad():
-            torch._foreach_lerp_(mean, values, 1 - min(KEEP, i / (i + 1)))
+            for smooth, value in zip(mean, values, strict=True):
+                smooth.lerp_(value, 1 - min(KEEP, i / (i + 1)))
             if i % LOOK == LOOK - 1:
                 present = [value.detach().clone() for value in values]
                 _set(values, mean)
                 found = rescale_noise(likelihood, lambda: float(log_prob(held).mean()))
-                if found > density + LEAST_GAIN:
-                    density, gained = found, i
+                if found > density:
+                    density = found
                     _set(best, values)
                 _set(values, present)
-                if i - gained > PATIENCE * steps:
-                    break
     _set(values, best)
     for k, net in enumerate(nets):
         net.load_state_dict({name: value.detach()[k] for name, value in stacked.items()})
@@ -137,11 +133,11 @@ def rescale_noise(likelihood: Likelihood, density: Callable[[], float]) -> float
     if not (isinstance(likelihood, Gaussian | StudentT) and likelihood.noise == "point"):
         return density()
     start, found = likelihood.log_noise.clone(), []
-    for factor in FACTORS:
-        likelihood.log_noise.copy_(start + log(factor))
-        found.append((density(), factor))
-    highest, factor = max(found)
-    likelihood.log_noise.copy_(start + log(factor))
+    for wider in torch.linspace(0, log(MOST_FACTOR), 9):
+        likelihood.log_noise.copy_(start + wider)
+        found.append((density(), float(wider)))
+    highest, wider = max(found)
+    likelihood.log_noise.copy_(start + wider)
     return highest
 
 

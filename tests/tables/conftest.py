@@ -8,7 +8,6 @@ from structvi_tables import choosing, fitting, training
 @pytest.fixture
 def few_steps(monkeypatch):
     monkeypatch.setattr(training, "STEPS", 30)
-    monkeypatch.setattr(training, "MOST_STEPS", 30)
     monkeypatch.setattr(training, "LOOK", 10)
     monkeypatch.setattr(choosing, "HIDDEN", (8, 8))
     monkeypatch.setattr(fitting, "FOLDS", 3)

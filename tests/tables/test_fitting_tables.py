@@ -169,7 +169,6 @@ def saved(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("training.STEPS", 10),
-            ("training.MOST_STEPS", 10),
             ("training.LOOK", 5),
             ("fitting.FOLDS", 2),
         ):

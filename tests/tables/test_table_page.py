@@ -35,7 +35,6 @@ def page(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("training.STEPS", 20),
-            ("training.MOST_STEPS", 20),
             ("training.LOOK", 10),
             ("fitting.FOLDS", 2),
         ):
