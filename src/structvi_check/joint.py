@@ -15,8 +15,8 @@ ALARM = 1e-6
 RANDOM = 64
 #: intervals of equal mass into which a quantity is cut where two are looked at together
 BINS = 5
-#: principal axes of a network's outputs: those with this share of the largest variance, at most so many
-SHARE, AXES = 1e-2, 10
+#: principal axes of a network's outputs: those with this share of the largest variance
+SHARE = 1e-2
 
 
 def joint_error(problem: Problem, theta: Tensor) -> float:
@@ -61,7 +61,7 @@ def coordinates(problem: Problem, theta: Tensor) -> Tensor:
     if not problem.identified:
         here, exact = problem.outputs(theta), problem.outputs(problem.reference)
         variances, axes = torch.linalg.eigh(torch.cov(exact.mT))  # ascending
-        axes = axes[:, variances > SHARE * variances[-1]][:, -AXES:]
+        axes = axes[:, variances > SHARE * variances[-1]]
     along = exact @ axes
     return (here @ axes - along.mean(0)) / along.std(0)
 

@@ -23,12 +23,6 @@ from .problems import Data, Problem
 
 #: steps of Adam or SGD, and Adam's highest rate
 STEPS, RATE = 2000, 0.02
-#: networks of a deep ensemble; its draws are these
-MEMBERS = 5
-#: the probability to drop a unit in a dropout network, as in Gal and Ghahramani's regressions
-DROP = 0.05
-#: SWAG: deviations of its low-rank part, iterates collected, batch size
-DEVIATIONS, COLLECTED, BATCH = 20, 100, 10
 
 
 def _data(problem: Problem, method: str) -> Data:
@@ -57,33 +51,43 @@ def penalised_loss(net: nn.Module, data: Data, x: Tensor, t: Tensor) -> Tensor:
 
 
 class DeepEnsemble:
-    """Five networks trained from different starts; a draw is one of them."""
+    """Networks trained from different starts; a draw is one of them."""
 
     name = "deep ensemble"
 
+    def __init__(self, members: int = 5):
+        self.size = members
+
     def fit(self, problem: Problem, seed: int) -> None:
         data, members = _data(problem, self.name), []
-        for member in range(MEMBERS):
+        for member in range(self.size):
             net = data.build()
-            start = Parameters.of(net).fresh(torch.Generator().manual_seed(MEMBERS * seed + member))
+            start = Parameters.of(net).fresh(torch.Generator().manual_seed(self.size * seed + member))
             vector_to_parameters(start, net.parameters())
             members.append(parameters_to_vector(train(net, data, seed).parameters()).detach())
         self.members = torch.stack(members)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        return self.members[torch.randint(MEMBERS, (n,), generator=generator)]
+        return self.members[torch.randint(self.size, (n,), generator=generator)]
 
 
 class DropoutNetwork:
-    """A network with `nn.Dropout` before its last layer, trained with it and left active to predict."""
+    """A network with `nn.Dropout` before its last layer, trained with it and left active to predict.
+
+    Args:
+        drop: the probability to drop a unit, as in Gal and Ghahramani's regressions.
+    """
 
     name = "dropout network"
+
+    def __init__(self, drop: float = 0.05):
+        self.drop = drop
 
     def fit(self, problem: Problem, seed: int) -> None:
         data = _data(problem, self.name)
         net = data.build()
         layers = list(net) if isinstance(net, nn.Sequential) else [net]
-        dropped = nn.Sequential(*layers[:-1], nn.Dropout(DROP), layers[-1])
+        dropped = nn.Sequential(*layers[:-1], nn.Dropout(self.drop), layers[-1])
         train(dropped, data, seed)
         # the tensors are the same in the same order: a draw of the one's weights is a draw of the other's
         self.density = MCDropout.from_network(dropped).bind(Parameters.of(dropped))()
@@ -92,7 +96,7 @@ class DropoutNetwork:
         return self.density.draw(n, generator=generator).theta.detach()
 
 
-def stationary_rate(net: nn.Module, data: Data) -> float:
+def stationary_rate(net: nn.Module, data: Data, batch: int) -> float:
     """Return 2BP/(N tr C), C the covariance of one observation's gradient (Mandt, Hoffman and Blei 2017, theorem 1).
 
     Of constant rates it is that at which the iterates of SGD are nearest to the posterior. It is at most half the
@@ -103,22 +107,32 @@ def stationary_rate(net: nn.Module, data: Data) -> float:
         loss = -data.likelihood(net(x.unsqueeze(0)), t.unsqueeze(0)).sum()
         gradients.append(parameters_to_vector([g.contiguous() for g in torch.autograd.grad(loss, parameters)]))
     curvature = torch.linalg.eigvalsh(torch.cov(torch.stack(gradients).mT))  # of C, ascending
-    nearest = 2 * BATCH * len(curvature) / (len(data.x) * curvature.sum())
+    nearest = 2 * batch * len(curvature) / (len(data.x) * curvature.sum())
     return torch.minimum(nearest, 0.5 / curvature[-1]).item()
 
 
 class SWAG:
-    """Maddox and others 2019: SGD goes on from a trained network; N(mean, ½ diagonal + ½ low rank) of its iterates."""
+    """Maddox and others 2019: SGD goes on from a trained network; N(mean, ½ diagonal + ½ low rank) of its iterates.
+
+    Args:
+        collected: iterates, one for each epoch.
+        deviations: the last of them, which make the low-rank part.
+        batch: observations in a step.
+    """
 
     name = "SWAG"
+
+    def __init__(self, collected: int = 100, deviations: int = 20, batch: int = 10):
+        self.collected, self.deviations, self.batch = collected, deviations, batch
 
     def fit(self, problem: Problem, seed: int) -> None:
         data = _data(problem, self.name)
         net = train(data.build(), data, seed)
         generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(TensorDataset(data.x, data.t), batch_size=BATCH, shuffle=True, generator=generator)
-        optimizer, iterates = torch.optim.SGD(net.parameters(), lr=stationary_rate(net, data)), []
-        for _ in range(COLLECTED):
+        loader = DataLoader(TensorDataset(data.x, data.t), batch_size=self.batch, shuffle=True, generator=generator)
+        optimizer = torch.optim.SGD(net.parameters(), lr=stationary_rate(net, data, self.batch))
+        iterates = []
+        for _ in range(self.collected):
             for x, t in loader:
                 optimizer.zero_grad()
                 penalised_loss(net, data, x, t).backward()
@@ -126,7 +140,7 @@ class SWAG:
             iterates.append(parameters_to_vector(net.parameters()).detach())
         collected = torch.stack(iterates)
         mean, variance = collected.mean(0), 0.5 * collected.var(0, correction=0)
-        deviations = (collected - mean)[-DEVIATIONS:].mT / (2 * (DEVIATIONS - 1)) ** 0.5  # [P, K]
+        deviations = (collected - mean)[-self.deviations :].mT / (2 * (self.deviations - 1)) ** 0.5  # [P, K]
         self.normal = torch.distributions.LowRankMultivariateNormal(mean, deviations, variance.clamp(min=1e-20))
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:

@@ -21,8 +21,6 @@ from .verdicts import findings, verdict
 
 #: draws of the method that are measured
 DRAWS = 8192
-#: seconds that a method may take for one problem: its fit, its draws and their density
-TIMEOUT = 600.0
 #: the problems of `--quick`: the small ones, of each kind one
 QUICK = ("correlated", "bimodal", "gaussian-10-100", "linear-regression", "rbf-regression", "logistic-regression")
 
@@ -32,7 +30,7 @@ def run(
     problems: Sequence[str | Problem] | str | Problem | None = None,
     *,
     seed: int = 0,
-    timeout: float | None = TIMEOUT,
+    timeout: float | None = 600.0,
     workers: int = 1,
 ) -> Report:
     """Put one method, or several, to the question: is it Bayesian?

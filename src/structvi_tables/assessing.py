@@ -158,7 +158,7 @@ def _judged(model: Any, fit: TableFit) -> Baseline:
     apart = cross_val_predict(model, x[learned], t[learned], cv=cv, method=method)
     predicted = getattr(model.fit(x[learned], t[learned]), method)(x[test])
     name = NAMES[type(model).__name__.replace("Regressor", "").replace("Classifier", "")]
-    both = ((apart, learned), (predicted, test))
+    both = ((np.asarray(apart), learned), (predicted, test))
     if target.classes:
         held_out, log_prob = (np.log(np.maximum(p[range(len(p)), t[rows]], SMALLEST)) for p, rows in both)
         return Baseline(name, float(held_out.mean()), log_prob, float((predicted.argmax(1) == t[test]).mean()))
