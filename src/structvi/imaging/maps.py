@@ -47,21 +47,26 @@ class Maps:
 
     @classmethod
     def of(cls, predictive: Predictive, index: int = 0) -> "Maps":
-        """Of one row of a predictive whose outputs are [S, B, channels, ..]; over channels uncertainty is averaged."""
+        """Return the maps of one row of a predictive whose outputs are [S, B, channels, ..]."""
+        return cls.each(predictive)[index]
+
+    @classmethod
+    def each(cls, predictive: Predictive) -> "list[Maps]":
+        """Return the maps of every row; over channels uncertainty is averaged."""
         d = predictive.components
         kind = "classes" if isinstance(d, Categorical) else "binary" if isinstance(d, Bernoulli) else "numbers"
         if kind == "numbers":
-            parts = predictive.epistemic.sqrt(), predictive.aleatoric.sqrt()
+            both = predictive.epistemic.sqrt(), predictive.aleatoric.sqrt()
         else:
-            parts = predictive.mutual_information, predictive.expected_entropy
-        mean, epistemic, aleatoric = (part[index].detach().cpu().float() for part in (predictive.mean, *parts))
-        if mean.ndim < 2:
+            both = predictive.mutual_information, predictive.expected_entropy
+        mean, epistemic, aleatoric = (part.detach().cpu().float() for part in (predictive.mean, *both))
+        if mean.ndim < 3:
             raise ValueError(
-                f"maps are of images, a prediction for every pixel: got a mean of shape {tuple(mean.shape)}"
+                f"maps are of images, a prediction for every pixel: got a mean of shape {tuple(mean.shape[1:])}"
             )
-        if kind != "classes":  # [channels, ..], as the mean
-            epistemic, aleatoric = epistemic.mean(0), aleatoric.mean(0)
-        return cls(mean, epistemic, aleatoric, kind)
+        if kind != "classes":  # [B, channels, ..], as the mean
+            epistemic, aleatoric = epistemic.mean(1), aleatoric.mean(1)
+        return [cls(*parts, kind) for parts in zip(mean, epistemic, aleatoric, strict=True)]
 
     @property
     def label(self) -> Tensor:

@@ -1,12 +1,13 @@
 """How good a segmentation is, structure by structure and case by case: Dice, calibration, and whom to refer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..models.likelihoods import split_mask
 from ..predict.metrics import CalibrationHistogram, Reliability
 from ..predict.predict import draws_for
 from ..predict.predictive import observed_target
@@ -105,74 +106,6 @@ class StructureMetrics:
         return "\n".join(lines)
 
 
-class _Cases:
-    """Sums over cases, and what is kept of each."""
-
-    def __init__(self, names: Sequence[str] | None, background: int | None):
-        self.names, self.background = names, background
-        self.rows: dict[str, list[Tensor]] = {}
-        self.histograms: list[CalibrationHistogram] = []
-        self.annotated = self.missed = torch.zeros(0)
-
-    def structures(self, p: Tensor, classes: bool) -> list[int]:
-        found = [c for c in range(len(p)) if not classes or c != self.background]
-        if self.names is None:
-            self.names = [f"class {c}" if classes else f"channel {c}" for c in found]
-        if len(self.names) != len(found):
-            raise ValueError(
-                f"{len(self.names)} names for {len(found)} structures: {list(self.names)}; of {len(p)} classes the "
-                f"background ({self.background}) has none, give background=None to count it"
-            )
-        if not self.histograms:
-            self.histograms = [CalibrationHistogram() for _ in found]
-            self.annotated, self.missed = torch.zeros(2, len(found), dtype=torch.float64)
-        return found
-
-    def add(
-        self, p: Tensor, t: Tensor, observed: Tensor | None, classes: bool, entropy: Tensor, mutual: Tensor
-    ) -> None:
-        """One case: probabilities [C, ..], labels [..], or [C, ..] where they are binary."""
-        p, t = p.double(), t.long()
-        if t.shape != (p.shape[1:] if classes else p.shape):
-            raise ValueError(f"probabilities {tuple(p.shape)} and labels {tuple(t.shape)} differ in shape")
-        structures, label = self.structures(p, classes), p.argmax(0) if classes else None
-        row = []
-        for k, c in enumerate(structures):
-            own = p[c]
-            found, drawn = (label == c, t == c) if label is not None else (own > 0.5, t[c] == 1)
-            if observed is not None:
-                seen = observed if classes else observed[c]
-                own, found, drawn = own[seen], found[seen], drawn[seen]
-            both, a, b = (float(x.sum()) for x in (found & drawn, found, drawn))
-            expected, mass = float(own[found].sum()), float(own.sum())
-            dice = 2 * both / (a + b) if a + b else torch.nan
-            hoped = 2 * expected / (a + mass) if a or mass > 0.5 else torch.nan
-            row.append((dice, hoped, a - b))
-            some = own >= SLIGHT
-            self.histograms[k].add(own[some].flatten(), drawn[some].double().flatten())
-            self.annotated[k] += b
-            self.missed[k] += float((drawn & ~some).sum())
-        values = torch.tensor(row, dtype=torch.float64).T  # [3, K]
-        names = ("dice", "expected_dice", "volume", "entropy", "mutual_information")
-        for name, value in zip(names, (*values, entropy, mutual), strict=True):
-            self.rows.setdefault(name, []).append(value.double())
-
-    def metrics(self) -> StructureMetrics:
-        if not self.rows or self.names is None:
-            raise ValueError("there is no case to evaluate: the loader is empty")
-        empty = Reliability(*torch.zeros(3, 0, dtype=torch.float64))
-        filled = [bool(one.count.sum()) for one in self.histograms]
-        return StructureMetrics(
-            tuple(self.names),
-            ece=torch.tensor(
-                [h.error() if some else torch.nan for h, some in zip(self.histograms, filled, strict=True)]
-            ),
-            missed=(self.missed / self.annotated).float(),
-            reliability=tuple(h.curve() if some else empty for h, some in zip(self.histograms, filled, strict=True)),
-            **{name: torch.stack(values) for name, values in self.rows.items()},
-        )
-
-
 def by_structure(
     posterior: "Posterior | Ensemble",
     loader: Iterable[Any],
@@ -183,7 +116,7 @@ def by_structure(
     generator: torch.Generator | None = None,
     calibrated: bool = True,
 ) -> StructureMetrics:
-    """Dice and calibration of each structure, on a loader whose rows are cases: images or volumes with their labels.
+    """Return Dice and calibration of each structure, on a loader whose rows are cases: images or volumes with labels.
 
     Args:
         posterior: with `Categorical` (a structure for each class) or `Bernoulli` (one for each channel).
@@ -200,35 +133,34 @@ def by_structure(
         >>> found.dice.shape, len(found.reliability)
         (torch.Size([5, 2]), 2)
     """
-    cases, predict = _Cases(names, background), None
-    for batch in loader:
-        if predict is None:
-            inputs = batch if posterior.model.user_forward is not None else posterior.model.split(batch)[0]
-            predict = draws_for(posterior, inputs, draws, generator=generator, calibrated=calibrated)
-        inputs, target = predict.split(batch)
-        pred = predict(inputs)
-        t, observed = observed_target(posterior.model.likelihood, target)
-        if not pred.is_of_labels or t.ndim < 2:
-            raise TypeError(
-                "by_structure is for labels of pixels: Categorical with labels [B, ..], or Bernoulli with labels "
-                f"[B, channels, ..]; the labels here are {tuple(t.shape)}"
-            )
-        mean, both = pred.mean, (pred.entropy, pred.mutual_information)
-        for b in range(len(t)):
-            seen = None if observed is None else observed[b]
-            means = [(one[b] if seen is None else one[b][seen]).mean().cpu() for one in both]
-            row = [None if x is None else x.cpu() for x in (mean[b], t[b], seen)]
-            cases.add(*row, mean.ndim == t.ndim + 1, *means)  # pyright: ignore[reportArgumentType]
-    return cases.metrics()
+
+    def cases() -> Iterator[tuple[Maps, Any]]:
+        predict = None
+        for batch in loader:
+            if predict is None:
+                inputs = batch if posterior.model.user_forward is not None else posterior.model.split(batch)[0]
+                predict = draws_for(posterior, inputs, draws, generator=generator, calibrated=calibrated)
+            inputs, target = predict.split(batch)
+            pred = predict(inputs)
+            t, observed = observed_target(posterior.model.likelihood, target)
+            if not pred.is_of_labels or t.ndim < 2:
+                raise TypeError(
+                    "by_structure is for labels of pixels: Categorical with labels [B, ..], or Bernoulli with labels "
+                    f"[B, channels, ..]; the labels here are {tuple(t.shape)}"
+                )
+            for b, maps in enumerate(Maps.each(pred)):
+                yield maps, t[b].cpu() if observed is None else (t[b].cpu(), observed[b].cpu())
+
+    return structures_of(cases(), names, background=background)
 
 
 def structures_of(
-    cases: Iterable[tuple[Maps, Tensor]], names: Sequence[str] | None = None, *, background: int | None = 0
+    cases: Iterable[tuple[Maps, Any]], names: Sequence[str] | None = None, *, background: int | None = 0
 ) -> StructureMetrics:
-    """The same of maps, for volumes that are predicted tile by tile: (maps, labels [..]) of each case.
+    """Return the same of maps, for volumes that are predicted tile by tile: (maps, labels [..]) of each case.
 
     Args:
-        cases: what `predict_maps` gave, and the annotation.
+        cases: what `predict_maps` gave, and the annotation, or a pair of it and a mask of what was annotated.
         names, background: as in `by_structure`.
 
     Example:
@@ -237,13 +169,47 @@ def structures_of(
         >>> structures_of([(maps, p.argmax(0))], ["tumour"]).dice
         tensor([[1.]], dtype=torch.float64)
     """
-    found = _Cases(names, background)
-    for maps, labels in cases:
+    rows: list[list[Tensor]] = []
+    histograms: list[CalibrationHistogram] = []
+    for maps, target in cases:
         if maps.kind == "numbers":
             raise TypeError("the maps are of numbers, which have no structures")
-        classes = maps.kind == "classes"
-        t = labels[0] if labels.ndim == maps.mean.ndim and len(labels) == 1 else labels  # [1, ..], as MONAI has them
-        t = t if classes or t.ndim == maps.mean.ndim else t.unsqueeze(0)
-        entropy = (maps.epistemic + maps.aleatoric).mean()
-        found.add(maps.mean, t, None, classes, entropy, maps.epistemic.mean())
-    return found.metrics()
+        classes, p = maps.kind == "classes", maps.mean.double()
+        t, mask = (None if x is None else _shaped(x, p.shape[1:] if classes else p.shape) for x in split_mask(target))
+        assert t is not None
+        which = [c for c in range(len(p)) if not classes or c != background]
+        names = [f"{'class' if classes else 'channel'} {c}" for c in which] if names is None else names
+        if len(names) != len(which):
+            raise ValueError(
+                f"{len(names)} names for {len(which)} structures: {list(names)}; of {len(p)} classes the "
+                f"background ({background}) has none, give background=None to count it"
+            )
+        histograms = histograms or [CalibrationHistogram() for _ in which]
+        own, label = p[which], torch.tensor(which).reshape(-1, *[1] * (p.ndim - 1))
+        found, drawn = (p.argmax(0) == label, t == label) if classes else (own > 0.5, t == 1)  # [K, ..]
+        if mask is not None:
+            own, found, drawn = own * mask, found & mask, drawn & mask
+        some = own >= SLIGHT
+        for histogram, probability, outcome, chosen in zip(histograms, own, drawn, some, strict=True):
+            histogram.add(probability[chosen], outcome[chosen].double())
+        sums = (found & drawn, found, drawn, own * found, own, drawn & ~some)
+        both, a, b, expected, mass, missed = (x.flatten(1).double().sum(1) for x in sums)  # [K]
+        hoped = torch.where((a > 0) | (mass > 0.5), 2 * expected / (a + mass), torch.nan)
+        seen = slice(None) if mask is None else mask if classes else mask.any(0)
+        mutual = maps.epistemic[seen].double().mean()
+        entropy = mutual + maps.aleatoric[seen].double().mean()
+        rows.append([2 * both / (a + b), hoped, a - b, b, missed, entropy, mutual])
+    if names is None or not rows:
+        raise ValueError("there is no case to evaluate: the loader is empty")
+    dice, hoped, volume, annotated, missed, entropy, mutual = (torch.stack(own) for own in zip(*rows, strict=True))
+    return StructureMetrics(
+        tuple(names), dice, hoped, volume, torch.tensor([one.error() for one in histograms]),
+        (missed.sum(0) / annotated.sum(0)).float(), tuple(one.curve() for one in histograms), entropy, mutual,
+    )  # fmt: skip
+
+
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Labels in the shape of the probabilities, with or without an axis of one channel."""
+    if [n for n in x.shape if n > 1] != [n for n in shape if n > 1]:
+        raise ValueError(f"probabilities of the voxels {tuple(shape)} and labels {tuple(x.shape)} differ in shape")
+    return x.reshape(shape)
