@@ -1,10 +1,10 @@
 """The posterior does not depend on how the data are cut over processes either: against the conjugate truth."""
 
 import torch
-from launching import launch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import structvi as vi
+from tests.distributed.launching import launch
 from tests.train.test_cut_into_batches import (
     OwnSampler,
     Rows,

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import launch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -21,6 +20,7 @@ from structvi.distributed import LossModule, LostRankError, average_gradients
 from structvi.distributed.ranks import Ranks
 from structvi.models.bayesian_model import observations
 from structvi.train.data import Batches
+from tests.distributed.launching import launch
 
 #: 21 = 8 + 8 + 5: the ranks' parts of the last batch differ in length
 N, D, BATCH = 21, 3, 8

@@ -7,7 +7,6 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-from launching import launch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,6 +14,7 @@ import structvi as vi
 from structvi.distributed import LostRankError, gather, load_sharded, save_sharded, shard
 from structvi.distributed.ranks import Ranks
 from structvi.networks.vmap_or_loop import Evaluation
+from tests.distributed.launching import launch
 
 N, D, K = 21, 3, 2
 FAMILIES = {

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_device import DEVICE
+
+from tests.gpu.gpu_device import DEVICE
 
 #: cuBLAS sums in the same order in every run only with a workspace of fixed size
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
-from gpu_cases import CASES, ReadsValues, check_same_bits, data, data_of, fitted, loader, make, values, was_captured
 
 import structvi as vi
 from structvi.train.data import Batches
+from tests.gpu.gpu_cases import (
+    CASES,
+    ReadsValues,
+    check_same_bits,
+    data,
+    data_of,
+    fitted,
+    loader,
+    make,
+    values,
+    was_captured,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gpu_cases import CASES, N, check_same_bits, data, data_of, fitted, loader, make, values
 from torch.utils.data import DataLoader, Subset
 
 import structvi as vi
 from structvi.couplings import Noise
+from tests.gpu.gpu_cases import CASES, N, check_same_bits, data, data_of, fitted, loader, make, values
 
 pytestmark = pytest.mark.gpu
 

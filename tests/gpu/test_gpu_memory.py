@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from gpu_cases import check_same_bits, values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from tests.gpu.gpu_cases import check_same_bits, values
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_cases import N, data, fitted, loader, make, values
-from gpu_device import DEVICE
 
 import structvi as vi
+from tests.gpu.gpu_cases import N, data, fitted, loader, make, values
+from tests.gpu.gpu_device import DEVICE
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from launching import launch
+from tests.distributed.launching import launch
 
 pytestmark = pytest.mark.gpu
 

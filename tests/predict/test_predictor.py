@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 import torch
-from test_threads import together
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.integrations.export import export_predictive
+from tests.predict.test_threads import together
 
 DRAWS = 6
 
