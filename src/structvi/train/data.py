@@ -202,9 +202,11 @@ class Batches:
 
     def first_items(self) -> tuple[Any, int] | None:
         """Return a batch of at most two items and how many, or the first batch of a list; None of streams."""
-        if self._order is None or getattr(self.loader, "collate_fn", None) is None:
-            listed = isinstance(self.loader, list | tuple) and self.loader
-            return (self._moved(self.loader[0]), -1) if listed else None
+        loader = self.loader
+        if isinstance(loader, list | tuple):
+            return (self._moved(loader[0]), -1) if loader else None
+        if self._order is None or getattr(loader, "collate_fn", None) is None:
+            return None
         with borrowed_stream(torch.Generator().manual_seed(0)):  # by the workers too: files may be readable there alone
             return next(self._read([self.indices[:2]])), len(self.indices[:2])
 

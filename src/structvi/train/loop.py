@@ -203,8 +203,11 @@ class Fit:
                 self.end_epoch()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Hold the global streams while data are read that may draw random numbers from them."""
-        return borrowed_stream(self.generator, self.ranks.rank) if self.data.draws else nullcontext()
+        """Hold the global streams while data are read that may draw random numbers; each step has a seed of its own."""
+        if not self.data.draws:
+            return nullcontext()
+        seed = (self.settings["seed"] * 1_000_003 + self.step) % 2**63
+        return borrowed_stream(torch.Generator().manual_seed(seed), self.ranks.rank)
 
     def take(self, iterator: Iterator[Any]) -> Taken:
         """Take the batches of the next step, with their observations; none at the end of an epoch."""

@@ -24,7 +24,7 @@ def make_optimizer(posterior: "Posterior", optimizer: OptimizerLike | None, lr: 
         optimizer: the user's, or a function from parameters to it; None for Adam.
         lr: of Adam.
     """
-    parameters = list(posterior.parameters())
+    parameters: list[Tensor] = list(posterior.parameters())
     if lr is not None:
         check_positive(lr, "lr")
     if optimizer is None:

@@ -135,6 +135,7 @@ class Categorical(_Classes):
         return output.log_softmax(1).gather(1, labels.long().unsqueeze(1)).squeeze(1)
 
     def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        check_output("Categorical", output)
         if output.ndim < 3:
             raise ValueError(
                 f"Categorical expects logits [S, B, C, ..] of S draws, got {tuple(output.shape)}; for one input add a "
@@ -164,4 +165,5 @@ class Bernoulli(_Classes):
         return -binary_cross_entropy_with_logits(output, labels.to(output.dtype), reduction="none")
 
     def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        check_output("Bernoulli", output)
         return BernoulliDistribution(logits=output, validate_args=False)
