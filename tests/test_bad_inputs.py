@@ -412,7 +412,7 @@ TABLE = {
     "model: a loss as likelihood": (
         lambda: model(nn.CrossEntropyLoss(reduction="none")),
         TypeError,
-        r"CrossEntropyLoss is a loss, to be made small; .*Categorical\(\)",
+        r"CrossEntropyLoss is a loss, .*likelihoods\.Categorical\(\)\. ",
     ),
     "model: a Dice loss as likelihood": (
         lambda: log_joint(

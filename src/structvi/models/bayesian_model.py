@@ -26,6 +26,15 @@ from .target import NOTHING
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 #: of an input that a network takes, where its entry has none of the names that forward has
 INPUT_KEYS = ("image", "images", "img", "input", "inputs", "x")
+#: losses of torch by the start of their names → the likelihood whose negative logarithm they are
+LIKELIHOOD_OF_LOSS = {
+    "mse": 'Gaussian("point")',
+    "mseloss": 'Gaussian("point")',
+    "bcewithlogits": "Bernoulli()",
+    "binarycrossentropywithlogits": "Bernoulli()",
+    "poissonnll": "Poisson()",
+    "poissonnllloss": "Poisson()",
+}
 #: the entry of a dict batch that is the input, or several of them, and that of the target
 Keys = tuple[str | tuple[str, ...], str]
 #: Where this thread's networks are linearised instead: θ₀ [P], or None for not at all; `...` for as the model says.
@@ -250,7 +259,7 @@ class BayesianModel(nn.Module):
             named = {**space.unravel(row), **fixed}
             for name in self.likelihood_names:
                 del named[name]
-            return network(self.with_padding(named), arguments, keywords)
+            return logits_of(network(self.with_padding(named), arguments, keywords))
 
         with alone_with(self.net) as turn:
             return self._over_draws(turn, one, theta, inputs, fixed, "outputs")(theta)
@@ -325,7 +334,7 @@ class BayesianModel(nn.Module):
         inputs, target = self.split(batch)
         batch_size(target)  # an empty batch is named before the network meets it
         arguments, keywords = arguments_of(self.net, inputs)
-        return lambda random: (network(self.with_padding(random), arguments, keywords), target)
+        return lambda random: (logits_of(network(self.with_padding(random), arguments, keywords)), target)
 
     def _network(self) -> Callable[..., Any]:
         """Return `call_network` of this network as it is to be called now."""
@@ -371,10 +380,13 @@ def _check_arguments(
     function = getattr(likelihood, "__module__", None) == "torch.nn.functional"
     if isinstance(likelihood, nn.modules.loss._Loss) or function:
         name = getattr(likelihood, "__name__", type(likelihood).__name__)
+        such = LIKELIHOOD_OF_LOSS.get(name.removesuffix("Loss").replace("_", "").lower(), "Categorical()")
+        if getattr(likelihood, "weight", None) is not None and such == "Categorical()":
+            such = "Categorical(class_weights=loss.weight)"
         raise TypeError(
-            f"{name} is a loss, to be made small; the likelihood is log p(t | y) of each observation, to be made "
-            "large: take one of structvi.likelihoods, such as Categorical() for CrossEntropyLoss. Dice and focal "
-            "losses are the logarithm of no probability: train with them, and take Categorical() here"
+            f"{name} is a loss, which training makes small. The likelihood is log p(t | y) of each observation, which "
+            f"a fit makes large: give likelihoods.{such}. Dice and focal losses are the logarithm of no probability: "
+            "train with them, and give Categorical() here"
         )
     if isinstance(likelihood, type) or isinstance(prior, type):
         raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")
@@ -519,6 +531,21 @@ def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[st
         'keys=("image", "label")), or give it a function forward=, such as '
         'lambda net, batch: (net(batch["image"], batch["age"]), batch["label"])'
     )
+
+
+def logits_of(output: Any) -> Any:
+    """Return the logits of an output that is a mapping, as a Hugging Face model's is; any other output unchanged.
+
+    Logits of tokens [B, T, C] are returned as [B, C, T], the shape that `Categorical` takes.
+
+    Example:
+        >>> logits_of({"logits": torch.zeros(2, 5, 3)}).shape
+        torch.Size([2, 3, 5])
+    """
+    if not isinstance(output, Mapping) or not isinstance(output.get("logits"), Tensor):
+        return output
+    logits = output["logits"]
+    return logits.movedim(-1, 1) if logits.ndim == 3 else logits
 
 
 def batch_size(target: Any) -> int:
