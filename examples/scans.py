@@ -155,7 +155,7 @@ def picture(cases: list[tuple[imaging.Scan, Tensor]], maps: list[imaging.Maps], 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    worst = int(found.uncertainty().argmax())
+    worst = int(found.uncertainty.argmax())
     figure = plt.figure(figsize=(14, 8.5), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(2, 1))
     vi.plots.uncertainty_map(cases[worst][0].values, maps[worst], ax=list(left.subplots(3, 3).flat))
@@ -200,21 +200,22 @@ def main() -> None:
 
         folder = options.folder or Path(temporary) / "maps"
         maps = []
-        for scan, _ in parts[2]:
-            own, _files = imaging.predict_scan(
-                bayes, scan.path, folder, prepare=prepare, names=names and ["background", *names],
-                tile=TILE, margin=MARGIN, draws=draws,
-                generator=torch.Generator().manual_seed(0),
+        for scan, label in parts[2]:
+            volume = prepare(scan.values)
+            own = imaging.predict_maps(bayes, volume, TILE, MARGIN, draws, generator=torch.Generator().manual_seed(0))
+            imaging.write_maps(own, scan, folder)
+            imaging.write_page(
+                folder / f"{scan.name}.html", volume, own, truth=label, spacing=scan.spacing, title=scan.name,
+                names=names and ["background", *names],
             )  # fmt: skip
             maps.append(own)
-        found = imaging.structures_of([(own, label) for own, (_, label) in zip(maps, parts[2], strict=True)], names)
+        found = imaging.by_structure([(own, label) for own, (_, label) in zip(maps, parts[2], strict=True)], names)
         print(found)
-        for by in ("expected_dice", "entropy", "mutual_information"):
-            curve = found.referral(by)
-            for share in (0.0, 0.25, 0.5):
-                at = int((curve.share - share).abs().argmin())
-                words = f"{100 * curve.share[at]:.0f} % of the cases referred by {by}"
-                print(f"{words}: mean Dice of the rest {curve.dice[at]:.3f} (worst first: {curve.ideal[at]:.3f})")
+        curve = found.referral()
+        for share in (0.0, 0.25, 0.5):
+            at = int((curve.share - share).abs().argmin())
+            words = f"{100 * curve.share[at]:.0f} % of the cases referred by expected Dice"
+            print(f"{words}: mean Dice of the rest {curve.dice[at]:.3f} (worst first: {curve.ideal[at]:.3f})")
         worst = picture(parts[2], maps, found, options.out)
         print(f"most uncertain: {parts[2][worst][0].name}; wrote {options.out}", end="")
         print("" if options.folder is None else f", maps and pages in {folder}")

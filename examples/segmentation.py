@@ -150,7 +150,7 @@ def table(results: dict[str, list[dict]]) -> str:
 
 
 def picture(bayes: vi.Posterior, data: TensorDataset, path: str, indices: tuple[int, ...] = (0, 1, 2)) -> None:
-    """Per image: the input, both uncertainties, the wrong pixels."""
+    """Per image: the input, the entropy, its epistemic part, the wrong pixels."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -89,21 +89,24 @@ def test_uncertainty_map(channels, likelihood):
     pred = Predictive(outputs, torch.full((8,), 1 / 8), likelihood)
     image = torch.rand(2, channels, 5, 6, generator=seeded())
     axes = plots.uncertainty_map(image, pred, index=1)
-    epistemic, aleatoric = (np.asarray(ax.images[0].get_array()) for ax in axes[1:])
+    whole, epistemic = (np.asarray(ax.images[0].get_array()) for ax in axes[1:])
     if isinstance(likelihood, lk.Categorical):
+        np.testing.assert_allclose(whole, pred.entropy[1], rtol=1e-6)
         np.testing.assert_allclose(epistemic, pred.mutual_information[1], rtol=1e-6)
-        np.testing.assert_allclose(aleatoric, pred.expected_entropy[1], rtol=1e-6)
     else:
-        np.testing.assert_allclose(epistemic, pred.epistemic[1].sqrt().mean(0), rtol=1e-6)
-        np.testing.assert_allclose(aleatoric, 1.0, rtol=1e-6)
-    of_maps = plots.uncertainty_map(image[1], vi.imaging.Maps.of(pred, 1))
+        np.testing.assert_allclose(whole, pred.variance[1].mean(0).sqrt(), rtol=1e-6)
+        np.testing.assert_allclose(epistemic, pred.epistemic[1].mean(0).sqrt(), rtol=1e-6)
+    of_maps = plots.uncertainty_map(image[1], vi.imaging.Maps.each(pred)[1])
     for one, other in zip(axes, of_maps, strict=True):
         np.testing.assert_allclose(one.images[0].get_array(), other.images[0].get_array(), rtol=1e-6)
         assert one.get_title() == other.get_title()
-    with pytest.raises(ValueError, match="three axes"):
+    with pytest.raises(ValueError, match="draws 3 pictures here"):
         plots.uncertainty_map(image, pred, ax=axes[:2])
-    with pytest.raises(ValueError, match="per pixel"):
+    with pytest.raises(ValueError, match="a prediction for every pixel"):
         plots.uncertainty_map(image, regression())
+    flat = Predictive(outputs[:, :, 0], torch.full((8,), 1 / 8), lk.Bernoulli())  # [B, H, W] has no channels
+    with pytest.raises(ValueError, match=r"predictions \[B, channels, H, W\]"):
+        plots.uncertainty_map(image, flat)
 
 
 def test_matplotlib_missing_is_said(monkeypatch):
@@ -119,26 +122,26 @@ def volume_predictive():
 
 def test_uncertainty_map_of_a_volume_shows_three_planes():
     image, pred = volume_predictive()
+    image[1, 0, 0, 0, 0], image[1, 0, 0, 0, 1] = 0.0, 1.0  # its darkest and lightest
     axes = plots.uncertainty_map(image, pred, index=1, at=(1, 2, 3))
     assert len(axes) == 9
+    maps = (image[1, 0], pred.entropy[1], pred.mutual_information[1])
     shown = [np.asarray(ax.images[0].get_array()) for ax in axes]
-    maps = (image[1, 0], pred.mutual_information[1], pred.expected_entropy[1])
     for column, values in enumerate(maps):
         for axis, plane in enumerate((values[1], values[:, 2], values[:, :, 3])):
             np.testing.assert_allclose(shown[3 * axis + column], plane.T.flip(0), rtol=1e-5, atol=1e-7)
     assert axes[3].get_title() == "input, y = 2"
     assert axes[1].images[0].get_clim() == axes[4].images[0].get_clim()  # one scale for the three
-    maps = vi.imaging.Maps.of(pred, 1)
+    maps = vi.imaging.Maps.each(pred)[1]
     again = plots.uncertainty_map(image[1], maps, at=(1, 2, 3), ax=axes)
     assert again is axes
     where = plots.uncertainty_map(image[1], maps)[0].get_title()
     assert where.startswith("input, x = ")
-    for wrong, message in (((6, 0, 0), "a voxel of the volume's"), ((0, 0), "a voxel of the volume's")):
-        with pytest.raises(ValueError, match=message):
-            plots.uncertainty_map(image[1], maps, at=wrong)
-    with pytest.raises(ValueError, match="nine axes, got 3"):
+    with pytest.raises(IndexError, match="out of range"):
+        plots.uncertainty_map(image[1], maps, at=(6, 0, 0))
+    with pytest.raises(ValueError, match=r"draws 9 pictures here.*got 3"):
         plots.uncertainty_map(image, pred, ax=axes[:3])
-    with pytest.raises(ValueError, match=r"of \(6, 7, 5\) voxels, got"):
+    with pytest.raises(ValueError, match=r"have \(6, 7, 5\) voxels, the image"):
         plots.uncertainty_map(image[1, :, :5], maps)
 
 
@@ -151,10 +154,9 @@ def test_referral_curve_of_labels_and_of_cases():
     with pytest.raises(ValueError, match="for class labels"):
         plots.referral_curve(number_metrics())
     _, pred = volume_predictive()
-    cases = [(vi.imaging.Maps.of(pred, i), pred.mean[i].argmax(0)) for i in range(2)]
-    found = vi.imaging.structures_of(cases, ["liver", "spleen"])
+    found = vi.imaging.by_structure([(pred, pred.mean.argmax(1))], ["liver", "spleen"])
     _, own = plt.subplots()
-    assert plots.referral_curve(found, own, by="entropy") is own
+    assert plots.referral_curve(found, own) is own
     assert own.lines[0].get_ydata().tolist() == [1.0, 1.0]
     ax = plots.reliability_diagram(found)
     np.testing.assert_allclose(ax.lines[1].get_xdata(), found.reliability[0].confidence)

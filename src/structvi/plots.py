@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical
 
-from .imaging.maps import AXES, PLANES, Maps, check_voxel, most_uncertain, planes
-from .imaging.structures import By, StructureMetrics
+from .imaging.maps import Maps, most_uncertain
+from .imaging.structures import StructureMetrics
 from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 
@@ -113,15 +112,12 @@ def _confidence(metrics: Metrics, ax: "Axes") -> None:
     ax.set_ylabel("frequency of being right")
 
 
-def referral_curve(
-    metrics: Metrics | StructureMetrics, ax: "Axes | None" = None, *, by: By = "expected_dice"
-) -> "Axes":
+def referral_curve(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None) -> "Axes":
     """What is gained on the rest by handing the most uncertain cases to a human, against the share that is handed over.
 
     Args:
         metrics: of `evaluate`, with class labels: accuracy; or of `imaging.by_structure`: mean Dice of the cases.
         ax: where to draw; a new figure by default.
-        by: of results by structure, which uncertainty ranks the cases.
 
     Example:
         >>> import torch
@@ -132,7 +128,7 @@ def referral_curve(
         'accuracy on the rest'
     """
     if isinstance(metrics, StructureMetrics):
-        found, what, words = metrics.referral(by), "mean Dice of the rest", f"by {by.replace('_', ' ')}"
+        found, what, words = metrics.referral(), "mean Dice of the rest", "lowest expected Dice first"
         share, kept = found.share.numpy(), found.dice.numpy()
     else:
         _check_metrics("referral_curve", metrics)
@@ -157,7 +153,7 @@ def dice_by_structure(metrics: StructureMetrics, ax: "Axes | None" = None) -> "A
     """Dice of every case, structure by structure, beside what the posterior expected of it.
 
     Args:
-        metrics: of `imaging.by_structure` or `imaging.structures_of`.
+        metrics: of `imaging.by_structure`.
         ax: where to draw; a new figure by default.
     """
     if not isinstance(metrics, StructureMetrics):
@@ -209,10 +205,11 @@ def uncertainty_map(
     *,
     at: Sequence[int] | None = None,
 ) -> "Sequence[Axes]":
-    """An image beside its epistemic and aleatoric uncertainty, pixel by pixel, each on a colour scale from 0.
+    """Draw an image beside its uncertainty and the epistemic part, pixel by pixel, each on a colour scale from 0.
 
-    For labels these are mutual information and expected entropy in nats, for numbers standard deviations. Of a volume
-    three planes through one voxel, a row for each; `imaging.write_page` makes a page with sliders.
+    For labels these are predictive entropy and mutual information in nats, for numbers standard deviations. The
+    entropy finds wrong pixels best. Of a volume three planes through one voxel are drawn, a row for each;
+    `imaging.write_page` makes a page with sliders.
 
     Args:
         image: the inputs, [B, H, W] or [B, channels, H, W]; of three or more channels the first three are colours. Of
@@ -220,7 +217,7 @@ def uncertainty_map(
         predictive: of these inputs, per pixel; or the maps of one image [channels, ..], of `imaging.predict_maps`.
         index: which of the B.
         ax: three axes, of a volume nine; a new figure by default.
-        at: the voxel (x, y, z) where a volume is cut; by default where it is most uncertain, epistemically.
+        at: the voxel (x, y, z) where a volume is cut; by default the most uncertain.
 
     Example:
         >>> import torch
@@ -229,71 +226,48 @@ def uncertainty_map(
         >>> len(uncertainty_map(torch.rand(1, 1, 6, 6), pred))
         3
     """
-    if isinstance(predictive, Maps):
-        if len(predictive.shape) == 3:
-            return _volume_map(image, predictive, at, ax)
-        picture, labels, maps = image, predictive.unit == "nats", (predictive.epistemic, predictive.aleatoric)
-    elif image.ndim == 5:
-        return _volume_map(image[index], Maps.of(predictive, index), at, ax)
-    else:
-        picture, labels = image[index], isinstance(predictive.components, Categorical | Bernoulli)
-        maps = (predictive.epistemic.sqrt(), predictive.aleatoric.sqrt())
-        if labels:
-            maps = (predictive.mutual_information, predictive.expected_entropy)
-        maps = tuple(values[index] for values in maps)
-    titles = ("epistemic: std", "aleatoric: std")
-    if labels:
-        titles = ("epistemic: mutual information", "aleatoric: expected entropy")
-    epistemic, aleatoric = (_plane(values).numpy() for values in maps)
-    if ax is None:
-        _, axes = _pyplot().subplots(1, 3, figsize=(10, 3.4), layout="constrained")
-        ax = list(axes)
-    if len(ax) != 3:
-        raise ValueError(f"uncertainty_map draws three pictures: give three axes, got {len(ax)}")
-    picture = picture.detach().cpu().float()
-    picture = picture.movedim(0, -1)[..., :3] if picture.ndim == 3 and picture.shape[0] >= 3 else _plane(picture)
-    low, high = picture.min(), picture.max()
-    ax[0].imshow(((picture - low) / (high - low).clamp(min=1e-12)).numpy(), cmap="gray", interpolation="nearest")
-    ax[0].set_title("input", fontsize=10)
-    for one, values, title in zip(ax[1:], (epistemic, aleatoric), titles, strict=True):
-        shown = one.imshow(
-            values, cmap="viridis", vmin=0, vmax=max(float(values.max()), 1e-12), interpolation="nearest"
+    if isinstance(predictive, Predictive):
+        image, predictive = image[index], Maps.each(predictive)[index]
+    maps = predictive.uncertainty, predictive.epistemic
+    words = ["input", "uncertainty: entropy", "epistemic: mutual information"]
+    if predictive.unit == "std":
+        words = ["input", "uncertainty: std", "epistemic: std"]
+    shape = predictive.shape
+    is_volume = len(shape) == 3
+    if len(shape) not in (2, 3) or (is_volume and (image.ndim != 4 or tuple(image.shape[1:]) != shape)):
+        raise ValueError(
+            "uncertainty_map needs predictions [B, channels, H, W] of images, or [B, channels, x, y, z] of volumes "
+            f"[B, channels, x, y, z]; the maps have {shape} voxels, the image {tuple(image.shape)}"
         )
-        one.figure.colorbar(shown, ax=one, shrink=0.8, pad=0.02)
-        one.set_title(title, fontsize=10)
-    for one in ax:
-        one.set_xticks([])
-        one.set_yticks([])
-    return ax
-
-
-def _volume_map(volume: Tensor, maps: Maps, at: Sequence[int] | None, ax: "Sequence[Axes] | None") -> "Sequence[Axes]":
-    """Rows: cut at x, y and z; columns: the input, epistemic, aleatoric."""
-    if volume.ndim != 4 or tuple(volume.shape[1:]) != maps.shape:
-        raise ValueError(f"expected a volume [channels, x, y, z] of {maps.shape} voxels, got {tuple(volume.shape)}")
-    at = most_uncertain(maps.epistemic) if at is None else at
-    check_voxel(at, maps.shape)
+    rows = 3 if is_volume else 1
     if ax is None:
-        _, axes = _pyplot().subplots(3, 3, figsize=(9.5, 9), layout="constrained")
+        _, axes = _pyplot().subplots(rows, 3, figsize=(9.5, 3.1 * rows), layout="constrained", squeeze=False)
         ax = list(axes.flat)
-    if len(ax) != 9:
-        raise ValueError(f"uncertainty_map of a volume draws nine pictures: give nine axes, got {len(ax)}")
-    picture = volume[0].detach().cpu().float()
-    for column, (values, words) in enumerate(
-        ((picture, "input"), (maps.epistemic, "epistemic"), (maps.aleatoric, "aleatoric"))
-    ):
-        low, high = (float(values.min()), float(values.max())) if column == 0 else (0.0, float(values.max()))
-        for axis, plane in enumerate(planes(values, at)):
-            one = ax[3 * axis + column]
+    if len(ax) != 3 * rows:
+        raise ValueError(f"uncertainty_map draws {3 * rows} pictures here: give as many axes, got {len(ax)}")
+    image = image.detach().cpu().float()
+    if image.ndim > 2:  # [channels, ..]
+        image = image[0] if is_volume else image.movedim(0, -1)[..., :3] if len(image) >= 3 else image.mean(0)
+    low, high = image.min(), image.max()
+    image = (image - low) / (high - low).clamp(min=1e-12)
+    lines = [(image, *maps)]
+    if is_volume:
+        at = most_uncertain(predictive.uncertainty) if at is None else at
+        lines = [[values.select(axis, at[axis]).T.flip(0) for values in lines[0]] for axis in range(3)]
+    for row, (line, letters) in enumerate(zip(lines, ("xyz", "yxz", "zxy"), strict=False)):
+        for column, (values, word) in enumerate(zip(line, words, strict=True)):
+            one, most = ax[3 * row + column], max(float(maps[column - 1].max()), 1e-12) if column else 1.0
             shown = one.imshow(
-                plane.numpy(), cmap="viridis" if column else "gray", vmin=low, vmax=max(high, low + 1e-12),
-                interpolation="nearest",
-            )  # fmt: skip
-            right, up = (AXES[i] for i in PLANES[axis])
-            one.set(xticks=[], yticks=[], xlabel=f"{right} →", ylabel=f"{up} ↑")
-            one.set_title(f"{words}, {AXES[axis]} = {at[axis]}", fontsize=10)
-            if column and axis == 0:
-                one.figure.colorbar(shown, ax=one, shrink=0.8, pad=0.02, label=maps.unit)
+                values.numpy(), cmap="viridis" if column else "gray", vmin=0, vmax=most, interpolation="nearest"
+            )
+            one.set(xticks=[], yticks=[])
+            one.set_title(word, fontsize=10)
+            if at is not None and is_volume:
+                cut, right, up = letters
+                one.set(xlabel=f"{right} →", ylabel=f"{up} ↑")
+                one.set_title(f"{word}, {cut} = {at[row]}", fontsize=10)
+            if column and row == 0:
+                one.figure.colorbar(shown, ax=one, shrink=0.8, pad=0.02)
     return ax
 
 
@@ -336,13 +310,3 @@ def _column(what: str, values: Tensor, count: int) -> Tensor:
             f"got {tuple(values.shape)}"
         )
     return values.detach().cpu().double().reshape(-1)
-
-
-def _plane(values: Tensor) -> Tensor:
-    """[H, W], from [H, W] or [channels, H, W] by the mean over channels."""
-    values = values.detach().cpu().float()
-    if values.ndim not in (2, 3):
-        raise ValueError(
-            f"uncertainty_map needs one value per pixel, [H, W] or [channels, H, W], got {tuple(values.shape)}"
-        )
-    return values if values.ndim == 2 else values.mean(0)

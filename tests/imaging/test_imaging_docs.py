@@ -63,7 +63,8 @@ def test_the_page_runs_as_written(tmp_path, monkeypatch):
             assert (names["epistemic"] >= 0).all()  # every voxel was reached
             names["volume"] = volume  # the page goes on with its own
     assert sorted(path.name for path in Path("out").iterdir()) == [
-        "scan.html", "scan_aleatoric.nii.gz", "scan_epistemic.nii.gz", "scan_label.nii.gz", "scan_probability.nii.gz"
+        "scan.html", "scan_aleatoric.nii.gz", "scan_epistemic.nii.gz", "scan_label.nii.gz", "scan_probability.nii.gz",
+        "scan_uncertainty.nii.gz",
     ]  # fmt: skip
     assert Path("case.html").exists()
     assert names["pred"].mutual_information.shape == (3, *SHAPE)

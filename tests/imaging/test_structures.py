@@ -20,7 +20,7 @@ def probabilities(n=3, C=3, side=5, seed=0):
 
 def found_of(p, t, **options):
     zeros = torch.zeros(p.shape[2:])
-    return imaging.structures_of(
+    return imaging.by_structure(
         [(Maps(a.float(), zeros, zeros, "classes"), b) for a, b in zip(p, t, strict=True)], **options
     )
 
@@ -75,11 +75,8 @@ def test_a_structure_that_is_neither_there_nor_found_does_not_count():
 
 
 def made(dice, expected):
-    n = len(dice)
-    return StructureMetrics(
-        ("a",), torch.tensor(dice).unsqueeze(1), torch.tensor(expected).unsqueeze(1), torch.zeros(n, 1), torch.zeros(1),
-        torch.zeros(1), (), entropy=torch.tensor([float(n - i) for i in range(n)]), mutual_information=torch.zeros(n),
-    )  # fmt: skip
+    columns = (torch.tensor(values).unsqueeze(1) for values in (dice, expected, [0.0] * len(dice)))
+    return StructureMetrics(("a",), *columns, torch.zeros(1), torch.zeros(1), ())
 
 
 def test_referral_hands_over_the_most_uncertain_first():
@@ -88,10 +85,6 @@ def test_referral_hands_over_the_most_uncertain_first():
     assert curve.share.tolist() == pytest.approx([0.0, 0.25, 0.5, 0.75])
     assert curve.dice.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.7])
     assert curve.ideal.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.9])
-    by_entropy = found.referral("entropy")  # it falls from the first to the last
-    assert by_entropy.dice.tolist() == pytest.approx([0.6, 0.5, 0.5, 0.3])
-    with pytest.raises(ValueError, match="by must be expected_dice"):
-        found.referral("variance")
 
 
 def posterior(likelihood=None, channels=3):
@@ -100,41 +93,41 @@ def posterior(likelihood=None, channels=3):
     return vi.variationalize(net, likelihood or lk.Categorical(), vi.MeanField(initial_scale=0.5), num_data=9)
 
 
-def test_of_a_posterior_on_a_loader_is_that_of_its_maps():
+def test_of_batches_is_that_of_the_maps_of_each_case():
     bayes, x = posterior(), torch.randn(5, 1, 6, 7)
     t = torch.randint(3, (5, 6, 7))
+    batches = [(x[:2], t[:2]), (x[2:], t[2:])]
     found = imaging.by_structure(
-        bayes, [(x[:2], t[:2]), (x[2:], t[2:])], draws=20, generator=torch.Generator().manual_seed(1)
+        (bayes.predict(one, 20, generator=torch.Generator().manual_seed(1)), labels) for one, labels in batches
     )
     maps = [imaging.predict_maps(bayes, one, draws=20, generator=torch.Generator().manual_seed(1)) for one in x]
-    other = imaging.structures_of(zip(maps, t, strict=True))
-    for name in ("dice", "expected_dice", "volume", "ece", "missed", "entropy", "mutual_information"):
+    other = imaging.by_structure(zip(maps, t, strict=True))
+    for name in ("dice", "expected_dice", "volume", "ece", "missed"):
         torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=1e-5, atol=1e-6)
 
 
 def test_voxels_without_a_label_are_left_out():
     bayes, x = posterior(lk.Categorical(ignore_index=255)), torch.randn(2, 1, 6, 7)
     t = torch.randint(3, (2, 6, 7))
-    whole = imaging.by_structure(bayes, [(x, t)], generator=torch.Generator().manual_seed(1))
+    pred = bayes.predict(x, 16)
+    whole = imaging.by_structure([(pred, t)])
     masked = t.clone()
     masked[:, 3:] = 255
-    found = imaging.by_structure(bayes, [(x, masked)], generator=torch.Generator().manual_seed(1))
-    same = imaging.by_structure(bayes, [(x, (t, masked != 255))], generator=torch.Generator().manual_seed(1))
+    found, same = (imaging.by_structure([(pred, target)]) for target in (masked, (t, masked != 255)))
     assert not torch.equal(whole.dice, found.dice)
-    torch.testing.assert_close(found.dice, same.dice)
-    torch.testing.assert_close(found.entropy, same.entropy)
+    for name in ("dice", "expected_dice", "ece", "missed"):
+        torch.testing.assert_close(getattr(found, name), getattr(same, name))
 
 
 def test_binary_channels_are_structures_of_their_own():
-    bayes, x = posterior(lk.Bernoulli(), 2), torch.randn(3, 1, 6, 7)
+    pred = posterior(lk.Bernoulli(), 2).predict(torch.randn(3, 1, 6, 7), 16)
     t = torch.randint(2, (3, 2, 6, 7)).float()
-    found = imaging.by_structure(bayes, [(x, t)], ["lesion", "vessel"], generator=torch.Generator().manual_seed(1))
-    p = bayes.predict(x, 16, generator=torch.Generator().manual_seed(1)).mean
-    a, b = p[0, 1] > 0.5, t[0, 1] == 1
+    found = imaging.by_structure([(pred, t)], ["lesion", "vessel"])
+    a, b = pred.mean[0, 1] > 0.5, t[0, 1] == 1
     assert found.dice[0, 1] == pytest.approx((2 * (a & b).sum() / (a.sum() + b.sum())).item())
-    one = imaging.predict_maps(posterior(lk.Bernoulli(), 1), x[0], draws=2)
+    one = imaging.predict_maps(posterior(lk.Bernoulli(), 1), torch.randn(1, 6, 7), draws=2)
     assert one.label.shape == one.shape == (6, 7)
-    with_channel, without = (imaging.structures_of([(one, label)]) for label in (t[0, :1], t[0, 0]))
+    with_channel, without = (imaging.by_structure([(one, label)]) for label in (t[0, :1], t[0, 0]))
     assert torch.equal(with_channel.dice, without.dice)
     assert without.names == ("channel 0",)
 
@@ -144,21 +137,35 @@ def test_labels_with_a_channel_axis_are_those_without():
     assert torch.equal(found_of(p, t.unsqueeze(1).float()).dice, found_of(p, t).dice)
 
 
+def test_entropy_is_the_uncertainty_of_a_map():
+    pred = posterior().predict(torch.randn(2, 1, 6, 7), 16)
+    maps = imaging.Maps.each(pred)[1]
+    torch.testing.assert_close(maps.uncertainty, pred.entropy[1])
+    pred = posterior(lk.Gaussian(0.3)).predict(torch.randn(2, 1, 6, 7), 16)
+    maps = imaging.Maps.each(pred)[1]
+    torch.testing.assert_close(maps.uncertainty, pred.variance[1].mean(0).sqrt())
+
+
 def test_what_is_refused():
-    bayes = posterior()
     x, t = torch.randn(2, 1, 6, 7), torch.randint(3, (2, 6, 7))
+    pred = posterior().predict(x, 4)
     with pytest.raises(ValueError, match=r"3 names for 2 structures.*background \(0\)"):
-        imaging.by_structure(bayes, [(x, t)], ["a", "b", "c"])
-    assert imaging.by_structure(bayes, [(x, t)], ["a", "b", "c"], background=None).dice.shape == (2, 3)
+        imaging.by_structure([(pred, t)], ["a", "b", "c"])
+    assert imaging.by_structure([(pred, t)], ["a", "b", "c"], background=None).dice.shape == (2, 3)
     with pytest.raises(ValueError, match="no case to evaluate"):
-        imaging.by_structure(bayes, [])
-    with pytest.raises(TypeError, match="labels of pixels"):
-        imaging.by_structure(posterior(lk.Gaussian(1.0)), [(x, torch.zeros(2, 3, 6, 7))])
-    numbers = imaging.predict_maps(posterior(lk.Gaussian(1.0)), x[0], draws=2)
-    assert (numbers.unit, numbers.mean.shape) == ("std", (3, 6, 7))
-    with pytest.raises(TypeError, match="of numbers"):
-        imaging.structures_of([(numbers, t[0])])
+        imaging.by_structure([])
+    numbers = posterior(lk.Gaussian(1.0)).predict(x, 4)
+    maps = imaging.Maps.each(numbers)[0]
+    assert (maps.unit, maps.mean.shape) == ("std", (3, 6, 7))
+    for one, target in ((numbers, torch.zeros(2, 3, 6, 7)), (maps, t[0])):
+        with pytest.raises(TypeError, match="of numbers"):
+            imaging.by_structure([(one, target)])
     with pytest.raises(TypeError, match="have no label"):
-        _ = numbers.label
-    with pytest.raises(ValueError, match="differ in shape"):
-        imaging.structures_of([(imaging.predict_maps(bayes, x[0], draws=2), t[0, :3])])
+        _ = maps.label
+    for one, target in ((pred, t[:, :3]), (imaging.Maps.each(pred)[0], t[0, :3])):
+        with pytest.raises(ValueError, match="differ in shape"):
+            imaging.by_structure([(one, target)])
+    with pytest.raises(ValueError, match="a prediction for every pixel"):
+        imaging.by_structure(
+            [(vi.variationalize(nn.Linear(2, 3), lk.Categorical(), num_data=9).predict(x[:, 0, 0, :2]), t)]
+        )

@@ -62,9 +62,9 @@ def data_of(text):
 def test_it_holds_the_maps_in_256_steps(page):
     data, (_, maps) = data_of(page), case()
     layers = {layer["name"]: layer for layer in data["layers"]}
-    assert list(layers) == ["input", "label", "annotation", "epistemic", "aleatoric"]
+    assert list(layers) == ["input", "label", "annotation", "uncertainty", "epistemic", "aleatoric"]
     assert data["start"] == [5, 6, 7]  # the middle of what is uncertain
-    for name in ("epistemic", "aleatoric"):
+    for name in ("uncertainty", "epistemic", "aleatoric"):
         values = np.frombuffer(zlib.decompress(b64decode(layers[name]["data"])), np.uint8).reshape(maps.shape)
         expected = getattr(maps, name)
         np.testing.assert_allclose(values / 255 * layers[name]["high"], expected, atol=layers[name]["high"] / 500)
@@ -90,8 +90,10 @@ def test_long_sides_are_thinned_out(tmp_path):
 
 def test_other_shapes_are_refused(tmp_path):
     volume, maps = case()
-    with pytest.raises(ValueError, match=r"expected a volume .* \(20, 16, 12\), got \(1, 20, 16, 6\)"):
+    with pytest.raises(ValueError, match=r"expected a volume .* \(20, 16, 12\), got \[\(1, 20, 16, 6\)\]"):
         imaging.write_page(tmp_path / "a.html", volume[..., :6], maps)
+    with pytest.raises(ValueError, match=r"got \[\(1, 20, 16, 12\), \(20, 16, 6\)\]"):
+        imaging.write_page(tmp_path / "a.html", volume, maps, truth=maps.label[..., :6])
     flat = Maps(torch.ones(1, 4, 4), torch.zeros(4, 4), torch.zeros(4, 4), "numbers")
     with pytest.raises(ValueError, match="expected a volume"):
         imaging.write_page(tmp_path / "a.html", torch.zeros(1, 4, 4), flat)

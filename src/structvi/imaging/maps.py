@@ -1,4 +1,4 @@
-"""What a posterior says of every pixel or voxel of one image: mean, and both kinds of uncertainty."""
+"""Maps of one image or volume: the predicted mean, its uncertainty, and the two parts of that."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +17,21 @@ if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
     from ..posterior import Posterior
 
-#: axis that is cut → axes to the right and upwards
-PLANES = ((1, 2), (0, 2), (0, 1))
-AXES = "xyz"
-
 
 @dataclass(frozen=True)
 class Maps:
-    """Of one image or volume, on the CPU, in float32.
+    """Predictions for every pixel of one image, or every voxel of one volume, on the CPU in float32.
 
     Args:
         mean: class probabilities [C, ..]; with `Bernoulli` the probability of 1, of numbers the mean, [channels, ..].
         epistemic: [..]; of labels the mutual information in nats, of numbers a standard deviation.
         aleatoric: [..]; of labels the expected entropy in nats, of numbers a standard deviation.
-        kind: "classes", "binary" or "numbers": what `mean` is.
+        kind: "classes", "binary" or "numbers": the meaning of `mean`.
 
     Example:
         >>> from structvi import likelihoods
         >>> pred = Predictive(torch.randn(8, 1, 3, 6, 6, 6), torch.full((8,), 1 / 8), likelihoods.Categorical())
-        >>> maps = Maps.of(pred)
+        >>> maps = Maps.each(pred)[0]
         >>> maps.label.shape, maps.mean.shape, maps.unit
         (torch.Size([6, 6, 6]), torch.Size([3, 6, 6, 6]), 'nats')
     """
@@ -46,27 +42,34 @@ class Maps:
     kind: str
 
     @classmethod
-    def of(cls, predictive: Predictive, index: int = 0) -> "Maps":
-        """Return the maps of one row of a predictive whose outputs are [S, B, channels, ..]."""
-        return cls.each(predictive)[index]
-
-    @classmethod
     def each(cls, predictive: Predictive) -> "list[Maps]":
-        """Return the maps of every row; over channels uncertainty is averaged."""
+        """Return the maps of every row of a predictive with outputs [S, B, channels, ..], averaged over channels."""
         d = predictive.components
         kind = "classes" if isinstance(d, Categorical) else "binary" if isinstance(d, Bernoulli) else "numbers"
         if kind == "numbers":
-            both = predictive.epistemic.sqrt(), predictive.aleatoric.sqrt()
+            parts = predictive.epistemic, predictive.aleatoric
         else:
-            both = predictive.mutual_information, predictive.expected_entropy
-        mean, epistemic, aleatoric = (part.detach().cpu().float() for part in (predictive.mean, *both))
+            parts = predictive.mutual_information, predictive.expected_entropy
+        mean, *parts = (part.detach().cpu().float() for part in (predictive.mean, *parts))
         if mean.ndim < 3:
             raise ValueError(
                 f"maps are of images, a prediction for every pixel: got a mean of shape {tuple(mean.shape[1:])}"
             )
         if kind != "classes":  # [B, channels, ..], as the mean
-            epistemic, aleatoric = epistemic.mean(1), aleatoric.mean(1)
-        return [cls(*parts, kind) for parts in zip(mean, epistemic, aleatoric, strict=True)]
+            parts = [part.mean(1) for part in parts]
+        if kind == "numbers":
+            parts = [part.sqrt() for part in parts]
+        return [Maps(*row, kind) for row in zip(mean, parts[0], parts[1], strict=True)]
+
+    @property
+    def uncertainty(self) -> Tensor:
+        """Both parts together, [..]: the predictive entropy of labels, the standard deviation of numbers.
+
+        The entropy finds wrong labels better than its epistemic part alone.
+        """
+        if self.kind == "numbers":
+            return (self.epistemic.square() + self.aleatoric.square()).sqrt()
+        return self.epistemic + self.aleatoric
 
     @property
     def label(self) -> Tensor:
@@ -80,7 +83,7 @@ class Maps:
 
     @property
     def unit(self) -> str:
-        """Of both uncertainties."""
+        """The unit of the uncertainties."""
         return "std" if self.kind == "numbers" else "nats"
 
     @property
@@ -89,11 +92,9 @@ class Maps:
         return tuple(self.epistemic.shape)
 
     def named(self) -> dict[str, Tensor]:
-        """Every map that can be looked at or written, by name."""
-        found = {"epistemic": self.epistemic, "aleatoric": self.aleatoric}
-        if self.kind == "numbers":
-            return {"mean": self.mean, **found}
-        return {"label": self.label, "probability": self.mean, **found}
+        """Return every map that can be looked at or written, by name."""
+        mean = {"mean": self.mean} if self.kind == "numbers" else {"label": self.label, "probability": self.mean}
+        return mean | {"uncertainty": self.uncertainty, "epistemic": self.epistemic, "aleatoric": self.aleatoric}
 
 
 def predict_maps(
@@ -106,14 +107,14 @@ def predict_maps(
     pad: bool = True,
     **options: Any,
 ) -> Maps:
-    """The maps of one volume, tile by tile: only they have its size, the draws are those of a tile.
+    """Return the maps of one volume, tile by tile: only the maps have its size, the draws have that of a tile.
 
     Args:
         posterior: of a network from [B, channels, ..] to outputs [B, .., ..] of the same spatial shape.
         volume: [channels, ..].
         tile, margin, pad: as in `predict_tiles`; without a tile the whole volume at once. With `pad` an axis
             shorter than a tile is padded by its border voxels, also for a network that could do without.
-        draws, **options: as in `predict_tiles`: coupling, chunk, generator and the others.
+        draws, **options: as in `predict_tiles`: reference, generator and the others.
 
     Example:
         >>> from torch import nn
@@ -126,7 +127,7 @@ def predict_maps(
     spatial = tuple(volume.shape[1:])
     whole: Maps | None = None
     for where, predictive in predict_tiles(posterior, volume, tile or spatial, margin, draws, pad=pad, **options):
-        part = Maps.of(predictive)
+        part = Maps.each(predictive)[0]
         if whole is None:
             whole = Maps(torch.zeros(len(part.mean), *spatial), torch.zeros(spatial), torch.zeros(spatial), part.kind)
         whole.mean[(slice(None), *where)] = part.mean
@@ -135,8 +136,8 @@ def predict_maps(
     return whole
 
 
-def most_uncertain(epistemic: Tensor) -> list[int]:
-    """The voxel of [x, y, z] around which the mean over a neighbourhood is largest: a single odd voxel is not.
+def most_uncertain(uncertainty: Tensor) -> list[int]:
+    """Return the voxel of [x, y, z] with the largest mean over its neighbourhood, which one odd voxel is not.
 
     Example:
         >>> import torch
@@ -145,21 +146,5 @@ def most_uncertain(epistemic: Tensor) -> list[int]:
         >>> most_uncertain(values)
         [2, 3, 4]
     """
-    blurred = avg_pool3d(epistemic[None, None].nan_to_num(0.0), 3, 1, 1)[0, 0]
+    blurred = avg_pool3d(uncertainty[None, None].nan_to_num(0.0), 3, 1, 1)[0, 0]
     return [int(i) for i in np.unravel_index(int(blurred.argmax()), tuple(blurred.shape))]
-
-
-def planes(values: Tensor, at: Sequence[int]) -> list[Tensor]:
-    """Those through a voxel, cut at x, y and z: rows from the top down, as `imshow` draws them.
-
-    Example:
-        >>> import torch
-        >>> [tuple(plane.shape) for plane in planes(torch.zeros(5, 6, 7), (0, 0, 0))]
-        [(7, 6), (7, 5), (6, 5)]
-    """
-    return [values.select(axis, at[axis]).T.flip(0) for axis in range(3)]
-
-
-def check_voxel(at: Sequence[int], shape: Sequence[int]) -> None:
-    if len(at) != 3 or any(not 0 <= i < length for i, length in zip(at, shape, strict=True)):
-        raise ValueError(f"at must be a voxel of the volume's {tuple(shape)}, got {tuple(at)}")

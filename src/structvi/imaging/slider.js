@@ -106,7 +106,7 @@ function clicked(event, axis) {
 async function start() {
   for (const layer of page.layers) layer.voxels = await unpack(layer.data);
   page.layers.forEach((layer, i) => get("layer").add(new Option(i ? layer.name : "nothing", i)));
-  get("layer").value = page.layers.findIndex(layer => layer.name === "epistemic");
+  get("layer").value = page.layers.findIndex(layer => layer.name === "uncertainty");
   sides.forEach((length, axis) => {
     const slide = get("slide" + axis);
     slide.max = length - 1;
