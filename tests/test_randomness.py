@@ -14,7 +14,6 @@ from torch import nn
 
 import structvi as vi
 from structvi import likelihoods as lk
-from structvi.imaging import by_structure
 from structvi.integrations.export import export_predictive
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -132,9 +131,6 @@ DRAWS = {
     "evaluate mixture": lambda g: torch.tensor(mixture().evaluate(DATA, 4, generator=g).nlpd),
     "ood_auroc": lambda g: torch.tensor(
         vi.metrics.ood_auroc(posterior(), DATA, [(3 * X, X[:, :1])], score="variance", draws=4, generator=g)
-    ),
-    "by_structure": lambda g: (
-        by_structure(pixels(), [(X.reshape(2, 1, 3, 4), (X.reshape(2, 3, 4) > 0).long())], draws=2, generator=g).entropy
     ),
     "elbo": lambda g: vi.elbo(wide(), TARGET, generator=g),
     "elbo posterior": lambda g: torch.tensor(posterior().elbo(DATA, groups=2, generator=g).value),
