@@ -134,8 +134,8 @@ class Step:
         self.moves_on_device = fused and generator.device.type == "cuda" and self.ranks.size == 1
         #: why the step is not captured; None where it is, or will be
         self.reason = self._reason_against(capture)
-        #: whether the network draws random numbers; found out at the first batch, but ranks do the same
-        self.random: bool | None = True if posterior.dropout == "on" or self.ranks.size > 1 else None
+        #: whether the network draws random numbers; found out at the first batch, by all ranks together
+        self.random: bool | None = True if posterior.dropout == "on" else None
         self._modes = partial(is_in_training, dropout=posterior.dropout, batch_norm=posterior.batch_norm)
         self._graphs: dict[Hashable, CapturedStep] = {}
         check_spaces(posterior.family, posterior.model)
@@ -167,7 +167,7 @@ class Step:
         """
         stream = self.generator.get_state()
         if self.random is None:
-            self.random = may_draw(self.posterior, batches[0])
+            self.random = any(self.ranks.tell(may_draw(self.posterior, batches[0])))
         try:
             with self._borrowed():
                 graph = self._graph(batches, kl_weight)
