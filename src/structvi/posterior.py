@@ -154,8 +154,8 @@ class Posterior(nn.Module):
         """Refuse what this rank's rows alone cannot do."""
         if isinstance(self.family, Sharded):
             raise ValueError(
-                "this rank has only its rows of the posterior: ask what gather(posterior), called on all ranks, "
-                "returns; or write the rows with save_sharded(posterior, directory)"
+                "this rank has only its rows of the posterior: call gather(posterior) on all ranks, and use what it "
+                "returns"
             )
 
     @contextmanager

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 #: imported once, in the process from which all ranks are forked
 PRELOADED = [
-    "launching", "pytest", "structvi.distributed.sharding", "torch.distributed.checkpoint", "torch.distributed.tensor",
-    "torch.testing", "lightning_fabric",
+    "launching", "pytest", "structvi.distributed.sharding", "torch.testing", "lightning_fabric",
 ]  # fmt: skip
 
 

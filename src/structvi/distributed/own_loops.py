@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class LossModule(nn.Module):
     """`posterior.loss` as the forward of a module, for `DistributedDataParallel` and `Fabric.setup`.
 
-    Its parameters are what is learned, and not the network's own: those get no gradient, and DDP would wait for one.
-    Every rank needs a generator of the same seed, so that all draw the same weights, or of its own, for more draws.
+    The module has the parameters that are learned. It lacks those of the network, which get no gradient: DDP would wait
+    for one. Give all ranks generators of one seed for the same weights, or of different seeds for more draws.
 
     Args:
-        posterior: its `loss` is called with what the module is called with.
+        posterior: its `loss` gets the arguments of the module.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -46,16 +46,16 @@ class LossModule(nn.Module):
 
 
 def average_gradients(posterior: nn.Module, count: int | None = None) -> None:
-    """After `posterior.loss(..).backward()`: the gradient of the union of the ranks' batches, on every rank.
+    """Give every rank the gradient of the union of the ranks' batches, after `posterior.loss(..).backward()`.
 
         posterior.loss(batch, generator=generator).backward()
         average_gradients(posterior, len(target))
         optimizer.step()
 
     Args:
-        posterior: what was differentiated; its `.grad` are changed.
-        count: B_r, how many observations this rank's batch had, where ranks may have different numbers; None for the
-            plain mean, also right where ranks have the same batch and draws of their own.
+        posterior: its parameters' `.grad` are changed.
+        count: B_r, the observations in this rank's batch, if ranks may have different numbers. None for the plain mean,
+            which is also right for the same batch with different draws.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return

@@ -1,46 +1,35 @@
-"""A fit over the ranks of a `torch.distributed` process group: who reads what, and how gradients become one.
+"""A fit over the ranks of a `torch.distributed` process group: each reads its part, and gradients are summed.
 
-`posterior.fit` does all of it by itself under `torchrun`; for loops of your own see `own_loops`.
+`posterior.fit` does so under `torchrun`; `own_loops` is for loops of your own.
 """
 
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
+from torch.nn.utils import get_total_norm
 
 from ..families.family import Family
 from ..models.bayesian_model import observations, rows
 from ..objective import Estimate, NonFiniteError
+from ..util.interrupts import Interrupts
 from .collectives import LostRankError, all_gather, all_reduce, collective, from_rank_0, sum_gradients
 from .sharding import Sharded
+
+if TYPE_CHECKING:
+    from ..train.data import Batches
 
 Parallel = Literal["auto", "data", "draws"] | None
 T = TypeVar("T")
 
-
-#: the group over gloo beside a default process group: it is made once, fit after fit
+#: the default process group, and the group over gloo beside it: made once, and used by every fit
 _control: tuple[Any, Any] | None = None
-
-
-class Splits(Protocol):
-    """What ranks ask of the data they read."""
-
-    @property
-    def splits(self) -> bool:
-        """Whether every batch can be split into parts."""
-        ...
-
-    def rows_of(self, index: int) -> tuple[int, int]:
-        """Observations of a batch of the epoch: this rank's, and all ranks'."""
-        ...
 
 
 class Taken(NamedTuple):
@@ -56,15 +45,14 @@ class Taken(NamedTuple):
 class Ranks:
     """The ranks of one fit; a fit in one process is a fit of one rank.
 
-    - "data": the same weights are drawn everywhere and each rank takes its part of every batch. What is computed is
-      the gradient of the union of the parts, Σ_r (B_r/B) g_r.
-    - "draws": each rank draws its own weights for the same batch: the mean over the ranks' gradients.
+    - "data": all ranks draw the same weights, and each takes its part of every batch. The gradient is that of the union
+      of the parts, Σ_r (B_r/B) g_r.
+    - "draws": each rank draws its own weights for the same batch. The gradient is the mean over the ranks.
 
-    Beside the group of the gradients there is one over gloo for what the ranks tell each other: it notices at once
-    where a rank is gone, and needs no accelerator to be waited for.
+    Ranks send messages over a group of their own, with gloo: it notices a lost rank at once, and needs no accelerator.
 
     Args:
-        parallel: "data", "draws", "auto" (data where there is a process group of more than one rank), or None.
+        parallel: "data", "draws", "auto" ("data" if there is a process group of more than one rank), or None.
         family: what is fitted; some of its tensors may be sharded.
 
     Example:
@@ -83,19 +71,22 @@ class Ranks:
                 "torch.distributed.init_process_group() before the fit"
             )
         self.rank, self.size, self.mode = 0, 1, None
-        #: the names of tensors of which each rank has its rows, see `structvi.distributed.sharding`
-        self.sharded: frozenset[str] = frozenset()
-        self.rows: Any = None
-        if isinstance(family, Sharded):
-            self.sharded = frozenset(f"family.{name}" for name in family.row_tensors)
-            self.rows = family.rows
+        self.family = family if isinstance(family, Sharded) else None
+        #: names of the tensors that are sharded: each rank has its rows
+        self.sharded = frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
         self._own: torch.Generator | None = None
-        #: whether this rank was asked to stop, and whether any was
-        self.interrupted, self.stopping = False, False
+        self._interrupts = Interrupts()
+        #: whether any rank was asked to stop
+        self.stopping = False
         if there and parallel is not None and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.mode = "data" if parallel == "auto" else parallel
             self.control = _control_group()
+        if self.family and self.mode != "data" and dist.get_world_size() > 1:
+            raise ValueError(
+                f"the ranks of a sharded posterior need each other for every draw: parallel={self.mode!r} does not go "
+                'with it, leave it at "auto"'
+            )
 
     @property
     def part(self) -> tuple[int, int]:
@@ -109,62 +100,60 @@ class Ranks:
             _control = None
             dist.destroy_process_group(self.control)
 
-    # -------------------------------------------------------------------------------------------------- the start
-
     def start(self, settings: Mapping[str, Any], learned: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
-        """All ranks must have been told the same; they start from the values of rank 0.
+        """Start all ranks from the values of rank 0; raise ValueError if their settings differ.
 
         Args:
             settings: by name, what must be the same everywhere.
-            learned: what the fit changes; rows that are each rank's own stay.
+            learned: what the fit changes; sharded rows stay.
             others: what else all ranks must have the same values of.
         """
-        if self.sharded and self.mode != "data" and dist.get_world_size() > 1:
-            raise ValueError(
-                f"the ranks of a sharded posterior need each other for every draw: parallel={self.mode!r} does not go "
-                'with it, leave it at "auto"'
-            )
         if self.size == 1:
             return
         common = {name: tensor for name, tensor in learned.items() if name not in self.sharded}
         shapes = {f"the shape of {name}": tuple(tensor.shape) for name, tensor in common.items()}
-        theirs = self.tell({**settings, "parallel": self.mode, **shapes})
+        first, *rest = self.tell({**settings, "parallel": self.mode, **shapes})
         differ = [
-            f"{key}: {theirs[0].get(key)!r} on rank 0, {one.get(key)!r} on rank {rank}"
-            for rank, one in enumerate(theirs)
-            for key in {**theirs[0], **one}
-            if one.get(key) != theirs[0].get(key)
+            f"{key}: {first.get(key)!r} on rank 0, {one.get(key)!r} on rank {rank}"
+            for rank, one in enumerate(rest, 1)
+            for key in {**first, **one}
+            if one.get(key) != first.get(key)
         ]
         if differ:
             raise ValueError(f"all ranks must fit the same posterior with the same options; {'; '.join(differ)}")
         from_rank_0([*common.values(), *others])
 
+    def tell(self, mine: T) -> list[T]:
+        """Return the values of all ranks."""
+        if self.size == 1:
+            return [mine]
+        theirs: list[Any] = [None] * self.size
+        collective(lambda: dist.all_gather_object(theirs, mine, self.control))
+        return theirs
+
     # --------------------------------------------------------------------------------------------------- one step
 
-    def take(self, iterator: Iterator[Any], count: int, batches: Splits, index: int) -> "Taken":
-        """The next `count` batches of this rank, with their rows and those of all ranks together.
+    def take(self, iterator: Iterator[Any], count: int, batches: "Batches", index: int) -> Taken:
+        """Return the next `count` batches of this rank, with their rows and those of all ranks together.
 
-        Where the loader's order is its own, each rank has a loader of its own: an epoch ends for all of them when one
+        If the loader has an order of its own, then each rank has its own loader: an epoch ends for all of them when one
         has no batch left.
         """
         batch = list(islice(iterator, count))
         if batches.splits:
             pairs = [batches.rows_of(index + i) for i in range(len(batch))]
-            return self._taken(batch, [own for own, _ in pairs], sum(whole for _, whole in pairs))
-        counts = [rows(one) for one in batch]
-        if self.size == 1:
-            return self._taken(batch, counts, sum(counts))
-        table = torch.tensor(self.tell(counts + [0] * (count - len(batch))))  # [ranks, count]
-        ready = int((table > 0).all(0).long().cumprod(0).sum())
-        union = table[0] if self.mode == "draws" else table.sum(0)
-        return self._taken(batch[:ready], counts[:ready], int(union[:ready].sum()))
-
-    def _taken(self, batch: list[Any], own: Sequence[int], whole: int) -> "Taken":
-        parts = 1 if self.mode != "draws" else self.size  # each draws for all of the batch
-        return Taken(batch, [count / parts for count in own], whole)
+            counts, whole = [own for own, _ in pairs], sum(union for _, union in pairs)
+        else:
+            counts = [rows(one) for one in batch]
+            table = torch.tensor(self.tell(counts + [0] * (count - len(batch))))  # [ranks, count]
+            ready = int((table > 0).all(0).long().cumprod(0).sum())
+            batch, counts, table = batch[:ready], counts[:ready], table[:, :ready]
+            whole = int(table[0].sum() if self.mode == "draws" else table.sum())
+        parts = self.size if self.mode == "draws" else 1  # each draws for the whole batch
+        return Taken(batch, [own / parts for own in counts], whole)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
-        """Where this rank's draws come from: the common stream, or one of its own that the common one seeds."""
+        """Return the source of this rank's draws: the common stream, or one of its own that the common one seeds."""
         if self.mode != "draws":
             return common
         if self._own is None:
@@ -172,98 +161,89 @@ class Ranks:
         seed = int(torch.randint(2**62, (), generator=common, device=common.device))
         return self._own.manual_seed((seed + 1_000_003 * self.rank) % 2**63)
 
-    def together(self) -> "_Together":
-        """What is not finite on one rank is so on all of them, and an error on one ends all: nobody waits for it."""
-        return _Together(self)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all ranks if something fails inside on one: nobody waits for it.
+
+        What is not finite on one is so on all of them; every other error ends them.
+        """
+        error = None
+        try:
+            yield
+        except LostRankError:
+            raise
+        except Exception as caught:  # the others must hear of it, whatever it is
+            error = caught
+        level = 0 if error is None else 1 if isinstance(error, NonFiniteError | LinAlgError) else 2
+        told = torch.tensor([level, self._interrupts.kept])
+        collective(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, self.control))
+        worst, self.stopping = int(told[0]), bool(told[1])
+        if worst == 0:
+            return
+        said = self.tell((level, f"{type(error).__name__}: {error}"))
+        if error is not None and level == 2:
+            raise error
+        rank, what = next((rank, what) for rank, (its, what) in enumerate(said) if its == worst)
+        if worst == 2:
+            raise LostRankError(f"rank {rank} failed, and the fit with it: {what}") from error
+        raise NonFiniteError(f"on rank {rank}: {what}") from error
 
     def reduce(self, named: Mapping[str, Tensor], values: Tensor) -> Tensor:
-        """Sum gradients over ranks, in place, and values of the groups of draws [.., groups], weighted by share.
+        """Sum gradients over ranks, in place; return the values of the groups of draws [.., groups].
 
         With "draws" the groups of all ranks stand side by side: their spread is the standard error of the mean. The
         gradients of sharded parameters are sums already.
         """
-        if self.size == 1:
-            return values
         sum_gradients([parameter for name, parameter in named.items() if name not in self.sharded])
-        if self.mode == "draws":
-            return torch.cat(all_gather(values * self.size), -1)
-        return all_reduce(values)
+        return torch.cat(all_gather(values * self.size), -1) if self.mode == "draws" else all_reduce(values)
 
-    def norm(self, named: Mapping[str, Tensor], norm: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:
-        """Of all gradients, by `norm` of those of some parameters: of what is sharded, over the rows of all ranks."""
-        own = [parameter for name, parameter in named.items() if name in self.sharded]
-        if not own:
-            return norm(named.values())
-        square = all_reduce(norm(own).square())
-        common = [p for name, p in named.items() if name not in self.sharded and p.grad is not None]
-        return (square + norm(common).square()).sqrt() if common else square.sqrt()
+    def norm(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm of all gradients, in float64; of what is sharded, over the rows of all ranks."""
+
+        def square(sharded: bool) -> Tensor:
+            own = [p.grad for name, p in named.items() if p.grad is not None and (name in self.sharded) == sharded]
+            return get_total_norm(own).double().square()
+
+        return (square(False) + (all_reduce(square(True)) if self.sharded else 0.0)).sqrt()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a first Ctrl-C on any rank ends the fit of all of them after the same step; a second acts at once."""
-        if self.size == 1 or threading.current_thread() is not threading.main_thread():
+        """Keep a first Ctrl-C on any rank, which ends the fit of all after the same step; a second acts at once."""
+        with Interrupts(waits=self.size > 1) as self._interrupts:
             yield
-            return
-        usual = signal.getsignal(signal.SIGINT)
-
-        def note(number: int, frame: Any) -> None:
-            if self.interrupted and callable(usual):
-                usual(number, frame)
-            self.interrupted = True
-
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, usual)
-
-    def stop_together(self) -> None:
-        """After a step: where a rank was interrupted before it, all end here."""
-        if self.stopping:
-            raise KeyboardInterrupt
+            self._interrupts.kept = False  # after the last step there is nothing left to stop
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, "part/name" or "part/name/moment": on rank 0 with the rows of all ranks, in memory
-        of the host."""
-        if self.size == 1 or not self.sharded:
-            return dict(tensors)
+        """Return the tensors of a checkpoint, "part/name" or "part/name/moment": on rank 0 with the rows of all ranks,
+        in the host's memory."""
         return {path: self._gathered(x) if self._is_cut(path, x) else x for path, x in tensors.items()}
 
     def own(self, path: str, tensor: Tensor) -> Tensor:
-        """This rank's rows of a tensor from a checkpoint."""
-        return tensor[self.rows.slice].clone() if self._is_cut(path, tensor) else tensor
+        """Return this rank's rows of a tensor from a checkpoint."""
+        return tensor[self.family.rows.slice].clone() if self.family and self._is_cut(path, tensor) else tensor
 
     def _is_cut(self, path: str, tensor: Tensor) -> bool:
-        return tensor.ndim > 0 and any(name in self.sharded for name in path.split("/"))
+        return self.size > 1 and tensor.ndim > 0 and not self.sharded.isdisjoint(path.split("/"))
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        mine = tensor.detach().cpu()
-        mine = torch.cat([mine, mine.new_zeros(self.rows.most - len(mine), *mine.shape[1:])])
+        assert self.family is not None
+        mine, cut = tensor.detach().cpu(), self.family.rows
+        mine = torch.cat([mine, mine.new_zeros(cut.most - len(mine), *mine.shape[1:])])
         theirs = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
         collective(lambda: dist.gather(mine, theirs, 0, self.control))  # pyright: ignore
-        return mine if theirs is None else torch.cat(theirs)[: self.rows.P]
+        return mine if theirs is None else torch.cat(theirs)[: cut.P]
 
     # ---------------------------------------------------------------------------------------------------- the end
 
     def pool(self, estimate: Estimate, count: int) -> Estimate:
-        """One estimate of those from each rank's data, on common draws, weighted by the number of observations."""
+        """Return one estimate for the data of all ranks, on common draws, from each rank's for `count` observations."""
         if self.size == 1:
             return estimate
         theirs = self.tell((estimate.per_group, max(1, count)))
-        total = sum(count for _, count in theirs)
-        per_group = sum(values * (count / total) for values, count in theirs)
-        assert isinstance(per_group, Tensor)
-        return Estimate.of(per_group, estimate.bound)
-
-    def tell(self, mine: T) -> list[T]:
-        """What every rank has to say, rank by rank."""
-        if self.size == 1:
-            return [mine]
-        theirs: list[Any] = [None] * self.size
-        collective(lambda: dist.all_gather_object(theirs, mine, self.control))
-        return theirs
+        per_group, counts = torch.stack([one for one, _ in theirs]), torch.tensor([count for _, count in theirs])
+        return Estimate.of((per_group * (counts / counts.sum()).unsqueeze(-1)).sum(0), estimate.bound)
 
 
 def _control_group() -> Any:
@@ -275,35 +255,6 @@ def _control_group() -> Any:
         collective(lambda: dist.barrier(group))  # pyright: ignore[reportArgumentType]
         _control = dist.group.WORLD, group
     return _control[1]
-
-
-class _Together:
-    """A block at whose end every rank tells the others whether it came through."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        ranks = self.ranks
-        silent = isinstance(error, LostRankError) or not (error is None or isinstance(error, Exception))
-        if ranks.size == 1 or silent:
-            return
-        harmless = isinstance(error, NonFiniteError | LinAlgError)
-        told = torch.tensor([0 if error is None else 1 if harmless else 2, ranks.interrupted])
-        collective(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, ranks.control))
-        level, ranks.stopping = int(told[0]), bool(told[1])
-        if level == 0:
-            return
-        said = ranks.tell((0, "") if error is None else (1 if harmless else 2, f"{type(error).__name__}: {error}"))
-        if error is not None and not harmless:
-            return  # it goes on as it is
-        rank, what = next((rank, what) for rank, (its, what) in enumerate(said) if its == level)
-        if level == 2:
-            raise LostRankError(f"rank {rank} failed, and the fit with it: {what}") from error
-        raise NonFiniteError(f"on rank {rank}: {what}") from error
 
 
 class Counted:

@@ -1,12 +1,9 @@
-"""Posteriors larger than one device: each rank holds its rows of mean, scales and factor, and the optimizer's of them.
+"""Posteriors larger than one device: each rank holds its rows of mean, scales and factor, and their moments.
 
-Of a step only the drawn weights [S, P], their gradients and sums of size K×K travel between ranks. The noise [S, P] is
-made whole on every rank from the common generator, and cut: draws are those of one process, for no more memory than
-the drawn weights take.
+In a step the drawn weights [S, P], their gradients and sums of size K×K travel between ranks. Every rank makes the
+whole noise [S, P] from the common generator, and takes its columns: draws are those of one process.
 """
 
-import os
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -45,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """Slices of the weights to all of them, [S, p] → [S, P]; back, each rank gets the sum over ranks of its slice."""
+    """Columns of all ranks, [S, p] → [S, P]; backward, the sum over ranks of this rank's columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
@@ -63,7 +60,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Σ over ranks, the same on all of them; back, the sum of what each of them has of its gradient."""
+    """Σ over ranks, the same on all of them; backward, the sum over ranks of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_summed: bool) -> Tensor:
@@ -89,7 +86,7 @@ def whole(x: Tensor, rows: Rows) -> Tensor:
 
 
 class ShardedDensity(Density):
-    """A diagonal plus low-rank Gaussian of whose rows this rank has some; all ranks ask it the same at once."""
+    """A diagonal plus low-rank Gaussian whose rows are spread over ranks; all ranks call each method together."""
 
     def __init__(self, part: LowRankDensity, rows: Rows):
         self.part, self.rows = part, rows
@@ -134,17 +131,17 @@ class ShardedDensity(Density):
 
 
 class Sharded:
-    """What the sharded families share: the rows of this rank, and the density over all of them."""
+    """The base of sharded families: this rank's rows, and the density over those of all ranks."""
 
     rows: Rows
-    #: the tensors of which this rank has its rows
+    #: names of the tensors that are cut into rows
     row_tensors: tuple[str, ...] = ("mean", "log_scale", "factor", "unit")
 
     def forward(self) -> Density:
         return ShardedDensity(super().forward(), self.rows)  # pyright: ignore[reportAttributeAccessIssue]
 
     def normal(self) -> None:
-        """None: no rank has it whole."""
+        """Return None: no rank has all rows."""
 
     def set_normal(self, form: NormalForm) -> None:
         root = form.low_rank(getattr(self, "rank", 0), getattr(self, "of_precision", True))
@@ -174,7 +171,7 @@ WHOLE: dict[type[Family], type[Family]] = {
 
 
 def whole_family(family: Family) -> Family:
-    """Return the family, or the recipe of the one that it has rows of."""
+    """Return the family; for a sharded one, the recipe of the whole."""
     return WHOLE[type(family)](**family.config()) if isinstance(family, Sharded) else family
 
 
@@ -185,14 +182,18 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
     batch. All start from the values of rank 0, also of the network. Make the posterior on the CPU, shard it, and move
     it to the rank's device. It can be neither saved nor grown: `gather` it first.
 
-        bayes = shard(variationalize(net, likelihood, LowRankNormal(rank=8)))
+        bayes = shard(variationalize(net, likelihood, LowRankNormal(rank=8))).to(device)
         bayes.fit(loader, epochs=10)
-        whole = gather(bayes)
+        whole = gather(bayes.cpu())
 
     Args:
         posterior: with a `LowRankNormal`, `LowRankPrecision` or `MeanField`; it is left as it is.
     """
-    _check_group("shard")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "shard needs a process group: start the script with torchrun and call "
+            "torch.distributed.init_process_group()"
+        )
     family = posterior.family
     kind = next((sharded for sharded, own in WHOLE.items() if type(family) is own), None)
     if kind is None:
@@ -206,12 +207,16 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
     tensors = {name: getattr(family, name).detach().clone() for name in kind.row_tensors}  # pyright: ignore
     from_rank_0(tensors.values())
     made = _with_tensors(posterior, kind, {name: tensor[rows.slice] for name, tensor in tensors.items()})
-    made.family.rows, made.family.stream = rows, rows.start + 1  # pyright: ignore[reportAttributeAccessIssue]
+    vars(made.family).update(rows=rows, stream=rows.start + 1)
     return made
 
 
 def gather(posterior: AnyPosterior) -> AnyPosterior:
-    """Return the whole posterior, on every rank: the inverse of `shard`."""
+    """Return the whole posterior, on every rank: the inverse of `shard`. Move a large one to the CPU first.
+
+    To store a sharded posterior, let rank 0 save the whole one; `shard(load(path, net))` restores it on any number of
+    ranks.
+    """
     family = posterior.family
     if not isinstance(family, Sharded):
         raise TypeError(f"gather expects a posterior that shard made, got one with a {type(family).__name__}")
@@ -224,7 +229,7 @@ def gather(posterior: AnyPosterior) -> AnyPosterior:
 
 
 def _with_tensors(posterior: AnyPosterior, kind: type[Family], tensors: dict[str, Tensor]) -> AnyPosterior:
-    """Return the posterior with a family of this kind, of the same configuration and space, made of these tensors."""
+    """Return the posterior with a family of this kind, of the same configuration and space, with these tensors."""
     made = kind(**posterior.family.config())
     made.space = posterior.family.space
     for name, tensor in tensors.items():
@@ -236,62 +241,3 @@ def _with_tensors(posterior: AnyPosterior, kind: type[Family], tensors: dict[str
     other = posterior.with_family(made)
     other.fit_status = posterior.fit_status
     return other
-
-
-# ------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_sharded(posterior: "Posterior", directory: str | os.PathLike[str]) -> None:
-    """Write this rank's rows, by `torch.distributed.checkpoint`; call it on all ranks."""
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    _check_group("save_sharded")
-    save(_state(posterior), checkpoint_id=directory)
-
-
-def load_sharded(posterior: "Posterior", directory: str | os.PathLike[str]) -> None:
-    """Read what `save_sharded` wrote into a posterior of the same shape, on any number of ranks or in one process.
-
-    Args:
-        posterior: sharded, or whole; its variational parameters and those of likelihood and prior are overwritten.
-        directory: what `save_sharded` was given.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    state = _state(posterior)
-    there = FileSystemReader(directory).read_metadata().state_dict_metadata
-    sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in there.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if sizes != wanted:
-        raise ValueError(f"{directory} belongs to another posterior: it has {sizes}, and this posterior {wanted}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is as good
-        load(state, checkpoint_id=directory)
-
-
-def _state(posterior: "Posterior") -> dict[str, Tensor]:
-    """Return all that is learned, by name, not copied; rows as the part of a whole that `DTensor` says they are."""
-    family = posterior.family
-    tensors = {name: tensor.detach() for name, tensor in posterior.learned().items()}
-    if not isinstance(family, Sharded):
-        return tensors
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh(posterior.device.type, (dist.get_world_size(),))
-    for name in (f"family.{name}" for name in family.row_tensors):
-        rows = tensors[name]
-        shape = torch.Size([family.rows.P, *rows.shape[1:]])
-        tensors[name] = DTensor.from_local(
-            rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
-        )
-    return tensors
-
-
-def _check_group(what: str) -> None:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            f"{what} needs a process group: start the script with torchrun and call "
-            "torch.distributed.init_process_group()"
-        )

@@ -220,7 +220,7 @@ class Step:
         assert total is not None
         if alone:
             return total, gradient_norm(self.named.values())
-        return ranks.reduce(self.named, total), ranks.norm(self.named, gradient_norm)
+        return ranks.reduce(self.named, total), ranks.norm(self.named)
 
     def move(self, told: Tensor, norm: Tensor, skip: Tensor | None = None) -> None:
         """Make the optimizer's step on the device: clipped, and left out where it is not finite or `skip` is 1."""
