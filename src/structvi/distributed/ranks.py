@@ -16,7 +16,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from torch.nn.utils import get_total_norm
 
 from ..families.family import Family
-from ..models.bayesian_model import observations, rows
+from ..models.bayesian_model import rows
 from ..objective import Estimate, NonFiniteError
 from ..util.interrupts import Interrupts
 from .collectives import LostRankError, all_gather, all_reduce, collective, from_rank_0, sum_gradients
@@ -74,7 +74,6 @@ class Ranks:
         self.family = family if isinstance(family, Sharded) else None
         #: names of the tensors that are sharded: each rank has its rows
         self.sharded = frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
-        self._own: torch.Generator | None = None
         self._interrupts = Interrupts()
         #: whether any rank was asked to stop
         self.stopping = False
@@ -156,10 +155,8 @@ class Ranks:
         """Return the source of this rank's draws: the common stream, or one of its own that the common one seeds."""
         if self.mode != "draws":
             return common
-        if self._own is None:
-            self._own = torch.Generator(common.device)
         seed = int(torch.randint(2**62, (), generator=common, device=common.device))
-        return self._own.manual_seed((seed + 1_000_003 * self.rank) % 2**63)
+        return torch.Generator(common.device).manual_seed((seed + 1_000_003 * self.rank) % 2**63)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -255,15 +252,3 @@ def _control_group() -> Any:
         collective(lambda: dist.barrier(group))  # pyright: ignore[reportArgumentType]
         _control = dist.group.WORLD, group
     return _control[1]
-
-
-class Counted:
-    """Batches, and how many observations they held."""
-
-    def __init__(self, batches: Iterable[Any]):
-        self.batches, self.observations = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            self.observations += observations(batch)
-            yield batch

@@ -16,7 +16,6 @@ from ..families.family import Density, Draws, Family
 from ..families.gaussian import LowRankDensity
 from ..families.low_rank import LowRankNormal, LowRankPrecision
 from ..families.mean_field import MeanField
-from ..families.normal import NormalForm
 from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
 if TYPE_CHECKING:
@@ -72,11 +71,6 @@ class _Sum(torch.autograd.Function):
         return all_reduce(gradient.clone()), None
 
 
-def over_ranks(x: Tensor) -> Tensor:
-    """Return the sum over ranks."""
-    return cast(Tensor, _Sum.apply(x, False))
-
-
 def whole(x: Tensor, rows: Rows) -> Tensor:
     """Return the columns of all ranks, [S, p] → [S, P]."""
     return cast(Tensor, _Gather.apply(x, rows))
@@ -90,7 +84,7 @@ class ShardedDensity(Density):
 
     def __init__(self, part: LowRankDensity, rows: Rows):
         self.part, self.rows = part, rows
-        part.reduce, part.P_whole = over_ranks, rows.P
+        part.reduce, part.P_whole = lambda x: _Sum.apply(x, False), rows.P
 
     @property
     def P(self) -> int:
@@ -142,11 +136,6 @@ class Sharded:
 
     def normal(self) -> None:
         """Return None: no rank has all rows."""
-
-    def set_normal(self, form: NormalForm) -> None:
-        root = form.low_rank(getattr(self, "rank", 0), getattr(self, "of_precision", True))
-        own = root._replace(scale=root.scale[self.rows.slice], factor=root.factor[self.rows.slice])
-        super().set_normal(NormalForm(form.mean[self.rows.slice], own))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ShardedMeanField(Sharded, MeanField):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..couplings import Coupling, paired
-from ..models.bayesian_model import BayesianModel
+from ..models.bayesian_model import BayesianModel, rows
 from ..models.likelihoods import Likelihood, split_mask
 from ..models.priors import PriorModule
 from ..objective import Estimate, Estimator, full_terms
@@ -80,11 +80,11 @@ class Watched:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
+            self.rows += rows(batch)
             if self._likelihood is not None:
                 target, mask = split_mask(self.model.split(batch)[1])
                 sums = self._likelihood.sums(target, mask)
                 self._sums = sums if sums is None or self._sums is None else _added(self._sums, sums)
-                self.rows += len(target)
             yield batch
 
     @property

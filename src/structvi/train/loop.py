@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
 
-from ..distributed.ranks import Counted, Taken
+from ..distributed.ranks import Taken
 from ..families.low_rank import hold_factors, release_factors
 from ..models.bayesian_model import rows
 from ..models.likelihoods import Likelihood
@@ -421,7 +421,7 @@ class Fit:
     def _worth(self, most: int | None, label: str) -> Worth:
         ranks, model = self.ranks, self.posterior.model
         read = Watched(self.data.everything(most, (ranks.rank, ranks.size)), model)
-        batches = Counted(progress_bar(read, total=most, label=label, show=self.show))
+        batches = progress_bar(read, total=most, label=label, show=self.show)
         try:
             settings = self.settings
             worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings["seed"], settings["kl_weight"])
@@ -429,7 +429,7 @@ class Fit:
             worth = Worth(not_finite(COMPARISON_GROUPS), not_finite(COMPARISON_GROUPS))
         else:
             self.constant = read.log_likelihood if ranks.size == 1 else None  # each rank has read its part alone
-        return Worth(*(ranks.pool(one, batches.observations) for one in worth))
+        return Worth(*(ranks.pool(one, read.rows) for one in worth))
 
     #: whether a bar shows how far the comparison is
     show = False
