@@ -172,7 +172,7 @@ def gradient_noise(
 def _parameters(problem: Problem) -> list[tuple[str, Tensor]]:
     """What a fit learns, with the group it counts to: the last part of its name, or beside the family the whole."""
     named = problem.family.named_parameters()
-    found = [(name.rpartition(".")[2], value) for name, value in named if value.requires_grad]
+    found: list[tuple[str, Tensor]] = [(name.rpartition(".")[2], x) for name, x in named if x.requires_grad]
     if problem.posterior is not None:
         outside = problem.posterior.outside_family().items()
         found += [(name.removeprefix("model."), value) for name, value in outside if value.requires_grad]

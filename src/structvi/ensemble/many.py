@@ -135,7 +135,7 @@ def _options(
         if options.get(name) is not None:
             raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
     rows = zip(*own.values(), strict=True)
-    return [Options(**fit.__kwdefaults__ | options | dict(zip(own, row, strict=True))) for row in rows]
+    return [Options(**(fit.__kwdefaults__ or {}) | options | dict(zip(own, row, strict=True))) for row in rows]
 
 
 def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], str | None]]:
@@ -410,7 +410,7 @@ class StackedFits:
             )
         seconds = time.monotonic() - started
         for m, one in zip(active, going, strict=True):
-            self._record(one, *told[m], rates[m], seconds)
+            self._record(one, told[m], rates[m], seconds)
             one.rows, one.step = one.rows + self.readers[m].rows, one.step + 1
             one.settle()
         return [told[m][0] for m in active]
@@ -439,10 +439,9 @@ class StackedFits:
             part = torch.tensor(share, dtype=torch.float64).to(x).view(-1, *[1] * (x.ndim - 1))
             self.stacked[name].copy_(x.lerp(self.stacked[name], part))
 
-    def _record(
-        self, fit: Fit, elbo: float, error: float, norm: float, finite: float, lr: float, seconds: float
-    ) -> None:
-        """Note what a step came to."""
+    def _record(self, fit: Fit, told: Sequence[float], lr: float, seconds: float) -> None:
+        """Write a step into the history: its ELBO, standard error, norm of the gradient, and whether it was finite."""
+        elbo, error, norm, finite = told
         if finite:
             fit.record(elbo, error, norm, lr, seconds)
             return
