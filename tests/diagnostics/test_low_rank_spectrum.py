@@ -26,14 +26,9 @@ def test_eigenvalues_are_those_of_the_dense_matrix(recipe, of):
         relative = scale.unsqueeze(-1) * torch.linalg.inv(dense) * scale
     else:
         relative = dense / scale / scale.unsqueeze(-1)
-    values, vectors = torch.linalg.eigh(relative)
+    values = torch.linalg.eigvalsh(relative)
     torch.testing.assert_close(found.eigenvalues, values.flip(0)[:3] - 1, rtol=1e-8, atol=1e-10)
     assert found.of == of
-    # the share of a tensor in an eigenvector is its part of the squared length
-    torch.testing.assert_close(found.shares["b"], vectors.flip(1)[8:, :3].square().sum(0), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(found.shares["a"] + found.shares["b"], torch.ones(3, dtype=torch.float64))
-    determinant = torch.linalg.slogdet(relative).logabsdet
-    assert found.nats.sum().item() == pytest.approx(0.5 * determinant.item())
 
 
 def test_how_many_directions_matter():
@@ -47,10 +42,6 @@ def test_how_many_directions_matter():
     assert "variance added" in str(spectrum(q))
 
 
-def test_of_a_posterior_and_its_plot():
+def test_of_a_posterior():
     bayes = vi.variationalize(torch.nn.Linear(3, 1), vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(2), num_data=3)
-    found = spectrum(bayes)
-    assert set(found.shares) == {"weight", "bias"}
-    ax = found.plot()
-    assert ax.lines[0].get_ydata() == pytest.approx(found.eigenvalues.numpy())
-    assert ax.get_yscale() == "log"
+    assert len(spectrum(bayes).eigenvalues) == 2

@@ -1,19 +1,18 @@
-"""Instruments for a fitted posterior: how near it is to the truth, how noisy its fit, and what more would be worth.
+"""Diagnostics of a fitted posterior: how near it is to the truth, how noisy its fit, how well its model fits the data.
 
-`bayes.diagnose(loader)` uses most of them and says what they mean; each is there by itself too.
+`bayes.diagnose(loader)` uses most of them, and says what they mean.
 """
 
 from ..density.importance import Importance, Moments, Unavailable, psis
 from .arviz import to_arviz
-from .calibration import Calibration, sbc
 from .diagnosis import Finding, Report, diagnose
 from .gradients import GradientNoise, gradient_noise
 from .importance_weights import importance
 from .learned import Learned, Spectrum, learned, spectrum
 from .predictive_checks import PredictiveCheck, predictive_check
+from .simulation import SBCResult, sbc
 
 __all__ = [
-    "Calibration",
     "Finding",
     "GradientNoise",
     "Importance",
@@ -21,6 +20,7 @@ __all__ = [
     "Moments",
     "PredictiveCheck",
     "Report",
+    "SBCResult",
     "Spectrum",
     "Unavailable",
     "diagnose",

@@ -35,8 +35,6 @@ NEARLY_ALL, BOUNDED = 0.9, -0.5
 NEAR_LIMITS, SETS = (0.5, 1.3), 5
 #: with fewer effective draws the corrected mean itself is uncertain by more than `SHIFT_LIMIT`
 FEWEST_EFFECTIVE = 100
-#: share of a layer's units that is told if more are off
-MANY_UNITS = 0.5
 
 Level = Literal["good", "note", "bad", "not available"]
 _MARKS: dict[Level, str] = {"good": "✓", "note": "·", "bad": "✗", "not available": "–"}
@@ -149,7 +147,7 @@ def diagnose(
             findings += _fit(result)
         if posterior is not None and problem.batches is not None:
             parts["learned"] = learned(posterior, problem.batches.loader, seed=seed + 3)
-            findings += _learned(parts["learned"])
+            findings.append(_learned(parts["learned"]))
         form = problem.family.normal()
         if form is not None and isinstance(form.root, LowRank) and form.root.factor.shape[1]:
             own = parts["spectrum"] = spectrum(problem.family)
@@ -259,26 +257,13 @@ def _fit(result: Result) -> list[Finding]:
     return findings
 
 
-def _learned(own: Learned) -> list[Finding]:
+def _learned(own: Learned) -> Finding:
     said = [] if own.explained is None else [f"{100 * own.explained:.0f} % of variance explained"]
     said += [] if own.noise is None else [f"noise {own.noise:.2f} sd"]
     text = ""
     if own.stuck:
         text = f"stuck, or there is nothing to learn: {own.stuck}; start again, from another seed or a trained network"
-    findings = [Finding("stuck", ", ".join(said) or "not known", "bad" if own.stuck else "good", text)]
-    if own.units_off:
-        layer, off = max(own.units_off.items(), key=lambda pair: pair[1])
-        many = off > MANY_UNITS
-        text = "the data need fewer units than there are, or the family switches them off, as mean field does"
-        findings.append(
-            Finding("units off", f"{100 * off:.0f} % of {layer}", "note" if many else "good", text if many else "")
-        )
-    if own.tensors:
-        few = ", ".join(own.at_prior[:4]) + (", .." if len(own.at_prior) > 4 else "")
-        text = f"the data say nothing about {few}: their posterior is their prior" if own.at_prior else ""
-        value = f"{len(own.at_prior)} of {len(own.tensors)} tensors"
-        findings.append(Finding("at the prior", value, "note" if own.at_prior else "good", text))
-    return findings
+    return Finding("stuck", ", ".join(said) or "not known", "bad" if own.stuck else "good", text)
 
 
 def _gradients(q: Any, data: Any, problem: Problem, seed: int, parts: dict[str, Any]) -> Finding:

@@ -25,7 +25,7 @@ SIMULATIONS = 4000
 
 
 @dataclass(frozen=True)
-class Calibration:
+class SBCResult:
     """Ranks of the true parameters among posterior draws; uniform on 0 … L where the method is right.
 
     Attributes:
@@ -99,7 +99,7 @@ def sbc(
     level: float = 0.01,
     seed: int = 0,
     together: bool = False,
-) -> Calibration:
+) -> SBCResult:
     """Simulation-based calibration: θ ~ prior, data ~ p(data | θ), fit; is θ's rank among posterior draws uniform?
 
     For the exact posterior, and for it alone among methods that use the data, it is (Talts et al., arXiv:1804.06788).
@@ -142,7 +142,7 @@ def sbc(
     all_ranks = torch.stack(ranks)
     largest = _largest(replications, draws)
     p_values = [_p_value(all_ranks[:, i], draws, largest) for i in range(all_ranks.shape[1])]
-    return Calibration(all_ranks, draws, names, torch.tensor(p_values, dtype=torch.float64), level)
+    return SBCResult(all_ranks, draws, names, torch.tensor(p_values, dtype=torch.float64), level)
 
 
 def _replications(
