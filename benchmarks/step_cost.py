@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 import structvi as vi
+from structvi.optim.adam import make_optimizer
 from structvi.train import step as stepping
-from structvi.train.optimizer import make_optimizer
 
 from . import peers, timing
 from .nets import NAMES, Problem, loss, problem

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import constraints, couplings, optim
-from .ensemble.ensemble import Ensemble, EnsembleResult
+from .ensemble.ensemble import Ensemble
 from .ensemble.many import fit_many
 from .families import (
     MAP,
@@ -25,7 +25,7 @@ from .files.file import CheckpointError
 from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.target import LogDensity
-from .objective import Estimate, Estimator, NonFiniteError, elbo
+from .objective import Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .posterior import Posterior, variationalize, variationalize_head
 from .predict import metrics
@@ -33,8 +33,8 @@ from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
 from .train.checkpoint import Checkpoint
-from .train.result import FitResult, History
-from .train.schedule import Schedule
+from .train.loop import Schedule
+from .train.result import FitResult
 from .train.step import Compute
 from .util import __version__
 
@@ -76,13 +76,10 @@ __all__ = [
     "DensityFit",
     "Draws",
     "Ensemble",
-    "EnsembleResult",
-    "Estimate",
     "Estimator",
     "Family",
     "FitResult",
     "FullNormal",
-    "History",
     "LogDensity",
     "LowRankNormal",
     "LowRankPrecision",

@@ -273,33 +273,17 @@ class Posterior(nn.Module):
         last = "not fitted in this session: bayes.fit(loader, ..)" if fitted is None else f"last fit: {fitted.verdict}"
         return "\n".join([*lines, last])
 
-    def diagnose(
-        self,
-        loader: Iterable[Any],
-        *,
-        result: Result | None = None,
-        draws: int | None = None,
-        gradients: bool = True,
-        progress: bool = True,
-        seed: int = 0,
-    ) -> "Report":
-        """How near it is to the posterior and how good its fit, in plain words: see `structvi.diagnostics.diagnose`."""
+    def diagnose(self, loader: Iterable[Any], **options: Any) -> "Report":
+        """Return how near it is to the posterior and how good its fit: see `structvi.diagnostics.diagnose`."""
         from .diagnostics import diagnose  # loaded when asked for, as are its plots
 
-        return diagnose(self, loader, result=result, draws=draws, gradients=gradients, progress=progress, seed=seed)
+        return diagnose(self, loader, **options)
 
-    def to_arviz(
-        self,
-        loader: Iterable[Any] | None = None,
-        draws: int = 1000,
-        *,
-        select: Select = "*",
-        seed: int = 0,
-    ) -> "DataTree":
-        """Draws as the xarray `DataTree` of arviz, for its summaries and plots: see `structvi.diagnostics.to_arviz`."""
+    def to_arviz(self, loader: Iterable[Any] | None = None, draws: int = 1000, **options: Any) -> "DataTree":
+        """Return draws as the xarray `DataTree` of arviz: see `structvi.diagnostics.to_arviz`."""
         from .diagnostics import to_arviz
 
-        return to_arviz(self, loader, draws, select=select, seed=seed)
+        return to_arviz(self, loader, draws, **options)
 
     def elbo(
         self,

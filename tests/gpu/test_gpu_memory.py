@@ -1,6 +1,5 @@
-"""A step that does not fit: a message with what would, and nothing lost."""
+"""A step that does not fit: a message with its sizes, and nothing lost."""
 
-import re
 from contextlib import contextmanager
 
 import pytest
@@ -46,9 +45,7 @@ def test_a_posterior_that_is_too_large(gpu, tmp_path):
     before, data = values(bayes), loader(32, 2000, 8)
     with at_most(300), pytest.raises(torch.OutOfMemoryError, match="a step does not fit into memory") as caught:
         bayes.fit(data, steps=3, progress=False, checkpoint=vi.Checkpoint(tmp_path), schedule=vi.Schedule(staged=False))
-    said = str(caught.value)
-    assert re.search(r"needs about 1\.\d+ GB", said), said
-    assert "rank " in said.split("What would fit")[1], said
+    assert "P = 4004001 weights" in str(caught.value)
     assert any("after step 0" in note for note in caught.value.__notes__)
     check_same_bits(before, values(bayes))
     # with the memory there it goes on from the checkpoint
@@ -63,13 +60,11 @@ def test_a_posterior_that_is_too_large(gpu, tmp_path):
     assert torch.isfinite(result.history["elbo"]).all()
 
 
-def test_a_batch_that_is_too_large_and_one_that_is_said_to_fit(gpu):
+def test_a_fit_goes_on_with_smaller_batches(gpu):
     bayes = make(64, 2048, 2, gpu)
     n = 60_000  # a draw keeps 60,000 × 2048 numbers, half a gigabyte
     with at_most(700):
-        with pytest.raises(torch.OutOfMemoryError, match="batches of") as caught:
+        with pytest.raises(torch.OutOfMemoryError, match="batches of 60000"):
             bayes.fit(loader(n, 64, n), steps=2, progress=False)
-        size = int(re.search(r"batches of (\d+)", str(caught.value)).group(1))
-        assert size < n
-        result = bayes.fit(loader(n, 64, size), steps=2, progress=False, compute=vi.Compute(capture=False))
+        result = bayes.fit(loader(n, 64, n // 12), steps=2, progress=False, compute=vi.Compute(capture=False))
         assert result.steps == 2

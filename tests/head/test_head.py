@@ -12,6 +12,7 @@ import structvi as vi
 from structvi import likelihoods
 from structvi.head import head
 from structvi.head.bound import quasi_normal
+from structvi.objective import Estimate
 
 F64 = torch.float64
 
@@ -113,7 +114,7 @@ def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkey
     def elbo(family, target, batch=None):
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            return vi.Estimate.of(
+            return Estimate.of(
                 vi.objective.elbo_terms(
                     family, target, batch, estimator=vi.Estimator(groups=10_000), generator=generator
                 ).objective()

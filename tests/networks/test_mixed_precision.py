@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.networks.mixed_precision import GradientScale
 from structvi.objective import Estimate
+from structvi.train.step import LossFactor, Step
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -78,37 +78,42 @@ def test_elbo_and_gradient_on_common_draws(network, evaluation, precision):
 
 @pytest.mark.parametrize("evaluation", ["loop", "vmap"])
 def test_small_gradients_survive_float16(evaluation):
-    """1e-8 at the output is zero in float16; inside the network it is 1e-8·c, and outside it is 1e-8 again."""
-    x, t = torch.randn(8, 3), torch.randn(8, 1)
-    model = regression(evaluation=evaluation)
-    theta = torch.randn(3, 4, requires_grad=True)
-    gradients = []
-    for model.precision, c in ((None, 1.0), (torch.float16, 2.0**16), (torch.float16, 1.0)):
-        model.scale = GradientScale(c)
-        gradients.append(torch.autograd.grad(1e-9 * model.log_likelihood(theta, (x, t)).sum(), theta)[0])
-    full, scaled, unscaled = gradients
-    assert cosine(scaled.flatten(), full.flatten()) > 0.999
+    """A gradient of 1e-8 at the output is zero in float16; that of c times the loss, divided by c, is that of float32.
+
+    The norm, and what the optimizer takes, are those of the loss itself.
+    """
+    x, t = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 1)
+    gradients, norms = [], []
+    for precision, c in ((None, 1.0), (torch.float16, 2.0**16), (torch.float16, 1.0)):
+        torch.manual_seed(0)
+        likelihood = vi.likelihoods.Gaussian(noise=2e4)
+        bayes = vi.variationalize(nn.Linear(3, 1), likelihood, vi.MAP(), num_data=8, evaluation=evaluation)
+        bayes.model.precision = precision
+        bayes.model.prior = vi.priors.NormalPrior(1e8)
+        sgd = torch.optim.SGD(bayes.parameters(), lr=0.0)
+        step = Step(bayes, sgd, torch.Generator().manual_seed(0), estimator=vi.Estimator(groups=2))
+        step.factor.set(c)
+        norms.append(step([(x, t)]).norm)
+        gradients.append(torch.cat([p.grad.flatten() for p in bayes.parameters()]))
+    full, scaled, unscaled = (1e9 * gradient for gradient in gradients)
+    assert cosine(scaled, full) > 0.999
     torch.testing.assert_close(scaled.norm(), full.norm(), rtol=1e-2, atol=0)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
     assert unscaled.norm() < 0.5 * full.norm()
 
 
-def test_nothing_outside_the_network_is_scaled():
-    """A learned noise, weights shared by all draws, and inputs that a forward of the user's own makes of weights."""
-
-    def forward(net, batch):
-        return net(net(batch[0]).expand(-1, 3)), batch[1]
-
-    x, t = torch.randn(8, 3), torch.randn(8, 1)
-    model = regression(forward=forward, likelihood=vi.likelihoods.Gaussian("point", initial=0.5), evaluation="loop")
-    shared = torch.randn(1, 3, requires_grad=True)
-    theta = torch.randn(3, 1, requires_grad=True)
-    model.scale = GradientScale(64.0)
-    wanted, gradients = [theta, shared, *model.likelihood.parameters()], []
-    for model.precision in (None, torch.float16):
-        value = model.log_likelihood(theta, (x, t), {"weight": shared}).mean()
-        gradients.append(torch.autograd.grad(value, wanted))
-    for full, half in zip(*gradients, strict=True):
-        torch.testing.assert_close(half, full, rtol=1e-2, atol=1e-2 * full.norm().item())
+def test_a_step_in_float16_is_clipped_as_one_in_float32():
+    moved = []
+    for precision in (None, torch.float16):
+        torch.manual_seed(0)
+        bayes = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian(noise=1.0), vi.MeanField(), num_data=8)
+        bayes.model.precision = precision
+        before = torch.cat([p.detach().flatten() for p in bayes.parameters()])
+        sgd = torch.optim.SGD(bayes.parameters(), lr=1.0)
+        Step(bayes, sgd, torch.Generator().manual_seed(0), clip=0.5)([(torch.ones(8, 3), torch.zeros(8, 1))])
+        moved.append(torch.cat([p.detach().flatten() for p in bayes.parameters()]) - before)
+    assert moved[0].norm().item() == pytest.approx(0.5, rel=1e-3)
+    torch.testing.assert_close(moved[1], moved[0], rtol=0, atol=5e-3)
 
 
 def test_vmap_is_proven_in_full_precision():
@@ -124,19 +129,21 @@ def test_vmap_is_proven_in_full_precision():
     assert model.precision == torch.bfloat16
 
 
-def test_scale_grows_after_finite_steps_and_ends_at_its_bounds():
-    scale = GradientScale(4.0)
-    for _ in range(GradientScale.GROWTH):
-        assert scale.value == 4.0
-        scale.count()
-    assert (scale.value, scale.finite) == (8.0, 0)
-    scale.count()
-    assert scale.halve()
-    assert (scale.value, scale.finite) == (4.0, 0)
-    assert not GradientScale(GradientScale.LOWEST).halve()
-    top = GradientScale(GradientScale.HIGHEST, GradientScale.GROWTH - 1)
-    top.count()
-    assert top.value == GradientScale.HIGHEST
+def test_the_factor_grows_after_finite_steps_and_ends_at_its_bounds():
+    factor = LossFactor(torch.device("cpu"))
+    factor.set(4.0)
+    for _ in range(LossFactor.GROWTH):
+        assert factor.value == factor.tensor.item() == 4.0
+        factor.count()
+    assert (factor.value, factor.tensor.item(), factor.finite) == (8.0, 8.0, 0)
+    factor.count()
+    assert factor.halve()
+    assert (factor.value, factor.tensor.item(), factor.finite) == (4.0, 4.0, 0)
+    factor.set(LossFactor.LOWEST)
+    assert not factor.halve()
+    factor.set(LossFactor.HIGHEST, LossFactor.GROWTH - 1)
+    factor.count()
+    assert factor.value == LossFactor.HIGHEST
 
 
 class TestFit:
@@ -154,20 +161,18 @@ class TestFit:
         # residual / noise² / (B·S) = 1e6/64 at the output: times 65536 far above 65504
         posterior = self.posterior(noise=1e-3)
         start = {name: p.detach().clone() for name, p in posterior.named_parameters()}
-        seen = []
         options = {"steps": 40, "compute": vi.Compute(precision=torch.float16), "progress": False, "clip": None}
 
         def watch(history):
-            seen.append(posterior.model.scale.value)
-            if len(seen) == 2:
+            if len(history) == 2:
                 assert all(torch.equal(p, start[name]) for name, p in posterior.named_parameters())
 
         result = posterior.fit(self.batches(), callback=watch, **options)
         left_out = len(result.skipped)
         assert 5 < left_out < 30  # more than the five failures that would end a fit
-        assert seen[:3] == [2.0**15, 2.0**14, 2.0**13]
-        assert seen[-1] == 2.0 ** (16 - left_out)
-        assert "float16 overflowed in the gradient; its scale is now 32768" in result.skipped[0].reason
+        reasons = [float(one.reason.rpartition(" ")[2]) for one in result.skipped]
+        assert reasons == [2.0 ** (15 - k) for k in range(left_out)]
+        assert "float16 overflowed in the gradient; the loss is now times 32768" in result.skipped[0].reason
         assert f"{left_out} steps left out" in result.details
         assert result.history["elbo"].isfinite().sum() == 40 - left_out
 
@@ -179,12 +184,11 @@ class TestFit:
         broken.fit(self.batches(), callback=stop, checkpoint=vi.Checkpoint(tmp_path), **options)
         resumed = self.posterior(noise=1e-3)
         resumed.fit(self.batches(), checkpoint=vi.Checkpoint(tmp_path, resume=True), **options)
-        assert resumed.model.scale.value == posterior.model.scale.value
         assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), posterior.parameters(), strict=True))
 
-    def test_a_gradient_that_no_scale_makes_finite_ends_the_fit(self):
+    def test_a_gradient_that_no_factor_makes_finite_ends_the_fit(self, monkeypatch):
         posterior = self.posterior()
-        posterior.model.scale = GradientScale(GradientScale.LOWEST)
+        monkeypatch.setattr(LossFactor, "LOWEST", 2.0**16)
         x, t = self.batches()[0]
 
         class Broken(torch.autograd.Function):

@@ -1,11 +1,8 @@
 """Padding rows of embeddings: never drawn, whichever way a network is called."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.integrations.export import export_predictive
@@ -93,24 +90,6 @@ def test_a_file_has_the_networks_row(network, tmp_path):
     seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
     means = [one.predict(WORDS, draws=4, generator=seed).mean for one, seed in zip((bayes, again), seeds, strict=True)]
     assert torch.equal(*means)
-
-
-class Functional(Sum):
-    """The weight is used a second time, and no layer has it."""
-
-    def forward(self, x):
-        return nn.functional.linear(self.words(x).sum(1), self.words.weight)
-
-
-@pytest.mark.parametrize("net", [Sum, Tied, Functional])
-def test_a_row_that_is_used_elsewhere_too_is_told(net):
-    bayes = vi.variationalize(net(), vi.likelihoods.Categorical(), vi.MeanField())
-    loader = DataLoader(TensorDataset(WORDS.repeat(4, 1), torch.ones(4 * len(WORDS), dtype=torch.long)), batch_size=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        bayes.fit(loader, steps=2, progress=False)
-    told = [one for one in caught if "the padding row of words.weight" in str(one.message)]
-    assert len(told) == (net is Functional)
 
 
 def test_a_row_that_an_output_layer_shares_is_a_weight():

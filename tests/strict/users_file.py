@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import diagnostics, metrics, plots
 from structvi.integrations.sklearn import BayesianRegressor
+from structvi.objective import Estimate
+from structvi.train.result import History
 from structvi_tables import TableModel, fit_table, read_table
 
 Loader = DataLoader[tuple[Tensor, ...]]
@@ -38,11 +40,11 @@ def posteriors(folder: Path) -> None:
     assert_type(result, vi.FitResult)
     assert_type(result.status, vi.Status)
     assert_type(result.verdict, str)
-    assert_type(result.elbo, vi.Estimate)
-    assert_type(result.history, vi.History)
+    assert_type(result.elbo, Estimate)
+    assert_type(result.history, History)
     assert_type(result.history["elbo"], Tensor)
     assert_type(bayes.last_fit, vi.Result | None)
-    assert_type(bayes.elbo(loader, groups=2), vi.Estimate)
+    assert_type(bayes.elbo(loader, groups=2), Estimate)
     assert_type(bayes.sample(3), dict[str, Tensor])
     assert_type(bayes.sample_network(), nn.Module)
     assert_type(bayes.mean_network(), nn.Module)

@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import structvi as vi
+from structvi.distributed.ranks import Ranks
 from structvi.objective import full_terms
-from structvi.optim.adam import FACTOR_RATE
+from structvi.optim.adam import FACTOR_RATE, make_optimizer
 from structvi.train.data import Batches
-from structvi.train.optimizer import make_optimizer
-from structvi.train.progress import Progress
-from structvi.train.schedule import KL_WARMUP, LearningRate, rate_factor
+from structvi.train.fit import Options, begin, fit
+from structvi.train.loop import KL_WARMUP, rate_factor
 from structvi.train.verdict import trend
+from structvi.util.progress import Progress
 
 N, D, NOISE = 60, 3, 0.5
 
@@ -235,14 +236,19 @@ def test_optimizers_and_schedulers_of_the_users_own():
 
 
 def test_default_schedule_and_cooling():
-    optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
-    schedule = LearningRate(optimizer, None, 0.1)
-    factors = [schedule.factor(step, 100) for step in range(100)]
+    factors = [rate_factor(step, 100, 0.1) for step in range(100)]
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[55] == pytest.approx(0.5)
-    assert schedule.factor(55, 100, cooling=55, end=75) == pytest.approx(0.5)
-    assert schedule.factor(65, 100, cooling=55, end=75) == pytest.approx(0.25)
-    assert schedule.factor(74, 100, cooling=55, end=75) < 0.01
+    options = Options(**fit.__kwdefaults__ | {"steps": 100, "schedule": vi.Schedule(warmup=0.1), "progress": False})
+    one = begin(linear(), loader(), options, Ranks())
+    one.cooling, one.end, found = 55, 75, {}
+    for one.step in (54, 55, 65, 74, 75):
+        found[one.step] = one.rate_factor
+    assert found[54] == factors[54]
+    assert found[55] == pytest.approx(0.5)
+    assert found[65] == pytest.approx(0.25)
+    assert found[74] < 0.01
+    assert found[75] == 0
 
 
 def test_the_rate_is_held_and_then_falls():

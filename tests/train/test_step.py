@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.train.optimizer import make_optimizer
+from structvi.optim.adam import make_optimizer
 from structvi.train.step import Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

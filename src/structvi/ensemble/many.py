@@ -25,12 +25,13 @@ from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
 from ..train.data import Batches
+from ..train.finish import finish
 from ..train.fit import Options, begin, fit, leave
 from ..train.loop import FAILURES, Fit, assign, copied
-from ..train.progress import Progress
 from ..train.result import FitResult
 from ..util.checks import unread
 from ..util.interrupts import Interrupts
+from ..util.progress import Progress
 
 #: values at once and alone may differ by this many roots of the rounding: sums are taken in another order
 CLOSE = 3.0
@@ -195,7 +196,7 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
 def _result(fit: Fit, stopped: bool) -> FitResult:
     failed = fit.failures >= FAILURES
     fit.stopped = stopped or failed
-    result = fit.finish()
+    result = finish(fit)
     if failed:
         why = f"{FAILURES} batches in a row gave no finite loss: the posterior is as it was before them"
         result = replace(result, status=Status.DIVERGED, verdict=why)
@@ -292,7 +293,7 @@ class StackedFits:
         for m, one in enumerate(fits):
             for name, tensor in one.learned.items():
                 tensor.data = self.stacked[name][m]
-        names, highest = {id(tensor): name for name, tensor in fits[0].named.items()}, fits[0].rate.highest
+        names, highest = {id(tensor): name for name, tensor in fits[0].named.items()}, fits[0].highest
         groups = [
             {"params": [self.stacked[names[id(own)]] for own in group["params"]], "relative": rate / highest[0]}
             for group, rate in zip(fits[0].optimizer.param_groups, highest, strict=True)
@@ -404,7 +405,7 @@ class StackedFits:
             error = elbo.std(-1) / elbo.shape[1] ** 0.5 if elbo.shape[1] > 1 else torch.full_like(elbo[:, 0], nan)
             norm, finite = self._clip(elbo)
             told = torch.stack([elbo.mean(-1), error, norm, finite.double()], 1).tolist()  # the host waits once
-            rates = [one.rate.highest[0] * one.rate_factor for one in self.fits]
+            rates = [one.highest[0] * one.rate_factor for one in self.fits]
             self._move(
                 [rate * row[3] * one.goes_on for one, rate, row in zip(self.fits, rates, told, strict=True)], max(rates)
             )

@@ -18,8 +18,8 @@ from ..objective import Estimate, Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
 from ..train.data import Batches
+from ..train.loop import KL_WARMUP, rate_factor
 from ..train.result import History
-from ..train.schedule import KL_WARMUP, rate_factor
 from ..util.checks import check_fraction
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.numerics import sum_weights
-from ..networks.call import Turn, alone_with, call_network, draws, padding_rows, with_padding
+from ..networks.call import Turn, alone_with, call_network, check_precision, draws, padding_rows, with_padding
 from ..networks.linearised import Linearised
-from ..networks.mixed_precision import GradientScale, check_precision
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 from ..util.checks import is_integer, reads
@@ -114,8 +113,6 @@ class BayesianModel(nn.Module):
         self._precision: torch.dtype | None = None
         #: `torch.func.functional_call` compiled, while a fit asks for it
         self.compiled: Callable[..., Any] | None = None
-        #: of the gradients inside a network that runs in float16
-        self.scale = GradientScale()
         known = dict(net.named_parameters())
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
             if name not in known or known[name].shape != shape:
@@ -343,7 +340,6 @@ class BayesianModel(nn.Module):
             call_network,
             self.net,
             precision=self._precision,
-            scale=self.scale,
             checkpointed=self.checkpoint_activations,
             functional=self.compiled if at is None else Linearised(self.net_space.unravel(at)),
         )

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from .mixed_precision import GradientScale, is_floating, times_gradient
-
 Dropout = Literal["off", "on"]
 BatchNorm = Literal["frozen", "deterministic", "reestimated"]
 DROPOUT: tuple[Dropout, ...] = ("off", "on")
@@ -182,7 +180,6 @@ def call_network(
     keywords: Mapping[str, Any] | None = None,
     *,
     precision: torch.dtype | None = None,
-    scale: GradientScale | None = None,
     checkpointed: bool = False,
     functional: Callable[..., Any] | None = None,
     caller: int | None = None,
@@ -194,7 +191,6 @@ def call_network(
         tensors: by name, in place of its own parameters; the others are held.
         arguments, keywords: what it is called with.
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
-        scale: of gradients inside a network in float16; None for one.
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
         functional: a function of `torch.func.functional_call`'s signature that calls it in another way.
         caller: as in `alone_with`.
@@ -208,12 +204,9 @@ def call_network(
     precision = None if _EXACT.get() else precision
     if checkpointed:
         caller = threading.get_ident()
-        call = partial(call_network, net, precision=precision, scale=scale, functional=functional, caller=caller)
+        call = partial(call_network, net, precision=precision, functional=functional, caller=caller)
         return checkpoint(_in_modes_of_now(net, call, caller), tensors, arguments, keywords, use_reentrant=False)
-    some, up, came = next(iter(tensors.values())), None, (arguments, keywords or {})
-    if scale is not None and precision == torch.float16:
-        up, down = scale.factors(some.device)
-        tensors, arguments, keywords = times_gradient((dict(tensors), tuple(arguments), dict(keywords or {})), down)
+    some = next(iter(tensors.values()))
     with alone_with(net, caller) as turn:
         found = turn.found
         every = {name: holder[key].detach() for name, (holder, key) in found.parameters.items() if name not in tensors}
@@ -226,11 +219,29 @@ def call_network(
             with _unfused(found.fused) if found.fused else nullcontext(), autocast:
                 output = (functional or found.call)(net, {**every, **tensors}, arguments, keywords)
         except Exception as error:  # whatever a network raises goes on its way, with what came to it
-            error.add_note(_called_with(came, some.dtype))
+            error.add_note(_called_with((arguments, keywords), some.dtype))
             raise
     if precision is not None:
-        output = tree_map(lambda x: x.to(some.dtype) if is_floating(x) else x, output)
-    return output if up is None else times_gradient(output, up)
+        output = tree_map(lambda x: x.to(some.dtype) if _is_floating(x) else x, output)
+    return output
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def check_precision(precision: Any, net: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a precision that would not run, or would silently be full precision."""
+    if precision not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"precision must be None, torch.bfloat16 or torch.float16, got {precision!r}")
+    if precision is None:
+        return
+    if dtype != torch.float32:
+        raise ValueError(f"precision={precision} is mixed with float32, and the weights are {dtype}: use net.float()")
+    if not torch.amp.is_autocast_available(device.type):
+        raise ValueError(f"torch has no mixed precision on {device.type!r}: fit with precision=None")
+    if device.type == "cpu" and any(isinstance(module, nn.LSTM) for module in net.modules()):
+        raise ValueError("torch runs LSTMs in half precision on few CPUs only: use precision=None")
 
 
 def _in_modes_of_now(net: nn.Module, call: Callable[..., Any], caller: int) -> Callable[..., Any]:
@@ -274,7 +285,7 @@ def _called_with(inputs: Any, dtype: torch.dtype) -> str:
     given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     came = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given) or "that are no tensors"
     note = f"the network, with weights of {dtype}, was called with inputs {came}"
-    if any(is_floating(x) and x.dtype != dtype for x in given):
+    if any(_is_floating(x) and x.dtype != dtype for x in given):
         note += f"; convert them: x.{'float()' if dtype == torch.float32 else f'to({dtype})'}"
     return note
 

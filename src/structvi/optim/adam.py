@@ -1,15 +1,20 @@
-"""Adam's parameter groups for a variational posterior: low-rank factors learn at a lower rate."""
+"""The optimizer of a fit: Adam, whose rate is lower for low-rank factors, or the user's."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..distributed.sharding import Sharded
 from ..families.low_rank import factors
+from ..util.checks import check_positive
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
+
+OptimizerLike = Optimizer | Callable[[list[Tensor]], Optimizer]
 
 #: learning rate of Adam: log scales start about five below where many end, and move by at most this much a step
 DEFAULT_LR = 0.02
@@ -43,3 +48,38 @@ def adam_groups(posterior: "Posterior", lr: float, without: Collection[Tensor] =
         {"params": [p], "lr": lr * min(1.0, FACTOR_RATE / (whole or len(p)) ** 0.5)} for p in learned if id(p) in own
     ]
     return [group for group in groups if group["params"]]
+
+
+def make_optimizer(posterior: "Posterior", optimizer: OptimizerLike | None, lr: float | None) -> Optimizer:
+    """Return Adam, or the user's optimizer, which must hold the posterior's parameters and keep its optimum.
+
+    Args:
+        posterior: what is fitted.
+        optimizer: the user's, or a function from parameters to it; None for Adam.
+        lr: of Adam.
+    """
+    parameters: list[Tensor] = list(posterior.parameters())
+    if lr is not None:
+        check_positive(lr, "lr")
+    if optimizer is None:
+        lr, device = DEFAULT_LR if lr is None else lr, parameters[0].device.type
+        fused, capturable = device in ("cpu", "cuda"), device == "cuda"
+        return torch.optim.Adam(adam_groups(posterior, lr), lr=lr, fused=fused, capturable=capturable)
+    if lr is not None:
+        raise ValueError(f"lr={lr} belongs to the default optimizer; give it to the one you pass")
+    made = optimizer(parameters) if callable(optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer or a function of parameters to one, got {made!r}")
+    if isinstance(made, torch.optim.LBFGS):
+        raise TypeError("LBFGS searches along a line of a fixed function, and the ELBO is estimated anew at each call")
+    for group in made.param_groups:
+        if group.get("weight_decay", 0) != 0:
+            raise ValueError(
+                f"the optimizer has weight_decay={group['weight_decay']}: it would pull variational parameters (log "
+                "scales too) to zero, and the result would no longer be the posterior; the prior holds weights back. "
+                "Set weight_decay=0"
+            )
+    known = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in known for group in made.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer holds tensors that are not posterior.parameters(); make it from those alone")
+    return made

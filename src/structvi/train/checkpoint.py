@@ -2,27 +2,27 @@
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..families.low_rank import factors
 from ..files import fit_checkpoint
 from ..files.fit_checkpoint import Found
-from ..networks.mixed_precision import GradientScale
 from ..util.checks import check_integer
 from .fingerprint import differences
-from .optimizer import optimizer_state, set_optimizer_state
 from .result import History, Skipped
 
 if TYPE_CHECKING:
     from .loop import Fit
 
 #: attributes of a fit that are numbers, and those that are tensors by name
-NUMBERS = ("step", "epoch", "index", "rows", "begun", "end", "cooling", "stage", "failures", "averaged")
+NUMBERS = ("step", "epoch", "index", "rows", "end", "cooling", "stage", "failures", "averaged")
 NAMED = ("learned", "average", "without_factor")
 
 
@@ -34,7 +34,7 @@ class Checkpoint:
         directory: belongs to one fit; one that holds checkpoints is refused unless you resume.
         every: steps between checkpoints; an epoch by default. The end of the fit is always written.
         resume: go on from the newest checkpoint in the directory, with the same posterior, data and options; without
-            one the fit begins. A finished fit goes on if more epochs or steps are asked for.
+            one the fit begins. A finished fit is restored; call `fit` again, without the checkpoint, to go on from it.
     """
 
     directory: str | os.PathLike[str]
@@ -58,7 +58,7 @@ class Checkpoint:
 
 def save(fit: "Fit", directory: str | os.PathLike[str]) -> None:
     """Write the state to a folder; of several ranks the first one: all are in the same, or give it their rows."""
-    scale, moments = fit.posterior.model.scale, optimizer_state(fit.optimizer, fit.named)
+    factor, moments = fit.make_step.factor, optimizer_state(fit.optimizer, fit.named)
     for name, value in moments.items():
         if not isinstance(value, Tensor | int | float):
             raise TypeError(f"{type(fit.optimizer).__name__} keeps {name} = {value!r}, which no checkpoint holds")
@@ -71,7 +71,7 @@ def save(fit: "Fit", directory: str | os.PathLike[str]) -> None:
         "numbers": {name: getattr(fit, name) for name in NUMBERS},
         "skipped": [asdict(one) for one in fit.skipped],
         "moments": {name: x for name, x in moments.items() if not isinstance(x, Tensor)},
-        "scale": [scale.value, scale.finite],
+        "loss factor": [factor.value, factor.finite],
     }
     tensors = fit.ranks.whole(tensors)
     if fit.ranks.rank == 0:
@@ -82,7 +82,7 @@ def restore(fit: "Fit", found: Found) -> list[str]:
     """Put a freshly made fit into the state of a checkpoint; return what there is to say."""
     tensors, saved = {path: fit.ranks.own(path, x) for path, x in found.tensors.items()}, found.description
     parts = {part: _under(f"{part}/", tensors) for part in (*NAMED, "moments")}
-    extended = _check_same(fit, saved, parts["learned"], found.path)
+    _check_same(fit, saved, parts["learned"], found.path)
     device = fit.generator.device
     with torch.no_grad():
         for name, tensor in fit.learned.items():
@@ -99,7 +99,7 @@ def restore(fit: "Fit", found: Found) -> list[str]:
     moments = {path: x.to(device) if fused or not path.endswith("/step") else x for path, x in parts["moments"].items()}
     set_optimizer_state(fit.optimizer, fit.named, moments | saved["moments"])
     fit.history, fit.skipped = History.from_tensor(tensors["history"]), [Skipped(**row) for row in saved["skipped"]]
-    fit.posterior.model.scale = GradientScale(*saved["scale"])
+    fit.make_step.factor.set(*saved["loss factor"])
     said = [*found.damaged, f"resumed at step {fit.step} from {found.path.name}"]
     stream = tensors["stream"]
     if stream.numel() == fit.generator.get_state().numel():
@@ -111,14 +111,7 @@ def restore(fit: "Fit", found: Found) -> list[str]:
     with warnings.catch_warnings():  # the user's scheduler has no state in the file: it is called as often as it was
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)`")
         for _ in range(fit.step - len(fit.skipped)):
-            fit.rate.after_step()
-    if extended:
-        total = fit.settings["steps"]
-        said.append(
-            f"extended from {fit.step} to {total} steps, by a new cycle of the learning rate: not what {total} steps "
-            "from the start would have given"
-        )
-        fit.begun, fit.end, fit.cooling, fit.average, fit.averaged = fit.step, total, None, {}, 0
+            fit.after_step()
     return said
 
 
@@ -126,8 +119,8 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {path.removeprefix(prefix): x for path, x in tensors.items() if path.startswith(prefix)}
 
 
-def _check_same(fit: "Fit", saved: dict[str, Any], learned: dict[str, Tensor], path: Any) -> bool:
-    """Refuse another posterior, other settings and another problem; return whether a finished fit is to be extended."""
+def _check_same(fit: "Fit", saved: dict[str, Any], learned: dict[str, Tensor], path: Any) -> None:
+    """Refuse another posterior, other settings and another problem."""
     shapes, own = ({name: tuple(x.shape) for name, x in one.items()} for one in (learned, fit.learned))
     if differ := sorted(name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name)):
         raise ValueError(f"{path} belongs to another posterior; these tensors differ: {', '.join(differ)}")
@@ -136,20 +129,33 @@ def _check_same(fit: "Fit", saved: dict[str, Any], learned: dict[str, Tensor], p
             f"{path} belongs to another problem; these differ: {'; '.join(others)}. Resume with what the fit was begun "
             "with, or begin anew with another folder"
         )
-    then, now, numbers = saved["settings"], fit.settings, saved["numbers"]
-    names = [key for key in now if then.get(key) != now[key]]
-    differ = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in names]
-    finished = numbers["step"] >= numbers["end"]
-    if names == ["steps"] and finished and now["steps"] > numbers["step"]:
-        return True
-    if names == ["steps"]:
-        how = (
-            f"the fit has made {numbers['step']} steps: give more than that to extend it"
-            if finished
-            else f"the fit has made {numbers['step']} of {numbers['end']} steps: finish it with the same first, then "
-            "extend it"
-        )
-        raise ValueError(f"{path} belongs to a fit of another length ({differ[0]}); {how}")
+    then, now, made = saved["settings"], fit.settings, saved["numbers"]["step"]
+    differ = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
     if differ:
-        raise ValueError(f"{path} belongs to a fit with other settings; resume with the same: " + "; ".join(differ))
-    return False
+        raise ValueError(
+            f"{path} belongs to a fit with other settings ({'; '.join(differ)}), which has made {made} steps: resume "
+            "with the same; to train a finished fit further, call fit again without the checkpoint"
+        )
+
+
+def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what the optimizer remembers of each parameter, flat: "name/key" → tensor or number, not copied."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in named.items()
+        if parameter in optimizer.state
+        for key, value in optimizer.state[parameter].items()
+        if value is not None
+    }
+
+
+def set_optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor], flat: Mapping[str, Any]) -> None:
+    """Invert `optimizer_state`; what `flat` does not name is forgotten."""
+    optimizer.state.clear()
+    for path, value in flat.items():
+        name, key = path.rsplit("/", 1)
+        parameter = named[name]
+        if isinstance(value, Tensor):  # moments are laid out in memory as their parameter is
+            like = value if value.shape != parameter.shape else parameter
+            value = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+        optimizer.state[parameter][key] = value

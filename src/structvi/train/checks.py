@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..models.bayesian_model import arguments_of, batch_size
-from ..networks.call import BATCH_NORMS, call_network, padding_rows
+from ..models.bayesian_model import batch_size
+from ..networks.call import BATCH_NORMS
 from ..predict.calibration import fingerprint
 from ..util.patterns import few
 from ..util.random_streams import borrowed_stream
@@ -57,7 +57,6 @@ def notes_on_data(
         _check_held_out(posterior, batch, held_out[0])
     try:
         names = unreached(posterior, batch) if gradients else []
-        shared = used_padding(posterior, batch)
         random = posterior.dropout == "off" and draws_random_numbers(posterior, batch)
     except FAILURES:  # what is wrong the first step says
         return notes
@@ -66,13 +65,6 @@ def notes_on_data(
             f"the network's output depends on {few(names)}, but no gradient reaches them: torch.no_grad() or detach() "
             "in its forward? As random tensors they would be drawn from the prior. Hold them: requires_grad_(False) "
             "before variationalize, or variationalize(.., exclude=[..])",
-            stacklevel=2,
-        )
-    if shared:
-        warnings.warn(
-            f"the padding row of {few(shared)} is no weight and stays as it is, but the network uses it beyond its "
-            "embedding too, F.linear(x, words.weight) perhaps: there it is not learned. Give the tensor to the layer "
-            "that uses it, head.weight = words.weight, and all rows are weights",
             stacklevel=2,
         )
     return [*notes, RANDOM] if random else notes
@@ -190,26 +182,6 @@ def unreached(posterior: "Posterior", batch: Any) -> list[str]:
             return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
         return [name for name in without if moves(name)]
-
-
-def used_padding(posterior: "Posterior", batch: Any) -> list[str]:
-    """Return names of embeddings whose padding row, which they do not learn, has a gradient by another way."""
-    model = posterior.model
-    rows = padding_rows(posterior.net, model.net_space.names)
-    if not rows or model.user_forward is not None:
-        return []
-    arguments, keywords = arguments_of(model.net, model.split(batch)[0])
-    leaves = {name: tensor.requires_grad_() for name, tensor in _own(posterior).items() if name in rows}
-    generator = torch.Generator().manual_seed(0)
-    with borrowed_stream(generator), posterior.network_mode() as net, torch.enable_grad():
-        found = tree_leaves(call_network(net, leaves, arguments, keywords))
-        outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not outputs:
-            return []
-        weights = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in outputs]
-        slopes = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
-    named = zip(leaves, slopes, strict=True)
-    return [name for name, slope in named if slope is not None and bool(slope[rows[name]].any())]
 
 
 def may_draw(posterior: "Posterior", batch: Any) -> bool:

@@ -1,6 +1,7 @@
-"""Posteriors compared on draws that a seed alone decides, and with an output that ignores the input."""
+"""What a posterior is worth: its ELBO on draws that a seed decides, held-out data, an output that ignores the input."""
 
 from collections.abc import Iterable, Iterator
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,10 +13,14 @@ from ..models.bayesian_model import BayesianModel, rows
 from ..models.likelihoods import Likelihood, split_mask
 from ..models.priors import PriorModule
 from ..objective import Estimate, Estimator, full_terms
+from ..predict.predict import WeightDraws
+from ..predict.predictive import observed_target
 from ..util.random_streams import borrowed_stream
+from .data import Batches
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
+    from .loop import Fit
 
 
 class Worth(NamedTuple):
@@ -61,6 +66,24 @@ def worth_on_seed(
     with borrowed_stream(torch.Generator().manual_seed(seed + 2)), posterior.network_mode():
         terms = full_terms(posterior.family, posterior.model, batches, Estimator(groups=groups), generator)
     return Worth(terms.estimate(), terms.estimate(kl_weight))
+
+
+def held_out_log_density(fit: "Fit", draws: int) -> float:
+    """Return the log density of the held-out data, in nats for each observed number; −∞ if it is not finite."""
+    assert fit.validation is not None
+    posterior, seed, reference = fit.posterior, fit.settings["seed"], None
+    if posterior.batch_norm == "reestimated":
+        reference = posterior.model.split(next(iter(fit.data.everything(1))))[0]
+    generator, total, count = torch.Generator(posterior.device).manual_seed(seed), 0.0, 0
+    predict = WeightDraws(posterior, draws, reference=reference, generator=generator)
+    for batch in Batches(fit.validation, seed, posterior.device).everything():
+        inputs, target = predict.split(batch)
+        log_prob = predict(inputs).log_prob(target)
+        known = isinstance(posterior.model.likelihood, Likelihood)
+        observed = observed_target(posterior.model.likelihood, target)[1] if known else None
+        total += float(log_prob.double().sum())
+        count += log_prob.numel() if observed is None else int(observed.sum())
+    return total / count if isfinite(total) else -inf
 
 
 class Watched:

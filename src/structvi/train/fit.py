@@ -13,16 +13,16 @@ from ..families.low_rank import factors
 from ..files import fit_checkpoint
 from ..files.fit_checkpoint import Found
 from ..objective import Estimator
+from ..optim.adam import OptimizerLike, make_optimizer
 from ..util.checks import check_integer, check_positive, check_seed
+from ..util.progress import Progress
 from .checkpoint import Checkpoint, restore, save
 from .checks import notes_on_data, remember_choice
 from .data import Batches, warn_of_seen
 from .fingerprint import fingerprint
-from .loop import Fit
-from .optimizer import OptimizerLike, description, make_optimizer
-from .progress import Progress
+from .finish import finish
+from .loop import KL_WARMUP, Fit, MakeScheduler, Schedule, make_scheduler
 from .result import FitResult, History
-from .schedule import KL_WARMUP, LearningRate, MakeScheduler, Schedule
 from .step import Compute, Step
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def fit(
             one.loop(bar, directory, every, callback)
         if directory is not None:
             save(one, directory)
-        posterior.last_fit = result = one.finish()
+        posterior.last_fit = result = finish(one)
     finally:
         ranks.close()
     return result
@@ -187,15 +187,18 @@ def begin(
     validation = options.validation if options.computing.precision is None else None  # which casts inputs
     notes = notes_on_data(posterior, data, validation, options.estimator.kind != "log_q")
     made = make_optimizer(posterior, options.optimizer, options.lr)
-    rate = LearningRate(made, options.scheduler, options.times.warmup, options.times.hold)
+    scheduler = make_scheduler(made, options.scheduler)
     make_step = Step(
         posterior, made, torch.Generator(posterior.device).manual_seed(options.seed), estimator=options.estimator,
         clip=options.clip, capture=options.computing.capture, ranks=ranks,
     )  # fmt: skip
     settings = _settings(posterior, data, options, found)
-    settings |= {"optimizer": description(made), "learning rates": rate.highest}
-    one = Fit(posterior, data, settings, rate, make_step, options.validation)
-    one.notes, one.show = notes, options.progress and ranks.rank == 0
+    kept = {name: value for name, value in made.defaults.items() if name != "lr"}
+    settings["optimizer"] = f"{type(made).__name__} with {kept}"
+    settings["learning rates"] = [float(group["lr"]) for group in made.param_groups]
+    show = options.progress and ranks.rank == 0
+    one = Fit(posterior, data, settings, make_step, scheduler, options.validation, show)
+    one.notes = notes
     kept = options.checkpoint
     if kept is not None:
         known = fingerprint(posterior, data)
@@ -248,13 +251,13 @@ def surviving(one: Fit, options: Options, every: int) -> Iterator[Progress | Non
     """
     posterior, ranks = one.posterior, one.ranks
     directory = None if options.checkpoint is None else options.checkpoint.directory
-    told = {
+    common = {
         **one.settings,
         "step resumed from": one.step,
         "family": repr(posterior.family),
         "steps between checkpoints": every if ranks.sharded and directory is not None else None,
     }
-    ranks.start(told, one.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
+    ranks.start(common, one.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
     bar = Progress(one.end, one.step) if one.show else None
     try:
         with ranks.interruptible(), options.computing.applied(posterior):
@@ -262,24 +265,18 @@ def surviving(one: Fit, options: Options, every: int) -> Iterator[Progress | Non
     except KeyboardInterrupt:
         one.back_to_step()
         one.stopped = True
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, LostRankError) as error:
         one.back_to_step()
-        said = f"the posterior is as it was after step {one.step}"
-        if directory is not None and ranks.size == 1:
-            save(one, directory)
-            said += f", and so is the checkpoint in {directory}"
-        error.add_note(said)
-        raise
-    except LostRankError as error:
-        one.back_to_step()
+        note = f"the posterior is as it was after step {one.step}"
         if directory is not None:
-            if not ranks.sharded:  # a lost rank's rows are nowhere else
+            if ranks.size == 1 or not ranks.sharded:  # a lost rank's rows are nowhere else
                 save(one, directory)
             newest = fit_checkpoint.files(directory)[:1]
-            error.add_note(f"go on from {newest[0]}" if newest else f"no checkpoint had been written to {directory}")
+            note += f"; go on from {newest[0]}" if newest else f"; no checkpoint had been written to {directory}"
+        error.add_note(note)
         raise
     finally:
         if bar is not None:
             bar.close()
-        one.rate.set(1.0)  # the optimizer may be the user's
+        one.set_rates(1.0)  # the optimizer may be the user's
         leave(posterior)

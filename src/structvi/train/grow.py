@@ -12,9 +12,8 @@ from ..util.checks import check_seed
 from .compare import worth_on_seed
 from .data import Batches
 from .fit import fit
-from .loop import assign, copied
+from .loop import Schedule, assign, copied
 from .result import FitResult
-from .schedule import Schedule
 
 if TYPE_CHECKING:
     from ..posterior import Posterior

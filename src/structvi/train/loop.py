@@ -1,54 +1,117 @@
-"""One fit: where it is between two steps, the loop over its steps, and its result."""
+"""A fit between its first step and its last: the schedule, where the fit is, and the loop over its steps."""
 
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
-from math import inf, isfinite, nan, sqrt
-from typing import TYPE_CHECKING, Any
+from math import cos, inf, nan, pi, sqrt
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..distributed.ranks import Taken
 from ..families.low_rank import hold_factors, release_factors
 from ..models.bayesian_model import rows
-from ..models.likelihoods import Likelihood
-from ..objective import Estimate, NonFiniteError, not_finite
+from ..objective import Estimate, NonFiniteError
 from ..optim.coordinates import CoordinateOptimizer
-from ..predict.predict import WeightDraws
-from ..predict.predictive import observed_target
 from ..result import Status
-from ..util.budget import STEP, batches_within, default_passes
+from ..util.checks import check_fraction
 from ..util.interrupts import Interrupts
-from ..util.progress import progress_bar
+from ..util.progress import Progress
 from ..util.random_streams import borrowed_stream
 from .checkpoint import save
-from .compare import Watched, Worth, notes_on_bound, worth_on_seed
+from .compare import held_out_log_density
 from .data import Batches, mean_rows
-from .progress import Progress
-from .result import FitResult, History, Skipped
-from .schedule import FIRST_STAGE, LAST_PART, LearningRate
+from .result import History, Skipped
 from .step import OverflowingError, Step
 from .verdict import SHORTEST_PART, Trend
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: groups of draws on which posteriors are compared at the end
-COMPARISON_GROUPS = 8
+#: part of the steps in which λ rises, of a posterior that was never fitted: measured on UCI networks
+KL_WARMUP = 0.25
+#: part of the steps after which the factor starts: measured on UCI networks
+FIRST_STAGE = 0.4
+#: part of the steps that is averaged, whose trend gives the verdict, and in which a converged fit ends
+LAST_PART = 0.25
+
 #: iterates that are averaged, about: those between them are much the same
 AVERAGED = 256
 #: batches in a row without a finite loss that end the fit
 FAILURES = 5
 #: what a batch that does not suit the network raises
 OF_A_BATCH = (ValueError, TypeError, RuntimeError, IndexError)
-#: draws of the weights for held-out data, while the fit runs and at its end
-FEW_DRAWS, DRAWS = 8, 32
-#: names of candidates
-LAST_STEP, WITHOUT_FACTOR = "last step", "rank 0 (mean field)"
+#: draws of the weights for held-out data, after each epoch
+FEW_DRAWS = 8
+
+#: a function from the optimizer to a torch scheduler, which is called after every step
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Options of `fit` for learning rate, λ and stages.
+
+    Args:
+        warmup: fraction of the steps in which the learning rate rises.
+        hold: fraction of the steps after which the rate falls; 0.5 for deep networks from scratch with `Soap`.
+        kl_warmup: fraction of the steps in which λ rises from zero. "auto" is a quarter for a posterior that was never
+            fitted, and none otherwise. With λ = 1 from the start, units are switched off before they have learned.
+        staged: of families with a low-rank factor fit mean and scales first, and the factor after 40 % of the steps.
+            "auto" does so for a posterior that was never fitted.
+        stop: end the fit early if the ELBO no longer rises.
+    """
+
+    warmup: float = 0.05
+    hold: float = 0.0
+    kl_warmup: float | Literal["auto"] = "auto"
+    staged: bool | Literal["auto"] = "auto"
+    stop: bool = True
+
+    def __post_init__(self) -> None:
+        check_fraction("warmup", self.warmup)
+        check_fraction("hold", self.hold)
+        if self.kl_warmup != "auto":
+            check_fraction("kl_warmup", self.kl_warmup)
+        if self.staged not in (True, False, "auto"):
+            raise ValueError(f'staged must be True, False or "auto", got {self.staged!r}')
+
+
+def rate_factor(step: int, total: int, warmup: float, hold: float = 0.0) -> float:
+    """Return the learning rate relative to the highest: linear warm-up, then a cosine to zero at the last step.
+
+    Args:
+        step: from 0.
+        total: steps in all.
+        warmup: the fraction of the steps in which the rate rises.
+        hold: the fraction after which it falls; not before the end of the warm-up.
+    """
+    rising = round(warmup * total)
+    if step < rising:
+        return (step + 1) / rising
+    held = max(rising, round(hold * total))
+    return _cosine(max(0, step - held) / max(1, total - held))
+
+
+def make_scheduler(optimizer: Optimizer, make: MakeScheduler | None) -> LRScheduler | None:
+    """Return the user's scheduler of this optimizer; None for the default course."""
+    made = None if make is None else make(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise TypeError("ReduceLROnPlateau waits for a metric that a noisy ELBO is not; use one that counts steps")
+    if made is not None and (not isinstance(made, LRScheduler) or made.optimizer is not optimizer):
+        raise TypeError(f"schedule must be a function from this optimizer to a scheduler of it, got {made!r}")
+    return made
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + cos(pi * progress))
 
 
 class Fit:
@@ -58,9 +121,10 @@ class Fit:
         posterior: N must be known.
         data: what it is fitted to.
         settings: what a resumed fit must share: "steps", "kl_weight", "kl_warmup", "staged", "stop", "accumulate", ..
-        rate: the learning rates.
         make_step: the step, with optimizer, generator and ranks.
+        scheduler: the user's, in place of the default course of the learning rate.
         validation: held-out data.
+        show: show how far the comparison at the end is.
     """
 
     def __init__(
@@ -68,12 +132,16 @@ class Fit:
         posterior: "Posterior",
         data: Batches,
         settings: dict[str, Any],
-        rate: LearningRate,
         make_step: Step,
+        scheduler: LRScheduler | None = None,
         validation: Iterable[Any] | None = None,
+        show: bool = False,
     ):
-        self.posterior, self.data, self.settings, self.rate, self.make_step = posterior, data, settings, rate, make_step
+        self.posterior, self.data, self.settings, self.make_step = posterior, data, settings, make_step
         self.optimizer, self.generator, self.ranks = make_step.optimizer, make_step.generator, make_step.ranks
+        self.scheduler, self.show = scheduler, show
+        #: the learning rate of each group of the optimizer, where the course is at its height
+        self.highest: list[float] = settings["learning rates"]
         self.named, self.learned = make_step.named, posterior.learned()
         self.validation, self.held_out = validation, None
         self.history, self.notes, self.skipped = History(), list[str](), list[Skipped]()
@@ -82,8 +150,8 @@ class Fit:
         self.mean_rows = mean_rows(data, settings["accumulate"], self.ranks)
         #: steps made; the epoch, and the batch in it, at which the next one begins; observations of all steps
         self.step = self.epoch = self.index = self.rows = 0
-        #: where the present cycle of the learning rate began, and where the fit ends
-        self.begun, self.end = 0, int(settings["steps"])
+        #: where the fit ends
+        self.steps = self.end = int(settings["steps"])
         #: the step from which the rate falls to its end, once the fit has converged
         self.cooling: int | None = None
         self.failures = 0
@@ -95,8 +163,6 @@ class Fit:
         self.without_factor: dict[str, Tensor] = {}
         #: the state of the generator after the last step
         self.stream = self.generator.get_state()
-        #: log likelihood of the best output that ignores the input
-        self.constant: float | None = None
         self.stage = 1 if settings["staged"] else 2
         if self.stage == 1:
             hold_factors(posterior.family)
@@ -106,38 +172,41 @@ class Fit:
         return self.step < self.end
 
     @property
-    def cycle(self) -> int:
-        """Steps of the present cycle of the learning rate: all, but for a fit that was extended."""
-        return int(self.settings["steps"]) - self.begun
-
-    @property
     def last_part(self) -> int:
-        return max(1, round(LAST_PART * self.cycle))
+        return max(1, round(LAST_PART * self.steps))
 
     @property
     def steps_an_epoch(self) -> int | None:
         return -(-self.data.length // self.settings["accumulate"]) if self.data.length else None
 
     @property
-    def passes(self) -> float:
-        """Over the data, of all steps: see `util.budget`."""
-        return STEP * self.make_step.draws * self.rows / self.settings["num_data"]
-
-    @property
     def kl_weight(self) -> float:
         """λ of the next step."""
-        rise = 0.0 if self.begun else self.settings["kl_warmup"] * self.settings["steps"]
+        rise = self.settings["kl_warmup"] * self.steps
         return self.settings["kl_weight"] * min(1.0, (self.step + 1) / (rise + 1))
 
     @property
     def rate_factor(self) -> float:
-        """The learning rate of the next step relative to the highest."""
-        cooling = None if self.cooling is None else self.cooling - self.begun
-        return self.rate.factor(self.step - self.begun, self.cycle, cooling, self.end - self.begun)
+        """The learning rate of the next step relative to the highest: a fit that has converged cools down."""
+        step = self.step if self.cooling is None else min(self.step, self.cooling)
+        falling = _cosine((self.step - step) / max(1, self.end - step))
+        return falling * rate_factor(step, self.steps, self.settings["warmup"], self.settings["hold"])
+
+    def set_rates(self, factor: float) -> float:
+        """Set the learning rates, unless a scheduler does; return the highest of all groups."""
+        if self.scheduler is None:
+            for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
+                group["lr"] = highest * factor
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def after_step(self) -> None:
+        """Let a scheduler of the user's count the step."""
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     @property
     def stage_two_is_due(self) -> bool:
-        return self.stage == 1 and self.step >= round(FIRST_STAGE * self.settings["steps"])
+        return self.stage == 1 and self.step >= round(FIRST_STAGE * self.steps)
 
     def begin_stage_two(self) -> None:
         """Keep the posterior without its factor, to be compared at the end, and let the factor learn."""
@@ -164,7 +233,7 @@ class Fit:
                     if not taken.batches:
                         break
                     interrupts.waits = True  # no step is made in part
-                    lr, whole = self.rate.set(self.rate_factor), taken.whole
+                    lr, whole = self.set_rates(self.rate_factor), taken.whole
                     mean = self.mean_rows or (self.rows + whole) / (self.step + 1)
                     if isinstance(self.optimizer, CoordinateOptimizer):
                         self.optimizer.settled = self.step >= self.end - self.last_part
@@ -179,7 +248,7 @@ class Fit:
                         error.add_note(f"in batch {some} of epoch {self.epoch}")
                         raise
                     else:
-                        self.rate.after_step()
+                        self.after_step()
                         estimate = Estimate.of(values)
                         self.record(estimate.value, estimate.standard_error, norm, lr, time.monotonic() - started)
                     self.rows += whole
@@ -191,7 +260,7 @@ class Fit:
                     if self.ranks.stopping:
                         raise KeyboardInterrupt
                     if bar is not None:
-                        bar.update(*self._window(), self.held_out)
+                        bar.update(*self.recent_elbo(), self.held_out)
                     if self.settle() and bar is not None:
                         bar.shorten(self.end)
                     if checkpoint is not None and self.step % every == 0 and self.goes_on:
@@ -250,10 +319,8 @@ class Fit:
         """End the fit early if the trend of its ELBO has just been found to be none; return whether it was."""
         part, settings = self.last_part, self.settings
         check = max(1, part // 4)
-        # stage one and both warm-ups begin with the fit
-        first = FIRST_STAGE * settings["steps"] if settings["staged"] and not self.begun else 0
-        rising = settings["warmup"] if self.begun else max(settings["kl_warmup"], settings["warmup"])
-        early = self.step - self.begun < max(first, rising * self.cycle) + part + check
+        first = FIRST_STAGE if settings["staged"] else 0.0
+        early = self.step < max(first, settings["kl_warmup"], settings["warmup"]) * self.steps + part + check
         late = self.cooling is not None or self.step >= self.end - part
         if not settings["stop"] or early or late or self.step % check or part < SHORTEST_PART:
             return False
@@ -266,173 +333,23 @@ class Fit:
     def end_epoch(self) -> None:
         """Measure the held-out data, and begin the next epoch."""
         if self.validation is not None:
-            self.held_out = self.measure_held_out(FEW_DRAWS)
+            self.held_out = held_out_log_density(self, FEW_DRAWS)
             self.history.set_last("held_out", self.held_out)
         if self.index == 0:
             raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
         self.epoch, self.index = self.epoch + 1, 0
 
-    def measure_held_out(self, draws: int) -> float:
-        """Return the log density of the held-out data, in nats for each observed number."""
-        assert self.validation is not None
-        posterior, reference = self.posterior, None
-        if posterior.batch_norm == "reestimated":
-            reference = posterior.model.split(next(iter(self.data.everything(1))))[0]
-        generator, total, count = torch.Generator(posterior.device).manual_seed(self.settings["seed"]), 0.0, 0
-        predict = WeightDraws(posterior, draws, reference=reference, generator=generator)
-        for batch in Batches(self.validation, self.settings["seed"], posterior.device).everything():
-            inputs, target = predict.split(batch)
-            log_prob = predict(inputs).log_prob(target)
-            known = isinstance(posterior.model.likelihood, Likelihood)
-            observed = observed_target(posterior.model.likelihood, target)[1] if known else None
-            total += float(log_prob.double().sum())
-            count += log_prob.numel() if observed is None else int(observed.sum())
-        return total / count if isfinite(total) else -inf
-
     def back_to_step(self) -> None:
         """Put the generator back to where the last step left it, after an interruption between two steps."""
         self.generator.set_state(self.stream)
 
-    def _window(self) -> tuple[float, float]:
+    def recent_elbo(self) -> tuple[float, float]:
         """Return the ELBO over the last steps, at most an epoch and a hundred, and its standard error."""
         values = self.history.recent("elbo", min(100, self.steps_an_epoch or 100))
         values = values[values.isfinite()]
         if len(values) < 2:
             return (float(values[0]), self.history.recent("standard_error", 1).item()) if len(values) else (-inf, inf)
         return float(values.mean()), float(values.std()) / sqrt(len(values))
-
-    # -------------------------------------------------------------------------------------------------- the result
-
-    def finish(self) -> FitResult:
-        """Keep the best of the last step, the average and the posterior without its factor; return the result."""
-        settings, bound = self.settings, self.posterior.family().bound
-        kept, worths, held_out = LAST_STEP, dict[str, Worth](), dict[str, float]()
-        if self.stopped:
-            mean, error = self._window()
-            elbo = Estimate(mean, error, self.history.recent("elbo", 1), bound)
-            comparison = "mean over the last steps: stopped before posteriors were compared"
-            status, verdict = Status.STOPPED, "stopped by you"
-        else:
-            kept, worths, held_out, most = self._best()
-            elbo, seen = worths[kept].elbo, (self.data.length or 0) * self.ranks.part[1]
-            data = "all data" if most is None or seen <= most else f"{most} of {seen} batches"
-            comparison = f"{COMPARISON_GROUPS} groups of draws, {data}"
-            status, verdict = self._verdict(elbo)
-            self.notes += self._advice(status, elbo, bound)
-        return FitResult(
-            status=status, verdict=verdict, elbo=elbo, kept=kept, comparison=comparison,
-            candidates={name: one.elbo for name, one in worths.items()},
-            objectives={name: one.objective for name, one in worths.items()} if settings["kl_weight"] != 1 else {},
-            history=self.history, steps=self.step, passes=self.passes,
-            epochs=self.epoch + (self.index / self.data.length if self.data.length else 0),
-            kl_weight=settings["kl_weight"], bound=bound, exact=self.data.exact and self.generator.device.type == "cpu",
-            skipped=self.skipped, notes=[*self.notes, *self._notes(bound)],
-            evaluation=str(self.posterior.model.evaluation), constant=self.constant, held_out=held_out,
-        )  # fmt: skip
-
-    def _verdict(self, elbo: Estimate) -> tuple[Status, str]:
-        part, steps = self.last_part, self.steps_an_epoch
-        if elbo.value == -inf:
-            return Status.DIVERGED, "no finite ELBO: print(result.details) says which batch and why"
-        if self.cooling is not None:
-            return Status.CONVERGED, "converged"
-        if len(self.history) < part or part < SHORTEST_PART:
-            return Status.TOO_SHORT, "too few steps to tell whether it has converged"
-        trend = Trend.of(self.history, 2 * part, part, self.settings["num_data"])
-        return trend.judge(steps or 1, "epoch" if steps else "step")
-
-    def _advice(self, status: Status, elbo: Estimate, bound: bool) -> list[str]:
-        """Return a note if the fit has learned nothing, or should go on."""
-        noise = 2 * elbo.standard_error if isfinite(elbo.standard_error) else 0.0
-        below = self.constant is not None and elbo.value + noise < self.constant
-        if below and bound and status is not Status.TOO_SHORT:
-            return [
-                f"worse than knowing nothing: an output that ignores the input has {self.constant:.4g} nats, this "
-                f"posterior {elbo.value:.4g}; the KL of its weights costs more than the data say. Fewer random weights "
-                "(select=, PerLayer), a narrower prior, another seed or more data help; λ < 1 (kl_weight=) predicts "
-                "better and is not the posterior"
-            ]
-        if elbo.value == -inf:
-            return ["the ELBO over the full data is not finite: some observation has none at some draw"]
-        if status is Status.IMPROVING:
-            return ["improving: at the highest learning rate, which falls to zero in a fit; call fit again to go on"]
-        return []
-
-    def _notes(self, bound: bool) -> list[str]:
-        notes, model, kind = list[str](), self.posterior.model, self.generator.device.type
-        if (kl_weight := self.settings["kl_weight"]) != 1:
-            notes.append(f"λ = {kl_weight:g}: a tempered posterior is not the posterior; the ELBO is at λ = 1")
-        if kind == "cuda" and self.make_step.reason is not None:
-            notes.append(f"the step was not captured as a CUDA graph: {self.make_step.reason}")
-        if self.ranks.size > 1:
-            what = "its part of every batch" if self.ranks.mode == "data" else "its own draws for every batch"
-            notes.append(f"{self.ranks.size} ranks, each with {what}")
-        if not bound:
-            notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
-        notes += notes_on_bound(model)
-        if not self.data.exact:
-            notes.append(f"not exact: {self.data.inexact}; a resumed run differs from one never stopped")
-        elif kind != "cpu":
-            notes.append(f"not exact: kernels on {kind} may add in another order each time")
-        if self.skipped:
-            first = self.skipped[0]
-            notes.append(
-                f"{len(self.skipped)} steps left out, not finite; the first at batch {first.index} of epoch "
-                f"{first.epoch}: {first.reason}"
-            )
-        return notes
-
-    def _best(self) -> tuple[str, dict[str, Worth], dict[str, float], int | None]:
-        """Put the posterior into its best state; return its name, what all are worth, and how many batches were read.
-
-        Held-out data decide if there are some; else the objective that was fitted, E log lik − λ KL.
-        """
-        states = {LAST_STEP: copied(self.learned)}
-        if self.averaged > 1:
-            states[f"average of the last {self.averaged}"] = {**states[LAST_STEP], **self.average}
-        if self.without_factor:
-            states[WITHOUT_FACTOR] = self.without_factor
-        worths, held_out, most = dict[str, Worth](), dict[str, float](), self._batches_compared(len(states))
-        for name, values in states.items():
-            assign(self.learned, values)
-            worths[name] = self._worth(most, f"comparing {len(worths) + 1}/{len(states)}")
-            if self.validation is not None:
-                held_out[name] = self.measure_held_out(DRAWS)
-        kept = LAST_STEP
-        decide = (
-            held_out if any(map(isfinite, held_out.values())) else {n: w.objective.value for n, w in worths.items()}
-        )
-        if held_out and decide is not held_out:
-            self.notes.append("the held-out log density is not finite, and the ELBO has selected: is there NaN in it?")
-        for name, value in decide.items():
-            # the average is wanted where it costs nothing; the simpler posterior only where it is better
-            if value > decide[kept] or (value == decide[kept] and name != WITHOUT_FACTOR):
-                kept = name
-        assign(self.learned, states[kept])
-        return kept, worths, held_out, most
-
-    def _batches_compared(self, candidates: int) -> int | None:
-        """Return how many batches are read to compare posteriors; None for all."""
-        draws = candidates * COMPARISON_GROUPS * max(1, self.make_step.draws // self.make_step.estimator.groups)
-        default = default_passes(self.passes, self.settings["num_data"], self.posterior.space.size)
-        length = self.data.length and self.data.length * self.ranks.part[1]  # batches of all ranks
-        return batches_within(default, draws, length, max(32, self.settings["steps"] // 40))
-
-    def _worth(self, most: int | None, label: str) -> Worth:
-        ranks, model = self.ranks, self.posterior.model
-        read = Watched(self.data.everything(most, (ranks.rank, ranks.size)), model)
-        batches = progress_bar(read, total=most, label=label, show=self.show)
-        try:
-            settings = self.settings
-            worth = worth_on_seed(self.posterior, batches, COMPARISON_GROUPS, settings["seed"], settings["kl_weight"])
-        except (NonFiniteError, LinAlgError):
-            worth = Worth(not_finite(COMPARISON_GROUPS), not_finite(COMPARISON_GROUPS))
-        else:
-            self.constant = read.log_likelihood if ranks.size == 1 else None  # each rank has read its part alone
-        return Worth(*(ranks.pool(one, read.rows) for one in worth))
-
-    #: whether a bar shows how far the comparison is
-    show = False
 
 
 def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

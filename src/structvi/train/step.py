@@ -1,10 +1,11 @@
 """One training step, of `fit` and for loops of your own: draw, run the network, go back, clip, move."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,17 +17,15 @@ from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Parallel, Ranks
 from ..models.bayesian_model import rows
-from ..networks.call import in_modes, is_in_training
-from ..networks.mixed_precision import check_precision
+from ..networks.call import check_precision, in_modes, is_in_training
 from ..objective import Estimate, Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
+from ..optim.adam import OptimizerLike, make_optimizer
 from ..result import Status
 from ..util.checks import check_integer, check_positive, check_seed, unread
 from ..util.interrupts import Interrupts
 from ..util.random_streams import borrowed_stream
 from .checks import may_draw
 from .cuda_graph import CapturedStep
-from .memory import explain, forget_frames, need_of, there_is
-from .optimizer import OptimizerLike, make_optimizer
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -45,7 +44,7 @@ class Compute:
 
     Args:
         precision: `torch.bfloat16` or `torch.float16` runs the network, and nothing else, in mixed precision. A step
-            whose gradient overflows in float16 is left out, and halves the scale of the gradients in the network.
+            whose gradient overflows in float16 is left out, and halves the factor of the loss.
         compile: run the network through `torch.compile`, one draw at a time: for many large steps.
         capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph if the network allows.
         parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch, of
@@ -79,7 +78,45 @@ class Compute:
 
 
 class OverflowingError(NonFiniteError):
-    """Gradients inside a float16 network are too large at their present scale, which has been halved."""
+    """Gradients inside a float16 network are too large at the present factor of the loss, which has been halved."""
+
+
+class LossFactor:
+    """A power of two c: in float16 the backward pass is that of c times the loss, and gradients are divided by c.
+
+    float16 has no numbers above 65504 and none but zero below 6e-8; the gradient of −elbo/N at the output of one
+    observation is of the order of 1/(S·B). A step whose gradient is not finite halves c, and `GROWTH` finite steps in
+    a row double it. bfloat16 has the range of float32 and needs no factor.
+
+    Attributes:
+        tensor: c on the device: a captured step reads it there.
+        value: c.
+        finite: how many steps in a row were finite.
+    """
+
+    GROWTH = 2000
+    LOWEST, HIGHEST = 2.0**-16, 2.0**32
+
+    def __init__(self, device: torch.device):
+        self.tensor = torch.empty((), device=device)
+        self.set(2.0**16)
+
+    def set(self, value: float, finite: int = 0) -> None:
+        self.value, self.finite = value, finite
+        self.tensor.fill_(value)
+
+    def halve(self) -> bool:
+        """Halve c after a gradient that is not finite; return False if c cannot be the reason."""
+        if self.value <= self.LOWEST:
+            return False
+        self.set(self.value / 2)
+        return True
+
+    def count(self) -> None:
+        """Count a finite gradient."""
+        self.finite += 1
+        if self.finite == self.GROWTH:
+            self.set(min(2 * self.value, self.HIGHEST))
 
 
 class Outcome(NamedTuple):
@@ -136,6 +173,8 @@ class Step:
         self.reason = self._reason_against(capture)
         #: whether the network draws random numbers; found out at the first batch, by all ranks together
         self.random: bool | None = True if posterior.dropout == "on" else None
+        self.factor = LossFactor(generator.device)
+        self._net, self._model = posterior.net, posterior.model
         self._modes = partial(is_in_training, dropout=posterior.dropout, batch_norm=posterior.batch_norm)
         self._graphs: dict[Hashable, CapturedStep] = {}
         check_spaces(posterior.family, posterior.model)
@@ -187,9 +226,13 @@ class Step:
                 raise self._explained(batches, kl_weight, not isfinite(sum(values)))
         if not self.moves_on_device:
             self._clip_and_move(size)
-        if self.posterior.model.precision == torch.float16:
-            self.posterior.model.scale.count()
+        if self.in_float16:
+            self.factor.count()
         return Outcome(torch.tensor(values, dtype=torch.float64) / (sum(weights) if whole is None else whole), size)
+
+    @property
+    def in_float16(self) -> bool:
+        return self._model.precision == torch.float16
 
     def _borrowed(self) -> AbstractContextManager[None]:
         """Hold the global streams if the network draws random numbers from them."""
@@ -200,34 +243,42 @@ class Step:
     ) -> tuple[Tensor, Tensor]:
         """Write gradients of −(E log lik − λ KL)/N; return the ELBO of each group times the weights' sum [groups] and
         the gradient's norm, both in float64."""
-        posterior, estimator, ranks, total = self.posterior, self.estimator, self.ranks, None
-        alone = ranks.size == 1
+        posterior, model, estimator, ranks, total = self.posterior, self._model, self.estimator, self.ranks, None
+        alone, factor = ranks.size == 1, self.factor.tensor if self.in_float16 else None
         for parameter in self.named.values():
             parameter.grad = None
         for batch, weight in zip(batches, weights, strict=True):
             with nullcontext() if alone else ranks.together():
-                with unread(), in_modes(posterior.net, self._modes):
+                with unread(), in_modes(self._net, self._modes):
                     density = posterior.family()
                     draws, log_q = scored_draws(density, estimator, generator if alone else ranks.generator(generator))
                     self.draws = draws.weight.shape[0]
-                    terms = terms_at(density, draws, log_q, posterior.model, batch, estimator)
-                loss = (terms.objective(kl_weight) * (weight * (-1.0 / posterior.model.num_data))).mean()
+                    terms = terms_at(density, draws, log_q, model, batch, estimator)
+                loss = (terms.objective(kl_weight) * (weight * (-1.0 / model.num_data))).mean()
                 if not alone and not bool(torch.isfinite(loss)):
                     raise NonFiniteError("the loss is not finite")
-            loss.backward()
+            (loss if factor is None else factor * loss).backward()
             told = weight * (terms.fit - terms.complexity).detach().double()
             total = told if total is None else total + told
         assert total is not None
         if alone:
-            return total, gradient_norm(self.named.values())
-        return ranks.reduce(self.named, total), ranks.norm(self.named)
+            norm = get_total_norm([p.grad for p in self.named.values() if p.grad is not None]).double()
+        else:
+            total, norm = ranks.reduce(self.named, total), ranks.norm(self.named)
+        return total, norm if factor is None else norm / factor
 
     def move(self, told: Tensor, norm: Tensor, skip: Tensor | None = None) -> None:
         """Make the optimizer's step on the device: clipped, and left out where it is not finite or `skip` is 1."""
-        scale, bad = (norm / self.clip).clamp(min=1.0).float(), 1.0 - torch.isfinite(told.sum() + norm).float()
+        scale = (norm / self.clip).clamp(min=1.0).float() * self._divisor
+        bad = 1.0 - torch.isfinite(told.sum() + norm).float()
         if skip is None and any(p.grad is not None and p not in self.optimizer.state for p in self.named.values()):
             self._move_scaled(scale, torch.ones_like(bad))  # all moments are there before anything has moved
         self._move_scaled(scale, bad if skip is None else bad.maximum(skip))
+
+    @property
+    def _divisor(self) -> Tensor | float:
+        """What the gradients are too large by."""
+        return self.factor.tensor if self.in_float16 else 1.0
 
     def _move_scaled(self, scale: Tensor, skip: Tensor) -> None:
         optimizer: Any = self.optimizer
@@ -249,16 +300,16 @@ class Step:
         next(reversed(self._graphs.values())).graph.replay()
 
     def _clip_and_move(self, size: float) -> None:
-        if size > self.clip:
+        share = min(1.0, self.clip / size) if size else 1.0
+        if share < 1.0 or self.in_float16:
             gradients = [p.grad for p in self.named.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, self.clip / size)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(gradients, share / self._divisor)  # pyright: ignore[reportPrivateImportUsage]
         self.optimizer.step()
 
     def _explained(self, batches: Sequence[Any], kl_weight: float, loss: bool) -> Exception:
         """Return what was not finite: the same draws again, this time with every check."""
-        model = self.posterior.model
-        if not loss and model.precision == torch.float16 and model.scale.halve():
-            return OverflowingError(f"float16 overflowed in the gradient; its scale is now {model.scale.value:g}")
+        if not loss and self.in_float16 and self.factor.halve():
+            return OverflowingError(f"float16 overflowed in the gradient; the loss is now times {self.factor.value:g}")
         if not loss:
             bad = [n for n, p in self.named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
             return NonFiniteError(f"the loss is finite but its gradient is not, in {', '.join(bad) or 'its norm'}")
@@ -273,17 +324,25 @@ class Step:
         return NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
 
     def _out_of_memory(self, error: torch.OutOfMemoryError, batches: Sequence[Any]) -> torch.OutOfMemoryError:
-        """Return the error with what would fit; give back what the step had taken."""
-        forget_frames(error)
+        """Return the error with what a step needs and what needs less; give back what the step had taken."""
+        said, cause = str(error), error
+        while cause is not None:
+            clear_frames(cause.__traceback__)
+            cause.__traceback__ = None  # a cleared frame still has its function, and that the tensors it closes over
+            cause = cause.__context__
         for parameter in self.named.values():
             parameter.grad = None
         self._graphs.clear()
         if self.generator.device.type == "cuda":
             torch.cuda.empty_cache()
-        need = need_of(self.posterior, max(batches, key=rows), self.estimator)
-        moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        there = there_is(self.generator.device, [*self.named.values(), *moments])
-        return torch.OutOfMemoryError(f"{explain(need, there, self.generator.device)} torch said: {error}")
+        V, P = sum(p.numel() for p in self.named.values()), self.posterior.space.size
+        return torch.OutOfMemoryError(
+            f"a step does not fit into memory, with P = {P} weights, {V} variational parameters, {self.draws} draws "
+            f"and batches of {max(map(rows, batches))}. Less memory is needed with smaller batches (accumulate= keeps "
+            "the step), fewer draws, a lower rank, variationalize(.., checkpoint_activations=True), "
+            "compute=vi.Compute(precision=torch.bfloat16), or a posterior sharded over several devices. "
+            f"torch said: {said}"
+        )
 
     # ----------------------------------------------------------------------------------------------------- capture
 
@@ -323,11 +382,6 @@ class Step:
                 torch.cuda.empty_cache()  # what a capture has taken is needed
                 return None
         return self._graphs[key]
-
-
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all gradients, a float64 tensor."""
-    return get_total_norm([p.grad for p in parameters if p.grad is not None]).double()
 
 
 class Stepper:

@@ -1,7 +1,9 @@
-"""Progress bars: one line that moves in a terminal or a notebook, and nothing in a log."""
+"""How far a loop is: one line that moves in a terminal or a notebook; elsewhere a few plain ones of a fit."""
 
 import sys
+import time
 from collections.abc import Iterable
+from math import isnan
 from typing import Any
 
 from tqdm import tqdm
@@ -30,3 +32,48 @@ def progress_bar(
     """
     hidden = not (show and is_live())
     return tqdm(items, total=total, desc=label, leave=False, unit=unit, dynamic_ncols=True, disable=hidden)
+
+
+class Progress:
+    """ELBO with its standard error, and the time left: on a live line, or on a few plain ones.
+
+    Args:
+        total: steps in all.
+        done: steps made before (a resumed fit).
+        label: what these steps are for, where that is not one fit.
+    """
+
+    #: plain lines a fit
+    LINES = 10
+
+    def __init__(self, total: int, done: int = 0, label: str = ""):
+        self.total, self.done, self.first = total, done, done
+        self.started, self.bar = time.monotonic(), None
+        if is_live():
+            self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, desc=label or None)
+        elif label:
+            print(label, file=sys.stderr)
+
+    def update(self, elbo: float, standard_error: float, held_out: float | None = None) -> None:
+        """Count one step more."""
+        self.done += 1
+        error = "" if isnan(standard_error) else f" ± {standard_error:.2g}"
+        text = f"ELBO {elbo:.5g}{error} nats"
+        if held_out is not None:
+            text += f", held out {held_out:.4f}"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+        elif self.done % max(1, self.total // self.LINES) == 0 or self.done == self.total:
+            left = (time.monotonic() - self.started) / (self.done - self.first) * (self.total - self.done)
+            print(f"step {self.done}/{self.total}: {text}, {left:.0f} s left", file=sys.stderr)
+
+    def shorten(self, total: int) -> None:
+        """Expect fewer steps in all."""
+        self.total = total
+        if self.bar is not None:
+            self.bar.total = total
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
