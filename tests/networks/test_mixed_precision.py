@@ -99,7 +99,7 @@ def test_small_gradients_survive_float16(evaluation):
     assert cosine(scaled, full) > 0.999
     torch.testing.assert_close(scaled.norm(), full.norm(), rtol=1e-2, atol=0)
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
-    assert unscaled.norm() < 0.5 * full.norm()
+    assert unscaled[:3].norm() < 0.5 * full[:3].norm()  # under vmap the bias is added in float32
 
 
 def test_a_step_in_float16_is_clipped_as_one_in_float32():
