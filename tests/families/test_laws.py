@@ -128,6 +128,16 @@ def turned(part):
     return make
 
 
+def turned_matrix(space):
+    """A matrix normal with axes of its own."""
+    family = vi.MatrixNormal().bind(space)
+    generator = torch.Generator().manual_seed(4)
+    axes = [torch.linalg.qr(torch.randn(axis.shape, generator=generator, dtype=torch.float64))[0] for axis in (family.left, family.right)]
+    unit = torch.randn(family.unit.shape, generator=generator, dtype=torch.float64).exp()
+    family.set_axes(*axes, unit, family.log_scale.detach().view(len(family.left), -1).exp())
+    return family
+
+
 FAMILIES = {
     "MAP": vi.MAP(),
     "MeanField": vi.MeanField(),
@@ -139,6 +149,7 @@ FAMILIES = {
     "LowRankPrecision(1)": vi.LowRankPrecision(1),
     "LowRankPrecision(3)": at_most_P(vi.LowRankPrecision, 3),
     "FullNormal": vi.FullNormal(),
+    "MatrixNormal": turned_matrix,
     "PerLayer": two_blocks(vi.LowRankPrecision(1), vi.LowRankNormal(1)),
     "PerLayer with MAP": two_blocks(vi.MAP(), vi.LowRankNormal(1)),
     "Mixture": lambda space: vi.Mixture(vi.LowRankNormal(1), 2).bind(space, torch.Generator().manual_seed(3)),
@@ -159,6 +170,7 @@ NOT_APPLICABLE = {
     "PerLayer with MAP": {"dense", "moments", "positions", "path_zero"},
     "Mixture": {"dense", "positions", "normal"},
     "Mixture of MAP": NO_DENSITY | {"normal"},
+    "MatrixNormal": {"normal"},
     "Rotated MeanField": {"normal"},
     "Rotated LowRankPrecision(1)": {"normal"},
     "MCDropout": NO_DENSITY | {"normal"},

@@ -5,6 +5,7 @@ from .family import Density, DistributionDensity, Draws, Family, check_draw
 from .full import FullNormal
 from .gaussian import Gaussian, kl
 from .low_rank import LowRankNormal, LowRankPrecision
+from .matrix_normal import MatrixNormal
 from .mc_dropout import MCDropout
 from .mean_field import MeanField
 from .mixture import Mixture
@@ -25,6 +26,7 @@ __all__ = [
     "LowRankNormal",
     "LowRankPrecision",
     "MCDropout",
+    "MatrixNormal",
     "MeanField",
     "Mixture",
     "NormalForm",

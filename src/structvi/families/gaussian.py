@@ -135,6 +135,11 @@ class Gaussian(Density):
         block = V[rows] @ C @ V[columns].mT
         return block + torch.diag(d[rows]) if rows == columns else block
 
+    def covariance_product(self, x: Tensor) -> Tensor:
+        """Σ x for the rows of x: [S, P] → [S, P]."""
+        d, V, C = self.low_rank()
+        return x * d + x @ V @ C @ V.mT
+
     def between(self, left: Tensor, right: Tensor) -> Tensor:
         """A Σ Bᵀ for rows A [.., n, P] and B [.., m, P]: [.., n, m]."""
         d, V, C = self.low_rank()

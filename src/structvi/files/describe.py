@@ -18,6 +18,7 @@ from ..families import (
     FullNormal,
     LowRankNormal,
     LowRankPrecision,
+    MatrixNormal,
     MCDropout,
     MeanField,
     Mixture,
@@ -36,7 +37,7 @@ FAMILIES = 4096
 
 Kind = Literal["family", "likelihood", "prior"]
 _FAMILIES = (
-    MAP, MeanField, LowRankNormal, LowRankPrecision, FullNormal, Mixture, PerLayer, MCDropout, Rotated,
+    MAP, MeanField, LowRankNormal, LowRankPrecision, FullNormal, MatrixNormal, Mixture, PerLayer, MCDropout, Rotated,
 )  # fmt: skip
 _LIKELIHOODS = (Gaussian, Categorical, Bernoulli, Poisson, StudentT)
 _PRIORS = (

@@ -1,0 +1,169 @@
+"""The matrix normal: the numbers of one layer as a matrix, outputs by features, with a Kronecker product of axes."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from ..parameters import Parameters
+from .family import MAX_DENSE
+from .gaussian import Gaussian, LowRankCovariance
+from .mean_field import ScaledFamily
+from .normal import NormalForm
+from .numerics import sum_weights
+
+#: rows of the covariance that are made at a time: memory
+CHUNK = 256
+
+
+class MatrixNormalDensity(Gaussian):
+    """T = M + A (s ∘ Z) Bᵀ for a matrix T [C, D], with Z standard normal, A and Q orthogonal and B = diag(unit) Q.
+
+    Σ = (A ⊗ B) diag(s²) (A ⊗ B)ᵀ: C² + D² numbers beside mean and scales. With s of rank one it is the matrix normal;
+    with s² = 1/(1 + λ_A λ_B) the inverse of a Kronecker product plus a diagonal, exactly.
+
+    Args:
+        mean: M as θ [P].
+        log_scale: log s [C·D].
+        left: A [C, C].
+        right: Q [D, D].
+        unit: [D].
+        widths: how many columns of T each tensor has, in the order of θ.
+    """
+
+    def __init__(
+        self, mean: Tensor, log_scale: Tensor, left: Tensor, right: Tensor, unit: Tensor, widths: Sequence[int]
+    ):
+        self.location, self.left, self.unit, self.widths = mean, left, unit, list(widths)
+        self.log_scale = log_scale.view(len(left), len(right))
+        self.right, self.inverse = unit.unsqueeze(-1) * right, right / unit.unsqueeze(-1)
+
+    @property
+    def scale(self) -> Tensor:
+        """s: [C, D]"""
+        return self.log_scale.exp()
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """Return rows of θ [.., P] as matrices [.., C, D]."""
+        C = len(self.left)
+        parts = torch.split(x, [C * width for width in self.widths], dim=-1)
+        return torch.cat([part.unflatten(-1, (C, -1)) for part in parts], -1)
+
+    def vector(self, T: Tensor) -> Tensor:
+        """Return matrices [.., C, D] as rows of θ [.., P]."""
+        return torch.cat([part.flatten(-2) for part in torch.split(T, self.widths, dim=-1)], -1)
+
+    def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
+        Z = diagonal.unflatten(-1, self.log_scale.shape)
+        return self.vector(self.left @ (self.scale * Z) @ self.right.mT)
+
+    def precision_product(self, x: Tensor) -> Tensor:
+        inner = (self.left.mT @ self.matrix(x) @ self.inverse) / self.scale.square()
+        return self.vector(self.left @ inner @ self.inverse.mT)
+
+    def covariance_product(self, x: Tensor) -> Tensor:
+        inner = (self.left.mT @ self.matrix(x) @ self.right) * self.scale.square()
+        return self.vector(self.left @ inner @ self.right.mT)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        inner = (self.left.mT @ self.matrix(x) @ self.inverse) / self.scale
+        return sum_weights(inner.square().flatten(-2))
+
+    def half_log_det(self) -> Tensor:
+        of_unit = len(self.left) * self.unit.log().sum(dtype=torch.float64)
+        return sum_weights(self.log_scale.flatten()) + of_unit
+
+    def low_rank(self) -> LowRankCovariance:
+        """Return a dense V [P, P], refused if P is large: a Kronecker product has no low rank."""
+        self._check_dense("the covariance of a matrix normal as diagonal plus low rank")
+        identity = torch.eye(self.P).to(self.mean)
+        return LowRankCovariance(torch.zeros_like(self.mean), self.transform(identity, identity).mT, identity)
+
+    def precision_diagonal(self) -> Tensor:
+        return self.vector(self.left.square() @ self.scale.square().reciprocal() @ self.inverse.square().mT)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.vector(self.left.square() @ self.scale.square() @ self.right.square().mT)
+
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        found = []
+        for start in range(rows.start, rows.stop, CHUNK):
+            unit = self.mean.new_zeros(min(CHUNK, rows.stop - start), self.P)
+            unit[torch.arange(len(unit)), torch.arange(start, start + len(unit))] = 1.0
+            found.append(self.covariance_product(unit)[:, columns])
+        return torch.cat(found)
+
+    def between(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.covariance_product(left) @ right.mT
+
+
+class MatrixNormal(ScaledFamily):
+    """A normal over the weight [C, ..] and bias [C] of one layer, its covariance (A ⊗ B) diag(s²) (A ⊗ B)ᵀ.
+
+    A and B are the axes of outputs and of features, the weights' own until `fit_head` sets them: 2P + C² + D² numbers.
+    A fit learns the mean and the scales s. Tensors without a common first axis lie in one row, C = 1.
+
+    Args:
+        initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at
+            "zero".
+        initial_scale: scales start at this fraction of each tensor's initialisation scale.
+
+    Example:
+        >>> from structvi import Parameters
+        >>> q = MatrixNormal().bind(Parameters({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}))
+        >>> q.left.shape, q.right.shape
+        (torch.Size([3, 3]), torch.Size([5, 5]))
+    """
+
+    left: Tensor
+    right: Tensor
+    unit: Tensor
+
+    def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
+        super().initialise(parameters, generator)
+        firsts = {shape[0] if shape else 1 for shape in parameters.shapes}
+        C = firsts.pop() if len(firsts) == 1 else 1
+        self.widths = [prod(shape) // C for shape in parameters.shapes]
+        D = sum(self.widths)
+        if max(C, D) > MAX_DENSE:
+            raise ValueError(
+                f"MatrixNormal keeps {C}² and {D}² numbers for the axes of one layer, and refuses beyond {MAX_DENSE}²: "
+                "use LowRankNormal(rank) or LowRankPrecision(rank)"
+            )
+        for name, size in (("left", C), ("right", D)):
+            self.register_buffer(name, torch.eye(size, dtype=self.mean.dtype, device=self.mean.device))
+        self.register_buffer("unit", self.mean.new_ones(D))
+        with torch.no_grad():
+            by_rows = self.forward().matrix(self.log_scale)
+        self.log_scale = nn.Parameter(by_rows.flatten())
+
+    def forward(self) -> MatrixNormalDensity:
+        return MatrixNormalDensity(self.mean, self.log_scale, self.left, self.right, self.unit, self.widths)
+
+    @torch.no_grad()
+    def set_axes(self, left: Tensor, right: Tensor, unit: Tensor, scale: Tensor) -> None:
+        """Take other axes and scales: A [C, C] and Q [D, D], orthogonal, unit [D] and s [C, D]."""
+        self.left.copy_(left)
+        self.right.copy_(right)
+        self.unit.copy_(unit)
+        self.log_scale.copy_(scale.log().flatten())
+
+    @torch.no_grad()
+    def set_normal(self, form: NormalForm) -> None:
+        """Take the mean and the diagonal of the precision, along the weights' own axes."""
+        self.mean.copy_(form.mean)
+        one, other = (torch.eye(len(axes)).to(axes) for axes in (self.left, self.right))
+        scale = self.forward().matrix(form.diagonal().scale.to(self.mean))
+        self.set_axes(one, other, torch.ones_like(self.unit), scale)
+
+
+def matrix_normal(family: nn.Module) -> MatrixNormal | None:
+    """Return the `MatrixNormal` family that this is, or None.
+
+    Example:
+        >>> matrix_normal(nn.Identity()) is None
+        True
+    """
+    return family if isinstance(family, MatrixNormal) else None
