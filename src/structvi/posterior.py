@@ -14,8 +14,8 @@ from .distributed.sharding import Sharded
 from .families.family import Family
 from .families.full import FullNormal
 from .families.low_rank import LowRankNormal
+from .families.matrix_normal import MatrixNormal
 from .files import posterior_file
-from .head.features import head_tensors
 from .head.head import fit_head
 from .laplace.laplace import laplace
 from .models.bayesian_model import BayesianModel, Keys
@@ -23,10 +23,12 @@ from .models.calibration import Calibration
 from .models.likelihoods import Bernoulli, Categorical
 from .models.priors import NormalPrior, Prior
 from .networks.call import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, in_modes, is_in_training
+from .networks.last_layer import head_tensors
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select
 from .predict.calibration import calibrate
+from .predict.last_layer import LARGEST_DENSE
 from .predict.linearised import output_moments
 from .predict.metrics import evaluate
 from .predict.predict import predict
@@ -397,10 +399,6 @@ def variationalize(
     return posterior
 
 
-#: a full normal over more numbers than these takes too long, and too much memory
-LARGEST_HEAD = 4096
-
-
 def variationalize_head(
     net: nn.Module,
     likelihood: Callable[[Any, Any], Tensor],
@@ -411,10 +409,11 @@ def variationalize_head(
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
     keys: Keys | None = None,
 ) -> Posterior:
-    """A posterior with all covariances over the last layer of a trained network; the rest of it is held.
+    """A posterior over the last layer of a trained network, of any size; the rest of the network is held.
 
-    Fit it with `fit_head(loader)`: in closed form for Gaussian noise, by its fixed point for class labels. It predicts,
-    evaluates, saves and loads as any other; `output_moments(x)` has mean and covariance of the outputs without a draw.
+    Fit it with `fit_head(loader, validation=held_out)`. It predicts from one pass of the network, without draws of
+    weights. A layer of at most 2,048 numbers has all covariances, `FullNormal`. A larger one has a Kronecker product of
+    axes, `MatrixNormal`: exact for Gaussian noise, and an approximation for labels.
 
     Args:
         net: a network whose output is that of a linear layer or convolution, up to its shape.
@@ -431,16 +430,13 @@ def variationalize_head(
     """
     names = head_tensors(net, layer)
     P = sum(tensor.numel() for name, tensor in net.named_parameters() if name in names)
-    if P > LARGEST_HEAD:
-        raise ValueError(
-            f"the head has {P} numbers, and a normal with all covariances is for up to {LARGEST_HEAD}: use "
-            f"variationalize(net, likelihood, LowRankPrecision(32), select={list(names)}).laplace(loader)"
-        )
+    family = FullNormal() if P <= LARGEST_DENSE else MatrixNormal()
     posterior = variationalize(
-        net, likelihood, FullNormal(), prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,
+        net, likelihood, family, prior, num_data=num_data, select=lambda name, _: name in names, forward=forward,
         keys=keys,
     )  # fmt: skip
-    posterior.left_open = frozenset(name for name, value in {"prior": prior, "layer": layer}.items() if value is None)
+    given = {"prior": prior, "layer": layer, "family": None}
+    posterior.left_open = frozenset(name for name, value in given.items() if value is None)
     return posterior
 
 

@@ -132,7 +132,10 @@ def turned_matrix(space):
     """A matrix normal with axes of its own."""
     family = vi.MatrixNormal().bind(space)
     generator = torch.Generator().manual_seed(4)
-    axes = [torch.linalg.qr(torch.randn(axis.shape, generator=generator, dtype=torch.float64))[0] for axis in (family.left, family.right)]
+    axes = [
+        torch.linalg.qr(torch.randn(axis.shape, generator=generator, dtype=torch.float64))[0]
+        for axis in (family.left, family.right)
+    ]
     unit = torch.randn(family.unit.shape, generator=generator, dtype=torch.float64).exp()
     family.set_axes(*axes, unit, family.log_scale.detach().view(len(family.left), -1).exp())
     return family

@@ -62,12 +62,16 @@ def test_a_fit_learns_its_mean_and_scales():
     target = vi.LogDensity(lambda p: -0.5 * (p["weight"].square().sum() + 4 * p["bias"].square().sum()), family().space)
     recipe = vi.MatrixNormal(initial_mean="zero", initial_scale=1.0)
     found = vi.fit_density(target, recipe, progress=False)
-    torch.testing.assert_close(found.family().variance, torch.tensor([1.0] * 12 + [0.25] * 3, dtype=F64), rtol=0.02, atol=0)
+    torch.testing.assert_close(
+        found.family().variance, torch.tensor([1.0] * 12 + [0.25] * 3, dtype=F64), rtol=0.02, atol=0
+    )
 
 
 def test_it_takes_a_diagonal_and_refuses_what_is_no_layer():
     q = family()
-    q.set_normal(vi.families.NormalForm(torch.zeros(15, dtype=F64), vi.families.Diagonal(torch.arange(1.0, 16, dtype=F64))))
+    q.set_normal(
+        vi.families.NormalForm(torch.zeros(15, dtype=F64), vi.families.Diagonal(torch.arange(1.0, 16, dtype=F64)))
+    )
     torch.testing.assert_close(q().variance, torch.arange(1.0, 16, dtype=F64).square())
     with pytest.raises(ValueError, match="keeps 1² and 10000² numbers"):
         vi.MatrixNormal().bind(vi.Parameters({"a": torch.zeros(50, 100), "b": torch.zeros(5000)}))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi import likelihoods
-from structvi.head import head
+from structvi.head import climb
 from structvi.head.bound import quasi_normal
 from structvi.objective import Estimate
 
@@ -71,7 +71,7 @@ def test_gaussian_noise_gives_the_posterior_however_the_data_are_cut(size):
 
 
 def test_scales_and_noise_maximise_the_evidence(monkeypatch):
-    monkeypatch.setattr(head, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(climb, "TOLERANCE", 1e-9)
     net, (x, t) = network(1), regression(1)
     bayes = vi.variationalize_head(net, likelihoods.Gaussian("point"))
     result = bayes.fit_head([(x, t)], progress=False)
@@ -94,7 +94,7 @@ def test_scales_and_noise_maximise_the_evidence(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkeypatch):
-    monkeypatch.setattr(head, "TOLERANCE", 1e-5)
+    monkeypatch.setattr(climb, "TOLERANCE", 1e-5)
     net, (x, t) = network(count, width=4), classes(count)
     likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
     bayes = vi.variationalize_head(net, likelihood, vi.priors.NormalPrior(1.5))
@@ -132,7 +132,7 @@ def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkey
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_bound_never_falls(count, monkeypatch):
-    monkeypatch.setattr(head, "TOLERANCE", 1e-4)
+    monkeypatch.setattr(climb, "TOLERANCE", 1e-4)
     net, (x, t) = network(count), classes(count)
     with torch.no_grad():
         net[-1].weight.mul_(100.0)  # a start that is far from the data and sure of itself
@@ -304,8 +304,6 @@ def test_bad_arguments_are_named():
         vi.variationalize_head(net, likelihoods.Categorical(), layer="end")
     with pytest.raises(ValueError, match="no linear head"):
         vi.variationalize_head(nn.ReLU(), likelihoods.Categorical())
-    with pytest.raises(ValueError, match=r"the head has 10100 numbers.*LowRankPrecision"):
-        vi.variationalize_head(nn.Linear(100, 100), likelihoods.Categorical())
     bayes = vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*")
     with pytest.raises(ValueError, match="the family is MeanField"):
         bayes.fit_head([(x, t)])

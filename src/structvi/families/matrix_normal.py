@@ -1,7 +1,8 @@
 """The matrix normal: the numbers of one layer as a matrix, outputs by features, with a Kronecker product of axes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,17 @@ class MatrixNormalDensity(Gaussian):
     ):
         self.location, self.left, self.unit, self.widths = mean, left, unit, list(widths)
         self.log_scale = log_scale.view(len(left), len(right))
-        self.right, self.inverse = unit.unsqueeze(-1) * right, right / unit.unsqueeze(-1)
+        self.axes = right
+
+    @property
+    def right(self) -> Tensor:
+        """B: [D, D]"""
+        return self.unit.unsqueeze(-1) * self.axes
+
+    @property
+    def inverse(self) -> Tensor:
+        """B⁻ᵀ: [D, D]"""
+        return self.axes / self.unit.unsqueeze(-1)
 
     @property
     def scale(self) -> Tensor:
@@ -167,3 +178,60 @@ def matrix_normal(family: nn.Module) -> MatrixNormal | None:
         True
     """
     return family if isinstance(family, MatrixNormal) else None
+
+
+# ---------------------------------------------------------------------------------------- the outputs of a layer
+
+
+class OutputNormals(NamedTuple):
+    """Normals of C outputs at n rows around their mean: covariance Σ = A diag(v) Aᵀ."""
+
+    axes: Tensor  # A [C, C], the same at all rows, or [n, C, C]
+    along: Tensor  # v [n, C]
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of every output: [n, C]."""
+        return (self.axes.square() @ self.along.unsqueeze(-1)).squeeze(-1)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Return deviations from the mean at standard noise [S, C] or [S, n, C]: [S, n, C]."""
+        noise = noise if noise.ndim == 3 else noise.unsqueeze(1)
+        scaled = noise * self.along.sqrt()
+        if self.axes.ndim == 2:
+            return scaled @ self.axes.mT
+        return torch.einsum("nij,snj->sni", self.axes, scaled)
+
+
+def layer_outputs(density: Gaussian, outputs: int, order: Tensor) -> Callable[[Tensor], OutputNormals]:
+    """Return the function of features [n, D] that gives the normals of a layer's outputs.
+
+    Args:
+        density: over the weight [C, ..] of the layer, and its bias [C].
+        outputs: C.
+        order: where in θ the numbers of output 0 lie, then those of output 1, ..: [C·D].
+
+    Example:
+        >>> from structvi import MeanField, Parameters
+        >>> space = Parameters({"weight": torch.zeros(2, 3)})
+        >>> one, other = (family.bind(space)() for family in (MatrixNormal(), MeanField()))
+        >>> a, b = (layer_outputs(q, 2, torch.arange(6))(torch.ones(4, 3)).variance for q in (one, other))
+        >>> torch.allclose(a, b.float())
+        True
+    """
+    if isinstance(density, MatrixNormalDensity):
+        unit, axes, square, left = density.unit, density.axes, density.scale.square().mT, density.left
+        return lambda features: OutputNormals(left, ((features * unit) @ axes).square() @ square)
+    d, V, core = density.low_rank()
+    D = len(order) // outputs
+    d, V = d[order].view(outputs, D), V[order].view(outputs, D, V.shape[-1])
+
+    def dense(features: Tensor) -> OutputNormals:
+        columns = torch.einsum("nd,cdk->nck", features, V)
+        covariance = columns @ core @ columns.mT + torch.diag_embed(features.square() @ d.mT)
+        finite = covariance.isfinite().all(-1).all(-1)  # [n]: a row that is not has NaN, and no other
+        along, axes = torch.linalg.eigh(torch.where(finite[:, None, None], covariance.double(), 0.0))
+        along = torch.where(finite.unsqueeze(-1), along.clamp(min=0.0), torch.nan)
+        return OutputNormals(axes.to(features), along.to(features))
+
+    return dense

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from ..models.likelihoods import Gaussian
-from .features import Head, Rows
+from ..networks.last_layer import LastLayer
+from .rows import Rows, log_noise_of
 
 #: quasi-random draws of the C logits of a row, or 8 C if that is more
 DRAWS = 256
@@ -39,10 +40,9 @@ class Expected(NamedTuple):
 class GaussianBound:
     """Gaussian noise: sums over the rows are all that is stored of the data."""
 
-    def __init__(self, head: Head, likelihood: Gaussian):
-        self.outputs, self.width, noise = head.outputs, head.width, likelihood.noise
-        self.log_noise = log(noise) if isinstance(noise, float) else float(likelihood.log_noise.detach())
-        zeros = partial(torch.zeros, self.outputs, dtype=torch.float64, device=head.posterior.device)
+    def __init__(self, layer: LastLayer, likelihood: Gaussian):
+        self.outputs, self.width, self.log_noise = layer.outputs, layer.width, log_noise_of(likelihood)
+        zeros = partial(torch.zeros, self.outputs, dtype=torch.float64, device=layer.layer.weight.device)
         self.gram, self.product = zeros(self.width, self.width), zeros(self.width)  # ΦᵀΦ and Φᵀt of every output
         self.square, self.count = zeros(), zeros()
 
@@ -87,9 +87,9 @@ class LabelBound:
 
     log_noise = 0.0
 
-    def __init__(self, head: Head, is_binary: bool, seed: int):
-        self.outputs, self.width, self.is_binary, self.seed = head.outputs, head.width, is_binary, seed
-        self.draws = max(DRAWS, 8 * head.outputs)
+    def __init__(self, layer: LastLayer, is_binary: bool, seed: int):
+        self.outputs, self.width, self.is_binary, self.seed = layer.outputs, layer.width, is_binary, seed
+        self.draws = max(DRAWS, 8 * layer.outputs)
         self.rows: list[Rows] = []
 
     def add(self, rows: Rows) -> None:

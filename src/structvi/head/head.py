@@ -1,44 +1,57 @@
-"""`fit_head`: the best normal over a network's last layer, in closed form or by the fixed point of its ELBO.
+"""`fit_head`: the best normal over a network's last layer, in closed form, by Newton's method or by its fixed point.
 
-The steps are those of the natural gradient: Λ ← (1−ρ) Λ + ρ Λ*, μ ← μ + ρ Λ⁻¹ ∇F, with ρ = 1 if that raises F, else
-less. For Gaussian noise the first is exact. Scales of the prior and the noise, if they are learned, maximise the bound:
-MacKay's update s² = |μ|²/γ, γ = n − tr Σ/s², and if that does not raise it s² = (|μ|² + tr Σ)/n, which always does.
+A layer of few numbers gets all covariances, see `climb.py`. A larger one, or one with a validation set, gets a
+Kronecker product of axes, see `kronecker.py`.
 """
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import escape
-from math import exp, log, nan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import exp, log, sqrt
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..families.normal import NormalForm, Triangle
-from ..laplace.place import trained_values
-from ..models.likelihoods import Bernoulli, Categorical, Gaussian
+from ..families.matrix_normal import MatrixNormal, matrix_normal
+from ..families.normal import Diagonal, NormalForm, Triangle
+from ..laplace.place import (
+    DEFAULT_WIDTH,
+    NARROW,
+    NETWORK,
+    Candidate,
+    learned_noise,
+    restored_on_error,
+    set_noise,
+    trained_values,
+    width_prior,
+)  # fmt: skip
+from ..laplace.selection import COLDEST, WIDTHS, HeldOut, Selection, score, widest
+from ..models.calibration import Calibration
+from ..models.likelihoods import Bernoulli, Gaussian
 from ..models.priors import NormalPrior
-from ..objective import Estimate
+from ..networks.last_layer import LastLayer, Pass
+from ..predict.last_layer import layer_of, predictive, remember
+from ..predict.predictive import Predictive
 from ..result import Result, Status
-from ..train.data import Batches
+from ..train.checks import remember_choice
+from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_integer, check_seed
-from .bound import Expected, GaussianBound, LabelBound
-from .features import Head
+from .bound import GaussianBound, LabelBound
+from .climb import TOLERANCE, Climb
+from .kronecker import Kronecker
+from .rows import Rows, check_head, log_noise_of, passes, rows_of
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: a step that gains less has converged, in nats
-TOLERANCE = 1e-2
-#: the shortest step of the natural gradient, as a fraction of the whole one
-SHORTEST = 2.0**-8
-#: a scale that is learned is at least this fraction of the layer's initialisation scale
-LEAST = 1e-3
-#: the longest step of the logarithm of a scale
-LONGEST = 2.0
-#: sets of draws for the ELBO that is reported
-SETS = 8
+#: held-out rows times outputs that are read, and at least so many rows
+HELD_OUT_NUMBERS, FEWEST_ROWS = 2**19, 1000
+#: Newton's method, and the curvature where it ends, in turn
+ROUNDS = 2
+#: the least width of a prior that is learned, and the change of its logarithm below which it has converged
+LEAST, SETTLED = 1e-3, 1e-3
 
 
 @dataclass(repr=False, kw_only=True)
@@ -46,12 +59,18 @@ class HeadResult(Result):
     """What `fit_head` came to.
 
     Attributes:
-        steps: of the natural gradient.
-        path: the ELBO at the start and after every step.
+        steps: of the natural gradient, or of the prior's width.
+        path: the ELBO at the start and after every step; of a Kronecker product the final one alone.
+        selected: what the validation set selected; empty without one, and so below.
+        candidates: the held-out log density of every candidate in nats, each with its own temperature.
+        gain: how much higher that of the selected one is than the network's, and its paired standard error over rows.
     """
 
     steps: int
     path: list[float]
+    selected: str = ""
+    candidates: dict[str, float] = field(default_factory=dict[str, float])
+    gain: tuple[float, float] | None = None
 
     @property
     def next_step(self) -> str:
@@ -61,17 +80,31 @@ class HeadResult(Result):
 
 
 def fit_head(
-    posterior: "Posterior", loader: Iterable[Any], *, iterations: int = 200, progress: bool = True, seed: int = 0
+    posterior: "Posterior",
+    loader: Iterable[Any],
+    *,
+    validation: Iterable[Any] | None = None,
+    iterations: int = 200,
+    progress: bool = True,
+    seed: int = 0,
 ) -> HeadResult:
-    """Fit the best full normal over the last layer, all else fixed, and return its ELBO.
+    """Fit the best normal over the last layer, all else fixed, and return its ELBO.
 
-    The network passes over the data once. For `Gaussian` noise N(μ, Σ) is the posterior itself; for `Bernoulli` and
-    `Categorical` it is the normal of the highest ELBO, of which there is one. If you left the prior open, each
-    tensor's is N(0, s²) with the s that maximises the bound; so does the noise of `Gaussian("point")`.
+    The network passes over the data once. For `Gaussian` noise N(μ, Σ) is the posterior itself. For `Bernoulli` and
+    `Categorical` it is the normal of the highest ELBO, if the layer has at most 2,048 numbers. A larger layer gets a
+    `MatrixNormal` around the maximum of the posterior, with the curvature there along Kronecker axes.
+
+    If you left the prior open, each tensor's is N(0, s²), and s maximises the bound; so does a noise of
+    `Gaussian("point")`. A `MatrixNormal` of labels then stays at the trained weights, under a prior of a default width.
+    One of numbers takes the width and the noise with the highest evidence.
+
+    With a validation set the posterior is a `MatrixNormal`. The candidates are a grid of prior widths and the network
+    itself, each with its own temperature. The widest candidate that is as good as the best is selected.
 
     Args:
         posterior: over one linear layer or convolution, as `variationalize_head` makes it.
         loader: a `DataLoader`, or any re-iterable of batches: every observation is read once.
+        validation: data that took no part in the training.
         iterations: the most steps, each a pass over the features.
         progress: print each step's ELBO to the standard error.
         seed: of the quasi-random draws of class logits.
@@ -89,213 +122,229 @@ def fit_head(
     """
     check_seed(seed)
     check_integer("iterations", iterations)
-    _check(posterior)
-    head, model, N = Head(posterior), posterior.model, 0
-    bound: GaussianBound | LabelBound = LabelBound(head, isinstance(model.likelihood, Bernoulli), seed)
-    if isinstance(model.likelihood, Gaussian):
-        bound = GaussianBound(head, model.likelihood)
-    for rows, B in head.rows(Batches(loader, seed, posterior.device).everything()):
-        bound.add(rows)
-        N += B
+    check_head(posterior, "fit_head")
+    if validation is not None:
+        warn_of_seen(loader, validation)
+    with restored_on_error(posterior):
+        if validation is not None and "family" in posterior.left_open and matrix_normal(posterior.family) is None:
+            posterior.family = MatrixNormal().bind(posterior.space).to(posterior.device)
+        form, family = posterior.family.normal(), matrix_normal(posterior.family)
+        is_dense = form is not None and isinstance(form.root, Triangle)
+        if family is None and (validation is not None or not is_dense):
+            raise ValueError(
+                "fit_head makes a normal with all covariances, or with Kronecker axes as a validation set needs, and "
+                f"the family is {type(posterior.family).__name__}: use variationalize_head(net, likelihood), or the "
+                "family FullNormal() or MatrixNormal()"
+            )
+        layer, log_scale = layer_of(posterior), _prior_scales(posterior)
+        rows = rows_of(posterior, layer, Batches(loader, seed, posterior.device).everything())
+        calibration = None
+        if family is None:
+            result = _climb(posterior, layer, log_scale, rows, iterations, progress, seed)
+        else:
+            held_out = None if validation is None else held_out_batches(validation, seed, posterior.device)
+            fit = _KroneckerFit(posterior, family, layer, log_scale, rows)
+            fit.place(iterations, progress)
+            if held_out is not None:
+                calibration = fit.select(held_out)
+            result = fit.commit(seed)
+        remember(posterior, layer)
+        remember_choice(posterior, validation, seed)
+        posterior.last_fit = result
+        posterior.calibration = calibration
+    return result
+
+
+def _count(posterior: "Posterior", N: int) -> float:
+    """Set the number of observations, if no one has said it; return it over the N that were read."""
+    model = posterior.model
     if model.known_num_data is None or model.num_data_of_loader:
         model.num_data, model.num_data_of_loader = N, True
-    climb = _Climb(head, bound, model.num_data / N)
+    return model.num_data / N
+
+
+def _prior_scales(posterior: "Posterior") -> Tensor | None:
+    """Return the logarithm of each tensor's prior scale; None if the prior was left open."""
+    model = posterior.model
+    if "prior" in posterior.left_open:
+        return None
+    if not isinstance(model.prior, NormalPrior) or model.prior.learn:
+        raise ValueError(
+            f"fit_head needs a NormalPrior of known scales, or prior= left out, got {model.prior!r}: use fit"
+        )
+    found = list(model.prior.scales(model.net_space).values())
+    return torch.tensor(found, dtype=torch.float64, device=posterior.device).log()
+
+
+def _notes(posterior: "Posterior", layer: LastLayer, learns_prior: bool, learns_noise: bool) -> list[str]:
+    model = posterior.model
+    notes = [f"of the network only {layer.name or 'its one layer'!r} is random: all else is fixed"]
+    if learns_prior and isinstance(model.prior, NormalPrior):
+        found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
+        notes.append(f"the prior's scales were chosen by the ELBO: {found}")
+    if learns_noise and isinstance(model.likelihood, Gaussian):
+        notes.append(f"the noise was chosen by the ELBO: {exp(log_noise_of(model.likelihood)):.4g}")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------ all covariances
+
+
+def _climb(
+    posterior: "Posterior", layer: LastLayer, log_scale: Tensor | None, rows: Iterable[tuple[Rows, int]],
+    iterations: int, progress: bool, seed: int,
+) -> HeadResult:  # fmt: skip
+    model, N = posterior.model, 0
+    bound: GaussianBound | LabelBound = LabelBound(layer, isinstance(model.likelihood, Bernoulli), seed)
+    if isinstance(model.likelihood, Gaussian):
+        bound = GaussianBound(layer, model.likelihood)
+    for own, B in rows:
+        bound.add(own.double())
+        N += B
+    climb = Climb(posterior, layer, bound, _count(posterior, N), log_scale)
     converged = climb.run(iterations, progress)
-    climb.commit()
-    posterior.last_fit = climb.result(converged)
-    return posterior.last_fit
+    posterior.family.set_normal(climb.form())
+    if climb.learns_noise:
+        set_noise(model.likelihood, bound.log_noise)
+    if climb.learns_prior:
+        scales = zip(model.net_space.names, climb.log_scale.exp().tolist(), strict=True)
+        model.prior = NormalPrior({escape(name): value for name, value in scales})
+    steps = len(climb.path) - 1
+    verdict = f"the last of {steps} steps gained less than {TOLERANCE:g} nats"
+    if not converged:
+        verdict = f"after {steps} steps the ELBO still rises by more than {TOLERANCE:g} nats"
+    return HeadResult(
+        status=Status.CONVERGED if converged else Status.IMPROVING, verdict=verdict, elbo=climb.elbo(),
+        notes=_notes(posterior, layer, climb.learns_prior, climb.learns_noise), steps=steps, path=climb.path,
+    )  # fmt: skip
 
 
-def _check(posterior: "Posterior") -> None:
-    likelihood = posterior.model.likelihood
-    is_gaussian = isinstance(likelihood, Gaussian) and likelihood.noise not in ("random", "head")
-    if not is_gaussian and not (isinstance(likelihood, Bernoulli | Categorical) and likelihood.exact):
-        raise ValueError(
-            'fit_head is for likelihoods.Gaussian with a known noise or noise="point", and for Bernoulli and '
-            f"Categorical without class weights, got {likelihood!r}: use fit"
-        )
-    form = posterior.family.normal()
-    if form is None or not isinstance(form.root, Triangle):
-        raise ValueError(
-            f"fit_head makes a normal with all covariances, and the family is {type(posterior.family).__name__}: use "
-            "variationalize_head(net, likelihood), or the family FullNormal()"
-        )
-    if posterior.dropout == "on" or posterior.batch_norm == "reestimated":
-        raise ValueError(
-            'fit_head uses the features of one pass: with dropout="on" or batch_norm="reestimated" they are others in '
-            "every pass. Leave these out, or use fit"
-        )
+# ------------------------------------------------------------------------------------------ Kronecker axes
 
 
-class _Normal(NamedTuple):
-    """q, and the bound there."""
-
-    mean: Tensor  # [M]
-    covariance: Tensor  # [M, M]
-    precision: Tensor  # [M, M]
-    log_det: float  # of the covariance
-    expected: Expected
-    kl: float = nan
-    elbo: float = nan  # κ E log p(T | θ) − KL
-
-
-class _Climb:
-    """A normal on its way to the maximum of the bound.
+class _KroneckerFit:
+    """A posterior over a layer with Kronecker axes, on its way.
 
     Args:
-        head: the layer.
-        bound: with all rows.
-        scale: κ, N over the rows that were read.
+        posterior: over the layer.
+        family: its family.
+        layer: the layer.
+        log_scale: of each tensor's prior; None if it was left open.
+        rows: of the training data.
     """
 
-    def __init__(self, head: Head, bound: GaussianBound | LabelBound, scale: float):
-        self.head, self.bound, self.scale, self.order = head, bound, scale, head.order
-        space, likelihood = head.model.net_space, head.model.likelihood
-        self.owner = torch.arange(len(space)).repeat_interleave(torch.tensor(space.numels)).to(self.order)[self.order]
-        self.learns_prior = "prior" in head.posterior.left_open
-        self.least = (LEAST * space.scales.double()).log().to(self.order.device)
-        self.log_scale = self._prior_scales()
-        self.learns_noise = isinstance(likelihood, Gaussian) and likelihood.noise == "point"
-        mean = trained_values(head.posterior).double()[self.order]
-        at_mean = bound.expect(mean, torch.zeros(len(mean), len(mean)).to(mean))
-        precision = torch.diag(self._prior()) + scale * at_mean.precision
-        self.q = self._at(mean, precision, torch.linalg.cholesky(precision))
-        self.path = [self.q.elbo]
+    def __init__(
+        self, posterior: "Posterior", family: MatrixNormal, layer: LastLayer, log_scale: Tensor | None,
+        rows: Iterable[tuple[Rows, int]],
+    ):  # fmt: skip
+        self.posterior, self.family, self.layer = posterior, family, layer
+        model, read = posterior.model, list(rows)
+        factor = _count(posterior, sum(B for _, B in read))
+        self.learns_prior, self.learns_noise = log_scale is None, learned_noise(model.likelihood) is not None
+        prior = width_prior(posterior, trained_values(posterior), 1.0)
+        assert isinstance(prior, NormalPrior)
+        self.scales = prior.scales(model.net_space)
+        unit = torch.tensor(list(self.scales.values()), dtype=torch.float64).repeat_interleave(
+            torch.tensor(family.widths)
+        )
+        theta = trained_values(posterior)
+        self.T = family.forward().matrix(theta).detach()
+        self.data = Kronecker([own for own, _ in read], model.likelihood, unit.to(theta), factor)
+        self.width, self.steps, self.selection, self.converged = 1.0, 0, None, True
+        self.axes = self.data.axes(self.T)
 
-    def _prior(self) -> Tensor:
-        """Return the prior's precision [M]."""
-        return (-2 * self.log_scale)[self.owner].exp()
+    def place(self, iterations: int, progress: bool) -> None:
+        """Move to the maximum of the posterior, or stay at trained weights of labels whose prior was left open."""
+        if self.learns_prior and not self.data.is_number:
+            self.width = DEFAULT_WIDTH
+            return
+        for _ in range(1 if self.data.is_number else ROUNDS):
+            self.T = self.data.maximum(self.T, self.axes, self.width)
+            self.axes = self.axes if self.data.is_number else self.data.axes(self.T)
+        if self.learns_prior or self.learns_noise:
+            self._learn(iterations, progress)
 
-    def run(self, iterations: int, progress: bool) -> bool:
-        """Take at most so many steps; return whether the last one has converged."""
-        for k in range(iterations):
-            elbo = self.q.elbo
-            if self.learns_prior or self.learns_noise:
-                self._learn()
-            else:
-                self.q = self._step(self.q)
-            self.path.append(self.q.elbo)
-            if progress:
-                print(f"fit_head: step {k + 1}, ELBO {self.q.elbo:.5g} nats", file=sys.stderr)
-            if self.q.elbo - elbo < TOLERANCE:
-                return True
-        return False
-
-    def _at(self, mean: Tensor, precision: Tensor, root: Tensor) -> _Normal:
-        """Return the bound at N(mean, precision⁻¹); root is the precision's, from Cholesky."""
-        covariance = torch.cholesky_inverse(root)
-        log_det, expected = -2 * float(root.diagonal().log().sum()), self.bound.expect(mean, covariance)
-        return self._scored(_Normal(mean, covariance, precision, log_det, expected))
-
-    def _scored(self, q: _Normal) -> _Normal:
-        """Return the same normal under the present prior."""
-        precision = self._prior()
-        square = q.mean.square() + q.covariance.diagonal()
-        cost = (precision * square).sum() - len(q.mean) - precision.log().sum()
-        kl = 0.5 * (float(cost) - q.log_det)
-        return q._replace(kl=kl, elbo=self.scale * q.expected.value - kl)
-
-    def _step(self, q: _Normal) -> _Normal:
-        """Take a step of the natural gradient as long as raises the bound; return `q` itself if none does."""
-        prior = self._prior()
-        wanted = torch.diag(prior) + self.scale * q.expected.precision
-        gradient = self.scale * q.expected.gradient - prior * q.mean
-        length = 1.0
-        while length >= SHORTEST:
-            precision = torch.lerp(q.precision, wanted, length)
-            root = torch.linalg.cholesky(precision)
-            move = torch.cholesky_solve(gradient.unsqueeze(-1), root).squeeze(-1)
-            there = self._at(q.mean + length * move, precision, root)
-            if there.elbo > q.elbo:
-                return there
-            length /= 4
-        return q
-
-    def _learn(self) -> None:
-        """Update prior scales and noise at this q, and then q: by MacKay's update if that raises the bound."""
-        q, log_scale, bound, log_noise = self.q, self.log_scale, self.bound, self.bound.log_noise
-        for faster in (True, False):
+    def _learn(self, iterations: int, progress: bool) -> None:
+        """Maximise the evidence over the prior's width and the noise of numbers, by MacKay's updates."""
+        data, self.converged = self.data, False
+        while self.steps < iterations and not self.converged:
+            self.steps += 1
+            determined = float((1 - self.axes.scale(self.width).square()).sum())
+            width, log_noise = self.width, data.log_noise
             if self.learns_prior:
-                self.log_scale = (log_scale + self._change_of_scales(faster)).maximum(self.least)
-            there = q
-            if isinstance(bound, GaussianBound) and self.learns_noise:
-                least = bound.least_noise(self.head.model.space.dtype)
-                bound.log_noise = max(log_noise + self._change_of_noise(bound, faster), least)
-                there = q._replace(expected=bound.expect(q.mean, q.covariance))
-            there = self._step(self._scored(there))
-            if there.elbo > q.elbo:
-                self.q = there
-                return
-            self.log_scale, bound.log_noise = log_scale, log_noise
+                size = float((self.T / data.unit).square().sum()) / max(determined, 1e-12)
+                self.width = max(sqrt(size), LEAST)
+            if self.learns_noise:
+                residual, count = data.residual(self.T)
+                rest = max(count - determined, 1e-3 * count)
+                data.log_noise = 0.5 * log(max(residual / rest, data.least_variance()))
+            more = exp(2 * (log_noise - data.log_noise))
+            self.axes = self.axes._replace(curvature=more * self.axes.curvature)
+            self.T = data.maximum(self.T, self.axes, self.width)
+            self.converged = max(abs(log(self.width / width)), abs(data.log_noise - log_noise)) < SETTLED
+            if progress:
+                print(f"fit_head: step {self.steps}, prior width {self.width:.3g}", file=sys.stderr)
 
-    def _change_of_scales(self, faster: bool) -> Tensor:
-        """Return ½ log |μ|²/(s² γ) with γ = n − tr Σ/s², or ½ log (|μ|² + tr Σ)/(n s²): [K]."""
-        precision = self._prior()
+    def select(self, held_out: Reread) -> Calibration | None:
+        """Select the prior's width, or the network itself, on held-out data; return the temperature."""
+        posterior, layer = self.posterior, self.layer
+        likelihood, seen, rows = posterior.model.likelihood, [], 0
+        for here in passes(posterior, layer, held_out):
+            seen.append(here)
+            rows += len(here.features)
+            if rows >= max(FEWEST_ROWS, HELD_OUT_NUMBERS // layer.outputs):
+                break
+        if not seen:
+            raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
+        widths = WIDTHS if self.learns_prior else (None,)
 
-        def sums(values: Tensor) -> Tensor:
-            return values.new_zeros(len(self.log_scale)).index_add(0, self.owner, values)
+        def network(_: Any, here: Pass) -> tuple[list[list[Predictive]], Any]:
+            return [[Predictive(here.output.unsqueeze(0), here.output.new_ones(1), likelihood)]], here.target
 
-        count, square = sums(torch.ones_like(precision)), sums(precision * self.q.mean.square())
-        spread = sums(precision * self.q.covariance.diagonal())
-        ratio = (square + spread) / count
-        if faster:
-            determined = count - spread
-            ratio = torch.where(determined > 1e-3 * count, square / determined.clamp(min=1e-12), ratio)
-        return (0.5 * ratio.clamp(min=1e-12).log()).clamp(-LONGEST, LONGEST)
+        def around(_: Any, here: Pass) -> tuple[list[list[Predictive]], Any]:
+            features = here.features.to(self.T)
+            mean = layer.as_output(features @ self.T.mT, here.output)
+            normals = [self.data.outputs(features, self.axes, width or self.width) for width in widths]
+            return [[predictive(likelihood, layer, mean, one)] for one in normals], here.target
 
-    def _change_of_noise(self, bound: GaussianBound, faster: bool) -> float:
-        """Return the change of log σ: likewise, with γ = tr(ΦᵀΦ Σ)/σ²."""
-        variance, count = exp(2 * bound.log_noise), float(bound.count.sum())
-        residual, spread = float(bound.residual(self.q.mean)), float(bound.spread(self.q.covariance))
-        ratio = (residual + spread) / (count * variance)
-        if faster and (rest := count - spread / variance) > 1e-3 * count:
-            ratio = residual / (rest * variance)
-        return min(max(0.5 * log(max(ratio, 1e-12)), -LONGEST), LONGEST)
+        one: Any = [posterior]
+        grid = torch.zeros(1, dtype=torch.float64)
+        tried: dict[Candidate, HeldOut] = {NETWORK: score(one, seen, grid, network)[0]}
+        found = score(one, seen, grid, around, COLDEST)
+        tried |= {Candidate(width, linearised=True): held for width, held in zip(widths, found, strict=True)}
+        self.selection = Selection(widest(tried), tried, is_exact=True)
+        self.width = self.selection.selected.width or self.width
+        return self.selection.calibration
 
-    def _prior_scales(self) -> Tensor:
-        """Return the logarithm of each tensor's prior scale, one to start with if the prior was left open."""
-        prior, space = self.head.model.prior, self.head.model.net_space
+    def commit(self, seed: int) -> HeadResult:
+        """Set the posterior's family, prior and noise; return the result."""
+        posterior, model, data, selection = self.posterior, self.posterior.model, self.data, self.selection
+        theta = self.family.forward().vector(self.T)
+        if selection is not None and selection.selected.is_network:
+            scale = NARROW * posterior.space.scale.to(theta)
+            self.family.set_normal(NormalForm(trained_values(posterior), Diagonal(scale)))
+        else:
+            with torch.no_grad():
+                self.family.mean.copy_(theta)
+            self.family.set_axes(*self.axes[:2], self.width * data.unit, self.axes.scale(self.width))
         if self.learns_prior:
-            return torch.zeros_like(self.least)
-        if not isinstance(prior, NormalPrior) or prior.learn:
-            raise ValueError(
-                f"fit_head needs a NormalPrior of known scales, or prior= left out, got {prior!r}: use fit"
-            )
-        return torch.tensor(list(prior.scales(space).values()), dtype=torch.float64, device=self.least.device).log()
-
-    @torch.no_grad()
-    def commit(self) -> None:
-        """Set the posterior's family, prior and noise."""
-        posterior, model, q = self.head.posterior, self.head.model, self.q
-        back, like = torch.argsort(self.order), trained_values(posterior)
-        root = torch.linalg.cholesky(q.covariance[back][:, back])
-        posterior.family.set_normal(NormalForm(q.mean[back].to(like), Triangle(root.to(like))))
-        if isinstance(model.likelihood, Gaussian) and self.learns_noise:
-            model.likelihood.log_noise.fill_(self.bound.log_noise)
-        if self.learns_prior:
-            scales = zip(model.net_space.names, self.log_scale.exp().tolist(), strict=True)
-            model.prior = NormalPrior({escape(name): value for name, value in scales})
-
-    def result(self, converged: bool) -> HeadResult:
-        steps = len(self.path) - 1
-        verdict = f"the last of {steps} steps gained less than {TOLERANCE:g} nats"
-        if not converged:
-            verdict = f"after {steps} steps the ELBO still rises by more than {TOLERANCE:g} nats"
-        elbo = Estimate(self.q.elbo, 0.0, torch.tensor([self.q.elbo], dtype=torch.float64))
-        if isinstance(self.bound, LabelBound):  # on draws that the fit has not seen
-            found = [self.bound.expect(self.q.mean, self.q.covariance, 1 + k).value for k in range(SETS)]
-            elbo = Estimate.of(self.scale * torch.tensor(found, dtype=torch.float64) - self.q.kl)
-        return HeadResult(
-            status=Status.CONVERGED if converged else Status.IMPROVING, verdict=verdict, elbo=elbo,
-            notes=self._notes(), steps=steps, path=self.path,
-        )  # fmt: skip
-
-    def _notes(self) -> list[str]:
-        model = self.head.model
-        notes = [f"of the network only {self.head.name or 'its one layer'!r} is random: all else is fixed"]
-        if self.learns_prior and isinstance(model.prior, NormalPrior):
-            found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
-            notes.append(f"the prior's scales were chosen by the ELBO: {found}")
+            model.prior = NormalPrior({escape(name): self.width * value for name, value in self.scales.items()})
         if self.learns_noise:
-            notes.append(f"the noise was chosen by the ELBO: {exp(self.bound.log_noise):.4g}")
-        return notes
+            set_noise(model.likelihood, data.log_noise)
+        notes = _notes(posterior, self.layer, self.learns_prior, self.learns_noise)
+        if not data.is_exact:
+            notes.append("the precision is the curvature at the mean along Kronecker axes; the ELBO was not maximised")
+        elbo = data.elbo(self.T, self.axes, self.width, seed)
+        result = HeadResult(
+            status=Status.CONVERGED if self.converged else Status.IMPROVING, elbo=elbo, notes=notes, steps=self.steps,
+            verdict="placed along Kronecker axes" if self.converged else f"after {self.steps} steps the width moves",
+            path=[elbo.value],
+        )  # fmt: skip
+        if selection is not None:
+            network = selection.network
+            result.selected, result.gain = selection.selected.name, selection.held_out.gain_over(network)
+            result.candidates = {
+                one.name: network.mean + held.gain_over(network)[0] for one, held in selection.tried.items()
+            }
+            result.verdict = f"the validation set selected {result.selected}"
+        return result

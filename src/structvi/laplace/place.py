@@ -104,7 +104,7 @@ class TrainedNetwork:
                 set_noise(likelihood, log_noise)
                 if "likelihood.log_noise" in model.space:
                     theta[model.space.slice("likelihood.log_noise")] = log_noise
-            precision = prior_precision(model, _prior(posterior, theta, DEFAULT_WIDTH), theta)
+            precision = prior_precision(model, width_prior(posterior, theta, DEFAULT_WIDTH), theta)
             rows = rows_read(model.num_data)
             size = -(-rows // GRADIENTS)
             is_cut = not posterior.mixes_rows  # else a row's output depends on its batch, which stays whole
@@ -141,7 +141,7 @@ class TrainedNetwork:
 
     def prior(self, width: float | None) -> Prior:
         """Return the prior of this width, or the user's."""
-        return _prior(self.posterior, self.theta, width)
+        return width_prior(self.posterior, self.theta, width)
 
     def at_noise(self, log_factor: float) -> Any:
         """Return the likelihood with the noise at a factor of the network's residuals."""
@@ -239,7 +239,7 @@ def trained_values(posterior: "Posterior") -> Tensor:
     return model.space.ravel({name: tensor.to(posterior.device) for name, tensor in named.items()})
 
 
-def _prior(posterior: "Posterior", theta: Tensor, width: float | None) -> Prior:
+def width_prior(posterior: "Posterior", theta: Tensor, width: float | None) -> Prior:
     """Return the user's prior; if it was left open, N(0, (width·rms)²) for each tensor of the network.
 
     rms is the root mean square of the trained values. Weights before a normalisation can be scaled without a change of

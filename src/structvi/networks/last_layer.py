@@ -127,8 +127,8 @@ class LastLayer:
                 self._axis = axis
                 return
         raise ValueError(
-            f"the network's output {tuple(here.output.shape)} is not that of its layer {self.name!r}: a nonlinearity, a "
-            "normalisation, a pooling or a sum comes after it, or its weights are used elsewhere too. Name the last "
+            f"the network's output {tuple(here.output.shape)} is not that of its layer {self.name!r}: a nonlinearity, "
+            "a normalisation, a pooling or a sum comes after it, or its weights are used elsewhere too. Name the last "
             "layer with layer=, let the network give its logits or means, or use fit"
         )
 

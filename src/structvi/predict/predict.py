@@ -15,6 +15,7 @@ from ..couplings import naive
 from ..families.family import Density, Draws
 from ..util.checks import check_integer
 from ..util.random_streams import seed_from
+from .last_layer import LastLayerDraws, known_layer
 from .linearised import POINTS, LinearisedDraws, is_normal
 from .predictive import Predictive, PredictiveDraws, on_device, split
 
@@ -47,9 +48,9 @@ def predict(
         x: a tensor [B, ..]; a tuple is passed to the network as several arguments, a dict as keywords. With
             `variationalize(forward=)` the batch as your function sees it: what it returns as target is not used.
         draws: of the weights, how many; S is rounded up to whole groups, and families with finitely many states give
-            each once: see `note`. None: where the outputs of an input are few and known to be normal, those of a
-            linearised network, there are no draws of weights: exact at every input, but how inputs go together is not
-            told (`sample` and `joint_log_prob` want draws of weights). Elsewhere 64.
+            each once: see `note`. None: where the outputs of an input are known to be normal, over the last layer
+            alone, or few and those of a linearised network, there are no draws of weights. Every input is then exact,
+            but how inputs go together is not told (`sample` and `joint_log_prob` want draws of weights). Elsewhere 64.
         reference: for batch_norm="reestimated", inputs of the training data: the network sees them above x in one
             batch, and only x's rows are kept.
         generator: of draws and dropout. None: the same draws in every call, thread and process.
@@ -101,9 +102,12 @@ def draws_for(
         check_integer("draws", draws)
     as_fitted = [one.model.linearised_at is not None for one in members]
     linearised = as_fitted if linearise is None else [linearise] * len(members)
-    if draws is None and reference is None and all(linearised) and all(is_normal(one, inputs) for one in members):
+    found: list[PredictiveDraws]
+    if draws is None and reference is None and linearise is None and all(known_layer(one, inputs) for one in members):
+        found = [LastLayerDraws(one, generator) for one in members]
+    elif draws is None and reference is None and all(linearised) and all(is_normal(one, inputs) for one in members):
         points = max(64, POINTS // 2 ** (len(members) - 1).bit_length())
-        found: list[PredictiveDraws] = [LinearisedDraws(one, generator, points) for one in members]
+        found = [LinearisedDraws(one, generator, points) for one in members]
     else:
         each = ceil((DRAWS if draws is None else draws) / len(members))
         options: Any = {"reference": reference, "generator": generator, "linearise": linearise}

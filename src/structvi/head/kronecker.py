@@ -1,0 +1,213 @@
+"""The normal over a last layer of any size: a Kronecker product of axes for outputs and features, scales along them.
+
+The rows' curvature is G = Σ_n H_n ⊗ φ_n φ_nᵀ with H_n = −∂² log p/∂y². Its axes are the eigenvectors of the nearest
+Kronecker product B ⊗ A, found by alternating least squares. Along them the diagonal of G is exact:
+g_kj = Σ_n (a_kᵀ H_n a_k)(q_jᵀ φ_n)², and the normal with scales (1 + g)^(−½) has the least KL to N(μ, (G + π)⁻¹) of all
+with these axes. For Gaussian noise that all outputs share, G is a Kronecker product, and the normal the posterior.
+Everything is in units r of the prior, N(0, τ²r_d²) for column d: other τ need no new axes.
+"""
+
+from collections.abc import Iterator
+from math import exp, log, pi
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ..families.matrix_normal import OutputNormals
+from ..models.likelihoods import Categorical, Gaussian
+from ..objective import Estimate
+from .rows import Rows, log_noise_of
+
+#: rows times the larger of outputs and features that are held at once
+NUMBERS = 2**22
+#: rounds of least squares for the nearest Kronecker product
+ROUNDS = 2
+#: steps of Newton's method for the mean, the gain in nats at which it has converged, and its shortest step
+STEPS, CONVERGED, SHORTEST = 30, 1e-3, 1e-4
+#: sets of draws for the ELBO, and rows times squared outputs of each
+SETS, DRAWN = 16, 2**31
+
+
+class Axes(NamedTuple):
+    """Eigenvectors of outputs and of features, in units of the prior, and the curvature along both."""
+
+    left: Tensor  # [C, C]
+    right: Tensor  # [D, D]
+    curvature: Tensor  # g [C, D]
+
+    def scale(self, width: float) -> Tensor:
+        """Return the scales (1 + τ² g)^(−½) [C, D]."""
+        return (1 + width**2 * self.curvature).rsqrt()
+
+
+class Kronecker:
+    """The rows that come to a linear layer: log density, gradient and curvature at any matrix [C, D] of it.
+
+    Args:
+        rows: of one pass of the network.
+        likelihood: `Gaussian`, `Bernoulli` or `Categorical`.
+        unit: r [D], the prior's scale for each column.
+        factor: κ, N over the rows that were read.
+    """
+
+    def __init__(self, rows: list[Rows], likelihood: Any, unit: Tensor, factor: float):
+        self.rows = Rows(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+        self.is_number, self.is_class = isinstance(likelihood, Gaussian), isinstance(likelihood, Categorical)
+        self.unit, self.factor = unit, factor
+        self.log_noise = log_noise_of(likelihood) if isinstance(likelihood, Gaussian) else 0.0
+
+    def chunks(self) -> Iterator[Rows]:
+        return self.rows.chunks(NUMBERS)
+
+    def at(self, y: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Σ log p, its gradient in y [n, C], and what the curvature H_n is made of [n, C].
+
+        H_n is diag(h) of numbers and binary labels, and w (diag(h) − hhᵀ) of classes, with h the probabilities.
+        """
+        t, w = rows.target, rows.weight
+        if self.is_number:
+            precision = exp(-2 * self.log_noise)
+            residual = w * (t - y)
+            constant = float(w.sum(dtype=torch.float64)) * (self.log_noise + 0.5 * log(2 * pi))
+            return (
+                -0.5 * precision * residual.square().sum() - constant,
+                precision * residual,
+                precision * w.expand_as(y),
+            )
+        if self.is_class:
+            log_p = y.log_softmax(-1)
+            p = log_p.exp()
+            return (w * t * log_p).sum(), w * (t - p), p
+        p = y.sigmoid()
+        return (w * (t * y + logsigmoid(-y))).sum(), w * (t - p), w * p * (1 - p)
+
+    def along(self, h: Tensor, rows: Rows, vectors: Tensor) -> Tensor:
+        """Return a_kᵀ H_n a_k for the columns of [C, K]: [n, K]."""
+        first = h @ vectors.square()
+        return rows.weight * (first - (h @ vectors).square()) if self.is_class else first
+
+    @torch.no_grad()
+    def axes(self, T: Tensor) -> Axes:
+        """Return axes and curvature at a matrix T."""
+        C, D = T.shape
+        A, B = T.new_zeros(D, D), torch.eye(C).to(T)
+        for turn in range(2 * ROUNDS - 1):  # A of B, B of A, A of B
+            found = torch.zeros_like(B if turn % 2 else A)
+            for rows in self.chunks():
+                phi = rows.features * self.unit
+                *_, h = self.at(rows.features @ T.mT, rows)
+                if turn % 2:
+                    weight = ((phi @ A) * phi).sum(-1, keepdim=True) * (rows.weight if self.is_class else 1.0)
+                    found += torch.diag((weight * h).sum(0))
+                    if self.is_class:
+                        found -= (weight * h).mT @ h
+                else:
+                    inner = h @ B.diagonal()
+                    if self.is_class:
+                        inner = rows.weight.squeeze(-1) * (inner - ((h @ B) * h).sum(-1))
+                    found += phi.mT @ (inner.unsqueeze(-1) * phi)
+            size = found.norm().clamp(min=torch.finfo(T.dtype).tiny)
+            A, B = (A, found / size) if turn % 2 else (found / size, B)
+        left, right = (torch.linalg.eigh(one.double()).eigenvectors.to(T) for one in (B, A))
+        curvature = torch.zeros_like(T)
+        for rows in self.chunks():
+            *_, h = self.at(rows.features @ T.mT, rows)
+            curvature += self.along(h, rows, left).mT @ ((rows.features * self.unit) @ right).square()
+        return Axes(left, right, self.factor * curvature)
+
+    def outputs(self, features: Tensor, axes: Axes, width: float) -> OutputNormals:
+        """Return the normals of the outputs at features [n, D]."""
+        inner = (features * (width * self.unit)) @ axes.right
+        return OutputNormals(axes.left, inner.square() @ axes.scale(width).square().mT)
+
+    def residual(self, T: Tensor) -> tuple[float, float]:
+        """Return κ Σ (t − y)² at a matrix T, and how many numbers were observed, κ times."""
+        square = sum(
+            float((rows.weight * (rows.target - rows.features @ T.mT).square()).sum()) for rows in self.chunks()
+        )
+        return self.factor * square, self.factor * float(self.rows.weight.sum(dtype=torch.float64))
+
+    def least_variance(self) -> float:
+        """Return the variance of residuals that are rounding."""
+        t, w = self.rows.target, self.rows.weight
+        mean = float((w * t.square()).sum() / w.sum().clamp(min=1.0))
+        return max(torch.finfo(t.dtype).eps ** 2 * mean, torch.finfo(torch.float32).tiny)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the curvature is a Kronecker product, and the normal the posterior."""
+        weight = self.rows.weight
+        return self.is_number and bool((weight == weight[:, :1]).all())
+
+    def elbo(self, T: Tensor, axes: Axes, width: float, seed: int) -> Estimate:
+        """Return the ELBO: in closed form for numbers, else on draws of the outputs at some of the rows."""
+        s2 = axes.scale(width).double().square()
+        square = (T.double() / (width * self.unit)).square().sum()
+        kl = 0.5 * float(s2.sum() + square - s2.numel() - s2.log().sum())
+        if self.is_number:
+            spread = float((width**2 * axes.curvature.double() * s2).sum())
+            value = self.log_joint(T, width)[0] + 0.5 * float(square) - 0.5 * spread - kl
+            return Estimate(value, 0.0, torch.tensor([value], dtype=torch.float64))
+        n, C = len(self.rows.features), len(T)
+        generator = torch.Generator().manual_seed(seed)
+        found = []
+        for _ in range(SETS):
+            few = torch.randperm(n, generator=generator)[: max(1, min(n, DRAWN // C**2))].to(T.device)
+            total = 0.0
+            for rows in Rows(*(part[few] for part in self.rows)).chunks(NUMBERS // 2):
+                z = torch.randn(1, len(rows.features), C, generator=generator, dtype=T.dtype).to(T.device)
+                off = self.outputs(rows.features, axes, width).draw(z)[0]
+                total += sum(float(self.at(rows.features @ T.mT + own, rows)[0]) for own in (off, -off)) / 2
+            found.append(self.factor * total * n / len(few) - kl)
+        return Estimate.of(torch.tensor(found, dtype=torch.float64))
+
+    def log_joint(self, T: Tensor, width: float) -> tuple[float, Tensor]:
+        """Return κ Σ log p − ½|T/τr|² and its gradient [C, D]."""
+        value, gradient = 0.0, torch.zeros_like(T)
+        for rows in self.chunks():
+            own, slope, _ = self.at(rows.features @ T.mT, rows)
+            value += float(own)
+            gradient += slope.mT @ rows.features
+        inner = T / (width * self.unit)
+        return self.factor * value - 0.5 * float(inner.square().sum()), self.factor * gradient - inner / (
+            width * self.unit
+        )
+
+    @torch.no_grad()
+    def maximum(self, T: Tensor, axes: Axes, width: float) -> Tensor:
+        """Return the maximum of `log_joint`, by conjugate directions of Newton's method with these axes."""
+        variance, right = axes.scale(width).square(), (width * self.unit).unsqueeze(-1) * axes.right
+        last, direction, before = torch.zeros_like(T), torch.zeros_like(T), 1.0
+        value, gradient = self.log_joint(T, width)
+        for step in range(STEPS):
+            newton = axes.left @ ((axes.left.mT @ gradient @ right) * variance) @ right.mT
+            decrement = float((gradient * newton).sum())
+            beta = max(0.0, float((newton * (gradient - last)).sum()) / before) if step else 0.0  # Polak and Ribière
+            last, direction, before = gradient, newton + beta * direction, decrement
+            if not float((slope := (gradient * direction).sum())) > 0:
+                direction, slope = newton, decrement
+            length = float(slope) / self._bend(T, direction, width)
+            while length > SHORTEST:
+                there = T + length * direction
+                found, gradient = self.log_joint(there, width)
+                if found >= value:
+                    value, T = found, there
+                    break
+                length /= 4
+            if decrement < 2 * CONVERGED or length <= SHORTEST:
+                break
+        return T
+
+    def _bend(self, T: Tensor, direction: Tensor, width: float) -> float:
+        """Return −∂² of the log joint along a direction."""
+        bend = float((direction / (width * self.unit)).square().sum())
+        for rows in self.chunks():
+            along = rows.features @ direction.mT
+            *_, h = self.at(rows.features @ T.mT, rows)
+            square = (h * along.square()).sum(-1)
+            if self.is_class:
+                square = rows.weight.squeeze(-1) * (square - (h * along).sum(-1).square())
+            bend += self.factor * float(square.sum())
+        return bend
