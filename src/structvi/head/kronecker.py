@@ -186,7 +186,7 @@ class Kronecker:
             decrement = float((gradient * newton).sum())
             beta = max(0.0, float((newton * (gradient - last)).sum()) / before) if step else 0.0  # Polak and Ribière
             last, direction, before = gradient, newton + beta * direction, decrement
-            if not float((slope := (gradient * direction).sum())) > 0:
+            if not float(slope := (gradient * direction).sum()) > 0:
                 direction, slope = newton, decrement
             length = float(slope) / self._bend(T, direction, width)
             while length > SHORTEST:

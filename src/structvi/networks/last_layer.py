@@ -59,10 +59,11 @@ class LastLayer:
         self.name = owners.pop()
         layer = None if owners else net.get_submodule(self.name)
         kinds = {name.rpartition(".")[2] for name in names}
-        if not isinstance(layer, LAYERS) or "weight" not in kinds or kinds - {"weight", "bias"}:
+        own = isinstance(layer, LAYERS) and type(layer).forward in [kind.forward for kind in LAYERS]
+        if not isinstance(layer, LAYERS) or not own or "weight" not in kinds or kinds - {"weight", "bias"}:
             raise ValueError(
-                "fit_head is for a posterior over the weight and bias of one linear layer or convolution, with a "
-                f"trainable weight that no other layer shares; here {', '.join(names)} are random. "
+                "fit_head is for a posterior over the weight and bias of one linear layer or convolution of torch, "
+                f"with a trainable weight that no other layer shares; here {', '.join(names)} are random. "
                 "variationalize_head(net, likelihood) makes one"
             )
         self.bias, self.outputs = "bias" in kinds, layer.weight.shape[0]
