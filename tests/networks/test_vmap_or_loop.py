@@ -6,10 +6,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.func import jvp, vmap
 
 from structvi import BayesianModel, LogDensity, Parameters, likelihoods
 from structvi.models.priors import NormalPrior
 from structvi.networks import vmap_or_loop as module
+from structvi.networks.plain_kernels import PlainKernels
 from structvi.networks.vmap_or_loop import Evaluation
 
 X, T = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(6, 1)
@@ -197,6 +199,34 @@ class TestChoice:
         assert model.evaluation.choice == "vmap"
         assert set(seen) == {before}
         torch.testing.assert_close(got, expected)
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            {},
+            {"is_causal": True},
+            {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+            {"attn_mask": torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))},
+            {"scale": 0.1},
+            {"attn_mask": torch.zeros(5, 5, dtype=torch.bool)},
+        ],
+    )
+    def test_plain_attention_is_torchs_own(self, how):
+        """Values and the derivatives of forward mode under vmap, for causal, boolean, additive and empty masks."""
+        q, k, v, dq = torch.randn(4, 2, 3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        how = {name: x.to(q) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in how.items()}
+
+        def attention(q):
+            return nn.functional.scaled_dot_product_attention(q, k, v, **how)
+
+        step = 1e-6
+        slope = (attention(q + step * dq) - attention(q - step * dq)) / (2 * step)
+        with PlainKernels(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            values, slopes = vmap(lambda dq: jvp(attention, (q,), (dq,)))(torch.stack([dq, 2 * dq]))
+        for i in range(2):
+            torch.testing.assert_close(values[i], attention(q))
+            torch.testing.assert_close(slopes[i], (1 + i) * slope, rtol=1e-4, atol=1e-8)
 
     def test_outputs_whose_sum_has_no_gradient_are_proven_equal_all_the_same(self):
         model = regression(nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))

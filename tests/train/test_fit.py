@@ -3,6 +3,8 @@
 import inspect
 import signal
 import sys
+import threading
+import tracemalloc
 
 import pytest
 import torch
@@ -426,6 +428,24 @@ def test_verdicts():
     assert "converged, after" in str(done)
 
 
+def test_a_rate_of_zero_is_not_convergence():
+    posterior = linear()
+    frozen = torch.optim.SGD(posterior.parameters(), lr=0.0)
+    result = posterior.fit(loader(), steps=400, optimizer=frozen, progress=False)
+    assert result.steps == 400
+    assert result.status is vi.Status.UNCLEAR
+    assert "the learning rate was zero, and nothing moved" in result.verdict
+
+
+def test_a_group_that_is_frozen_does_not_hide_what_the_others_learn():
+    posterior = linear()
+    family = posterior.family
+    groups = [{"params": [family.log_scale], "lr": 0.0}, {"params": [family.mean], "lr": 1e-3}]
+    result = posterior.fit(loader(N), steps=120, optimizer=torch.optim.Adam(groups), progress=False)
+    assert result.status is vi.Status.IMPROVING
+    assert result.history["lr"].max() == pytest.approx(1e-3)
+
+
 class Interrupting(torch.utils.data.Dataset):
     def __init__(self):
         self.served = 0
@@ -572,6 +592,74 @@ def test_batches_own_the_order():
     every = torch.cat([t for _, t in Batches(loader(7, drop_last=True)).everything()])
     assert torch.equal(every.sort(0).values, data().tensors[1].sort(0).values)
     assert len(list(batches.everything(most=2))) == 2
+
+
+def test_the_loaders_own_settings_are_kept():
+    settings = {
+        "num_workers": 2, "timeout": 30, "prefetch_factor": 3, "persistent_workers": True, "worker_init_fn": print,
+        "multiprocessing_context": "spawn", "collate_fn": list, "pin_memory": False,
+    }  # fmt: skip
+    given = DataLoader(data(), batch_size=20, shuffle=True, **settings)
+    made = Batches(given)._order.loader
+    assert made.multiprocessing_context.get_start_method() == "spawn"
+    for name in set(settings) - {"multiprocessing_context"}:
+        assert getattr(made, name) == settings[name]
+    assert made.dataset is given.dataset
+
+
+def test_the_order_of_an_epoch_is_no_list_of_python_integers():
+    """10⁶ of them take 40 MB, a tensor 8 MB."""
+
+    class Many(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10**6
+
+        def __getitem__(self, index):
+            return torch.zeros(1), torch.zeros(1)
+
+    batches = Batches(DataLoader(Many(), batch_size=100, shuffle=True))
+    tracemalloc.start()
+    try:
+        next(iter(batches.epoch(0)))
+        next(iter(batches.everything(most=10)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4e6
+
+
+def test_fits_in_threads_are_inside_their_networks_at_the_same_time():
+    met, errors = threading.Barrier(2, timeout=60), []
+
+    class Meeting(nn.Linear):
+        step = 0
+
+        def forward(self, x):
+            if self.step == 2:
+                met.wait()
+                self.step = 3
+            return super().forward(x)
+
+    def fit(seed):
+        try:
+            net = Meeting(D, 1, dtype=torch.float64)
+            posterior = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField())
+            posterior.fit(
+                loader(),
+                steps=6,
+                progress=False,
+                seed=seed,
+                callback=lambda history: setattr(net, "step", len(history)),
+            )
+        except BaseException as error:  # a thread's own errors would be lost
+            errors.append(error)
+
+    threads = [threading.Thread(target=fit, args=(seed,)) for seed in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert errors == []
 
 
 def test_a_subset_sampler_counts_its_own():

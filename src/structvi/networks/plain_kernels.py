@@ -27,13 +27,25 @@ class PlainKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+            return _attention(*args, **kwargs)
         if func is multi_head_attention_forward and kwargs.get("need_weights") is False:
             # with weights torch computes them, without it takes a fused kernel
             return func(*args, **{**kwargs, "need_weights": True})[0], None
         if func in RECURRENCES and isinstance(args[3], bool):
             return _recurrence(func, *args)
         return func(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **more: Any,
+) -> Tensor:  # fmt: skip
+    """As `scaled_dot_product_attention`, which makes numbers of a boolean mask before it chooses a kernel."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, **more
+    )[0]
 
 
 def _recurrence(

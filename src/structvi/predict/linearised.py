@@ -21,6 +21,7 @@ from ..families.mixture import weighted_normals
 from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.call import alone_with
+from ..networks.plain_kernels import PlainKernels
 from ..util.random_streams import seed_from
 from .predictive import Predictive, PredictiveDraws, on_device
 
@@ -241,7 +242,8 @@ def _at_once(model: BayesianModel, theta: Tensor, rows: Any) -> tuple[Tensor, Te
         y = _one(model, theta, inputs)
         return y.flatten(), y
 
-    J, y = vmap(jacrev(both, has_aux=True), in_dims=(None, 0))(theta, rows)
+    with PlainKernels():  # fused attention has no batching rule
+        J, y = vmap(jacrev(both, has_aux=True), in_dims=(None, 0))(theta, rows)
     return y, J
 
 
