@@ -62,7 +62,7 @@ class Draws:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replications", type=int, default=200)
     parser.add_argument("--schools", type=int, default=8)
     arguments = parser.parse_args()

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from .density.loading import load_fit
+from .density.fit_file import load_fit
 from .density.result import DensityFit
 from .ensemble.ensemble import Ensemble, load_ensemble
 from .models.target import Target

@@ -65,6 +65,7 @@ def test_the_whole_log_density_is_that_of_the_result(full):
 
 def test_a_factor_waits_and_then_learns():
     family = fitted(vi.LowRankPrecision(1), steps=20).family
+    assert isinstance(family.factor, torch.Tensor)
     assert family.factor.requires_grad
     assert family.factor.abs().max() > 0
 

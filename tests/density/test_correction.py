@@ -172,7 +172,11 @@ def test_arviz_has_the_values(fitted, corrected):
     data = fitted.to_arviz(100, corrected=corrected)
     assert {name: x.shape for name, x in data.posterior.items()} == {n: (1, 100, *s) for n, s in SHAPES.items()}
     assert float(data.posterior["sigma"].min()) > 0
-    names = list(az.summary(fitted.to_arviz(100, select=["p", "sigma"]), kind="stats").index)
+    names = list(
+        az.summary(  # pyright: ignore[reportPrivateImportUsage]
+            fitted.to_arviz(100, select=["p", "sigma"]), kind="stats"
+        ).index
+    )
     assert names == ["sigma", "p[0]", "p[1]", "p[2]"]
     of_family = vi.diagnostics.to_arviz(fitted.family, draws=20)
     assert of_family.posterior["L"].shape == (1, 20, 2, 2)

@@ -18,6 +18,12 @@ def noise(S, P, seed=0):
     return FixedDraws(S, seed)(1, P, 0, dtype=torch.float64).diagonal
 
 
+def seen(*args) -> Local:
+    at = local(*args)
+    assert at is not None
+    return at
+
+
 class Quadratic:
     def __init__(self, P=4):
         root = numbers(P, P, seed=1)
@@ -35,16 +41,16 @@ def wide(P=4):
 
 def test_one_step_is_enough_on_a_quadratic():
     p = Quadratic()
-    at = local(p, wide(), noise(8, 4))
+    at = seen(p, wide(), noise(8, 4))
     new = stepped(at, full)
     torch.testing.assert_close(new.mean, p.mean)
     torch.testing.assert_close(new.root @ new.root.mT, torch.linalg.inv(p.precision))
     # what it promises is what it brings
-    assert abs(at.elbo + at.promise(new) - local(p, new, noise(8, 4)).elbo) < 1e-9
+    assert abs(at.elbo + at.promise(new) - seen(p, new, noise(8, 4)).elbo) < 1e-9
 
 
 def test_a_share_of_a_step_goes_part_of_the_way():
-    at = local(Quadratic(), wide(), noise(8, 4))
+    at = seen(Quadratic(), wide(), noise(8, 4))
     some, whole = (stepped(at, full, share=share) for share in (0.5, 1.0))
     torch.testing.assert_close(some.mean, (at.normal.mean + whole.mean) / 2)
     assert 0 < at.promise(some) < at.promise(whole)
@@ -66,11 +72,11 @@ def test_steps_climb_to_where_nothing_is_promised():
     space = vi.Parameters({"z": torch.zeros(3, dtype=torch.float64)})
     X = numbers(30, 3)
     p = vi.LogDensity(lambda q: torch.nn.functional.logsigmoid(X @ q["z"]).sum() - 0.5 * q["z"].square().sum(), space)
-    z, seen = noise(64, 3), []
-    start = local(p, Normal(numbers(3, seed=5), 3 * torch.eye(3, dtype=torch.float64)), z)
-    ended = ascend_normals(p, start, z, full, 1e-8, lambda at: seen.append(at.elbo))
+    z, elbos = noise(64, 3), []
+    start = seen(p, Normal(numbers(3, seed=5), 3 * torch.eye(3, dtype=torch.float64)), z)
+    ended = ascend_normals(p, start, z, full, 1e-8, lambda at: elbos.append(at.elbo))
     assert ended.settled
-    assert seen == sorted(seen)
+    assert elbos == sorted(elbos)
     # stationary on these draws: E g = 0 and −E g zᵀ = I but for what is not symmetric
     torch.testing.assert_close(ended.at.slope, torch.zeros(3, dtype=torch.float64), atol=1e-3, rtol=0)
     torch.testing.assert_close(ended.at.curvature, torch.eye(3, dtype=torch.float64), atol=1e-3, rtol=0)

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf, isnan, log
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -31,12 +31,12 @@ SHARES = (0.05, 0.95)
 
 @dataclass(frozen=True)
 class Correction:
-    """Draws of θ with importance weights towards the posterior, of two independent runs.
+    """Draws of θ with importance weights towards the posterior.
 
     Attributes:
         theta: with tails, [S, P].
         weights: summing to one, [S].
-        k: k̂, the larger of the two runs'.
+        k: k̂ of the weights.
         beside: normals beside q that were found and drawn from.
         evaluations: of the log density, all in all.
         allowed: how many evaluations were allowed.
@@ -76,7 +76,7 @@ def correct(family: Family, target: Target, evaluations: int, generator: torch.G
     """Return draws of θ with importance weights towards the target; raise `Unavailable` if there are none.
 
     A part of the evaluations looks for modes and shoulders of p beside q, around which draws are made too. The others
-    are two runs, of draws of q and rounds of draws with tails: by chance k̂ of one run is low now and then.
+    are draws of q and rounds of draws with tails.
 
     Args:
         family: q, bound.
@@ -85,25 +85,19 @@ def correct(family: Family, target: Target, evaluations: int, generator: torch.G
         generator: of all draws.
     """
     psislw_of_arviz()  # before the searches, not after
-    counted, density = Counted(target, evaluations, checked=True), family()
+    density, space = family(), target.space
     seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-    around = beside(density, target, seed, int(SEARCHING * evaluations), counted)
+    searched = Counted(target, SEARCHING * evaluations, checked=True)
+    around = beside(density, searched, seed)
+    drawn = Counted(target, checked=True)
     rounds = 1 + (ROUNDS if around or normals_of(density) else 0)
-    draws = max(50, (evaluations - counted.evaluations) // (2 * rounds))
-    counted.limit = inf
-    runs = [
-        weigh(family(), target.space, counted.log_joint, draws, around=around, generator=generator) for _ in range(2)
-    ]
-    k = max((one.k_weights for one in runs), key=lambda k: inf if isnan(k) else k)
-    weights = torch.cat([one.weights for one in runs]) / 2
-    found = max(0, len(around) - len(normals_of(density)))
-    theta = torch.cat([one.theta for one in runs])
-    return Correction(theta, weights, k, found, counted.evaluations, evaluations)
+    draws = max(100, (evaluations - searched.evaluations) // rounds)
+    one = weigh(density, space, drawn.log_joint, draws, around=around, generator=generator)
+    spent = searched.evaluations + drawn.evaluations
+    return Correction(one.theta, one.weights, one.k_weights, one.beside, spent, evaluations)
 
 
-def beside(
-    density: Density, target: Target, seed: int, evaluations: int, counted: Counted | None = None
-) -> list[Place]:
+def beside(density: Density, target: Counted, seed: int) -> list[Place]:
     """Return q's normals and those around what climbs find of p without them, with shares of the mass; [] if none.
 
     Draws of q, also with tails, do not meet a mode that is far away or narrow, and weights of what is not drawn
@@ -111,46 +105,35 @@ def beside(
 
     Args:
         density: q, a mixture of normals of at most 512 numbers; of others nothing is found.
-        target: p.
+        target: p, with a limit of evaluations.
         seed: of all points.
-        evaluations: of p, at most.
-        counted: the target with a count that these evaluations are added to.
     """
     own = normals_of(density) if density.P <= DENSE and density.bound else []
-    run = Search(target, evaluations, seed, 1e-3, progress=False)
-    if not own:
-        return []
-    found: list[Place] = []
     with suppress(Limit), torch.enable_grad():
-        found = _found(density, own, run, evaluations)
-    if counted is not None:
-        counted.evaluations += run.target.evaluations
-    return found
+        return _found(density, own, Search(target, seed, tolerance=1e-3, progress=False)) if own else []
+    return []
 
 
-def _found(density: Density, own: list[Place], run: Search, evaluations: int) -> list[Place]:
+def _found(density: Density, own: list[Place], run: Search) -> list[Place]:
     with torch.no_grad():
         drawn = density.draw(64, generator=torch.Generator(density.mean.device).manual_seed(run.seed))
         over = run.target.log_joint(drawn.theta) - density.log_prob(drawn.theta)
-    mass = (drawn.weight @ over / drawn.weight.sum()).item()
+    mass, allowed = (drawn.weight @ over / drawn.weight.sum()).item(), run.target.limit
     if not abs(mass) < inf:
         return []
     known = [Place(place.normal, place.log_mass + mass) for place in own]
     seen = Modes(run, density.mean.detach(), density.variance.detach().sqrt(), run.generator)
-    seen.at_modes, quiet = [], 0
-    while quiet < 2:
-        is_new = seen.round(
-            known + seen.places, max(64, min(GROUPS, evaluations // 8)), max(8, min(64, evaluations // 200))
-        )
-        quiet = 0 if is_new else quiet + 1
-        if not is_new and not seen.places:
-            break
+    points, climbers = (int(max(8, min(most, allowed // part))) for most, part in ((GROUPS, 8), (64, 200)))
+    with suppress(Limit):
+        quiet = 0
+        while quiet < (2 if seen.places else 1):
+            quiet = 0 if seen.round(known + seen.places, points, climbers) else quiet + 1
+    at_modes = [(place, mode.theta) for place, mode in zip(seen.at_modes, seen.modes, strict=True)]
     places = []
-    for place, point in [(one, m.theta) for one, m in zip(seen.at_modes, seen.modes, strict=True)] + [
-        (one, one.normal.mean) for one in seen.shoulders
-    ]:
+    for place, point in at_modes + [(one, one.normal.mean) for one in seen.shoulders]:
         with torch.no_grad():
-            above = run.target.log_joint(point.unsqueeze(0)) - density.log_prob(point.unsqueeze(0)) - mass
+            point = point.unsqueeze(0).to(density.mean)
+            above = run.target.log_joint(point) - density.log_prob(point) - mass
         is_own = any(is_at(one.normal, place.normal) or _is_among(one, place) for one in own)
         if not is_own and place.log_mass - mass > log(COUNTS) and above.item() > OVER:
             places.append(place)

@@ -159,5 +159,5 @@ def set_form(family: Family, form: NormalForm, generator: torch.Generator) -> No
     if isinstance(root, LowRank) and root.factor.shape[1] and not bool(root.factor.any()):
         noise = torch.randn(root.factor.shape, generator=generator, dtype=torch.float64)
         root = root._replace(factor=FACTOR * noise.to(root.factor))
-    made = [part.to(like) if isinstance(part, Tensor) else part for part in root]
-    family.set_normal(NormalForm(form.mean.to(like), type(root)(*made)))
+    made = {name: part.to(like) for name, part in root._asdict().items() if isinstance(part, Tensor)}
+    family.set_normal(NormalForm(form.mean.to(like), root._replace(**made)))

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, lgamma, log, pi
 from typing import Any
 
@@ -26,12 +26,10 @@ NU = 5
 ROUNDS = 4
 #: numbers up to which draws with tails are made
 MOST = 200
-#: effective draws for each number from which a covariance is believed
+#: effective draws for each number that count as much as the moments before
 PER_NUMBER = 5
-#: greatest weight, relative to the mean, of weights that end at a bound
+#: weights that are all below so many times their mean end at a bound: they have no tail
 BOUND = 5.0
-#: share of such draws that is effective
-EFFECTIVE = 0.8
 
 Function = Callable[[dict[str, Tensor]], Tensor]
 LogJoint = Callable[[Tensor], Tensor]
@@ -78,7 +76,7 @@ def psis(log_weights: Tensor) -> tuple[Tensor, float]:
 def psislw_of_arviz() -> Callable[..., Any]:
     """Return arviz-stats's function, or raise an error that says how to get it."""
     try:
-        from arviz_stats.base import array_stats
+        from arviz_stats.base import array_stats  # pyright: ignore[reportPrivateImportUsage]
     except ImportError:
         raise ImportError('k̂ and smoothed weights need arviz-stats: pip install "structvi[diagnostics]"') from None
     return array_stats.psislw
@@ -182,15 +180,19 @@ class Importance:
         def own() -> Iterator[Tensor]:
             return (draws.theta for draws in self.draws)
 
+        def total(parts: Iterable[Tensor]) -> Tensor:
+            return torch.as_tensor(sum(parts))
+
         S = len(self.log_weights)
-        mean = torch.as_tensor(sum(torch.tensordot(w, f, dims=1) for w, f in weighted()))
-        q_mean = torch.as_tensor(sum(f.sum(0) / S for f in at(own())))
-        variance = torch.as_tensor(sum(torch.tensordot(w, (f - mean).square(), dims=1) for w, f in weighted()))
-        error = torch.as_tensor(sum(torch.tensordot(w.square(), (f - mean).square(), dims=1) for w, f in weighted()))
-        q_variance = torch.as_tensor(sum((f - q_mean).square().sum(0) / S for f in at(own())))
+        mean = total(torch.tensordot(w, f, dims=1) for w, f in weighted())
+        q_mean = total(f.sum(0) / S for f in at(own()))
+        variance = total(torch.tensordot(w, (f - mean).square(), dims=1) for w, f in weighted())
+        error = total(torch.tensordot(w.square(), (f - mean).square(), dims=1) for w, f in weighted())
+        q_variance = total((f - q_mean).square().sum(0) / S for f in at(own()))
         return Moments(mean, variance.sqrt(), error.sqrt(), q_mean, q_variance.sqrt())
 
 
+@torch.no_grad()
 def weigh(
     density: Density,
     space: Parameters,
@@ -202,6 +204,9 @@ def weigh(
     generator: torch.Generator | None = None,
 ) -> Importance:
     """Return importance weights of a log density at independent draws of q, and at 4S more with tails.
+
+    Draws with tails come in four rounds: around q's normals or those that you give, then around what the weights of all
+    draws so far tell. All draws are weighed together, as draws of the even mixture of q and the rounds.
 
     Args:
         density: q.
@@ -240,8 +245,23 @@ def weigh(
     result = Importance(log_weights, weights, k, k, space, sample)
     if not own or tails is False:
         return result
-    result = replace(result, beside=max(0, len(around) - len(own)))
-    return _with_tails(log_joint, density, list(around or own), result, log_p, log_q, generator)
+    parts, theta, rounds, proposals = list(around or own), result.theta, [], []
+    for _ in range(ROUNDS):
+        new = tailed_draws(parts, draws, generator).to(theta.dtype)
+        more_p, more_q = _at(log_joint, density, new.split(sample.sizes))
+        log_p, log_q, theta = torch.cat([log_p, more_p]), torch.cat([log_q, more_q]), torch.cat([theta, new])
+        rounds.append(new)
+        proposals.append(parts)
+        each = [each_log_prob(one, theta).logsumexp(0) for one in proposals]
+        log_weights = log_p - torch.stack([log_q, *each]).logsumexp(0)
+        weights, k = psis(torch.where(log_weights.isnan(), -torch.inf, log_weights))
+        parts = _moved(parts, theta.double(), weights)
+    raw = log_weights.softmax(0)
+    if raw.max().item() * len(raw) <= BOUND:
+        weights, k = raw, min(k, 0.0)
+    return Importance(
+        result.log_weights, weights, result.k, k, space, sample, tuple(rounds), max(0, len(around) - len(own))
+    )
 
 
 @torch.no_grad()
@@ -256,87 +276,56 @@ def normals_of(density: Density) -> list[Place]:
     return made
 
 
-@torch.no_grad()
-def _with_tails(
-    log_joint: LogJoint, density: Density, parts: list[Place], plain: Importance, log_p: Tensor, log_q: Tensor,
-    generator: torch.Generator,
-) -> Importance:  # fmt: skip
-    """Return the weights with rounds of tails: around these normals, then around what the weights so far tell."""
-    result, theta, S = plain, plain.theta, len(log_p)
-    proposals: list[list[Place]] = []
-    for _ in range(ROUNDS):
-        new = tailed_draws(parts, S, generator).to(theta.dtype)
-        more_p, more_q = _at(log_joint, density, new.split(plain.draws.sizes))
-        if bool((more_p.isnan() | (more_p == torch.inf)).any()):  # no density so far out
-            break
-        log_p, log_q, theta = torch.cat([log_p, more_p]), torch.cat([log_q, more_q]), torch.cat([theta, new])
-        proposals.append(parts)
-        own = [each_log_prob(one, theta).logsumexp(0) for one in proposals]
-        weights, k = _smoothed(log_p - torch.stack([log_q, *own]).logsumexp(0))
-        result = replace(result, weights=weights, k_weights=k, tails=(*result.tails, new))
-        if result.effective < PER_NUMBER * density.P:
-            break
-        parts = _moved(parts, theta.double(), weights)
-    return result
+def _log_shares(parts: Sequence[Place]) -> Tensor:
+    """Return the logarithms of the parts' shares of the mass, [C]."""
+    return torch.tensor([part.log_mass for part in parts], dtype=torch.float64).log_softmax(0)
 
 
 def tailed_draws(parts: Sequence[Place], n: int, generator: torch.Generator) -> Tensor:
-    """Return draws m + L t of normals chosen by weight, with t of independent Student-t's: [n, P].
+    """Return draws of normals chosen by weight, with a multivariate Student-t's tails: [n, P].
 
     A Gaussian hardly draws where a posterior has longer tails, and weights of what is not drawn correct nothing. In an
     even mixture of R such proposals and q no weight is more than R + 1 times its weight under q alone.
     """
     mean = torch.stack([part.normal.mean for part in parts])
     root = torch.stack([part.normal.root for part in parts])
-    weights = torch.tensor([part.log_mass for part in parts], dtype=torch.float64).softmax(0).to(generator.device)
-    chosen = torch.multinomial(weights, n, replacement=True, generator=generator)
-    shape = (1 + NU, n, mean.shape[1])
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
-    t = (noise[0] * noise[1:].square().mean(0).rsqrt()).to(mean.device)
+    shares = _log_shares(parts).exp().to(generator.device)
+    chosen = torch.multinomial(shares, n, replacement=True, generator=generator)
+    like = {"generator": generator, "dtype": torch.float64, "device": generator.device}
+    radius = torch.randn(n, NU, **like).square().mean(-1, keepdim=True).rsqrt()
+    t = (radius * torch.randn(n, mean.shape[1], **like)).to(mean.device)
     return mean[chosen] + torch.einsum("nij,nj->ni", root[chosen], t)
 
 
 def each_log_prob(parts: Sequence[Place], theta: Tensor) -> Tensor:
     """Return log of weight and density of every part of `tailed_draws`: [n, P] → [C, n]."""
-    weights = torch.tensor([part.log_mass for part in parts], dtype=torch.float64).log_softmax(0).tolist()
-    constant, made = lgamma((NU + 1) / 2) - lgamma(NU / 2) - 0.5 * log(NU * pi), []
-    for (mean, root, _), log_weight in zip((part.normal for part in parts), weights, strict=True):
-        t = torch.linalg.solve_triangular(root, (theta.double() - mean).mT, upper=False)  # [P, n]
-        each = constant - 0.5 * (NU + 1) * torch.log1p(t.square() / NU)
-        made.append(log_weight + each.sum(0) - root.diagonal().log().sum())
+    P, made = theta.shape[1], []
+    constant = lgamma((NU + P) / 2) - lgamma(NU / 2) - 0.5 * P * log(NU * pi)
+    for (mean, root, _), log_share in zip((part.normal for part in parts), _log_shares(parts).tolist(), strict=True):
+        square = torch.linalg.solve_triangular(root, (theta.double() - mean).mT, upper=False).square().sum(0)
+        made.append(log_share + constant - root.diagonal().log().sum() - 0.5 * (NU + P) * torch.log1p(square / NU))
     return torch.stack(made)
 
 
 def _moved(parts: list[Place], theta: Tensor, weights: Tensor) -> list[Place]:
-    """Return parts with the moments of the draws that are theirs by weight.
+    """Return parts with the moments of the draws that are theirs by weight, as far as those are effective.
 
-    A part stays where it is if too few of its draws are effective, or it has lost nine tenths of its weight: draws far
-    from all parts are some part's too. No part has less than a quarter of its weight before.
+    No part has less than a quarter of its weight before.
     """
-    theirs, least = each_log_prob(parts, theta).softmax(0) * weights, PER_NUMBER * theta.shape[1]  # [C, n]
-    log_weights = torch.tensor([part.log_mass for part in parts], dtype=torch.float64).log_softmax(0).tolist()
-    made = []
-    for part, log_weight, own in zip(parts, log_weights, theirs, strict=True):
-        share, normal = own.sum().item(), part.normal
-        if len(parts) == 1 or (share > exp(log_weight) / 10 and share**2 / own.square().sum().item() >= least):
-            mean = own @ theta / share
-            x = theta - mean
-            root, failed = torch.linalg.cholesky_ex((x * (own / share).unsqueeze(-1)).mT @ x)
-            normal = normal if failed.item() else Normal(mean, root)
-        made.append(Place(normal, log(max(share, exp(log_weight) / 4))))
+    theirs, made = each_log_prob(parts, theta).softmax(0) * weights, []  # [C, n]
+    for part, log_share, own in zip(parts, _log_shares(parts).tolist(), theirs, strict=True):
+        share, (before, root, _) = own.sum().item(), part.normal
+        effective = share**2 / own.square().sum().clamp(min=1e-300).item()
+        believed = effective / (effective + PER_NUMBER * len(before))
+        mean = before + believed * (own @ (theta - before)) / max(share, 1e-300)
+        x = theta - mean
+        covariance = (x * (own / max(share, 1e-300)).unsqueeze(-1)).mT @ x
+        new, failed = torch.linalg.cholesky_ex(believed * covariance + (1 - believed) * root @ root.mT)
+        normal = part.normal if failed.item() else Normal(mean, new)
+        made.append(Place(normal, log(max(share, exp(log_share) / 4))))
     return made
 
 
-def _smoothed(log_weights: Tensor) -> tuple[Tensor, float]:
-    """Return weights under draws with tails, and their k̂; at most 0 where they end at a bound and have no tail."""
-    weights, k = psis(log_weights)
-    raw = torch.softmax(log_weights, 0)
-    if raw.max().item() * len(raw) <= BOUND and 1 / raw.square().sum().item() >= EFFECTIVE * len(raw):
-        return raw, min(k, 0.0)
-    return weights, k
-
-
-@torch.no_grad()
 def _at(log_joint: LogJoint, density: Density, chunks: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Return log p(data, θ) and log q(θ) at draws, in float64: [S], [S]."""
     pairs = [(log_joint(theta).double(), density.log_prob(theta).double()) for theta in chunks]

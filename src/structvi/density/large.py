@@ -292,8 +292,8 @@ class LargeSearch:
 
     def search(self, starts: int, goes_on: bool) -> tuple[At, float, float, bool]:
         """Return where it ended, the ELBO there, what is left, and whether that is next to nothing."""
-        at = self.at(self.mean, LowRank(*(x.double() for x in self.root[:2]), self.root[2])) if goes_on else None
-        at = self.begin(starts) if at is None else at
+        root = LowRank(self.root.scale.double(), self.root.factor.double(), self.root.of_precision)
+        at = self.at(self.mean, root) if goes_on else self.begin(starts)
         self.run.stage, before, best = "family", None, None
         share, averaged, failed, promises, elbos = MOST_SHARE, 0, 0, [], []
         left, enough = inf, max(ENOUGH * self.run.tolerance, LEFT * self.space.size)
@@ -369,17 +369,20 @@ def updated_model(at: At, seen: Seen, steps: Tensor, curved: Tensor, rank: int) 
     curved = torch.where(wrong.unsqueeze(-1), WIDER * at.precision.product(steps), curved)
     values = torch.where(wrong, WIDER, values)
     a, weight, floor = at.model.a, at.precision.product(seen.steps), FLOOR * at.precision.diagonal()
-    for index in range(ROUNDS + 1):
-        before = a * steps
-        inside, vectors = torch.linalg.eigh(steps @ before.mT)
-        inverse = (vectors / inside.clamp(min=1e-12 * float(inside[-1]))) @ vectors.mT
-        if index == ROUNDS:
-            break
+    before, inverse = a * steps, _inverse(steps, a)
+    for _ in range(ROUNDS):
         left = seen.curved - a * seen.steps + (seen.steps @ before.mT @ inverse) @ before
         left = left - (seen.steps @ curved.mT / values) @ curved
         a = torch.maximum(a * _correction(left, seen.steps, weight, a), floor)
+        before, inverse = a * steps, _inverse(steps, a)
     columns = torch.cat([before.mT, curved.mT], dim=-1)
     return LowRankMatrix.of(a, columns, torch.block_diag(-inverse, (1 / values).diag()), rank)
+
+
+def _inverse(steps: Tensor, a: Tensor) -> Tensor:
+    """Return (T diag(a) Tᵀ)⁻¹ of steps T in rows."""
+    values, vectors = torch.linalg.eigh(steps @ (a * steps).mT)
+    return (vectors / values.clamp(min=1e-12 * float(values[-1]))) @ vectors.mT
 
 
 def _correction(left: Tensor, steps: Tensor, weight: Tensor, a: Tensor) -> Tensor:

@@ -472,7 +472,8 @@ class _Mixing:
 
     def places_of(self, found: Found) -> list[Place]:
         """Return the normals of a fit, with their masses."""
-        log_weights, made = found.family().proportions.log().tolist(), []
+        assert isinstance(found.family, Mixture)
+        log_weights, made = found.family.proportions.log().tolist(), []
         for part, log_weight in zip(found.family.parts(), log_weights, strict=True):
             form = part.normal()
             assert form is not None

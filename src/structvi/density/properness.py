@@ -272,13 +272,17 @@ def _has_no_end(view: View, way: Way) -> bool:
         tries = theta + onward.unsqueeze(-1) * (theta - before)
         values = view.values(view.z(tries))
         theta, at = tries[values.argmax()], values.max().item()
-        mass = plane_mass(view, way.number, theta)
+        mass, settled = plane_mass(view, way.number, theta)
         if radius and mass > at - LEAST * len(theta):  # or the ridge is too narrow for its normal to be found
-            masses[radius] = mass
+            masses[radius] = mass, settled
     if len(masses) < 2:
         return False
     power = POWER if way.radii[-1] == RADII[-1] else STILL
-    return all(masses[far] - masses[near] > -power * log(far / near) for near, far in pairwise(masses))
+    # where a search found no optimum its mass is only a lower bound: the next must be greater
+    return all(
+        masses[far][0] - masses[near][0] > (-power * log(far / near) if masses[near][1] else 0.0)
+        for near, far in pairwise(masses)
+    )
 
 
 class Plane:
@@ -295,14 +299,15 @@ class Plane:
         return self.target.log_joint(torch.where(self.number, self.value, theta).to(theta.dtype)) - away.square() / 2
 
 
-def plane_mass(view: View, number: int, theta: Tensor) -> float:
+def plane_mass(view: View, number: int, theta: Tensor) -> tuple[float, bool]:
     """Return a lower bound, but for a constant, of the log of p's integral over the plane of a number through θ [P].
 
-    It is the ELBO of a normal there: a full one, or one without correlations if the view's units are low rank.
+    It is the ELBO of a normal there: a full one, or one without correlations if the view's units are low rank. The
+    second value tells whether that normal is an optimum.
     """
     plane = Plane(view.target, number, theta, view.scale)
     if isinstance(view.root, LowRankMatrix):
-        return diagonal_mass(plane, theta, view.scale)
+        return diagonal_mass(plane, theta, view.scale), True
     root = view.root if view.root.ndim == 2 else torch.diag(view.root)
     covariance = root @ root.mT
     along = covariance[number] / covariance[number, number].sqrt()
@@ -319,11 +324,12 @@ def plane_mass(view: View, number: int, theta: Tensor) -> float:
             break
         best = best if at is None else at
     if best is None:
-        return -inf
-    normal = ascend_normals(plane, best, noise, full, 0.01, lambda at: None, steps=40).at.normal
+        return -inf, False
+    ended = ascend_normals(plane, best, noise, full, 0.01, lambda at: None, steps=40)
+    normal = ended.at.normal
     fresh = FixedDraws(max(64, least_draws(P)), seed=1)(1, P, 0, **like).diagonal
     found = [local(plane, normal._replace(root=shrink * normal.root), fresh) for shrink in (1.0, 0.3, 0.1, 0.03)]
-    return max((at.elbo for at in found if at is not None), default=-inf)
+    return max((at.elbo for at in found if at is not None), default=-inf), ended.settled
 
 
 def diagonal_mass(target: Target, theta: Tensor, scale: Tensor) -> float:

@@ -21,10 +21,9 @@ from .gaussian import NARROW
 from .importance import K_LIMIT, Unavailable
 from .mixture import Mode
 from .properness import Runaway
-from .saving import save_fit
 from .schedule import ENOUGH, Found, SearchStep
 from .smc import Annealing
-from .summary import Summary, summarise
+from .summary import Summary, doubtful, summarise
 from .targets import Counted
 
 if TYPE_CHECKING:
@@ -204,7 +203,14 @@ class DensityFit(Result):
                 if weighted.trusted:
                     S, effective = len(weighted.theta), weighted.effective
                     note = f"Of the posterior: {S} weighted draws, {effective:.0f} effective, {spent}. k̂ = {k:.2f}."
-                    return self._noted(summarise(weighted.theta, space, select, weighted.weights, k, note))
+                    table = summarise(weighted.theta, space, select, weighted.weights, k, note)
+                    if names := doubtful(table):
+                        what = f"{', '.join(names[:8])}{', ..' if len(names) > 8 else ''}"
+                        table = replace(
+                            table,
+                            notes=(note, f"Mean, sd and quantiles may be off, too few draws are in the tails: {what}."),
+                        )
+                    return self._noted(table)
                 why = f" k̂ = {k:.2f}, {K_LIMIT} or more: q misses part of the posterior, do not rely on this table."
         theta = self._of_q(draws, torch.Generator(space.device).manual_seed(seed))
         return self._noted(summarise(theta, space, select, None, k, f"Of q: {draws} draws.{why}"))
@@ -258,6 +264,8 @@ class DensityFit(Result):
             >>> print(load(path, target).status)
             converged
         """
+        from .fit_file import save_fit  # it loads what is made here
+
         save_fit(self, path)
 
 
@@ -286,6 +294,7 @@ def judge(
     exhausted: bool,
     evaluations: int,
     stage: str,
+    is_normal: bool,
 ) -> tuple[Status, str]:
     """Status and words, from where the last search ended, the ELBO on draws it has not seen, and the check."""
     if runaway is not None:
@@ -314,6 +323,13 @@ def judge(
         )
     if not found.converged:
         words = f"not converged: the search on {draws} draws ended without an optimum; ELBO {fresh}"
+        if is_normal:
+            words = (
+                f"not converged: a normal does not fit this log density, {evaluations:,} evaluations found no "
+                f"optimum on {draws} draws; ELBO {fresh}. Sample it, by "
+                'result.sample(corrected="annealed") or MCMC, or write it in other parameters (theta = mu + tau * z of '
+                "a hierarchy)"
+            )
         return Status.NO_OPTIMUM, words
     if found.elbo - fresh.value > 3 * fresh.standard_error + ENOUGH * tolerance:
         return Status.OVER_FITTED, (

@@ -123,8 +123,8 @@ class Climbs(NamedTuple):
 class Search:
     """One call of `fit_density`: the target and its count, and the searches."""
 
-    def __init__(self, target: Target, limit: float, seed: int, tolerance: float, progress: bool):
-        self.target = Counted(target, limit)
+    def __init__(self, target: Counted, seed: int, tolerance: float, progress: bool):
+        self.target = target
         self.space, self.seed, self.tolerance = target.space, seed, tolerance
         self.generator = torch.Generator().manual_seed(seed)
         self.trace: list[SearchStep] = []
@@ -406,7 +406,7 @@ class Search:
 
     def record(self, at: Local | float) -> None:
         """Note an ELBO in the trace and on the progress bar."""
-        value = at if isinstance(at, float) else at.elbo
+        value = at.elbo if isinstance(at, Local) else at
         self.trace.append(SearchStep(self.stage, self.target.evaluations, self.draws, value))
         self.bar.n = self.target.evaluations
         self.bar.set_postfix_str(f"{self.stage}, {self.draws} draws: ELBO {value:.6g}")

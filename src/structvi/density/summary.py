@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..parameters import Parameters, Select
+from .importance import K_LIMIT, psis
 
 if TYPE_CHECKING:
     import pandas
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 #: of a longer table the first and the last rows are printed
 LONGEST = 60
 QUANTILES = (0.05, 0.5, 0.95)
+#: standard deviations, of a mean and of an sd, from which on two standard errors are worth a warning
+OFF = 0.1, 0.15
 
 
 def summarise(
@@ -38,6 +41,31 @@ class Row(NamedTuple):
     q95: float
     #: Monte Carlo standard error of the mean
     mcse: float
+
+
+def doubtful(summary: "Summary") -> list[str]:
+    """Return the numbers whose mean or standard deviation importance weights may have wrong.
+
+    A number is doubtful if two standard errors are a tenth of its sd for the mean or 0.15 of it for the sd, or if k̂ of
+    w (x − mean)² is 0.7 or more: then there is mass in its tails that no draw has met.
+    """
+    names, w = [], summary._w
+    for name, draws in summary.draws.items():
+        for label, x in zip(
+            _labels(name, draws.shape[1:]), draws.reshape(len(w), -1).double().cpu().unbind(-1), strict=True
+        ):
+            square = (x - w @ x).square()
+            variance = w @ square
+            if not variance > 1e-24 * (w @ x.square()):  # a constant, such as the corner of a Cholesky factor
+                continue
+            errors = (
+                (w.square() @ square).sqrt(),
+                (w.square() @ (square - variance).square()).sqrt() / (2 * variance.sqrt()),
+            )
+            off = any(2 * error > limit * variance.sqrt() for error, limit in zip(errors, OFF, strict=True))
+            if off or psis(w.log() + square.log())[1] >= K_LIMIT:
+                names.append(label)
+    return names
 
 
 @dataclass(frozen=True, repr=False)

@@ -168,7 +168,7 @@ class View:
 
     def theta(self, z: Tensor) -> Tensor:
         """Return θ of rows of coordinates."""
-        return self.centre + self.steps(z)
+        return self.centre + self.steps(z.to(self.centre))
 
     def log_joint(self, theta: Tensor, batch: object = None) -> Tensor:
         """Return the log density of z = `theta`."""

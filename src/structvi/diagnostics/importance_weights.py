@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..density.correction import beside
 from ..density.importance import Importance, Unavailable, weigh
+from ..density.targets import Counted
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.target import Target
@@ -139,7 +140,9 @@ def importance(
         tails = bool(tails)
     with problem.mode():
         density = problem.family()
-        around = beside(density, data, seed, SEARCHED) if tails is not False and isinstance(data, Target) else []
+        around = []
+        if tails is not False and isinstance(data, Target):
+            around = beside(density, Counted(data, SEARCHED, checked=True), seed)
         return weigh(
             density, problem.space, problem.log_joint, draws, tails=tails, around=around,
             generator=problem.generator(seed),
