@@ -30,7 +30,6 @@ from .objective import Estimator, NonFiniteError, elbo
 from .parameters import Parameters
 from .posterior import Posterior, variationalize, variationalize_head
 from .predict import metrics
-from .predict.metrics import Metrics
 from .predict.predictive import Predictive
 from .result import Result, Status
 from .train.checkpoint import Checkpoint
@@ -87,7 +86,6 @@ __all__ = [
     "MCDropout",
     "MatrixNormal",
     "MeanField",
-    "Metrics",
     "Mixture",
     "NonFiniteError",
     "Parameters",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .couplings import Coupling, paired
 from .families.family import Density, Draws, Family
-from .families.numerics import sum_weights
+from .families.numerics import reads, sum_weights
 from .models.bayesian_model import BayesianModel
 from .models.priors.separable import learns
 from .models.target import LogDensity, Target
-from .util.checks import check_generator, check_integer, reads
+from .util.checks import check_generator, check_integer
 
 Kind = Literal["path", "log_q", "entropy"]
 

@@ -66,7 +66,7 @@ def predictions(bayes: vi.Posterior, loader: Loader) -> None:
     assert_type(predictive.log_prob(torch.zeros(2, 1)), Tensor)
     assert_type(predictive.components, Distribution)
     measured = bayes.evaluate(loader, draws=4)
-    assert_type(measured, vi.Metrics)
+    assert_type(measured, metrics.Metrics)
     assert_type(measured.nlpd, float)
     assert_type(measured.rmse, float | None)
     predictor = bayes.predictor(draws=4)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..couplings import Noise
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Sharded
+from ..families.numerics import unread
 from ..models.bayesian_model import batch_size, rows, split_batch
 from ..models.likelihoods import Likelihood
 from ..networks.vmap_or_loop import Evaluation
@@ -29,7 +30,6 @@ from ..train.finish import finish
 from ..train.fit import Options, begin, fit, leave
 from ..train.loop import FAILURES, Fit, assign, copied
 from ..train.result import FitResult
-from ..util.checks import unread
 from ..util.interrupts import Interrupts
 from ..util.progress import Progress
 

@@ -166,10 +166,11 @@ def check_draw(
     groups: int, coupling: Coupling, generator: torch.Generator | None = None, device: torch.device | None = None
 ) -> None:
     """The arguments of `draw`, before any noise is made."""
-    check_integer("groups", groups)
+    if type(groups) is not int or groups < 1 or not isinstance(generator, torch.Generator | None):
+        check_integer("groups", groups)
+        check_generator(generator)
     if not callable(coupling):
         raise TypeError(f"coupling must be a callable such as naive, paired or unscented, got {coupling!r}")
-    check_generator(generator)
     if generator is not None and device is not None and generator.device.type != device.type:
         raise ValueError(
             f"the generator is on {generator.device}, the weights on {device}; "

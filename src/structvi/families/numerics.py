@@ -23,6 +23,7 @@ all sums over draws. The passes over the factor are Triton kernels on a GPU (`tr
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from math import log, pi
@@ -32,19 +33,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..util.checks import reads
-
 #: an all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out
 Reduce = Callable[[Tensor], Tensor]
 
 #: columns of a factor that a program of the kernels holds in registers
 MOST_COLUMNS = 128
+#: whether this thread may look at values
+_READS: ContextVar[bool] = ContextVar("reads", default=True)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 _BLOCK = 4096  # weights whose products are added in their own precision
 _LEAST = 256  # a block that leaves no rest has at least so many
 _SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
+
+
+def reads() -> bool:
+    """Return whether checks may look at values; where they may not, what they would refuse becomes NaN.
+
+    To read a value from a GPU is to wait for it, and is not possible inside a captured step.
+    """
+    return _READS.get()
+
+
+class unread:
+    """Look at no value inside the block: the caller finds that a result is not finite, and asks again outside."""
+
+    def __enter__(self) -> None:
+        self.token = _READS.set(False)
+
+    def __exit__(self, *_: Any) -> None:
+        _READS.reset(self.token)
 
 
 @lru_cache(maxsize=256)

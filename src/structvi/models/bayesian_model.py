@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..families.numerics import sum_weights
+from ..families.numerics import reads, sum_weights
 from ..networks.call import Turn, alone_with, call_network, check_precision, draws, padding_rows, with_padding
 from ..networks.linearised import Linearised
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from ..util.checks import is_integer, reads
+from ..util.checks import is_integer
 from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.separable import Prior, SeparablePrior, log_prior
 from .target import NOTHING

@@ -16,12 +16,13 @@ from torch.nn.utils import get_total_norm
 from torch.utils import _pytree as pytree
 
 from ..distributed.ranks import Parallel, Ranks
+from ..families.numerics import unread
 from ..models.bayesian_model import rows
 from ..networks.call import check_precision, in_modes, is_in_training
 from ..objective import Estimate, Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
 from ..optim.adam import OptimizerLike, make_optimizer
 from ..result import Status
-from ..util.checks import check_integer, check_positive, check_seed, unread
+from ..util.checks import check_integer, check_positive, check_seed
 from ..util.interrupts import Interrupts
 from ..util.random_streams import borrowed_stream
 from .checks import may_draw

@@ -1,7 +1,6 @@
 """Checks of arguments, each in one place, with one wording: what was expected and what came."""
 
 from collections.abc import Iterable
-from contextvars import ContextVar
 from math import inf
 from typing import Any, TypeGuard
 
@@ -90,27 +89,6 @@ def check_iterable(loader: Any) -> None:
             "expected batches (input, target), got a tuple of tensors, which is one batch: write "
             "DataLoader(TensorDataset(x, t), batch_size=128, shuffle=True)"
         )
-
-
-_READS: ContextVar[bool] = ContextVar("reads", default=True)
-
-
-def reads() -> bool:
-    """Whether checks may look at values; where they may not, what they would refuse becomes nan.
-
-    To read a value from a GPU is to wait for it, and not possible inside a captured step.
-    """
-    return _READS.get()
-
-
-class unread:
-    """Inside, no value is looked at: the caller finds that a result is not finite, and asks again outside."""
-
-    def __enter__(self) -> None:
-        self.token = _READS.set(False)
-
-    def __exit__(self, *_: Any) -> None:
-        _READS.reset(self.token)
 
 
 def in_words(size: float) -> str:

@@ -12,7 +12,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ...util.checks import reads
+from ...families.numerics import reads
 from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 
 
@@ -32,6 +32,7 @@ class _Classes(Likelihood):
         self.exact = class_weights is None
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        check_output(type(self).__name__, output)
         classes = self._check(output, target)
         if self.class_weights is not None and len(self.class_weights) != classes:
             raise ValueError(f"{type(self).__name__}: {len(self.class_weights)} class_weights for {classes} classes")
@@ -85,7 +86,7 @@ class _Classes(Likelihood):
         return float(torch.xlogy(counts, counts / counts.sum().clamp(min=1.0)).sum())
 
     @abstractmethod
-    def _check(self, output: Any, target: Tensor) -> int:
+    def _check(self, output: Tensor, target: Tensor) -> int:
         """Shapes and dtypes; the number of classes."""
 
     @abstractmethod
@@ -110,8 +111,7 @@ class Categorical(_Classes):
         tensor([[-0.6931,  0.0000]])
     """
 
-    def _check(self, output: Any, target: Tensor) -> int:
-        check_output("Categorical", output)
+    def _check(self, output: Tensor, target: Tensor) -> int:
         if output.ndim > 1 and output.shape[1] == 1:
             raise ValueError(
                 f"Categorical expects a logit for each class, [B, C, ..], got {tuple(output.shape)}: one channel is "
@@ -157,7 +157,7 @@ class Bernoulli(_Classes):
         tensor([-0.6931, -0.6931])
     """
 
-    def _check(self, output: Any, target: Tensor) -> int:
+    def _check(self, output: Tensor, target: Tensor) -> int:
         check_same_shape("Bernoulli", output, target)
         return 2
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions import Poisson as PoissonDistribution
 
-from ...util.checks import reads
+from ...families.numerics import reads
 from .base import NO_VALUES, Likelihood, check_same_shape
 
 
