@@ -165,6 +165,13 @@ def test_a_batch_size_that_stays():
         program.module()(rows(5))
 
 
+class Different(nn.Linear):
+    """As networks do that leave something out for deployment."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if torch.compiler.is_exporting() else 2.0)
+
+
 class Branching(nn.Linear):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else -super().forward(x)
@@ -182,6 +189,7 @@ def plain(output, target):
         ({"dropout": "on"}, rows(4), ValueError, 'use dropout="off"'),
         ({"make": convolutional, "batch_norm": "reestimated"}, rows(4), ValueError, "reference batch"),
         ({"make": lambda: Branching(3, 2)}, rows(4), ValueError, "torch.export cannot trace Branching"),
+        ({"make": lambda: Different(3, 2)}, rows(4), ValueError, "the exported program differs from predict by up to"),
         ({}, (rows(4), rows(3)), ValueError, "one B"),
         ({}, torch.tensor(1.0), ValueError, "one B"),
         ({"linearise": True}, rows(4), ValueError, "dynamic_batch=False"),

@@ -24,6 +24,9 @@ from ..predict.predictor import Predictor
 
 __all__ = ["export_predictive"]
 
+#: a program may differ from `predict` by so many roots of the rounding: both add in another order
+CLOSE = 10.0
+
 
 class FixedPredictive(nn.Module):
     """x → class probabilities [B, C, ..], or (mean, variance) of t [B, ..] each, at S draws that never change.
@@ -72,10 +75,7 @@ class FixedPredictive(nn.Module):
         ]
         stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), outputs[0], *outputs[1:])
         values = {name: self.get_buffer(f"value_{index}") for index, name in enumerate(self.value_names)}
-        pred = Predictive(stacked, weight, self.likelihood, values).calibrated(self.calibration)
-        if isinstance(pred.components, Categorical | Bernoulli):
-            return pred.mean
-        return pred.mean, pred.variance
+        return _told(Predictive(stacked, weight, self.likelihood, values).calibrated(self.calibration))
 
 
 def linear_graph(net: nn.Module, at: Mapping[str, Tensor], inputs: tuple[Any, dict[str, Any]]) -> Callable[..., Any]:
@@ -143,12 +143,10 @@ def export_predictive(
         came = [tuple(leaf.shape) for leaf in tensors]
         raise ValueError(f"example_inputs must be tensors [B, ..] of one B, as predict takes them, got shapes {came}")
 
-    def blank(leaf: Any) -> Any:
-        """Return zeros of the same form: a program keeps its example inputs, with all of the memory they are a view of.
+    rows = 2 if dynamic_batch else tensors[0].shape[0]  # one would be taken for a constant
 
-        A free batch size is two: one would be taken for a constant.
-        """
-        rows = 2 if dynamic_batch else tensors[0].shape[0]
+    def blank(leaf: Any) -> Any:
+        """Return zeros of this form: a program keeps its example inputs, with all of the memory they are a view of."""
         return leaf.new_zeros(rows, *leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf
 
     example = pytree.tree_map(blank, example)
@@ -165,12 +163,44 @@ def export_predictive(
             module = FixedPredictive(chunks, calibration, (arguments, keywords))
             if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
                 module.forward = _with_signature(module.forward, list(keywords))
-            return torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
     except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks
         raise ValueError(
             f"torch.export cannot trace {type(chunks.posterior.net).__name__}: {error}\nIt takes networks without "
             "branches on the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
         ) from error
+    _check_program(program, chunks, calibration, example, rows + dynamic_batch)
+    return program
+
+
+def _check_program(
+    program: ExportedProgram, chunks: WeightDraws, calibration: Calibration | None, example: Any, rows: int
+) -> None:
+    """Raise ValueError unless the program predicts what the posterior predicts, at so many random rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = torch.rand(rows, *leaf.shape[1:], generator=generator) if leaf.is_floating_point() else torch.zeros(())
+        return made.to(leaf).expand(rows, *leaf.shape[1:])
+
+    x = pytree.tree_map(random, example)
+    with torch.no_grad():
+        got = program.module()(**x) if isinstance(x, dict) else program.module()(*_tuple(x))
+        expected = _told(chunks.mixture(x).calibrated(calibration))
+    for one, other in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        tolerance = CLOSE * torch.finfo(other.dtype).eps ** 0.5
+        if not torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True):
+            raise ValueError(
+                f"the exported program differs from predict by up to {(one - other).abs().max():.2g}: the network "
+                "computes something else while it is traced, or at another batch size (dynamic_batch=False)"
+            )
+
+
+def _told(pred: Predictive) -> Any:
+    """Return class probabilities, or mean and variance."""
+    return pred.mean if isinstance(pred.components, Categorical | Bernoulli) else (pred.mean, pred.variance)
 
 
 def _tuple(example: Any) -> tuple[Any, ...]:
