@@ -451,10 +451,8 @@ def load_posterior(
     device: torch.device | str | None = None,
 ) -> Posterior:
     """Return the posterior of a file that `Posterior.save` wrote, see `structvi.loading.load`."""
-    found = posterior_file.load(path, net, family=family, prior=prior, likelihood=likelihood, forward=forward)
-    posterior = Posterior(found.model, found.family, dropout=found.dropout, batch_norm=found.batch_norm)
-    posterior.calibration, posterior.chosen_on = found.calibration, found.chosen_on
-    posterior.fit_status = found.fit_status
+    own = {"family": family, "prior": prior, "likelihood": likelihood, "forward": forward}
+    posterior = posterior_file.load(Posterior, path, net, **own)
     return posterior if device is None else posterior.to(device)
 
 

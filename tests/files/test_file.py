@@ -232,5 +232,5 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
 def test_a_file_is_looked_at_before_its_tensors_are_read(path):
     with opened(path) as stored:
         assert stored.description == DESCRIPTION
-        assert stored.table == {name: (tuple(x.shape), x.dtype) for name, x in TENSORS.items()}
+        assert stored.table == {name: (tuple(x.shape), str(x.dtype)) for name, x in TENSORS.items()}
         assert same(stored.tensors(), TENSORS)

@@ -235,9 +235,9 @@ def _shapes(q: Family, space: Parameters) -> dict[str, tuple[int, ...]]:
 
 
 def _check_dtypes(table: Table, space: Parameters, ours: bool, path: Any) -> None:
-    wrong = [name for name in under("family", table) if ours and table[f"family.{name}"][1] != space.dtype]
+    wrong = [name for name in under("family", table) if ours and table[f"family.{name}"][1] != str(space.dtype)]
     per_group = table.get("elbo.per_group")
-    if wrong or per_group is None or per_group[1] != torch.float64 or len(per_group[0]) != 1:
+    if wrong or per_group is None or per_group[1] != str(torch.float64) or len(per_group[0]) != 1:
         raise CheckpointError(f"{path} is damaged: it does not hold the numbers that structvi writes")
 
 

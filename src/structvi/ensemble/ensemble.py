@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..families.family import Family
 from ..files.describe import refusing
 from ..files.file import CheckpointError, opened, write
-from ..files.posterior_file import check_calibration
+from ..files.posterior_file import SCORES, loaded_calibration
 from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
@@ -300,7 +300,7 @@ class Ensemble(nn.Module):
             member.save(folder / f"network-{c}.safetensors")
         tensors, found = {"weights": self.weights}, self.calibration
         if found is not None and found.conformal is not None:
-            tensors["scores"] = found.conformal.values
+            tensors[SCORES] = found.conformal.values
         described = {} if found is None else {"calibration": found.described()}
         write(folder / "mixture.safetensors", tensors, {"kind": KIND, "networks": len(self.members)} | described)
 
@@ -316,7 +316,7 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
     path = Path(folder) / "mixture.safetensors"
     with opened(path) as stored:
         count, described = stored.description.get("networks"), stored.description.get("calibration")
-        if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", "scores"}:
+        if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", SCORES}:
             raise CheckpointError(f"{path} does not describe a mixture of networks")
         tensors = stored.tensors()
     weights = tensors["weights"]
@@ -331,19 +331,8 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on
     with refusing(path):
-        ensemble.calibration = _calibration(described, tensors.get("scores"), ensemble.model.likelihood)
+        ensemble.calibration = loaded_calibration(described, tensors.get(SCORES), ensemble.model.likelihood)
     return ensemble
-
-
-def _calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
-    """Return a file's calibration; ValueError where it says what cannot be."""
-    found = None if described is None else Calibration.of(described, scores)
-    has_scores = described is not None and described["conformal"] is not None
-    if has_scores != (scores is not None):
-        raise ValueError("conformal scores and their description go together")
-    if found is not None:
-        check_calibration(found, likelihood)
-    return found
 
 
 def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:

@@ -126,7 +126,7 @@ def _build(value: Any, kind: Kind | None, patterns: int) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
-        if not (isfinite(value) and abs(value) < 2**63) and kind is not None:
+        if not (isfinite(value) and abs(value) < 2**63):
             raise ValueError(f"a number that is not finite, or beyond 64 bits: {brief(value)}")
         return value
     ((tag, content),) = value.items()

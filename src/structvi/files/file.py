@@ -1,7 +1,7 @@
-"""One file of tensors and a description: written whole or not at all, and believed only where its SHA-256 agrees.
+"""One file of tensors and a description, written whole or not at all, and read only if its SHA-256 agrees.
 
 The format is safetensors with one entry of metadata, "structvi": the JSON of {"description", "format", "sha256"}.
-Reading it never runs code, and takes no more memory than the file has bytes.
+Reading never runs code, and takes no more memory than the file has bytes.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,12 +29,12 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: tensor names with their shape and dtype
-Table = dict[str, tuple[tuple[int, ...], torch.dtype]]
+#: tensor names with their shape and dtype, "torch.float32"
+Table = dict[str, tuple[tuple[int, ...], str]]
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be read, is damaged, or is not one of ours; the message says which."""
+    """A file cannot be read, is damaged, or was not written by structvi; the message says which."""
 
 
 class MissingFile(CheckpointError, FileNotFoundError):
@@ -45,7 +45,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
     """Write one file atomically: afterwards `path` holds all of it, or what it held before.
 
     A temporary file in the same directory is written, flushed to the disk and renamed. Tensors are written one after
-    the other from where they are: of one on a GPU, or with gaps, a copy is held.
+    the other from their memory: one on a GPU, or with gaps, is copied.
 
     Args:
         path: the file; one that is there is replaced.
@@ -73,13 +73,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         tensor = tensors[name]
         if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
             raise TypeError(f"cannot write {path}: {name} is a {tensor.layout} tensor of {tensor.dtype}")
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, place + size]
-        }  # fmt: skip
-        place += size
-    envelope = {"description": dict(description), "format": FORMAT, "sha256": digest(tensors, description)}
-    text = _canonical(envelope)
+        offsets = [place, place := place + tensor.numel() * tensor.element_size()]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = _canonical({"description": description, "format": FORMAT, "sha256": digest(tensors, description)})
     if len(text) > LONGEST:
         raise ValueError(f"cannot write {path}: its description takes {len(text)} bytes, at most {LONGEST} are read")
     head = _canonical({"__metadata__": {"structvi": text}, **header}).encode()
@@ -117,20 +113,17 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         return stored.tensors(), stored.description
 
 
-class Stored:
+class Stored(NamedTuple):
     """An open file whose header fits it; its tensors have not been read, nor is its SHA-256 checked."""
 
-    def __init__(self, description: dict[str, Any], table: Table, tensors: Callable[[], dict[str, Tensor]]):
-        #: what was written with the tensors
-        self.description = description
-        #: name → shape and dtype
-        self.table = table
-        self.tensors = tensors
+    description: dict[str, Any]
+    table: Table
+    tensors: Callable[[], dict[str, Tensor]]
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[Stored]:
-    """Open a file with its header read and checked, to be looked at before memory is taken for the tensors.
+    """Open a file, and check its header before memory is taken for the tensors.
 
     Raises:
         CheckpointError: as `read`, but for damage that only the SHA-256 shows.
@@ -147,7 +140,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Stored]:
                 part = file.get_slice(name)
                 if part.get_dtype() not in DTYPES:
                     raise CheckpointError(f"{path} is damaged: {brief(name)} has the dtype {brief(part.get_dtype())}")
-                table[name] = (tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                table[name] = tuple(part.get_shape()), str(DTYPES[part.get_dtype()])
 
             def tensors() -> dict[str, Tensor]:
                 found = {name: file.get_tensor(name).clone() for name in table}  # the file may change later
@@ -185,7 +178,7 @@ def digest(tensors: Mapping[str, Tensor], description: Any = None) -> str:
 
 
 def brief(value: object, length: int = 80) -> str:
-    """Return what came, for a message: short, and without control characters, whatever a file holds.
+    """Return a value as text for a message: short, and without control characters, whatever a file holds.
 
     Example:
         >>> brief("a" * 100, 8)
@@ -196,7 +189,7 @@ def brief(value: object, length: int = 80) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes, without a copy where it lies on the CPU without gaps."""
+    """Return the tensor's bytes, without a copy if it lies on the CPU without gaps."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -205,7 +198,7 @@ def _canonical(value: Any) -> str:
 
 
 def _envelope(metadata: Mapping[str, str] | None, path: Any) -> tuple[dict[str, Any], str]:
-    """The description of a file, and the SHA-256 that it should have."""
+    """Return the description of a file, and the SHA-256 that it should have."""
     text = (metadata or {}).get("structvi")
     if text is None:
         raise CheckpointError(f'{path} was not written by structvi: its metadata lack the entry "structvi"')

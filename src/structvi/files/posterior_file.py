@@ -1,54 +1,41 @@
 """Save and load: a posterior as one file of tensors and a description, without code.
 
-Nothing is made before it has been checked: the header fits the file, the description is one of a posterior, the network
-is the one that was saved, and the tensors in the header are those that the family, bound on the meta device, would
-have. Then they are read, and their SHA-256 and values are checked.
+`load` checks everything before it makes anything: the header fits the file, the description is one of a posterior, the
+network is the one that was saved, and the header has the tensors that the family, bound on the meta device, would have.
+Then it reads the tensors, and checks their SHA-256 and values.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
-from ..models.bayesian_model import BayesianModel, check_keys
+from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
-from ..models.priors import Prior, SeparablePrior
-from ..networks.call import BATCH_NORM, DROPOUT, BatchNorm, Dropout, alone_with, padding_rows
-from ..networks.vmap_or_loop import Evaluation
+from ..models.priors import Prior
+from ..networks.call import alone_with, padding_rows
 from ..parameters import Parameters
 from ..result import Status
-from ..util.checks import check_one_of, is_integer
+from ..util.checks import check_one_of
 from .describe import Kind, OfYourOwn, decode, encode, refusing
 from .file import CheckpointError, Table, brief, digest, opened, write
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
+AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
+
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
-FIELDS = {
-    "kind", *PARTS, "forward", "random", "hash", "num_data", "dropout", "batch_norm", "checkpoint_activations",
-    "evaluation", "linearised", "calibration", "chosen_on", "keys", "fit_status",
-}  # fmt: skip
+FIELDS = {"kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status"}
+#: tensors beside those of family, likelihood, prior and network: θ₀, and scores of conformal sets
+LINEARISED, SCORES = "linearised", "calibration.scores"
 #: lines of differences in a message
 LINES = 20
-
-
-class Loaded(NamedTuple):
-    """Parts of a posterior, read from a file."""
-
-    model: BayesianModel
-    family: Family
-    dropout: Dropout
-    batch_norm: BatchNorm
-    calibration: Calibration | None
-    chosen_on: str | None
-    fit_status: Status | None
 
 
 def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
@@ -61,31 +48,29 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
     tensors: dict[str, Tensor] = {}
     for part, module in parts.items():
-        own = module.state_dict() if isinstance(module, nn.Module) else {}
+        own = _state(module)
         if not all(bool(x.isfinite().all()) for x in own.values()):
             raise ValueError(f"the {part} has values that are not finite: save a posterior whose fit has not failed")
-        tensors |= {f"{part}.{name}": tensor for name, tensor in own.items()}
-    if network == "store":
-        tensors |= {f"network.{name}": tensor for name, tensor in held.items()}
+        tensors |= _prefixed(part, own)
+    tensors |= _prefixed("network", held) if network == "store" else {}
     if model.linearised_at is not None:
-        tensors |= {f"linearised.{n}": t for n, t in model.net_space.unravel(model.linearised_at).items()}
+        tensors[LINEARISED] = model.linearised_at
     if calibration is not None and calibration.conformal is not None:
-        tensors["calibration.scores"] = calibration.conformal.values
+        tensors[SCORES] = calibration.conformal.values
+    options = {
+        "num_data": model.known_num_data, "keys": model.keys, "evaluation": model.evaluation.mode,
+        "chunk": model.evaluation.chunk, "checkpoint_activations": model.checkpoint_activations,
+        "linearise": model.linearised_at is not None,
+    }  # fmt: skip
     description = {
         "kind": KIND,
-        **{part: describe_part(value) for part, value in parts.items()},
-        "forward": model.user_forward is not None,
+        **{part: describe_part(value) for part, value in {**parts, "forward": model.user_forward}.items()},
         "random": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in random.items()],
         "hash": digest(held) if network == "hash" else None,
-        "num_data": model.known_num_data,
-        "dropout": posterior.dropout,
-        "batch_norm": posterior.batch_norm,
-        "checkpoint_activations": model.checkpoint_activations,
-        "evaluation": [model.evaluation.mode, model.evaluation.chunk],
-        "linearised": model.linearised_at is not None,
+        "model": encode(options),
+        "modes": encode({"dropout": posterior.dropout, "batch_norm": posterior.batch_norm}),
         "calibration": None if calibration is None else calibration.described(),
         "chosen_on": posterior.chosen_on,
-        "keys": model.keys,
         "fit_status": None if posterior.fit_status is None else str(posterior.fit_status),
     }
     for part in PARTS:  # what `load` would refuse
@@ -95,6 +80,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
 
 
 def load(
+    kind: Callable[..., AnyPosterior],
     path: str | os.PathLike[str],
     net: nn.Module,
     *,
@@ -102,8 +88,8 @@ def load(
     prior: Prior | None = None,
     likelihood: Callable[[Any, Any], Tensor] | None = None,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
-) -> Loaded:
-    """Return the parts of the posterior of a file, see `structvi.load`."""
+) -> AnyPosterior:
+    """Return the posterior of a file, see `structvi.load`; `kind` is the class, made of a model and a family."""
     if family is not None and not isinstance(family, Family):
         raise TypeError(f"family must be a family such as MeanField(), got {family!r}")
     given = {"family": family, "likelihood": likelihood, "prior": prior, "forward": forward}
@@ -114,23 +100,20 @@ def load(
         with refusing(path):
             if saved.keys() != FIELDS:
                 raise ValueError(f"expected the fields {sorted(FIELDS)}, got {brief(sorted(saved), 400)}")
-            for field in ("forward", "linearised", "checkpoint_activations"):
-                if not isinstance(saved[field], bool):
-                    raise ValueError(f"{field} must be true or false, got {brief(saved[field])}")
-            needed = _needed(saved, given)
-            random, held = _tensors_of(net, [name for name, _, _ in saved["random"]])
+            needed = [f"the {part} ({brief(own, 200)})" for part in given if (own := _own(saved[part], given[part]))]
             there = {str(name): (tuple(shape), str(dtype)) for name, shape, dtype in saved["random"]}
         if needed:
+            asked = ", ".join(f"{one.split(' ')[1]}=…" for one in needed)
             raise ValueError(
-                f"{path}: what you wrote yourself is not in the file, {', '.join(needed.values())}; give it again: "
-                f"load(path, net, {', '.join(f'{part}=…' for part in needed)})"
+                f"{path}: what you wrote yourself is not in the file, {', '.join(needed)}; give it again: "
+                f"load(path, net, {asked})"
             )
-        table = {"network": held, "linearised": random if saved["linearised"] else {}}
-        inside = {part: _names(under(part, stored.table)) for part in (*PARTS, *table, "calibration")}
-        file = {**there, **(inside["network"] if saved["hash"] is None else _table(held))}
-        if different := differences(file, {**_table(random), **_table(held)}):
+        random, held = _tensors_of(net, there)
+        here = table(held)
+        inside = under("network", stored.table) if saved["hash"] is None else here
+        if different := differences({**there, **inside}, {**table(random), **here}):
             raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
-        if saved["hash"] is not None and (inside["network"] or saved["hash"] != digest(held)):
+        if saved["hash"] not in (None, digest(held)):
             raise ValueError(
                 f"{path} holds the hash of the network's tensors that are not random, and here they have other values: "
                 "give the network as it was when the posterior was saved"
@@ -141,70 +124,43 @@ def load(
                 part: decode(saved[part]["value"], part, _patterns(random)) if given[part] is None else given[part]
                 for part in PARTS
             }
-            for module in parts["prior"].modules() if prior is None else ():
-                if isinstance(module, SeparablePrior):
-                    module.check(space)
-            keys = None if saved["keys"] is None else (_tuple(saved["keys"][0]), saved["keys"][1])
-            if keys is not None:
-                check_keys(keys)
-            N = saved["num_data"]
-            if N is not None and (not is_integer(N) or N >= 2**63):
-                raise ValueError(f"num_data must be null or a number of observations, got {brief(N)}")
-            model = BayesianModel(
-                net, parts["likelihood"], parts["prior"], N, parameters=space, forward=forward,
-                keys=None if forward is not None else keys, linearise=saved["linearised"],
-                checkpoint_activations=saved["checkpoint_activations"],
-            )  # fmt: skip
-            mode, chunk = saved["evaluation"]
-            model.evaluation = Evaluation(mode, chunk)
-            check_one_of("dropout", saved["dropout"], DROPOUT)
-            check_one_of("batch_norm", saved["batch_norm"], BATCH_NORM)
+            options = decode(saved["model"]) | ({} if forward is None else {"keys": None, "forward": forward})
+            model = BayesianModel(net, parts["likelihood"], parts["prior"], parameters=space, **options)
+            decode(saved["forward"].get("value"))
             status = None if saved["fit_status"] is None else Status(saved["fit_status"])
-            chosen_on = _fingerprint(saved["chosen_on"])
-            described = saved["calibration"]
-            forms = None if described is None else described["conformal"]
-            scores = {} if forms is None else {"scores": ((Conformal.size(*forms),), str(torch.float64))}
-            expected = {"linearised": _table(table["linearised"]), "calibration": scores}
-            for part in PARTS:
-                module = parts[part]
-                expected[part] = _table(module.state_dict()) if isinstance(module, nn.Module) else {}
-            if not parts["family"].is_bound:
-                expected["family"] = shapes_of(parts["family"], model.space)
-        stray = {name: entry for name, entry in stored.table.items() if name.split(".")[0] not in inside}
-        for part in expected:
-            # learned numbers of likelihood and prior may be of another precision than a new one has
-            file = inside[part] if part not in ("likelihood", "prior") else _loose(inside[part])
-            here = expected[part] if part not in ("likelihood", "prior") else _loose(expected[part])
-            if (different := differences(file, here)) or stray:
-                text = f"{path}: the {part} is not the one that was saved. Its tensors are\n" + "\n".join(different)
-                ours = given.get(part) is None and likelihood is None
-                raise (CheckpointError if ours else ValueError)(text)
+            if not isinstance(saved["chosen_on"], str | None):
+                raise ValueError(f"chosen_on must be null or a text, got {brief(saved['chosen_on'])}")
+            expected = _expected(saved["calibration"], parts, model, stored.table)
+        expected |= {} if saved["hash"] is not None else _prefixed("network", here)
+        if different := differences(stored.table, expected):
+            ours = all(value is None for value in given.values())
+            text = f"{path} holds other tensors than these parts have. They are\n" + "\n".join(different)
+            raise (CheckpointError if ours else ValueError)(text)
         tensors = stored.tensors()
     for name, tensor in tensors.items():
         part = name.split(".")[0]
         if part != "network" and given.get(part) is None and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{path} has values that are not finite in {brief(name)}")
     with refusing(path):
-        calibration = None if described is None else Calibration.of(described, tensors.get("calibration.scores"))
-        if calibration is not None:
-            check_calibration(calibration, model.likelihood)
+        calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES), model.likelihood)
         if not parts["family"].is_bound:
             parts["family"] = parts["family"].bind(model.space, torch.Generator().manual_seed(0))
-        for part in PARTS:
-            if own := under(part, tensors):
-                parts[part].load_state_dict(own, assign=True)  # with the dtypes of the file
-            if isinstance(parts[part], nn.Module):
-                parts[part].to(space.device)
+        for part, module in parts.items():
+            if isinstance(module, nn.Module):
+                module.load_state_dict(under(part, tensors), assign=True)  # with the dtypes of the file
+                module.to(space.device)
+        posterior = kind(model, parts["family"], **decode(saved["modes"]))
+    posterior.calibration, posterior.chosen_on, posterior.fit_status = calibration, saved["chosen_on"], status
     if model.linearised_at is not None:
-        model.linearised_at = space.ravel(under("linearised", tensors)).to(model.linearised_at)
+        model.linearised_at = tensors[LINEARISED].to(model.linearised_at)
     with torch.no_grad():
         for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
-    return Loaded(model, parts["family"], saved["dropout"], saved["batch_norm"], calibration, chosen_on, status)
+    return posterior
 
 
 def describe_part(part: Any) -> dict[str, Any]:
-    """Return {"value": its description}, or {"own": its name} where it is the user's own.
+    """Return {"value": its description}, or {"own": its name} for what the user wrote.
 
     Example:
         >>> describe_part(len)
@@ -216,7 +172,7 @@ def describe_part(part: Any) -> dict[str, Any]:
         return {"own": str(name)}
 
 
-def shapes_of(family: Family, space: Parameters) -> dict[str, tuple[tuple[int, ...], str]]:
+def shapes_of(family: Family, space: Parameters) -> Table:
     """Return the shapes and dtypes of the tensors that a recipe would have over a space, without making them.
 
     Example:
@@ -224,7 +180,7 @@ def shapes_of(family: Family, space: Parameters) -> dict[str, tuple[tuple[int, .
         >>> shapes_of(LowRankNormal(rank=2), Parameters({"z": torch.zeros(3)}))["factor"]
         ((3, 2), 'torch.float32')
     """
-    return _table(family.bind(_Shapes(space)).state_dict())
+    return table(family.bind(_Shapes(space)).state_dict())
 
 
 class _Shapes(Parameters):
@@ -250,6 +206,11 @@ class _Shapes(Parameters):
         return _Shapes(self._whole.subset(names))
 
 
+def table(tensors: Mapping[str, Tensor]) -> Table:
+    """Return the shapes and dtypes of tensors, by name."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+
+
 def under(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a part, by their names in it.
 
@@ -261,41 +222,63 @@ def under(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, tuple], here: Mapping[str, tuple]) -> list[str]:
-    """Return lines that tell two tables apart, name → tuple; none where they are the same.
+    """Return a line for each entry that differs between two tables, name → tuple.
 
     Example:
         >>> differences({"a": ((2,), "float")}, {"a": ((3,), "float")})
         ["  'a': (2,) float in the file, (3,) float here"]
     """
-    names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
-    text = {name: tuple(brief(" ".join(map(str, t.get(name, ("no such tensor",)))), 200)[1:-1] for t in (saved, here))
-            for name in names}  # fmt: skip
-    lines = [f"  {brief(name, 200)}: {a} in the file, {b} here" for name, (a, b) in text.items()]
+    lines = []
+    for name in {**saved, **here}:
+        a, b = (brief(" ".join(map(str, one.get(name, ("no such tensor",)))), 200)[1:-1] for one in (saved, here))
+        if a != b:
+            lines.append(f"  {brief(name, 200)}: {a} in the file, {b} here")
     return lines if len(lines) <= LINES else [*lines[:LINES], f"  … and {len(lines) - LINES} more"]
 
 
-def check_calibration(calibration: Calibration, likelihood: Any) -> None:
-    """Raise ValueError where a calibration is not one of the likelihood's targets, as far as that is ours."""
-    labels = isinstance(likelihood, Categorical | Bernoulli)
-    if not labels and not isinstance(likelihood, Gaussian | Poisson | StudentT):
-        return
-    one, two = calibration.adjustment, calibration.conformal
-    if one is not None and (one.kind == "temperature") != labels:
-        raise ValueError(f"{type(likelihood).__name__} has no {one.kind}")
-    if two is not None and (two.form == "number") == labels:
-        raise ValueError(f"conformal scores of a {two.form} are not those of {type(likelihood).__name__}")
+def loaded_calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
+    """Return a file's calibration; raise ValueError if it cannot be one of the likelihood's targets."""
+    if (described is not None and described["conformal"] is not None) != (scores is not None):
+        raise ValueError("conformal scores and their description go together")
+    if described is None:
+        return None
+    found = Calibration.of(described, scores)
+    one, two, labels = found.adjustment, found.conformal, isinstance(likelihood, Categorical | Bernoulli)
+    if labels or isinstance(likelihood, Gaussian | Poisson | StudentT):
+        if one is not None and (one.kind == "temperature") != labels:
+            raise ValueError(f"{type(likelihood).__name__} has no {one.kind}")
+        if two is not None and (two.form == "number") == labels:
+            raise ValueError(f"conformal scores of a {two.form} are not those of {type(likelihood).__name__}")
+    return found
 
 
-def _needed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """The parts that the user has to give, with their names."""
-    own = {part: saved[part]["own"] for part in PARTS if "own" in saved[part]}
-    if saved["forward"]:
-        own["forward"] = "(net, batch) → (output, target)"
-    return {part: f"the {part} ({brief(name, 200)})" for part, name in own.items() if given[part] is None}
+def _expected(calibration: Any, parts: Mapping[Kind, Any], model: BayesianModel, found: Table) -> Table:
+    """Return the tensors that a file must have beside the network's."""
+    family, expected = parts["family"], Table()
+    for part in ("likelihood", "prior"):
+        for name, (shape, dtype) in _prefixed(part, table(_state(parts[part]))).items():
+            # learned numbers may be of another precision than a new one has
+            _, other = found.get(name, (shape, dtype))
+            expected[name] = shape, other if "float" in dtype and "float" in other else dtype
+    own = table(family.state_dict()) if family.is_bound else shapes_of(family, model.space)
+    expected |= _prefixed("family", own)
+    if model.linearised_at is not None:
+        expected |= table({LINEARISED: model.linearised_at})
+    if calibration is not None and calibration["conformal"] is not None:
+        expected[SCORES] = (Conformal.size(*calibration["conformal"]),), str(torch.float64)
+    return expected
+
+
+def _own(described: Any, given: Any) -> str | None:
+    """Return the name of a part that the user has to give."""
+    ((form, value),) = described.items()
+    if form not in ("own", "value"):
+        raise ValueError(f"expected a value or a name, got {brief(form)}")
+    return str(value) if form == "own" and given is None else None
 
 
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The parameters of these names, as far as there are such, and all else that the network's state dict has.
+    """Return the parameters of these names, if there are such, and all else that the network's state dict has.
 
     Rows of random tensors that are padding are held too: views of the network's own.
     """
@@ -307,29 +290,14 @@ def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor]
     return random, {**parameters, **buffers, **rows}
 
 
-def _table(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+def _state(part: Any) -> dict[str, Tensor]:
+    return part.state_dict() if isinstance(part, nn.Module) else {}
 
 
-def _names(table: Table) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (shape, str(dtype)) for name, (shape, dtype) in table.items()}
-
-
-def _loose(table: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, tuple]:
-    return {name: (shape, "a float" if "float" in dtype else dtype) for name, (shape, dtype) in table.items()}
+def _prefixed(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{part}.{name}": value for name, value in named.items()}
 
 
 def _patterns(random: Mapping[str, Tensor]) -> int:
-    """How many patterns can have a tensor of their own: one of the network's, or of the few that a likelihood adds."""
+    """Return the most patterns with a tensor of their own: the network's, and a few that a likelihood adds."""
     return len(random) + 100
-
-
-def _fingerprint(text: Any) -> str | None:
-    """Of the cases of held-out data, see `predict/calibration.py`."""
-    if text is not None and not re.fullmatch(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?", text):
-        raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(text)}")
-    return text
-
-
-def _tuple(keys: Any) -> Any:
-    return keys if isinstance(keys, str) else tuple(keys)
