@@ -17,6 +17,7 @@ from .families.low_rank import LowRankNormal
 from .families.matrix_normal import MatrixNormal
 from .files import posterior_file
 from .head.head import fit_head
+from .head.update import update
 from .laplace.laplace import laplace
 from .models.bayesian_model import BayesianModel, Keys
 from .models.calibration import Calibration
@@ -27,6 +28,7 @@ from .networks.last_layer import head_tensors
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select
+from .predict.acquire import acquire
 from .predict.calibration import calibrate
 from .predict.last_layer import LARGEST_DENSE
 from .predict.linearised import output_moments
@@ -208,8 +210,11 @@ class Posterior(nn.Module):
     stepper = stepper
     """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
 
+    update = update
+    """Add rows to a posterior over the last layer, or remove them: see `structvi.head.update.update`."""
+
     fit_head = fit_head
-    """The best full normal over the last layer without a step size: see `structvi.head.head.fit_head`."""
+    """The best normal over the last layer, of any size, without a step size: see `structvi.head.head.fit_head`."""
 
     grow = grow
     """Refine a fitted posterior, `rank=` or `components=`, see `structvi.train.grow.grow`; never makes it worse."""
@@ -227,6 +232,9 @@ class Posterior(nn.Module):
 
     calibrate = calibrate
     """A temperature or scale, and conformal sets, from held-out data: see `predict.calibration.calibrate`."""
+
+    acquire = acquire
+    """Which inputs of a pool to label next: see `structvi.predict.acquire.acquire`."""
 
     output_moments = output_moments
     """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.linearised`."""

@@ -111,11 +111,15 @@ class Kronecker:
             size = found.norm().clamp(min=torch.finfo(T.dtype).tiny)
             A, B = (A, found / size) if turn % 2 else (found / size, B)
         left, right = (torch.linalg.eigh(one.double()).eigenvectors.to(T) for one in (B, A))
-        curvature = torch.zeros_like(T)
+        return Axes(left, right, self.curvature(T, left, right))
+
+    def curvature(self, T: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Return κ times the diagonal of the curvature along given axes: g [C, D]."""
+        found = torch.zeros_like(T)
         for rows in self.chunks():
             *_, h = self.at(rows.features @ T.mT, rows)
-            curvature += self.along(h, rows, left).mT @ ((rows.features * self.unit) @ right).square()
-        return Axes(left, right, self.factor * curvature)
+            found += self.along(h, rows, left).mT @ ((rows.features * self.unit) @ right).square()
+        return self.factor * found
 
     def outputs(self, features: Tensor, axes: Axes, width: float) -> OutputNormals:
         """Return the normals of the outputs at features [n, D]."""
@@ -148,7 +152,7 @@ class Kronecker:
         kl = 0.5 * float(s2.sum() + square - s2.numel() - s2.log().sum())
         if self.is_number:
             spread = float((width**2 * axes.curvature.double() * s2).sum())
-            value = self.log_joint(T, width)[0] + 0.5 * float(square) - 0.5 * spread - kl
+            value = self.log_likelihood(T)[0] - 0.5 * spread - kl
             return Estimate(value, 0.0, torch.tensor([value], dtype=torch.float64))
         n, C = len(self.rows.features), len(T)
         generator = torch.Generator().manual_seed(seed)
@@ -163,17 +167,19 @@ class Kronecker:
             found.append(self.factor * total * n / len(few) - kl)
         return Estimate.of(torch.tensor(found, dtype=torch.float64))
 
-    def log_joint(self, T: Tensor, width: float) -> tuple[float, Tensor]:
-        """Return κ Σ log p − ½|T/τr|² and its gradient [C, D]."""
+    def log_likelihood(self, T: Tensor) -> tuple[float, Tensor]:
+        """Return κ Σ log p and its gradient [C, D]."""
         value, gradient = 0.0, torch.zeros_like(T)
         for rows in self.chunks():
             own, slope, _ = self.at(rows.features @ T.mT, rows)
             value += float(own)
             gradient += slope.mT @ rows.features
-        inner = T / (width * self.unit)
-        return self.factor * value - 0.5 * float(inner.square().sum()), self.factor * gradient - inner / (
-            width * self.unit
-        )
+        return self.factor * value, self.factor * gradient
+
+    def log_joint(self, T: Tensor, width: float) -> tuple[float, Tensor]:
+        """Return κ Σ log p − ½|T/τr|² and its gradient [C, D]."""
+        (value, gradient), inner = self.log_likelihood(T), T / (width * self.unit)
+        return value - 0.5 * float(inner.square().sum()), gradient - inner / (width * self.unit)
 
     @torch.no_grad()
     def maximum(self, T: Tensor, axes: Axes, width: float) -> Tensor:
