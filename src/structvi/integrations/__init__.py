@@ -2,5 +2,6 @@
 
 structvi.integrations.lightning    BayesianModule, PosteriorCallback     pip install "structvi[lightning]"
 structvi.integrations.sklearn      BayesianRegressor, BayesianClassifier pip install "structvi[sklearn]"
+structvi.integrations.botorch    PosteriorModel                       pip install "structvi[botorch]"
 structvi.integrations.export       export_predictive                     torch alone
 """
