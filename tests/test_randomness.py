@@ -16,7 +16,7 @@ import structvi as vi
 from structvi import likelihoods as lk
 from structvi.integrations.export import export_predictive
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 #: of another library's rule, or a record of a seed
 APART = {"BayesianRegressor", "BayesianClassifier", "TableModel", "Report", "Adapter", "Predictor"}
 SPACE = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
@@ -41,7 +41,8 @@ def found(path):
 
 def public():
     """Name and function of all that is public: the reference's, those that modules in it list, and methods."""
-    names = re.findall(r"^::: (\S+)", REFERENCE.read_text(), flags=re.MULTILINE)
+    text = "\n".join(page.read_text() for page in sorted(REFERENCE.glob("*.md")))
+    names = re.findall(r"^::: (\S+)", text, flags=re.MULTILINE)
     names = [name for name in names if name.split(".")[-1] not in APART and not name.endswith(".lightning")]
     todo = [(name, found(name)) for name in names]
     for module in (vi, vi.diagnostics):

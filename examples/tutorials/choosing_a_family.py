@@ -1,7 +1,7 @@
 """Choosing a family: what each costs and buys.
 
-Two minutes on two cores. A family is the set of shapes that the posterior approximation may take. A larger one is
-never further from the posterior at its optimum; it costs parameters, time, and sometimes a harder fit.
+Two minutes on two cores. A family is the set of shapes that the posterior approximation may take. At its optimum a
+larger family is never further from the posterior. It costs parameters, time, and sometimes a harder fit.
 """
 
 import time
@@ -32,15 +32,15 @@ def log_density(p):
 target = vi.LogDensity(log_density, space)
 shapes = {
     "mean field": vi.MeanField(),
-    "structured, rank 1": vi.LowRankNormal(rank=1),
+    "low rank, rank 1": vi.LowRankNormal(rank=1),
     "mixture of two": vi.Mixture(vi.LowRankNormal(rank=1), components=2),
 }
 fits = {name: vi.fit_density(target, family, progress=False) for name, family in shapes.items()}
 for name, fit in fits.items():
     print(f"{name:>18}: ELBO {fit.elbo.value:6.3f} nats, {fit.evaluations} evaluations, {fit.verdict.split(':')[0]}")
 
-# The mass of the posterior is 2, so that the best possible ELBO is log 2 = 0.693. The picture: the posterior as shades,
-# 300 draws of each family as points.
+# The mass of the posterior is 2, so the best possible ELBO is log 2 = 0.693. The picture shows the posterior as shades
+# and 300 draws of each family as points.
 
 a, b = torch.meshgrid(*2 * [torch.linspace(-6, 6, 120, dtype=torch.float64)], indexing="xy")
 shade = target.log_joint(torch.stack([a, b], -1).reshape(-1, 2)).exp().reshape(a.shape)
@@ -52,14 +52,14 @@ for axes, (name, fit) in zip(panels, fits.items(), strict=True):
     axes.set(title=name, xlim=(-6, 6), ylim=(-6, 6))
 plt.show()
 
-# Mean field and one normal sit on one mode: minimising KL[q‖p] prefers to miss a mode over covering what lies between.
-# Mean field is also too narrow. Only the mixture sees both modes, and its ELBO reaches the best possible one.
+# Mean field and one normal sit on one mode: minimising KL[q‖p] rather misses a mode than covers the space between two.
+# Mean field is also too narrow. Only the mixture finds both modes, and its ELBO reaches the best possible one.
 #
 # ## Costs, on a network
 #
-# The same regression for all: 49 weights, 60 observations with a gap in the middle, where the function does something
-# that cannot be guessed. Every family gets the same steps, four antithetic pairs of draws each. Likelihoods are per new
-# observation: near the data, and in the gap.
+# All families fit the same regression: 49 weights, and 60 observations with a gap in the middle. In the gap the function
+# cannot be guessed. Every family gets the same steps, with four antithetic pairs of draws each. The columns "near" and
+# "gap" are log densities for each new observation, near the data and in the gap.
 
 torch.manual_seed(0)
 
@@ -87,7 +87,7 @@ families = {
     "MAP": vi.MAP(),
     "MC dropout": vi.MCDropout(keep=0.9),
     "mean field": vi.MeanField(),
-    "structured 8": vi.LowRankNormal(rank=8),
+    "low rank 8": vi.LowRankNormal(rank=8),
     "precision 8": vi.LowRankPrecision(rank=8),
     "full": vi.FullNormal(),
     "last layer only": vi.PerLayer({"0.*": vi.MAP(), "*": vi.FullNormal()}),
@@ -105,15 +105,14 @@ for name, family in families.items():
     held = f"{a.coverage[0.9]:.0%} near, {b.coverage[0.9]:.0%} in the gap"
     print(f"{name:>15} {learned:>8} {milliseconds:>10.1f} {elbo:>7} {-a.nlpd:>6.2f} {-b.nlpd:>6.2f}   {held}")
 
-# The ELBO of point masses (MAP, MC dropout, blocks of MAP) is no bound and is left out: families are not compared by it
-# across different point parts.
+# The objective of point masses (MAP, MC dropout, parts that are MAP) is no bound, so the table leaves it out.
 #
-# Near the data a point estimate predicts as well as any posterior, and better than those whose fit has not ended. In
-# the gap it is sure and wrong. No family is right there; the richer ones know better that they do not know.
+# Near the data a point estimate predicts about as well as a posterior. In the gap it is confident and wrong. No family
+# is right there; the richer ones are less confident.
 
 grid = torch.linspace(-4.5, 4.5, 120).unsqueeze(-1)
 figure, panels = plt.subplots(2, 3, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
-for axes, name in zip(panels.flat, [n for n in families if n != "structured 8"], strict=True):
+for axes, name in zip(panels.flat, [n for n in families if n != "low rank 8"], strict=True):
     predictive = posteriors[name].predict(grid, draws=DRAWS, generator=torch.Generator().manual_seed(0))
     mean, spread = predictive.mean.squeeze(-1), predictive.epistemic.sqrt().squeeze(-1)
     axes.fill_between(grid.squeeze(-1), mean - 2 * spread, mean + 2 * spread, color="#2f6db5", alpha=0.3, lw=0)
@@ -124,18 +123,15 @@ plt.show()
 
 # ## Which one?
 #
-# - **Start with `MeanField()`** where steps are dear. It is cheap and converges well, and is too sure of combinations
-#   of weights.
-# - **`LowRankPrecision(rank=8)`** says which few directions the data determine. In over-parametrised networks these
-#   are few, and all others keep the prior's width: on small regression networks it has the highest ELBO at equal rank
-#   (benchmarks).
-# - **`LowRankNormal(rank=8)`** says which few directions vary together: posteriors with strong correlations, log
-#   densities.
-# - **`FullNormal()`** wherever P is some hundreds.
+# - **Start with `MeanField()`** if steps are expensive. It converges well, and is over-confident of combinations of
+#   weights.
+# - **`LowRankPrecision(rank=8)`** describes the few directions that the data determine. In over-parametrised networks
+#   all others keep the prior's width.
+# - **`LowRankNormal(rank=8)`** describes the few directions that vary together: strong correlations, log densities.
+# - **`FullNormal()`** if P is at most some hundreds.
 # - **`PerLayer({"backbone.*": MAP(), "*": ..})`** for a Bayesian head on a large network: about one pass a step.
-# - **`Mixture(.., components=C)`** for several modes, `Ensemble.of(nets, ...)` for an ensemble with widths
-#   of its own.
-# - **`MAP()` and `MCDropout()`** are there to be compared with.
+# - **`Mixture(.., components=C)`** for several modes, `Ensemble.of(nets, ..)` for several networks.
+# - **`MAP()` and `MCDropout()`** for comparison.
 #
-# In doubt, ask: `vi.diagnostics.worth` fits more rank, more draws and more parts from where a fit ended, and says what
-# each brought in nats and in seconds ([diagnosing a fit](diagnosing.md)).
+# If you doubt the rank, try `bayes.grow(loader, rank=16, steps=..)`. It continues the fit with a richer family and never
+# makes it worse. [Diagnosing a fit](diagnosing.md) has more.

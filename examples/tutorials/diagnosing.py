@@ -1,7 +1,7 @@
 """Diagnosing a fit.
 
-One minute on two cores; needs the extra "diagnostics". A fit that ends is not a fit that is right: how near is it to
-the posterior, is it still moving, does the model describe the data, and what would more be worth?
+One minute on two cores; needs the extra "diagnostics". A fit that ends is not yet a good fit. Is it near the posterior?
+Does it still improve? Does the model describe the data?
 """
 
 import matplotlib.pyplot as plt
@@ -27,14 +27,14 @@ full = vi.fit_density(target, vi.FullNormal(), progress=False)
 mean_field = vi.fit_density(target, vi.MeanField(), progress=False)
 print(vi.diagnostics.diagnose(full.family, target, gradients=False))
 
-# Now mean field: the fit has converged, and the answer is wrong all the same. k̂ tells.
+# Now mean field: the fit has converged, and the answer is still wrong. k̂ shows it.
 
 print(mean_field.verdict)
 print(vi.diagnostics.diagnose(mean_field.family, target, gradients=False))
 
-# Importance weights turn q's draws into the posterior's, and below k̂ = 0.7 corrected moments can be used. Here k̂ is
-# higher: q's own draws do not reach far enough. The draws with longer tails that are added to them do: the true
-# standard deviations are 1.
+# Importance weights turn draws of q into draws of the posterior. Below k̂ = 0.7 the corrected moments can be used. Here
+# k̂ is higher, because draws of q do not reach far enough. `importance` adds draws with longer tails, and these do: the
+# true standard deviations are 1.
 
 weighted = vi.diagnostics.importance(mean_field.family, target, draws=4000)
 moments = weighted.moments()
@@ -61,9 +61,9 @@ bayes, result = fitted(STEPS)
 report = bayes.diagnose(loader, result=result)
 print(report)
 
-# ✓ good, · to be known, ✗ bad, – not available. For a network k̂ is nearly always far above 0.7: no tractable family is
-# the posterior of hundreds of weights. That does not say that predictions are bad. This fit still improves: there
-# is no verdict before it has converged. The early fit:
+# ✓ is good, · a note, ✗ bad, – not available. For a network k̂ is nearly always far above 0.7, because no tractable
+# family is the posterior of hundreds of weights. Predictions may still be good. If a fit still improves, there is no
+# verdict yet. The early fit:
 
 early, result_early = fitted(max(STEPS // 50, 2))
 print(early.diagnose(loader, result=result_early, gradients=False).verdict)
@@ -77,14 +77,14 @@ plt.show()
 
 # ## Does the model describe the data?
 #
-# Data sets drawn from the posterior predictive beside the data. p-values near 0 or 1 are what the model misses.
+# Data sets drawn from the posterior predictive are compared with the data. p-values near 0 or 1 show a misfit.
 
 print(vi.diagnostics.predictive_check(bayes, loader))
 
 # ## Is the whole method right? Simulation-based calibration
 #
-# Draw θ from the prior and data from θ, fit, and note the rank of θ among posterior draws. Here a method that halves
-# the variance is found out.
+# Draw θ from the prior and data from θ, fit, and note the rank of θ among posterior draws. Here a method halves the
+# variance, and the test finds it.
 
 
 def simulate(generator):  # θ ~ N(0, 1), t | θ ~ N(θ, 1): the posterior is N(t/2, 1/2)
@@ -108,5 +108,5 @@ for axes, method in zip(panels, (exact, too_narrow), strict=True):
     axes.set_title(method.__name__)
 plt.show()
 
-# All of them, with their thresholds: [diagnostics](../diagnostics.md). A whole method against posteriors that are
-# known: [`structvi check`](../check.md).
+# [Diagnostics](../diagnostics.md) lists all of them with their thresholds. [`structvi check`](../check.md) compares a
+# method with known posteriors.

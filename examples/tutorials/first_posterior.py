@@ -1,7 +1,7 @@
 """First posterior.
 
-Half a minute on two cores. A network that you have, a likelihood for its targets, and a fit: then predictions come
-with what is known about them.
+Half a minute on two cores. You have a network and a likelihood for its targets. A fit gives predictions that know
+their own uncertainty.
 """
 
 import matplotlib.pyplot as plt
@@ -31,26 +31,25 @@ for _ in range(STEPS // 2):
 
 # ## From a network to a posterior
 #
-# `variationalize` leaves the network as it is. It says which weights are random (all of them, here), how observations
-# scatter around the network's output, what was believed before, and which shape the posterior may have.
+# `variationalize` does not change the network. Its arguments say which weights are random (here all of them), how
+# observations scatter around the output, the prior of the weights, and the shape of the posterior.
 
 bayes = vi.variationalize(
     net,
-    likelihood=vi.likelihoods.Gaussian(noise=0.1),  # not known? "point" fits it, "random" puts a posterior on it
+    likelihood=vi.likelihoods.Gaussian(noise=0.1),  # unknown? "point" fits it, "random" gives it a posterior
     family=vi.LowRankPrecision(rank=10),
     prior=vi.priors.NormalPrior(2.0),
 )
 result = bayes.fit(loader, steps=STEPS, estimator=vi.Estimator(groups=4), progress=False)
 print(result)
 
-# The first words are the verdict. "converged" is one; others say how fast the fit still improves, or that the noise
-# could hide an improvement. The ELBO is a lower bound of log p(data): larger is better, and two families are compared
-# by it.
+# The first words are the verdict: the fit converged, or still improves at some rate, or noise could hide an
+# improvement. The ELBO is a lower bound of log p(data). Larger is better, so it compares two families.
 #
 # ## Predictions
 #
-# `predict` gives a mixture over draws of the weights. The dark band is what is not known about the function, the light
-# one is where observations are to be expected. In the gap the first widens, the noise stays what it is.
+# `predict` gives a mixture over draws of the weights. The dark band shows the uncertainty of the function. The light
+# band shows where to expect observations. In the gap the dark band widens; the noise stays.
 
 grid = torch.linspace(-4.5, 4.5, 150).unsqueeze(-1)
 predictive = bayes.predict(grid, draws=300, generator=torch.Generator().manual_seed(0))
@@ -60,7 +59,7 @@ vi.plots.predictive_band(grid, predictive, data=(x, t), ax=axes)
 axes.set_ylim(-3, 3)
 plt.show()
 
-# Everything of a prediction that needs no argument is an attribute.
+# A prediction has attributes for everything that needs no argument.
 
 for place, name in ((75, "in the gap"), (110, "among data"), (149, "far outside")):
     unknown, noise = predictive.epistemic[place].sqrt().item(), predictive.aleatoric[place].sqrt().item()
@@ -71,15 +70,15 @@ print(f"9 of 10 observations at x = {x[0].item():.0f} between {low.item():.2f} a
 
 # ## How good is it?
 #
-# On data that the fit has not seen.
+# Evaluate it on test data, which the fit has not seen.
 
 x_new = torch.cat([torch.rand(200, 1) * 2 - 3, torch.rand(200, 1) * 2 + 1])
 t_new = 0.5 * torch.sin(2 * x_new) + 0.3 * x_new + 0.1 * torch.randn_like(x_new)
 print(bayes.evaluate(DataLoader(TensorDataset(x_new, t_new), batch_size=100), draws=100))
 
-# ## Keep it
+# ## Save it
 #
-# One safetensors file, no pickle. Loading needs the network's architecture.
+# The posterior is one safetensors file without pickle. Loading needs the network's architecture.
 
 bayes.save("posterior.safetensors")
 again = vi.load("posterior.safetensors", nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 1)))
@@ -87,7 +86,7 @@ print(torch.equal(again.family().mean, bayes.family().mean))
 
 # ## First mistakes
 #
-# Errors say what was expected, what came, and what to do.
+# An error states the expected value, the given value, and the remedy.
 
 try:
     vi.variationalize(net, likelihood=nn.MSELoss())

@@ -1,8 +1,8 @@
-"""Segmentation: what the network does not know, pixel by pixel.
+"""Segmentation.
 
-One minute on two cores. Blobs with ambiguous borders, a small convolutional network, and two maps: noise that more
-data would not remove, and ignorance that they would. The whole story, with a U-Net, real nuclei and peers: [medical
-imaging](../imaging.md).
+One minute on two cores. A small convolutional network finds blobs with ambiguous borders. Two maps show its
+uncertainty: noise, which more data do not remove, and ignorance, which they do. [Medical imaging](../imaging.md) has a
+U-Net and real images.
 """
 
 import matplotlib.pyplot as plt
@@ -18,8 +18,8 @@ SIZE = 32  # quick: 16
 
 # ## Pictures
 #
-# Discs in noise. Where their blurred border lies is a matter of opinion: an annotator's radius differs by up to 1.5
-# pixels from ours.
+# The pictures show discs in noise. Their blurred border is a matter of opinion: an annotator's radius differs by up to
+# 1.5 pixels from ours.
 
 
 def blobs(count, seed, brightness=1.0):
@@ -42,9 +42,8 @@ train = DataLoader(TensorDataset(*blobs(IMAGES, seed=0)), batch_size=10, shuffle
 
 # ## A posterior over all weights
 #
-# The likelihood is per pixel. Pixels of one picture are not independent, so that a picture with 1024 of them does not
-# say as much as 1024 pictures: the posterior is narrower than it should be. A temperature above one would widen it,
-# below one make it narrower still ([gotchas](../gotchas.md)). We leave it at one and say so.
+# The likelihood is per pixel. Pixels of one picture are not independent: 1024 pixels say less than 1024 pictures. So
+# the posterior is too narrow. `kl_weight` above one would widen it ([gotchas](../gotchas.md)); here it stays at one.
 
 torch.manual_seed(0)
 net = nn.Sequential(
@@ -59,8 +58,8 @@ print(result.verdict)
 
 # ## Maps
 #
-# Top: a picture like those of training. Bottom: one with blobs three times as bright, which the network has never seen.
-# Entropy is all uncertainty; the mutual information is the part that is ignorance of the weights.
+# The first row shows a picture like the training pictures. The second has blobs three times as bright, which the network
+# has never seen. Entropy is all uncertainty; the mutual information is the epistemic part.
 
 for row, brightness in enumerate((1.0, 3.0)):
     image, mask = blobs(1, seed=7, brightness=brightness)
@@ -82,19 +81,19 @@ for row, brightness in enumerate((1.0, 3.0)):
         figure.colorbar(shown, ax=axes, shrink=0.7)
 plt.show()
 
-# The bright blobs come out too large. The network is less sure where their border lies (mind the scales), and sure of
-# what is inside: a posterior over the weights of one architecture does not see every shift.
+# The bright blobs come out too large. The network is less confident of their border (mind the scales), and confident
+# inside: a posterior over the weights of one architecture does not see every shift.
 #
 # ## Numbers
 #
-# On new pictures, over all pixels: likelihood, calibration, and whether uncertain pixels are the wrong ones (the area
-# under the risk–coverage curve, smaller is better).
+# Evaluate all pixels of new pictures: likelihood, calibration, and the area under the risk–coverage curve. That area is
+# small if the wrong pixels are the uncertain ones.
 
 test = DataLoader(TensorDataset(*blobs(IMAGES // 2, seed=1)), batch_size=10)
 metrics = bayes.evaluate(test, draws=32, generator=torch.Generator().manual_seed(0))
 print(metrics)
 
-# The curve: the error among the pixels that are kept when the most uncertain ones are handed to a human.
+# The curve shows the error among the remaining pixels when the most uncertain pixels go to a person.
 
 axes = plt.figure(figsize=(5, 3.2), layout="constrained").gca()
 vi.plots.risk_coverage(metrics, ax=axes)

@@ -1,7 +1,7 @@
 """Writing a family.
 
-Twenty seconds on two cores. A family is an `nn.Module` that holds variational parameters; calling it gives a density.
-Two ways: return a distribution of torch's, or write the density yourself and hold it to the laws.
+Twenty seconds on two cores. A family is an `nn.Module` with variational parameters; calling it gives a density.
+Return a distribution of torch, or write the density yourself and check it against the laws.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ STEPS = 800  # quick: 8
 
 # ## The short way: a torch distribution
 #
-# Whatever has `rsample` and `log_prob` over a vector of P numbers. Student-t tails in eight lines:
+# Return anything with `rsample` and `log_prob` over a vector of P numbers. Student-t tails take eight lines:
 
 
 class StudentT(vi.Family):
@@ -36,12 +36,12 @@ class StudentT(vi.Family):
 laws = check_family(StudentT())
 print({law: verdict.split(":")[0] for law, verdict in laws.items()})
 
-# It fits, predicts, mixes (`vi.Mixture(StudentT(), components=2)`) and is saved as the others are. What it does not get
-# are couplings other than naive draws: torch makes its own noise.
+# It fits, predicts, mixes (`vi.Mixture(StudentT(), components=2)`) and saves like the others. Its draws are always
+# naive, because torch makes its own noise.
 #
 # ## The long way: a density of your own
 #
-# A posterior that is bent: with ε ~ N(0, I), z = s∘ε, and θ = m + z + b·(z₁² − s₁²) in every coordinate but the first.
+# This family is bent: with ε ~ N(0, I), z = s∘ε, and θ = m + z + b·(z₁² − s₁²) in every coordinate but the first.
 # The map has determinant ∏ s, so the density is exact:
 #
 #     log q(θ) = Σ log N(z_i; 0, s_i²),   z_1 = θ_1 − m_1,   z_i = θ_i − m_i − b_i (z_1² − s_1²)
@@ -90,14 +90,14 @@ class Bent(vi.Family):
         return BentDensity(self.location, self.log_scale.exp(), self.bend)
 
 
-# A density needs `draw` and one of `log_prob` and `entropy`; the score comes by automatic differentiation unless you
-# write it. Noise is born in the coupling only, so antithetic pairs and your own couplings work at once.
+# A density needs `draw` and one of `log_prob` and `entropy`. The score comes by automatic differentiation unless you
+# write it. Only the coupling makes noise, so antithetic pairs and your own couplings work at once.
 #
 # ## The laws
 #
-# `check_family` holds a family to what ours are held to: the density is normalised, the score is its gradient, every
-# estimator's gradient is unbiased, moments are those of the draws, a seed gives the same bits, .. The last one is
-# about families that are a normal, see below.
+# `check_family` applies the laws of our own families. The density is normalised, and the score is its gradient. Every
+# estimator's gradient is unbiased, and moments agree with the draws. A seed gives the same bits. The last law is for
+# normal families, see below.
 
 for law, verdict in check_family(Bent()).items():
     print(f"{law:>13}: {verdict}")
@@ -119,7 +119,7 @@ except AssertionError as error:
 
 # ## Use it
 #
-# x ~ N(0, 2²), y | x ~ N(x²/4 − 1, ½²): a banana, normalised, so that the best ELBO is 0.
+# The target is a banana: x ~ N(0, 2²), y | x ~ N(x²/4 − 1, ½²). It is normalised, so the best ELBO is 0.
 
 space = vi.Parameters({"xy": torch.zeros(2, dtype=torch.float64)})
 
@@ -145,7 +145,7 @@ def fit(recipe):
     return q, vi.elbo(q, target, estimator=vi.Estimator(groups=4000), generator=generator).item()
 
 
-# A full normal, the Student-t and the bent family on the banana: shades are the target, points are draws.
+# The picture shows a full normal, the Student-t and the bent family. Shades are the target, points are draws.
 
 a, b = torch.meshgrid(torch.linspace(-6, 6, 120).double(), torch.linspace(-3.5, 7, 120).double(), indexing="xy")
 shade = target.log_joint(torch.stack([a, b], -1).reshape(-1, 2)).exp().reshape(a.shape)
@@ -158,11 +158,11 @@ for axes, recipe in zip(panels, (vi.FullNormal(), StudentT(), Bent()), strict=Tr
     axes.set(title=f"{type(recipe).__name__}: {elbo:.2f} nats", xlim=(-6, 6), ylim=(-3.5, 7))
 plt.show()
 
-# ## A family that is a normal
+# ## A normal family
 #
-# Some calls ask more of a family than draws: `bayes.laplace` places it around a trained network, `bayes.grow` gives it
-# more columns or more parts, `vi.fit_density` changes its coordinates. They speak of a normal as one value, `NormalForm`:
-# a mean, and a root of the covariance or of the precision. A family that gives this value and takes it has them all:
+# Some calls need more than draws. `bayes.laplace` places a family around a trained network, `bayes.grow` gives it more
+# columns or parts, `vi.fit_density` changes its coordinates. They use one value for a normal, `NormalForm`: a mean, and a
+# root of the covariance or of the precision. If your family returns and accepts this value, all these calls work:
 
 
 class Plain(vi.Family):
@@ -195,7 +195,7 @@ for recipe in (vi.MeanField(), Plain()):
 # | `vi.fit_density` | searched for as ours are | best of several starts |
 #
 # `form.diagonal()` and `form.low_rank(rank, of_precision)` are the nearest roots of your family's shape. The law
-# "normal" of `check_family` holds `normal` and `set_normal` to the density.
+# "normal" of `check_family` compares `normal` and `set_normal` with the density.
 #
 # A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: `location` and six methods, and draws,
 # score, entropy, covariances and `kl` follow. A flow from zuko is the short way again: `examples/flow.py`.

@@ -1,7 +1,7 @@
 """Writing a prior.
 
-Half a minute on two cores. A prior is any callable `(parameters, theta [S, P]) → [S]` that gives log p(θ). Look at
-what it says about functions before you believe it.
+Half a minute on two cores. A prior is any callable `(parameters, theta [S, P]) → [S]` that gives log p(θ). Look at the
+functions that it implies before you trust it.
 """
 
 import matplotlib.pyplot as plt
@@ -15,10 +15,10 @@ import structvi as vi
 STEPS = 1500  # quick: 12
 SCALES = (0.03, 0.1, 0.2, 0.4, 0.8, 1.6)  # quick: (0.3,)
 
-# ## What a prior says
+# ## Functions from a prior
 #
-# Weights from N(0, scale²), and the functions that a network draws with them. The scale of the weights is the steepness
-# of the functions.
+# Draw weights from N(0, scale²), and plot the functions of the network. The scale of the weights sets the steepness of
+# the functions.
 
 torch.manual_seed(0)
 grid = torch.linspace(-2, 2, 100).unsqueeze(-1)
@@ -32,9 +32,9 @@ for axes, scale in zip(panels, (0.3, 1.0, 3.0), strict=True):
     axes.set_title(f"NormalPrior({scale})")
 plt.show()
 
-# ## Priors that are there
+# ## Built-in priors
 #
-# By name pattern, by fan-in, heavy-tailed, with learned scales, and any torch distribution.
+# Scales may follow name patterns or the fan-in. Priors may be heavy-tailed, or any torch distribution.
 
 theta = torch.zeros(1, space.size)
 for prior in (
@@ -48,9 +48,9 @@ for prior in (
 
 # ## One of your own: a function
 #
-# Radial basis functions on a line, 25 weights, 12 observations. We believe that neighbouring weights are alike: a
-# random walk, log p(w) = −½ Σ (w_{i+1} − w_i)²/τ² − ½ w₁² + constant. With its constants it is normalised, and the ELBO
-# is a bound.
+# The model has radial basis functions on a line, with 25 weights and 12 observations. We believe that neighbouring
+# weights are alike: a random walk, log p(w) = −½ Σ (w_{i+1} − w_i)²/τ² − ½ w₁² + constant. With its constants it is
+# normalised, and the ELBO is a bound.
 
 centres = torch.linspace(-2, 2, 25, dtype=torch.float64)
 
@@ -89,8 +89,8 @@ class Target:
         return self.model.log_joint(theta, (x, t))
 
 
-# The model is linear and all is Gaussian, so a full normal is the exact posterior and the ELBO is log p(data | prior)
-# itself. It is how a prior's scale is chosen: the evidence of both priors over their scale.
+# The model is linear and Gaussian, so a full normal is the exact posterior, and the ELBO equals log p(data | prior).
+# This evidence selects the scale of each prior.
 
 priors = {"independent": vi.priors.NormalPrior, "random walk": RandomWalk}
 evidence = {name: {} for name in priors}
@@ -104,7 +104,8 @@ for name, prior in priors.items():
     scale = max(evidence[name], key=evidence[name].get)
     print(f"{name:>12}: best scale {scale}, log evidence {evidence[name][scale]:.2f} nats")
 
-# Left: the evidence. Right: the posterior of the function at the best scale of each, ±2 standard deviations.
+# The left panel shows the evidence. The others show the posterior of the function at the best scale of each prior, ±2
+# standard deviations.
 
 figure, panels = plt.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
 for axes, (name, fit) in zip(panels[1:], best.items(), strict=True):
@@ -121,13 +122,13 @@ panels[0].set(xlabel="scale", title="log evidence", ylim=(-25, 0))
 panels[0].legend()
 plt.show()
 
-# Same data, same family: the prior alone decides what happens in the gap. Independent weights know nothing there; the
+# Data and family are the same, so the prior alone decides about the gap. Independent weights know nothing there. The
 # random walk bridges it, and the data prefer it by the difference of the two maxima.
 #
 # ## One that learns
 #
-# In a network one does not scan. `learn=True` fits the scales of our priors along with the ELBO (empirical Bayes); one
-# of your own is an `nn.Module` with parameters, and they are fitted too. Here each layer's scale:
+# A network needs no scan: `learn=True` fits the scales of our priors along with the ELBO (empirical Bayes). If your own
+# prior is an `nn.Module` with parameters, they are fitted too. Here each layer has a scale:
 
 x = torch.linspace(-2, 2, 100).unsqueeze(-1)
 t = torch.sin(3 * x) + 0.1 * torch.randn_like(x)
@@ -140,7 +141,6 @@ for prior in (vi.priors.NormalPrior(1.0), vi.priors.NormalPrior({"0.*": 1.0, "2.
 
 # ## Two rules
 #
-# - Keep the constants. Without them the objective has the same optimum, but its value is no bound, and a learned scale
-#   runs away. Where a constant is unknown (`LipschitzPrior`, sums of priors) set `normalised = False`; results then say
-#   so.
-# - Weight decay is a prior, and it belongs here: `fit` refuses optimizers with one.
+# - Keep the constants. Without them the value is no bound, and a learned scale diverges. If a constant is unknown
+#   (`LipschitzPrior`, sums of priors), set `normalised = False`; results then say so.
+# - Weight decay is a prior and belongs here. `fit` refuses optimizers that have one.
