@@ -110,7 +110,7 @@ def laplace(
     Example:
         >>> from structvi import likelihoods, variationalize
         >>> data = [(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))]
-        >>> bayes = variationalize(torch.nn.Linear(3, 2), likelihoods.Categorical())
+        >>> bayes = variationalize(torch.nn.Linear(3, 2), likelihoods.Categorical(), num_data=8)
         >>> bayes.laplace(data, progress=False).selected
         'linearised, prior width 0.24'
     """
