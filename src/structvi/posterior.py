@@ -31,6 +31,7 @@ from .parameters import Parameters, Select
 from .predict.acquire import acquire
 from .predict.calibration import calibrate
 from .predict.last_layer import LARGEST_DENSE
+from .predict.learned import LearnedVariance
 from .predict.linearised import output_moments
 from .predict.metrics import evaluate
 from .predict.predict import predict
@@ -83,6 +84,8 @@ class Posterior(nn.Module):
         self.left_open: frozenset[str] = frozenset()
         #: what `calibrate` found: `predict` uses it; a fit drops it
         self.calibration: Calibration | None = None
+        #: variances of the outputs at the price of a forward pass, from `laplace`; a fit drops them
+        self.learned_variance: LearnedVariance | None = None
         #: the fingerprint of the held-out data on which a fit has chosen, see `predict/calibration.py`
         self.chosen_on: str | None = None
         self._last_fit: Result | None = None
@@ -104,7 +107,7 @@ class Posterior(nn.Module):
 
     @last_fit.setter
     def last_fit(self, result: Result | None) -> None:
-        self._last_fit, self.calibration = result, None  # a calibration belongs to the fit before
+        self._last_fit, self.calibration, self.learned_variance = result, None, None  # these belong to the fit before
         self.fit_status = None if result is None else result.status
 
     @property

@@ -5,6 +5,7 @@ ggᵀ is the Σ JᵀHJ of these rows. Gradients of a few rows at once are theref
 Fisher matrix, with the observed labels, vanishes on a network that fits its data; this one does not.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from ..models.bayesian_model import BayesianModel, batch_size, rows_of
 from ..models.likelihoods import Likelihood
 from ..models.priors.separable import Prior, log_prior
 
-#: gradients in all; the relative standard error of a diagonal entry is √(2/GRADIENTS) = 9 %, of a scale half of it
-GRADIENTS = 256
-#: rows of the training data that are read: half of them, and at least so many
-ROWS = 4000
+#: gradients in all; the relative standard error of a diagonal entry is √(2/GRADIENTS) = 12 %, of a scale half of it
+GRADIENTS = 128
+#: rows of the training data that are read
+ROWS = 2048
 #: numbers of gradients that are held at once (1 GiB of float32); more are computed a second time
 MOST_NUMBERS = 2**28
 #: gradients that are taken in at a time, and directions beyond those asked for, where gradients are not held
@@ -40,9 +41,20 @@ class Curvature(NamedTuple):
     columns: Tensor  # W [P, K]
 
 
-def rows_read(N: int) -> int:
-    """Return how many of N rows the curvature is estimated from."""
-    return min(N, max(ROWS, N // 2))
+class Stopwatch:
+    """Seconds that gradients take, and how many rows they have."""
+
+    def __init__(self) -> None:
+        self.seconds, self.rows = 0.0, 0
+
+    def of(self, gradients: Iterable[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
+        """Yield the gradients; the clock runs while one is made."""
+        start = time.perf_counter()
+        for gradient, rows in gradients:
+            self.seconds += time.perf_counter() - start
+            self.rows += rows
+            yield gradient, rows
+            start = time.perf_counter()
 
 
 def curvature_of(theta: Tensor, gradients: Gradients, num_data: int, precision: Tensor, rank: int) -> Curvature:
@@ -70,16 +82,16 @@ def curvature_of(theta: Tensor, gradients: Gradients, num_data: int, precision: 
     if rank:
         scale = (diagonal + precision).rsqrt()
         if stored is not None:
-            columns = _leading(torch.stack(stored, 1).double() * scale.unsqueeze(-1), rank)
+            columns = _leading(torch.stack(stored, 1) * scale.to(theta).unsqueeze(-1), rank)
         else:
-            columns = _incremental((gradient.double() * scale for gradient, _ in gradients()), rank)
-        columns = columns * share**0.5 / scale.unsqueeze(-1)
+            columns = _incremental((gradient * scale.to(theta) for gradient, _ in gradients()), rank)
+        columns = columns * (share**0.5 / scale.to(theta)).unsqueeze(-1)
     return Curvature(theta, diagonal, columns.to(theta))
 
 
 def _leading(columns: Tensor, rank: int) -> Tensor:
     """Return the leading left singular vectors of [P, n] times their singular values: [P, at most rank]."""
-    vectors = torch.linalg.eigh(columns.mT @ columns)[1]
+    vectors = torch.linalg.eigh((columns.mT @ columns).double())[1].to(columns)
     return columns @ vectors.flip(1)[:, :rank]
 
 
@@ -108,7 +120,7 @@ def simulated_gradients(
     """
     generator = torch.Generator().manual_seed(seed)
     for batch in batches:
-        for part, rows in _cut(batch, size):
+        for part, rows in cut(batch, size):
             row = theta.detach().requires_grad_()
             with torch.enable_grad():
                 value, own = _simulated(model, likelihood, row, part, generator)
@@ -152,7 +164,7 @@ def _check_output(output: Any, rows: int) -> None:
             raise ValueError("the network's output is NaN on its training data: is there NaN in the inputs?")
 
 
-def _cut(batch: Any, size: int) -> Iterator[tuple[Any, int | None]]:
+def cut(batch: Any, size: int) -> Iterator[tuple[Any, int | None]]:
     """Yield parts of so many rows, if every leaf is a tensor with one row for each; else the batch as it is."""
     rows = rows_of(batch)
     if rows is None:

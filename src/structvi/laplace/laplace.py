@@ -15,10 +15,10 @@ from ..objective import Estimate, Estimator, NonFiniteError, full_terms, not_fin
 from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, notes_on_bound
-from ..train.data import Batches, held_out_batches, warn_of_seen
+from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_seed
 from .place import TrainedNetwork, restored_on_error
-from .selection import HeldOut, Selection, of_networks, select
+from .selection import MARGIN, HeldOut, Selection, learned_variance, of_networks, select
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -41,8 +41,10 @@ class LaplaceResult(Result):
         network_tempered: that of the network with its own temperature, or noise.
         held_out: that of the selected candidate.
         gain: how much higher that is than `network_tempered`, and its paired standard error over rows.
-        passes: what it took, in passes over the training data: a forward pass of a row counts a third.
+        lost: by how much predictions with learned variances are worse than with known ones, on some of the rows, and
+            its paired standard error; None if variances are exact or drawn.
         seconds: what it took.
+        epochs: the same over the seconds of one epoch of training, as the gradients here tell them.
         doubt: why the network looks untrained; empty if it does not.
         bound: whether the ELBO is a lower bound on the evidence: False with point masses.
     """
@@ -53,8 +55,9 @@ class LaplaceResult(Result):
     network_tempered: float | None = None
     held_out: float | None = None
     gain: tuple[float, float] | None = None
-    passes: float = 0.0
+    lost: tuple[float, float] | None = None
     seconds: float = 0.0
+    epochs: float = 0.0
     doubt: str = ""
     bound: bool = True
 
@@ -66,7 +69,7 @@ class LaplaceResult(Result):
                 f"held-out log density: {self.held_out:.4f} nats; network {self.network:.4f}, with its own temperature "
                 f"or noise {self.network_tempered:.4f} (difference {gain:+.4f} ± {error:.4f})"
             )
-        return [*lines, f"took {self.passes:.2g} passes over the training data, {self.seconds:.1f} s"]
+        return [*lines, f"took {self.seconds:.1f} s, as {self.epochs:.2g} epochs of training"]
 
     @property
     def details(self) -> str:
@@ -93,9 +96,13 @@ def laplace(
     The mean is at the trained weights, and the precision is the data's curvature there plus the prior's. What you left
     open in `variationalize` is chosen: the prior's width, whether the network is linearised, and the family.
 
-    With a validation set the candidates are a grid of prior widths × {linearised, drawn weights} and the network
-    itself, each with its own temperature, or noise. The widest candidate that is as good as the best is selected. Its
-    temperature is on top of predictions: `predict(x, calibrated=False)` is without it.
+    With a validation set the candidates are priors of several widths and the network itself, each with its own
+    temperature, or noise. The widest candidate is selected that is not worse than the best, nor than the network with
+    its temperature, as far as the set can tell. The temperature is on top of predictions: `predict(x,
+    calibrated=False)` is without it.
+
+    If a prediction with exact variances costs more than eight forward passes, variances are learned: a prediction then
+    costs one. `predict(x, variance="exact")` has the exact ones.
 
     Without a validation set the prior is yours, or of a default width, and the network is linearised if it can be.
     That is also the warm start of a fit: `bayes.laplace(loader)`, then `bayes.fit(loader, epochs=20)`.
@@ -158,15 +165,18 @@ def place_together(
             data.append(batches)
             doubts.append(_doubt(networks[-1], batches))
         selection = None if held_out is None else select(networks, held_out, seed, say)
-        for network in networks:
-            network.commit(*((selection.selected, selection.log_noise) if selection else (network.default, 0.0)))
-            remember_choice(network.posterior, validation, seed)
         results = []
-        for network, batches, own, doubt in zip(networks, data, notes, doubts, strict=True):
+        for c, (network, batches, own, doubt) in enumerate(zip(networks, data, notes, doubts, strict=True)):
+            posterior = network.posterior
+            learned = selection.learned[c] if selection and selection.learned else None
+            if selection is None:
+                learned = learned_variance(network, Reread(batches), seed)
+            network.commit(*((selection.selected, selection.log_noise) if selection else (network.default, 0.0)))
+            remember_choice(posterior, validation, seed)
             result = _result(network, selection, own, _elbo(network, batches, seed))
-            result.doubt, result.seconds = doubt, time.perf_counter() - start
-            result.bound = network.posterior.family().bound
-            network.posterior.last_fit = result
+            result.doubt, result.seconds, result.bound = doubt, time.perf_counter() - start, posterior.family().bound
+            result.epochs = result.seconds / max(network.epoch, 1e-9)
+            posterior.last_fit, posterior.learned_variance = result, learned
             results.append(result)
     return results, selection
 
@@ -202,7 +212,6 @@ def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     found = of_networks([network], read, torch.zeros(1, dtype=torch.float64))
     constant = read.log_likelihood
     rows = len(found.count)
-    network.passes += rows / (3 * model.num_data)
     if constant is not None and found.plain.mean * float(found.count.sum()) * model.num_data / rows < constant:
         return (
             "the network is worse on its own training data than an output that ignores the input: is it trained? A "
@@ -216,7 +225,6 @@ def _elbo(network: TrainedNetwork, batches: Batches, seed: int) -> Estimate:
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     estimator = Estimator(groups=ELBO_GROUPS)
     few = _few(batches)
-    network.passes += 2 * ELBO_GROUPS / 3 * (0.1 if batches.length is None else few / max(1, batches.length))
     try:
         with posterior.network_mode():
             return full_terms(
@@ -239,9 +247,14 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
         name = network.default.name
         return LaplaceResult(
             status=Status.PLACED, verdict=f"placed around the network without a validation set: {name}", elbo=elbo,
-            notes=notes, selected=name, passes=network.passes,
+            notes=notes, selected=name,
         )  # fmt: skip
     found, alone = selection.held_out, selection.network
+    notes.append(_resolution(selection))
+    if selection.lost is not None:
+        kept = "" if selection.learned else ": too much, and predictions have exact variances"
+        loss, error = selection.lost
+        notes.append(f"learned variances lose {loss:.4f} ± {error:.4f} nats to exact or drawn ones{kept}")
     name = selection.selected.name + _with(found)
     verdict = f"placed around the network, as the validation set selected: {name}"
     if selection.selected.is_network:
@@ -253,8 +266,17 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
         status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name,
         candidates={one.name + _with(tried): _density(tried, alone) for one, tried in selection.tried.items()},
         network=alone.plain.mean, network_tempered=alone.mean, held_out=selection.density, gain=found.gain_over(alone),
-        passes=network.passes,
+        lost=selection.lost,
     )  # fmt: skip
+
+
+def _resolution(selection: Selection) -> str:
+    """Return how small a difference to the network the validation set can show."""
+    worst = max(one.gain_over(selection.network)[1] for one in selection.tried.values())
+    return (
+        f"{len(selection.network.count)} validation rows show differences between candidates of {2 * worst:.2g} nats; "
+        f"a wider posterior is selected only if it is at most {MARGIN:g} nats worse, one standard error included"
+    )
 
 
 def _density(tried: HeldOut, alone: HeldOut) -> float:

@@ -23,10 +23,11 @@ from ..train.data import Batches
 from .curvature import (
     GRADIENTS,
     MOST_NUMBERS,
+    ROWS,
     Curvature,
+    Stopwatch,
     curvature_of,
     prior_precision,
-    rows_read,
     simulated_gradients,
 )  # fmt: skip
 
@@ -77,7 +78,7 @@ class TrainedNetwork:
         family: a copy of the posterior's family, or the default one if the user gave none.
         curvature: of the data, at the trained weights.
         obstacle: why the network cannot be linearised; empty if it can.
-        passes: over the training data, a forward pass of a row counts a third.
+        epoch: seconds that one epoch of training takes, gradients alone, as those of the curvature took.
     """
 
     posterior: "Posterior"
@@ -85,7 +86,7 @@ class TrainedNetwork:
     family: Family
     curvature: Curvature
     obstacle: str
-    passes: float
+    epoch: float
     _normals: dict[tuple[float | None, float], Normal] = field(default_factory=dict)
     _likelihoods: dict[float, Any] = field(default_factory=dict)
 
@@ -93,19 +94,19 @@ class TrainedNetwork:
     def of(cls, posterior: "Posterior", batches: Batches, seed: int) -> "TrainedNetwork":
         """Measure the residuals and the curvature at the network's present weights."""
         model = posterior.model
-        theta, passes = trained_values(posterior), 0.0
+        theta = trained_values(posterior)
         likelihood: Any = copy.deepcopy(model.likelihood)
         family = copy.deepcopy(posterior.family)
         if "family" in posterior.left_open:
             family = LowRankPrecision(min(RANK, theta.numel() // 2)).bind(posterior.space).to(posterior.device)
         with posterior.network_mode(), model.linearised_around(None):
             if isinstance(likelihood, Gaussian | StudentT) and likelihood.noise in ("point", "random"):
-                log_noise, passes = residual_noise(model, theta, batches.everything()), 1 / 3
+                log_noise = residual_noise(model, theta, batches.everything())
                 set_noise(likelihood, log_noise)
                 if "likelihood.log_noise" in model.space:
                     theta[model.space.slice("likelihood.log_noise")] = log_noise
             precision = prior_precision(model, width_prior(posterior, theta, DEFAULT_WIDTH), theta)
-            rows = rows_read(model.num_data)
+            rows = min(ROWS, model.num_data)
             size = -(-rows // GRADIENTS)
             is_cut = not posterior.mixes_rows  # else a row's output depends on its batch, which stays whole
 
@@ -117,10 +118,12 @@ class TrainedNetwork:
             rotated = rotation(family)
             if rotated is not None:  # its axes are those of the gradients
                 rotated.turn(rotated.basis.of_gradients(gradient for gradient, _ in gradients()))
-                passes += rows / model.num_data
-            found = curvature_of(theta, gradients, model.num_data, precision, precision_rank(family))
+            watch = Stopwatch()
+            found = curvature_of(
+                theta, lambda: watch.of(gradients()), model.num_data, precision, precision_rank(family)
+            )
         obstacle = _obstacle(posterior, theta, batches) if "linearise" in posterior.left_open else ""
-        return cls(posterior, likelihood, family, found, obstacle, passes + rows / model.num_data)
+        return cls(posterior, likelihood, family, found, obstacle, model.num_data * watch.seconds / max(1, watch.rows))
 
     @property
     def theta(self) -> Tensor:
@@ -133,11 +136,19 @@ class TrainedNetwork:
         return 0.0 if parameter is None else float(parameter.detach())
 
     @property
-    def ways(self) -> tuple[bool, ...]:
-        """Return whether to linearise: what the user asked for, else both ways if the network can be linearised."""
+    def is_linearised(self) -> bool:
+        """Return whether the user asked to linearise the network; if that was left open, whether it can be."""
         if "linearise" not in self.posterior.left_open:
-            return (self.posterior.model.linearised_at is not None,)
-        return (False,) if self.obstacle else (True, False)
+            return self.posterior.model.linearised_at is not None
+        return not self.obstacle
+
+    @property
+    def is_function_of_inputs(self) -> bool:
+        """Return whether an output is a normal of one input: nothing else is random or in the batch."""
+        posterior, model = self.posterior, self.posterior.model
+        is_normal = isinstance(self.placed(self.narrow)(), Normal)
+        alone = model.user_forward is None and not posterior.mixes_rows and posterior.dropout == "off"
+        return is_normal and alone and model.space.size == model.net_space.size
 
     def prior(self, width: float | None) -> Prior:
         """Return the prior of this width, or the user's."""
@@ -190,7 +201,7 @@ class TrainedNetwork:
     @property
     def default(self) -> Candidate:
         """Return what is placed without a validation set."""
-        return Candidate(DEFAULT_WIDTH if "prior" in self.posterior.left_open else None, self.ways[0])
+        return Candidate(DEFAULT_WIDTH if "prior" in self.posterior.left_open else None, self.is_linearised)
 
     def commit(self, one: Candidate, log_factor: float) -> None:
         """Set the posterior's family, prior, linearisation and noise."""
@@ -213,7 +224,8 @@ def restored_on_error(posterior: "Posterior") -> Iterator[None]:
     state = {name: tensor.detach().clone() for name, tensor in family.state_dict().items()}
     prior, linearised_at, noise = model.prior, model.linearised_at, learned_noise(model.likelihood)
     log_noise = 0.0 if noise is None else float(noise.detach())
-    known = {name: getattr(posterior, name) for name in ("_last_fit", "fit_status", "calibration", "chosen_on")}
+    names = ("_last_fit", "fit_status", "calibration", "chosen_on", "learned_variance")
+    known = {name: getattr(posterior, name) for name in names}
     try:
         yield
     except BaseException:

@@ -1,14 +1,15 @@
-"""Selection on held-out data: a grid of prior widths × {linearised, drawn weights}, and the network itself.
+"""Selection on held-out data: priors of several widths around the network, and the network itself.
 
-Every candidate has its own temperature, or noise, cross-fitted by folds. The rule: the best held-out log density; of
-the candidates that are as good within `SHARE` of a paired standard error, the widest. The widest costs nothing where
-data are like the training data, and gains where they are not.
+Every candidate has its own temperature, or noise, cross-fitted by folds. The rule: the widest candidate that is as good
+as the best one, and as the network with its own temperature. As good means at most `MARGIN` worse, one paired standard
+error included: what a validation set cannot tell is not selected. The widest costs nothing where data are like the
+training data, and gains where they are not.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import exp, inf, log, sqrt
+from math import ceil, exp, inf, log, sqrt
 from typing import Any
 
 import torch
@@ -17,39 +18,41 @@ from torch.distributions import Bernoulli, Categorical
 from torch.nn.functional import logsigmoid
 from torch.utils._pytree import tree_map
 
-from ..families.gaussian import Gaussian as Normal
 from ..models.bayesian_model import rows
 from ..models.calibration import Adjustment, Calibration
 from ..models.likelihoods import Gaussian
-from ..predict.linearised import POINTS, evenly_spread, is_normal, jacobians, normal_outputs
+from ..predict.learned import (
+    LearnedVariance,
+    last_layer,
+    one_pass,
+    predictive_of,
+    variance_of,
+    variance_of_draws,
+)
+from ..predict.linearised import POINTS, is_normal, jacobians, normal_outputs
 from ..predict.predict import WeightDraws
-from ..predict.predictive import Predictive, observed_target
-from ..predict.temperature import (
-    FEWEST,
-    FOLDS,
-    GRID,
-    ONE,
-    each_temperature,
-)  # fmt: skip
+from ..predict.predictive import Predictive, evenly_spread, observed_target
+from ..predict.temperature import FEWEST, FOLDS, GRID, ONE, each_temperature
 from ..train.data import Reread
+from .curvature import cut
 from .place import DEFAULT_WIDTH, NETWORK, Candidate, TrainedNetwork, learned_noise
 
-#: candidates within this share of a paired standard error of the best are as good
-SHARE = 0.5
-#: prior widths in units of each tensor's root mean square, each 1.58 times the one before
-WIDTHS = tuple(DEFAULT_WIDTH * 1.58**k for k in range(-4, 5))
-#: widths of candidates that are measured on draws of the weights, which cost more
-DRAWN_WIDTHS = WIDTHS[2::2]
-#: paired standard errors by which a drawn candidate is worse when no wider one is tried
-STOP = 2.0
+#: nats for each observed number by which a candidate may be worse than another that it replaces
+MARGIN = 0.003
+#: prior widths in units of each tensor's root mean square
+WIDTHS = tuple(DEFAULT_WIDTH * 2.0**k for k in range(-2, 4))
+#: forward passes that a prediction with exact variances may cost, else they are learned
+EXACT_PASSES = 8
+#: share of the gain that learned variances may lose
+LOST = 0.1
 #: draws of the weights for a candidate whose outputs are not known to be normal
 WEIGHT_DRAWS = 8
-#: passes over the training data that all linearised candidates may take, and all drawn ones
-PASSES = 1.0
-#: held-out rows that are read in any case
-FEWEST_ROWS = 1000
-#: the least temperature of a posterior: what needs a colder one is too wide, for the temperature only hides it
-COLDEST = 0.7
+#: epochs of training that the variances of all linearised candidates may take, or all drawn candidates
+EPOCHS = 1.0
+#: held-out rows that exact or drawn candidates are measured on in any case
+FEWEST_ROWS = 500
+#: batches, rows or pixels with known variances at least, and rows at most
+KNOWN_BATCHES, FEWEST_KNOWN, MOST_KNOWN = 8, 256, 600
 #: log factors of a regression's noise, relative to the network's residuals on its own data, which are too small
 NOISE_GRID = torch.linspace(0.0, 20.0, 401, dtype=torch.float64)
 #: points of that grid by which a posterior's noise may be below the network's: its own spread explains a part
@@ -129,7 +132,9 @@ class Selection:
 
     selected: Candidate
     tried: dict[Candidate, HeldOut]
-    is_exact: bool
+    #: the variances of each network, if predictions take them; and what they lose to known ones, with standard error
+    learned: "list[LearnedVariance] | None" = None
+    lost: tuple[float, float] | None = None
 
     @property
     def network(self) -> HeldOut:
@@ -156,8 +161,7 @@ class Selection:
         if found.one is None or not found.value:
             return None
         adjustment = Adjustment("temperature", exp(found.value), *found.gain_over(found.plain), len(found.count))
-        draws = 1 if self.selected.is_network else WEIGHT_DRAWS
-        draws = POINTS if self.is_exact and self.selected.linearised else draws
+        draws = WEIGHT_DRAWS if not self.selected.is_network and not self.selected.linearised else 1
         note = "the temperature was fitted together with the posterior, on the validation data of bayes.laplace"
         return Calibration(adjustment, None, draws, (note,))
 
@@ -169,15 +173,11 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
         networks: with their curvatures.
         validation: the held-out data.
         seed: of all draws.
-        say: told what is done.
+        say: called with what is being done.
     """
-    first = networks[0]
-    has_widths = "prior" in first.posterior.left_open
-    ways = [way for way in first.ways if all(way in one.ways for one in networks)] or list(first.ways)
-    batch = next(iter(validation), None)
+    first, batch = networks[0], next(iter(validation), None)
     if batch is None:
         raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
-
     say("the network on the validation set")
     grid = NOISE_GRID if learned_noise(first.likelihood) is not None else NOISE_GRID[:1]
     alone = of_networks(networks, validation, grid)
@@ -187,56 +187,167 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
             f"the network's log density is NaN for {unknown} of the {len(alone.count)} rows of validation=, and "
             "nothing can be selected by it. Is there NaN in their inputs or targets? Leave these rows out, or mask them"
         )
-    _count(networks, len(alone.count))
     log_factor = alone.value if alone.one is None else 0.0
     if len(grid) > 1:  # in steps of two points
         grid = (log_factor - grid[: BELOW_NETWORK + 1 : 2]).clamp(min=0.0).unique()
-
-    exact = True in ways and all(is_exact(one, batch) for one in networks)
-    if exact:
+    widths = WIDTHS if "prior" in first.posterior.left_open else (None,)
+    linearised = all(one.is_linearised for one in networks)
+    candidates = [Candidate(width, linearised) for width in widths]
+    if linearised and all(is_cheap(one, batch) for one in networks):
         say("the linearised network under priors of several widths")
-        widths = WIDTHS if has_widths else (None,)
-        forwards = 1 + 2 * outputs_of(first, batch)
-        found = of_linearised(networks, widths, _few(networks, validation, forwards, batch), grid, seed)
-        _count(networks, forwards * len(found[0].count))
-        tried |= {Candidate(width, linearised=True): one for width, one in zip(widths, found, strict=True)}
-    for way in (way for way in ways if not (way and exact)):
-        widths = DRAWN_WIDTHS if has_widths else (None,)
-        forwards = WEIGHT_DRAWS * (3 if way else 1)
-        some, best = _few(networks, validation, forwards * len(widths), batch), alone
-        for candidate in (Candidate(width, way) for width in widths):
-            say(candidate.name)
-            tried[candidate] = found = of_draws(networks, candidate, some, log_factor, seed)
-            _count(networks, forwards * len(found.count))
-            gain, error = found.gain_over(best)
-            if not gain >= -STOP * error:
-                break
-            best = found if gain > 0 else best
-    return Selection(widest(tried), tried, exact)
+        some = _few(networks, validation, EXACT_PASSES + len(widths), batch)
+        tried |= dict(zip(candidates, of_linearised(networks, widths, some, grid, seed), strict=True))
+        return Selection(widest(tried), tried)
+    if linearised and all(one.is_function_of_inputs for one in networks) and outputs_of(first, batch):
+        say("the variance of the linearised network under priors of several widths")
+        some = known_rows(first, len(widths), validation)
+        learned = [learn(one, widths, some, log_factor, seed) for one in networks]
+        if None not in learned:
+            each = {id(one): own for one, own in zip(networks, learned, strict=True)}
+            return _of_learned(networks, each, candidates, tried, validation, some, grid)
+    some = _few(networks, validation, WEIGHT_DRAWS * len(candidates) * (3 if linearised else 1), batch)
+    for candidate in candidates:
+        say(candidate.name)
+        tried[candidate] = of_draws(networks, candidate, some, log_factor, seed)
+        if not is_as_good(tried[candidate], alone):
+            break  # a wider one is worse still
+    return Selection(widest(tried), tried)
+
+
+def is_as_good(one: HeldOut, other: HeldOut) -> bool:
+    """Return whether a candidate is at most `MARGIN` worse than another, one paired standard error included."""
+    gain, error = one.gain_over(other)
+    return one is other or gain - error >= -MARGIN
 
 
 def widest(tried: dict[Candidate, HeldOut]) -> Candidate:
-    """Return the widest of the candidates that are as good as the best, within `SHARE` of a paired standard error."""
+    """Return the widest candidate that is as good as the best one, and as the network with its own temperature."""
     network = tried[NETWORK]
-    best = max(tried.values(), key=lambda one: one.gain_over(network)[0])
-
-    def is_good(one: HeldOut) -> bool:
-        gain, error = one.gain_over(best)
-        return one is best or gain >= -SHARE * error
-
-    return max((candidate for candidate, found in tried.items() if is_good(found)), key=lambda one: one.spread)
+    good = {candidate: found for candidate, found in tried.items() if is_as_good(found, network)}
+    best = max(good.values(), key=lambda one: one.gain_over(network)[0])
+    return max((one for one, found in good.items() if is_as_good(found, best)), key=lambda one: one.spread)
 
 
 def _few(networks: Sequence[TrainedNetwork], validation: Reread, forwards: int, batch: Any) -> Reread:
-    """Return held-out batches, evenly spread: as many as fit into `PASSES`, at so many forward passes of a row."""
-    enough = max(FEWEST_ROWS, int(3 * PASSES * networks[0].posterior.model.num_data / forwards))
+    """Return held-out batches, evenly spread: as many as fit into `EPOCHS`, at so many forward passes of a row."""
+    enough = max(FEWEST_ROWS, int(3 * EPOCHS * networks[0].posterior.model.num_data / forwards))
     return Reread(validation.batches, -(-enough // rows(batch)))
 
 
-def _count(networks: Sequence[TrainedNetwork], forwards: int) -> None:
-    """Charge forward passes of single rows to every network."""
-    for one in networks:
-        one.passes += forwards / (3 * one.posterior.model.num_data)
+# ------------------------------------------------------------------------------------- variances that are learned
+
+
+@dataclass
+class Learned:
+    """The variances of one network's linearised outputs: learned at every width, from those known on some rows."""
+
+    of_width: list[LearnedVariance]
+    known: list[list[Tensor]]  # [batch][width]
+
+
+def known_rows(network: TrainedNetwork, widths: int, data: Reread) -> list[Any]:
+    """Return batches, evenly spread, with few enough rows to make their variances known."""
+    batch = next(iter(data))
+    outputs = outputs_of(network, batch)
+    forwards = 1 + 2 * outputs + 2 * widths if is_exact(network, batch) else 3 * WEIGHT_DRAWS * widths
+    rows_of_epochs = int(3 * EPOCHS * network.posterior.model.num_data / forwards)
+    enough = min(MOST_KNOWN, max(rows_of_epochs, ceil(FEWEST_KNOWN / outputs)))
+    batches = max(min(KNOWN_BATCHES, enough), ceil(enough / rows(batch)))
+    return [next(cut(one, ceil(enough / batches)))[0] for one in Reread(data.batches, batches)]
+
+
+@torch.no_grad()
+def learn(
+    network: TrainedNetwork, widths: Sequence[float | None], batches: Sequence[Any], log_factor: float, seed: int
+) -> Learned | None:
+    """Return the learned variances of one network; None if they cannot be learned from its layers and outputs.
+
+    Args:
+        network: linearised.
+        widths: of the prior.
+        batches: on which variances are made known: exactly if the outputs are few, else by draws of the weights.
+        log_factor: of the noise.
+        seed: of the draws.
+    """
+    posterior, model = network.posterior, network.posterior.model
+    generator = torch.Generator(network.theta.device).manual_seed(seed)
+    passes, known, layer = [], [], None
+    exact = is_exact(network, batches[0])
+    for batch in batches:
+        inputs = model.split(batch)[0]
+        layer = last_layer(posterior, network.theta, inputs) if layer is None else layer
+        if layer is None:
+            return None
+        one, own = one_pass(posterior, network.theta, inputs, layer), []
+        if exact:
+            parts: list[list[Tensor]] = [[] for _ in widths]
+            for y, J in jacobians(posterior, network.theta, inputs):
+                for part, width in zip(parts, widths, strict=True):
+                    part.append(variance_of(posterior, y, network.normal(width, log_factor).between(J, J)))
+            own = [torch.cat(part) for part in parts]
+        else:
+            with posterior.network_mode(), model.linearised_around(network.theta):
+                for width in widths:
+                    theta = network.normal(width, log_factor).draw(WEIGHT_DRAWS, generator=generator).theta
+                    own.append(variance_of_draws(posterior, model.outputs(theta, inputs) - one.output))
+        passes.append(one)
+        known.append(own)
+    assert layer is not None
+    found = []
+    for of_width in zip(*known, strict=True):
+        features, variance = zip(*[one.rows(own) for one, own in zip(passes, of_width, strict=True)], strict=True)
+        found.append(LearnedVariance.fitted(layer, torch.cat(features), torch.cat(variance)))
+    return Learned(found, known)
+
+
+def learned_variance(network: TrainedNetwork, data: Reread, seed: int) -> LearnedVariance | None:
+    """Return the learned variance of the default candidate, from training data; None if exact ones are cheap."""
+    batch = next(iter(data))
+    if not network.is_linearised or not network.is_function_of_inputs or not outputs_of(network, batch):
+        return None
+    if is_cheap(network, batch):
+        return None
+    found = learn(network, [network.default.width], known_rows(network, 1, data), 0.0, seed)
+    return None if found is None else found.of_width[0]
+
+
+def _of_learned(
+    networks: Sequence[TrainedNetwork],
+    learned: dict[int, Learned],
+    candidates: Sequence[Candidate],
+    tried: dict[Candidate, HeldOut],
+    validation: Reread,
+    some: Sequence[Any],
+    grid: Tensor,
+) -> Selection:
+    """Return what is selected with learned variances, and with known ones if these lose too much."""
+    noises = grid.tolist()
+
+    def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:
+        inputs, target = network.posterior.model.split(batch)
+        of_width = learned[id(network)].of_width
+        one = one_pass(network.posterior, network.theta, inputs, of_width[0].layer)
+        return [[predictive_of(one.output, v(one), network.at_noise(u)) for u in noises] for v in of_width], target
+
+    tried = tried | dict(zip(candidates, score(networks, validation, grid, predict), strict=True))
+    selected = widest(tried)
+    if selected.is_network:
+        return Selection(selected, tried)
+    k = candidates.index(selected)
+
+    def compare(network: TrainedNetwork, numbered: Any) -> tuple[list[list[Predictive]], Any]:
+        """Return the network, and its predictions with known and with learned variances."""
+        own, (index, batch) = learned[id(network)], numbered
+        inputs, target = network.posterior.model.split(batch)
+        one = one_pass(network.posterior, network.theta, inputs, own.of_width[k].layer)
+        variances = torch.zeros_like(own.known[index][k]), own.known[index][k], own.of_width[k](one)
+        return [[predictive_of(one.output, v, network.at_noise(u)) for u in noises] for v in variances], target
+
+    alone, exact, found = score(networks, list(enumerate(some)), grid, compare)
+    (gain, _), (loss, error) = exact.gain_over(alone), exact.gain_over(found)
+    if loss - error > max(LOST * gain, MARGIN):
+        return Selection(selected, tried | {selected: exact}, lost=(loss, error))
+    return Selection(selected, tried, [learned[id(one)].of_width[k] for one in networks], (loss, error))
 
 
 # ------------------------------------------------------------------------------- held-out losses of candidates
@@ -246,9 +357,7 @@ def _count(networks: Sequence[TrainedNetwork], forwards: int) -> None:
 Predict = Callable[["TrainedNetwork", Any], tuple[list[list[Predictive]], Any]]
 
 
-def score(
-    networks: Sequence[TrainedNetwork], batches: Iterable[Any], grid: Tensor, predict: Predict, coldest: float = 0.0
-) -> list[HeldOut]:
+def score(networks: Sequence[TrainedNetwork], batches: Iterable[Any], grid: Tensor, predict: Predict) -> list[HeldOut]:
     """Return the held-out losses of every candidate, each the equal mixture of those around several networks.
 
     Args:
@@ -256,7 +365,6 @@ def score(
         batches: the held-out data.
         grid: log noise factors, one zero if the likelihood learns no noise.
         predict: of one network.
-        coldest: the least temperature.
     """
     losses: list[list[Tensor]] = []
     counts: list[Tensor] = []
@@ -273,8 +381,7 @@ def score(
     count, every = torch.cat(counts), [torch.cat(own) for own in zip(*losses, strict=True)]
     if every[0].shape[1] == len(grid):
         return [HeldOut(own, count, grid, None) for own in every]
-    first = int((GRID.exp() < coldest).sum())
-    return [HeldOut(own[:, first:], count, GRID[first:], ONE - first) for own in every]
+    return [HeldOut(own, count, GRID, ONE) for own in every]
 
 
 def _losses(predictives: Sequence[Predictive], target: Any) -> tuple[Tensor, Tensor]:
@@ -338,17 +445,22 @@ def _called(network: TrainedNetwork, batch: Any) -> tuple[Any, Any]:
 def is_exact(network: TrainedNetwork, batch: Any) -> bool:
     """Return whether the linearised network's outputs are normal, and few enough to be known without draws."""
     posterior = network.posterior
-    if network.obstacle or posterior.model.user_forward is not None:
+    if not network.is_function_of_inputs:
         return False
-    family = network.placed(network.narrow)
     inputs = posterior.model.split(batch)[0]
-    return isinstance(family(), Normal) and is_normal(posterior.with_family(family), inputs)
+    return is_normal(posterior.with_family(network.placed(network.narrow)), inputs)
+
+
+def is_cheap(network: TrainedNetwork, batch: Any) -> bool:
+    """Return whether a prediction with exact variances costs at most `EXACT_PASSES`."""
+    return is_exact(network, batch) and 1 + 2 * outputs_of(network, batch) <= EXACT_PASSES
 
 
 def outputs_of(network: TrainedNetwork, batch: Any) -> int:
-    """Return how many numbers the network gives for one input."""
+    """Return how many numbers the network gives for one input; 0 if its output is no tensor."""
     with torch.no_grad():
-        return _called(network, batch)[0][0].numel()
+        output = _called(network, batch)[0]
+        return output[0].numel() if isinstance(output, Tensor) else 0
 
 
 def of_linearised(
@@ -375,7 +487,7 @@ def of_linearised(
         return found, target
 
     with torch.no_grad():
-        return score(networks, batches, grid, predict, COLDEST)
+        return score(networks, batches, grid, predict)
 
 
 def _of_moments(
@@ -408,4 +520,4 @@ def of_draws(
         p = drawn.mixture(inputs)
         return [[Predictive(p.outputs, p.weights, network.at_noise(log_factor), p.values)]], target
 
-    return score(networks, batches, torch.tensor([log_factor]), predict, COLDEST)[0]
+    return score(networks, batches, torch.tensor([log_factor]), predict)[0]

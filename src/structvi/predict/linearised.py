@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
-from torch.quasirandom import SobolEngine
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.gaussian import Gaussian
@@ -23,7 +22,7 @@ from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.call import alone_with
 from ..networks.plain_kernels import PlainKernels
 from ..util.random_streams import seed_from
-from .predictive import Predictive, PredictiveDraws, on_device
+from .predictive import Predictive, PredictiveDraws, evenly_spread, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -188,18 +187,6 @@ def jacobians(posterior: "Posterior", theta: Tensor, x: Any) -> Iterator[tuple[T
         for start in range(0, len(tensors[0]), chunk):
             rows = tree_map(lambda leaf, start=start: leaf[start : start + chunk], x)
             yield _at_once(model, theta, rows)
-
-
-def evenly_spread(points: int, size: int, seed: int) -> Tensor:
-    """Return normal noise [points, size], evenly spread: its error is a fifth of that of independent draws.
-
-    Example:
-        >>> z = evenly_spread(256, 2, seed=0)
-        >>> bool(z.mean().abs() < 0.01), bool((z.square().mean() - 1).abs() < 0.01)
-        (True, True)
-    """
-    uniform = SobolEngine(size, scramble=True, seed=seed).draw(points, dtype=torch.float64)
-    return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
 
 
 def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:

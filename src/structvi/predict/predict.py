@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..couplings import naive
 from ..families.family import Density, Draws
-from ..util.checks import check_integer
+from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
 from .last_layer import LastLayerDraws, known_layer
+from .learned import LearnedDraws
 from .linearised import POINTS, LinearisedDraws, is_normal
 from .predictive import Predictive, PredictiveDraws, on_device, split
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
     from ..posterior import Posterior
 
+Variance = Literal["auto", "exact", "learned"]
 #: draws of weights where no number is asked for
 DRAWS = 64
 #: numbers of drawn weights that are held at once
@@ -39,6 +41,7 @@ def predict(
     reference: Any = None,
     generator: torch.Generator | None = None,
     linearise: bool | None = None,
+    variance: Variance = "auto",
     calibrated: bool = True,
 ) -> Predictive:
     """Return the mixture over draws, Σ_s w_s p(t | y_s(x)), without gradients and with the network's mode as it was.
@@ -57,6 +60,8 @@ def predict(
         linearise: True for y = f(x; θ₀) + J(x)(θ − θ₀), θ₀ the posterior's mean (of a linearised posterior its own);
             False for the network at the drawn weights; None for what the posterior was fitted with. The other one is
             not the predictive of the posterior that was fitted, and often the better prediction.
+        variance: of the outputs of a linearised posterior: "learned" from the features of one forward pass, "exact", or
+            "auto" for the learned one if `laplace` has learned it. Exact variances of many outputs are those of draws.
         calibrated: False for the mixture without what `calibrate` put on top of it; `note` tells which.
 
     Example:
@@ -72,8 +77,9 @@ def predict(
             "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
         )
     return draws_for(
-        posterior, x, draws, reference=reference, generator=generator, linearise=linearise, calibrated=calibrated
-    )(x)
+        posterior, x, draws, reference=reference, generator=generator, linearise=linearise, variance=variance,
+        calibrated=calibrated,
+    )(x)  # fmt: skip
 
 
 def draws_for(
@@ -84,6 +90,7 @@ def draws_for(
     reference: Any = None,
     generator: torch.Generator | None = None,
     linearise: bool | None = None,
+    variance: Variance = "auto",
     calibrated: bool = True,
 ) -> PredictiveDraws:
     """Return what predicts at inputs like these, with the arguments of `predict`."""
@@ -98,14 +105,24 @@ def draws_for(
         one.warns_unfitted = False  # once is enough
     if linearise not in (None, True, False):
         raise ValueError(f"linearise must be True, False or None, got {linearise!r}")
+    check_one_of("variance", variance, get_args(Variance))
     if draws is not None:
         check_integer("draws", draws)
     as_fitted = [one.model.linearised_at is not None for one in members]
     linearised = as_fitted if linearise is None else [linearise] * len(members)
     found: list[PredictiveDraws]
-    if draws is None and reference is None and linearise is None and all(known_layer(one, inputs) for one in members):
+    in_function_space = draws is None and reference is None and linearise is not False
+    has_learned = in_function_space and all(one.learned_variance is not None for one in members)
+    if variance == "learned" and not has_learned:
+        raise ValueError(
+            'variance="learned" needs a posterior that `laplace` has linearised and whose exact variances cost more '
+            'than eight forward passes, and no draws=: leave it out, variance="auto"'
+        )
+    if has_learned and variance != "exact":
+        found = [LearnedDraws(one) for one in members]
+    elif in_function_space and linearise is None and all(known_layer(one, inputs) for one in members):
         found = [LastLayerDraws(one, generator) for one in members]
-    elif draws is None and reference is None and all(linearised) and all(is_normal(one, inputs) for one in members):
+    elif in_function_space and all(linearised) and all(is_normal(one, inputs) for one in members):
         points = max(64, POINTS // 2 ** (len(members) - 1).bit_length())
         found = [LinearisedDraws(one, generator, points) for one in members]
     else:
@@ -240,7 +257,8 @@ class MemberDraws(PredictiveDraws):
         self.weights: list[float] = ensemble.weights.tolist()
         self.device = members[0].device
         self.draws = sum(one.draws for one in members)
-        own = {one.note for one in members} if all(isinstance(one, LinearisedDraws) for one in members) else set()
+        drawn = any(isinstance(one, WeightDraws) for one in members)
+        own = set() if drawn else {one.note for one in members}
         self.note = ", ".join([f"{len(members)} networks", *own])
 
     def mixture(self, inputs: Any) -> Predictive:

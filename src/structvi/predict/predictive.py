@@ -3,7 +3,8 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import pi, sqrt
+from functools import cached_property
+from math import pi, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributions import (
     StudentT,
 )
 from torch.nn.functional import logsigmoid
+from torch.quasirandom import SobolEngine
 from torch.utils import _pytree as pytree
 
 from ..models import likelihoods
@@ -32,6 +34,8 @@ from . import conformal
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
+#: points of y at which a probit approximation's mutual information is averaged
+LABEL_POINTS = 32
 #: the parameters of each distribution that a predictive can be a mixture of
 _PARAMETERS: dict[type, tuple[str, ...]] = {
     Normal: ("loc", "scale"),
@@ -58,8 +62,9 @@ class Predictive:
         values: the likelihood's random tensors at the draws, [S, *shape] each.
         note: how the number of draws came about, and how the predictive is calibrated.
         by_input: whether outputs are known at each input by itself only, as for a linearised network.
-        within: with Gaussian noise that does not depend on y, the variance [S, B, ..] of y around each output: then
-            y is a mixture of normals with means `outputs`, and everything is in closed form.
+        within: the variance v [S, B, ..] of y around each output, if y is a mixture of normals with means `outputs`.
+            With Gaussian noise that does not depend on y everything is then in closed form. Classes share one variance,
+            and have the probabilities softmax(y/√(1 + πv/8)), the probit approximation.
 
     Example:
         >>> from structvi import likelihoods
@@ -96,9 +101,8 @@ class Predictive:
                 if type(self._given) is Normal and not _has_known_noise(likelihood):
                     self._given = _in_range(self._given)
         self._components = self._given
-        if within is not None:
-            assert isinstance(self._given, Normal)
-            self._components = Normal(self._given.loc, self._given.scale.hypot(within.sqrt()), validate_args=False)
+        if within is not None and self._given is not None:
+            self._components = _widened(self._given, within)
 
     @classmethod
     def joined(cls, parts: "Sequence[Predictive]", shares: Sequence[float], note: str = "") -> "Predictive":
@@ -108,8 +112,8 @@ class Predictive:
         whole.weights = torch.cat([share * part.weights for share, part in zip(shares, parts, strict=True)])
         whole.values = {name: torch.cat([part.values[name] for part in parts]) for name in whole.values}
         whole.note = note
-        if whole.within is not None:
-            whole.within = torch.cat([part.within for part in parts if part.within is not None])
+        within = [part.within for part in parts if part.within is not None]
+        whole.within = torch.cat(within) if within else None
         if not whole.is_function:
             whole._given = _mapped(_joined, *[part._given for part in parts])
             whole._components = _mapped(_joined, *[part._components for part in parts])
@@ -196,12 +200,16 @@ class Predictive:
     @property
     def epistemic(self) -> Tensor:
         """Var_s E[t | y_s]: what more data could remove."""
+        if self._at_points is not None:
+            return torch.minimum(self._at_points.epistemic, self.mean * (1 - self.mean))
         spread = self._spread(self._means())
         return spread if self.within is None else spread + self._stretch**2 * self._average(self.within)
 
     @property
     def aleatoric(self) -> Tensor:
         """E_s Var[t | y_s]: the noise of the observations."""
+        if self._at_points is not None:
+            return self.mean * (1 - self.mean) - self.epistemic
         if isinstance(self.components, Categorical):
             return self._average(self._means() * (1 - self._means()))
         if self.within is not None:
@@ -237,6 +245,8 @@ class Predictive:
     def expected_entropy(self) -> Tensor:
         """Σ_s w_s H[p(t | y_s)], in nats: the aleatoric part of the entropy."""
         self._check_labels("expected_entropy")
+        if self._at_points is not None:
+            return (self.entropy - self._at_points.mutual_information).clamp(min=0)
         return self._average(self.components.entropy()).clamp(min=0)
 
     @property
@@ -370,6 +380,18 @@ class Predictive:
             which = torch.multinomial(self.weights, n, replacement=True)
             return _mapped(lambda x: x[which], self.components).sample()
 
+    @cached_property
+    def _at_points(self) -> "Predictive | None":
+        """The same with y at evenly spread points, for what a probit approximation does not tell of labels."""
+        if self.within is None or not self.is_of_labels:
+            return None
+        shape = [1] * (self.outputs.ndim - 2)
+        if isinstance(self.components, Categorical):
+            shape[0] = self.outputs.shape[2]
+        z = evenly_spread(LABEL_POINTS, prod(shape), 0).to(self.outputs).reshape(-1, 1, 1, *shape)
+        drawn = (self.outputs + self.within.sqrt() * z).flatten(0, 1)
+        return Predictive(drawn, self.weights.repeat(LABEL_POINTS) / LABEL_POINTS, self.likelihood)
+
     @property
     def _stretch(self) -> float:
         """The scale that is applied to normals."""
@@ -486,6 +508,29 @@ def adjustable(predictive: Predictive) -> Kind | None:
     if predictive.is_of_labels:
         return "temperature"
     return "scale" if type(predictive.components) is Normal else None
+
+
+def _widened(d: Distribution, variance: Tensor) -> Distribution:
+    """The components, their y a normal of this variance; that of classes is one number for all of them."""
+    if isinstance(d, Normal):
+        return Normal(d.loc, d.scale.hypot(variance.sqrt()), validate_args=False)
+    assert isinstance(d, Bernoulli | Categorical)
+    narrower = (1 + pi / 8 * variance).rsqrt()
+    if isinstance(d, Bernoulli):
+        return Bernoulli(logits=d.logits * narrower, validate_args=False)
+    return Categorical(logits=d.logits * narrower.movedim(2, -1), validate_args=False)
+
+
+def evenly_spread(points: int, size: int, seed: int) -> Tensor:
+    """Return normal noise [points, size], evenly spread: its error is a fifth of that of independent draws.
+
+    Example:
+        >>> z = evenly_spread(256, 2, seed=0)
+        >>> bool(z.mean().abs() < 0.01), bool((z.square().mean() - 1).abs() < 0.01)
+        (True, True)
+    """
+    uniform = SobolEngine(size, scramble=True, seed=seed).draw(points, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
 
 
 def _mapped(function: Callable[..., Tensor], *parts: Any) -> Distribution:
