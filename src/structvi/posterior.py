@@ -25,13 +25,13 @@ from .models.likelihoods import Bernoulli, Categorical
 from .models.priors import NormalPrior, Prior
 from .networks.call import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, in_modes, is_in_training
 from .networks.last_layer import head_tensors
+from .networks.learned_variance import LearnedVariance
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select
 from .predict.acquire import acquire
 from .predict.calibration import calibrate
 from .predict.last_layer import LARGEST_DENSE
-from .predict.learned import LearnedVariance
 from .predict.linearised import output_moments
 from .predict.metrics import evaluate
 from .predict.predict import predict

@@ -110,7 +110,13 @@ def test_it_is_better_than_an_over_fitted_network_and_says_so(dense, placed):
     assert nlpd(bayes, TEST) < nlpd(bayes, TEST, calibrated=False) + 0.01
     assert bayes.last_fit is result
     assert result.status is vi.Status.PLACED
-    for word in (result.selected, f"{result.network:.4f}", f"{result.network_tempered:.4f}", "epochs of training", " s"):
+    for word in (
+        result.selected,
+        f"{result.network:.4f}",
+        f"{result.network_tempered:.4f}",
+        "epochs of training",
+        " s",
+    ):
         assert word in str(result)
 
 

@@ -18,9 +18,10 @@ from ..models.calibration import Calibration, Conformal
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors import Prior
 from ..networks.call import alone_with, padding_rows
+from ..networks.learned_variance import LearnedVariance
 from ..parameters import Parameters
 from ..result import Status
-from ..util.checks import check_one_of
+from ..util.checks import check_one_of, is_integer
 from .describe import Kind, OfYourOwn, decode, encode, refusing
 from .file import CheckpointError, Table, brief, digest, opened, write
 
@@ -31,7 +32,7 @@ AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
-FIELDS = {"kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status"}
+FIELDS = {"kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status", "variance"}
 #: tensors beside those of family, likelihood, prior and network: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
 #: lines of differences in a message
@@ -42,7 +43,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
     check_one_of("network", network, ("store", "hash"))
-    model, calibration = posterior.model, posterior.calibration
+    model, calibration, learned = posterior.model, posterior.calibration, posterior.learned_variance
     with alone_with(model.net):  # no call has drawn weights in it
         random, held = _tensors_of(model.net, model.net_space.names)
     parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
@@ -55,6 +56,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     tensors |= _prefixed("network", held) if network == "store" else {}
     if model.linearised_at is not None:
         tensors[LINEARISED] = model.linearised_at
+    tensors |= _prefixed("variance", _state(learned))
     if calibration is not None and calibration.conformal is not None:
         tensors[SCORES] = calibration.conformal.values
     options = {
@@ -71,6 +73,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
         "modes": encode({"dropout": posterior.dropout, "batch_norm": posterior.batch_norm}),
         "calibration": None if calibration is None else calibration.described(),
         "chosen_on": posterior.chosen_on,
+        "variance": None if learned is None else [learned.layer, *learned.slope.shape],
         "fit_status": None if posterior.fit_status is None else str(posterior.fit_status),
     }
     for part in PARTS:  # what `load` would refuse
@@ -131,6 +134,8 @@ def load(
             if not isinstance(saved["chosen_on"], str | None):
                 raise ValueError(f"chosen_on must be null or a text, got {brief(saved['chosen_on'])}")
             expected = _expected(saved["calibration"], parts, model, stored.table)
+            learned = _learned(saved["variance"], space)
+            expected |= _prefixed("variance", table(_state(learned)))
         expected |= {} if saved["hash"] is not None else _prefixed("network", here)
         if different := differences(stored.table, expected):
             ours = all(value is None for value in given.values())
@@ -151,12 +156,26 @@ def load(
                 module.to(space.device)
         posterior = kind(model, parts["family"], **decode(saved["modes"]))
     posterior.calibration, posterior.chosen_on, posterior.fit_status = calibration, saved["chosen_on"], status
+    if learned is not None:
+        learned.load_state_dict(under("variance", tensors), assign=True)
+        posterior.learned_variance = learned.to(space.device)
     if model.linearised_at is not None:
         model.linearised_at = tensors[LINEARISED].to(model.linearised_at)
     with torch.no_grad():
         for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
     return posterior
+
+
+def _learned(description: Any, space: Parameters) -> LearnedVariance | None:
+    """A learned variance of the shapes that a file says, without its numbers."""
+    if description is None:
+        return None
+    layer, features, variances = description
+    if not isinstance(layer, str) or not all(is_integer(size) and size < 2**24 for size in (features, variances)):
+        raise ValueError("a learned variance has the name of a layer, and two numbers of columns")
+    with torch.device("meta"):
+        return LearnedVariance(layer, features, variances).to(space.dtype)
 
 
 def describe_part(part: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..laplace.place import (
     trained_values,
     width_prior,
 )  # fmt: skip
-from ..laplace.selection import COLDEST, WIDTHS, HeldOut, Selection, score, widest
+from ..laplace.selection import WIDTHS, HeldOut, Selection, score, widest
 from ..models.calibration import Calibration
 from ..models.likelihoods import Bernoulli, Gaussian
 from ..models.priors import NormalPrior
@@ -310,9 +310,9 @@ class _KroneckerFit:
         one: Any = [posterior]
         grid = torch.zeros(1, dtype=torch.float64)
         tried: dict[Candidate, HeldOut] = {NETWORK: score(one, seen, grid, network)[0]}
-        found = score(one, seen, grid, around, COLDEST)
+        found = score(one, seen, grid, around)
         tried |= {Candidate(width, linearised=True): held for width, held in zip(widths, found, strict=True)}
-        self.selection = Selection(widest(tried), tried, is_exact=True)
+        self.selection = Selection(widest(tried), tried)
         self.width = self.selection.selected.width or self.width
         return self.selection.calibration
 

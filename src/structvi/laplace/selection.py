@@ -21,14 +21,8 @@ from torch.utils._pytree import tree_map
 from ..models.bayesian_model import rows
 from ..models.calibration import Adjustment, Calibration
 from ..models.likelihoods import Gaussian
-from ..predict.learned import (
-    LearnedVariance,
-    last_layer,
-    one_pass,
-    predictive_of,
-    variance_of,
-    variance_of_draws,
-)
+from ..networks.learned_variance import LearnedVariance
+from ..predict.learned import last_layer, one_pass, predictive_of, variance_of, variance_of_draws
 from ..predict.linearised import POINTS, is_normal, jacobians, normal_outputs
 from ..predict.predict import WeightDraws
 from ..predict.predictive import Predictive, evenly_spread, observed_target
@@ -202,8 +196,8 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
         say("the variance of the linearised network under priors of several widths")
         some = known_rows(first, len(widths), validation)
         learned = [learn(one, widths, some, log_factor, seed) for one in networks]
-        if None not in learned:
-            each = {id(one): own for one, own in zip(networks, learned, strict=True)}
+        each = {id(one): own for one, own in zip(networks, learned, strict=True) if own is not None}
+        if len(each) == len(networks):
             return _of_learned(networks, each, candidates, tried, validation, some, grid)
     some = _few(networks, validation, WEIGHT_DRAWS * len(candidates) * (3 if linearised else 1), batch)
     for candidate in candidates:

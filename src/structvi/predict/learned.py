@@ -1,123 +1,21 @@
-"""The variance of a linearised network's outputs, learned from one forward pass: y is N(f(x), v(x)).
+"""Predictions with a learned variance: y is N(f(x), v(x)), and one forward pass of the network gives both."""
 
-The exact variance takes a backward pass for each output. Its logarithm is nearly linear in the outputs and in the
-features that come to the last layer: a ridge regression on rows with known variance predicts it for others. Of classes
-only differences between logits count: all of them have one variance, and predictions keep the network's
-label. The learned variance does not see what the features do not show, and beyond their range it stays constant.
-"""
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models.likelihoods import Bernoulli, Categorical
 from ..models.likelihoods import Gaussian as GaussianNoise
+from ..networks.last_layer import LAYERS
+from ..networks.learned_variance import OnePass
 from .predictive import Predictive, PredictiveDraws, evenly_spread, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-LAYERS = (nn.Linear, *CONVOLUTIONS)
-#: rows, or pixels, of the regression, evenly spread over those that are given
-ROWS = 2000
-#: penalties that are tried, for standardised features
-PENALTIES = torch.logspace(-4, 6, 41, dtype=torch.float64)
-#: the least square of the size of features
-SMALLEST = 1e-6
 #: points of y where p(t | y) has no mixture in closed form
 POINTS = 32
-
-
-class OnePass(NamedTuple):
-    """What one forward pass tells: outputs, and features by position, which is an input or a pixel of it."""
-
-    output: Tensor  # [B, ..]
-    features: Tensor  # [B, .., F]
-    axis: int | None  # of the outputs of one position; None if a position has one number and no axis
-
-    @classmethod
-    def of(cls, output: Tensor, layer: nn.Module, inputs: Tensor, is_classes: bool) -> "OnePass":
-        """Return as features the layer's inputs and their size, and the outputs, of classes their log probabilities too.
-
-        If the layer has other positions than the outputs, its inputs are averaged over them.
-        """
-        is_map, axis = isinstance(layer, CONVOLUTIONS), -1
-        if is_classes or (is_map and output.ndim == inputs.ndim):
-            axis = 1
-        elif output.ndim == 1 or (is_map and output.ndim == inputs.ndim - 1):
-            axis = None
-        own = _by_position(output, axis)
-        phi = inputs.movedim(1, -1) if is_map else inputs
-        if phi.shape[:-1] != own.shape[:-1]:
-            phi = phi.reshape(len(own), -1, phi.shape[-1]).mean(1)
-            phi = phi.reshape(len(own), *[1] * (own.ndim - 2), -1).expand(*own.shape[:-1], -1)
-        size = 0.5 * (phi.square().sum(-1, keepdim=True) + SMALLEST).log()
-        return cls(output, torch.cat([phi, size, own, *([own.log_softmax(-1)] if is_classes else [])], -1), axis)
-
-    def rows(self, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features [n, F] and variances [n, V], of variances in the shape of the output, or [B, 1, ..]."""
-        return self.features.flatten(0, -2), _by_position(variance, self.axis).flatten(0, -2)
-
-
-def _by_position(values: Tensor, axis: int | None) -> Tensor:
-    return values.unsqueeze(-1) if axis is None else values.movedim(axis, -1)
-
-
-class LearnedVariance(nn.Module):
-    """log v(x) = slope · φ(x) + constant, with features φ held between `low` and `high`.
-
-    Args:
-        layer: the name of the layer whose inputs are among the features.
-        features: how many there are, F.
-        variances: how many a position has, V: one for all classes, else one for each output.
-    """
-
-    slope: Tensor
-    constant: Tensor
-    low: Tensor
-    high: Tensor
-
-    def __init__(self, layer: str, features: int, variances: int):
-        super().__init__()
-        self.layer = layer
-        self.register_buffer("slope", torch.zeros(features, variances))
-        self.register_buffer("constant", torch.zeros(variances))
-        self.register_buffer("low", torch.zeros(features))
-        self.register_buffer("high", torch.zeros(features))
-
-    @classmethod
-    def fitted(cls, layer: str, features: Tensor, variance: Tensor) -> "LearnedVariance":
-        """Return the ridge regression of log variances [n, V] on features [n, F].
-
-        Its penalty has the least generalised cross-validation error, Σ residual² / (n − degrees of freedom)².
-        """
-        some = torch.linspace(0, len(features) - 1, min(len(features), ROWS)).long()
-        X, tiny = features[some].double(), torch.finfo(torch.float32).tiny
-        Y = variance[some].double().clamp(min=tiny).log()
-        centre, unit, mean = X.mean(0), X.std(0).clamp(min=1e-6), Y.mean(0)
-        U, s, Vh = torch.linalg.svd((X - centre) / unit, full_matrices=False)
-        along = U.mT @ (Y - mean)
-        left = (Y - mean).square().sum() - along.square().sum()
-        errors, slopes = [], []
-        for penalty in PENALTIES.tolist():
-            shrunk = s.square() / (s.square() + penalty)
-            residual = left + ((1 - shrunk).unsqueeze(-1) * along).square().sum()
-            errors.append(float(residual / (len(X) - 1 - shrunk.sum()).clamp(min=1e-3).square()))
-            slopes.append(s / (s.square() + penalty))
-        best = slopes[errors.index(min(errors))]
-        slope = Vh.mT @ (best.unsqueeze(-1) * along) / unit.unsqueeze(-1)
-        found = cls(layer, *slope.shape)
-        parts = {"slope": slope, "constant": mean - centre @ slope, "low": X.amin(0), "high": X.amax(0)}
-        found.load_state_dict({name: tensor.to(features.dtype) for name, tensor in parts.items()}, assign=True)
-        return found
-
-    def forward(self, one: OnePass) -> Tensor:
-        """Return variances in the shape of the outputs, or [B, 1, ..] of classes."""
-        held = torch.maximum(torch.minimum(one.features, self.high), self.low)
-        v = (held @ self.slope + self.constant).exp()
-        return v.squeeze(-1) if one.axis is None else v.movedim(-1, one.axis)
 
 
 def one_pass(posterior: "Posterior", theta: Tensor, inputs: Any, name: str) -> OnePass:

@@ -1,0 +1,162 @@
+"""Variances learned from one forward pass: against exact ones, of every form of output; saved, and dropped by a fit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import structvi as vi
+from structvi.networks.learned_variance import LearnedVariance, OnePass
+from structvi.predict.learned import predictive_of, variance_of, variance_of_draws
+
+lk = vi.likelihoods
+F64 = torch.float64
+
+
+class Tokens(nn.Module):
+    """A last layer whose outputs are averaged over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh()).mean(1)
+
+
+FORMS = {
+    "classes": (
+        lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)),
+        lk.Categorical(), (3,), lambda n: torch.randint(5, (n,)),
+    ),
+    "pixels of classes": (
+        lambda: nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 3, 1)),
+        lk.Categorical(), (1, 8, 8), lambda n: torch.randint(3, (n, 8, 8)),
+    ),
+    "pixels": (
+        lambda: nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 1, 1)),
+        lk.Bernoulli(), (1, 8, 8), lambda n: torch.randint(2, (n, 1, 8, 8)).float(),
+    ),
+    "tokens": (Tokens, lk.Categorical(), (4, 3), lambda n: torch.randint(5, (n,))),
+    "numbers": (
+        lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)),
+        lk.Gaussian("point"), (3,), lambda n: torch.randn(n, 5),
+    ),
+    "counts": (
+        lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)),
+        lk.Poisson(), (3,), lambda n: torch.randint(4, (n, 5)).float(),
+    ),
+}  # fmt: skip
+
+
+def placed(form, n=300, **options):
+    make, likelihood, shape, target = FORMS[form]
+    torch.manual_seed(0)
+    net, x, t = make(), torch.randn(n, *shape), target(n)
+    bayes = vi.variationalize(net, copy.deepcopy(likelihood), **options)
+    bayes.laplace(DataLoader(TensorDataset(x, t), 50), progress=False)
+    return bayes, x, t
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def known(request):
+    return request.param, *placed(request.param)
+
+
+def test_it_has_the_order_of_the_variances_and_takes_one_pass(known):
+    form, bayes, x, t = known
+    calls = []
+    hook = bayes.net.register_forward_pre_hook(lambda *_: calls.append(1))
+    pred = bayes.predict(x[:50])
+    hook.remove()
+    assert len(calls) == 1
+    assert pred.note == "learned variance"
+    assert torch.equal(pred.mean, bayes.predict(x[:50]).mean)
+    drawn = bayes.predict(x[:50], 2000)
+    spread, truth = pred.function_variance, drawn.function_variance
+    if form != "counts":  # of those function values are at points
+        assert pred.outputs[0].shape == truth.shape == spread.shape
+    if isinstance(bayes.model.likelihood, lk.Categorical):  # logits count up to a constant
+        truth = variance_of_draws(bayes, drawn.outputs - drawn.function_mean)
+        spread = spread.mean(1, keepdim=True)
+    error = (spread / truth).log()
+    assert error.square().mean().sqrt() < 0.5
+    assert pred.log_prob(t[:50]).mean() == pytest.approx(drawn.log_prob(t[:50]).mean().item(), abs=0.03)
+    torch.testing.assert_close(pred.mean, drawn.mean, atol=0.06 if form != "numbers" else 0.2, rtol=0.1)
+
+
+def test_it_is_saved_moves_with_the_posterior_and_a_fit_drops_it(known, tmp_path):
+    _, bayes, x, t = known
+    bayes.save(tmp_path / "own.safetensors")
+    net = copy.deepcopy(bayes.net)
+    again = vi.load(tmp_path / "own.safetensors", net)
+    assert torch.equal(again.predict(x).mean, bayes.predict(x).mean)
+    own = copy.deepcopy(bayes)
+    own.double()
+    assert own.predict(x.double()).mean.dtype == F64
+    again.fit(DataLoader(TensorDataset(x, t), 100), epochs=1, progress=False)
+    assert again.learned_variance is None
+    assert again.predict(x[:4]).note != "learned variance"
+
+
+def test_what_labels_tell_of_themselves_adds_up():
+    bayes, x, _ = placed("classes")
+    pred = bayes.predict(x)
+    p = pred.mean
+    torch.testing.assert_close(pred.variance, p * (1 - p))
+    torch.testing.assert_close(pred.entropy, pred.expected_entropy + pred.mutual_information)
+    assert bool((pred.mutual_information > 0).all())
+    exact = bayes.predict(x, variance="exact")
+    assert exact.note == "in function space"
+    correlation = torch.corrcoef(torch.stack([pred.mutual_information, exact.mutual_information]))[0, 1]
+    assert correlation > 0.9
+    assert torch.equal(p.argmax(1), bayes.net(x).argmax(1))
+
+
+def test_exact_variances_are_kept_where_they_are_cheap():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian("point"))
+    bayes.laplace(DataLoader(TensorDataset(x, x[:, :1]), 20), progress=False)
+    assert bayes.learned_variance is None
+    with pytest.raises(ValueError, match="cost more than eight"):
+        bayes.predict(x, variance="learned")
+
+
+def test_variances_of_classes_are_those_of_differences():
+    bayes, *_ = placed("pixels of classes", n=20)
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(2, 12, 12, generator=generator, dtype=F64)  # three classes of 2×2 pixels
+    y, covariance = torch.zeros(2, 3, 2, 2, dtype=F64), root @ root.mT
+    found = variance_of(bayes, y, covariance)
+    own = covariance.reshape(2, 3, 4, 3, 4)
+    for pixel in range(4):
+        block = own[0, :, pixel, :, pixel]
+        pairs = [block[i, i] + block[j, j] - 2 * block[i, j] for i in range(3) for j in range(i)]
+        assert float(found[0].flatten()[pixel]) == pytest.approx(float(sum(pairs)) / 3 / 2)
+    draws = torch.einsum("bij,sbj->sbi", root, torch.randn(40_000, 2, 12, generator=generator, dtype=F64))
+    torch.testing.assert_close(variance_of_draws(bayes, draws.reshape(-1, *y.shape)), found, rtol=0.05, atol=0.0)
+
+
+def test_the_regression_finds_what_is_log_linear_and_stays_within_its_features():
+    x = torch.randn(200, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    slope = torch.tensor([[1.0], [-0.5], [0.0]], dtype=F64)
+    found = LearnedVariance.fitted("", x, (x @ slope + 2).exp())
+    torch.testing.assert_close(found.slope, slope, atol=1e-3, rtol=0)
+    far = OnePass(torch.zeros(1, 1), torch.full((1, 3), 100.0, dtype=F64), -1)
+    edge = far._replace(features=x.amax(0, keepdim=True))
+    torch.testing.assert_close(found(far), found(edge))
+
+
+def test_a_probit_approximation_is_near_the_average():
+    """Of normal logits with one variance, against many points of them."""
+    y = torch.tensor([[2.0, 0.0, -1.0], [0.3, 0.1, 0.0]], dtype=F64)
+    v = torch.tensor([[1.0], [2.0]], dtype=F64)
+    pred = predictive_of(y, v, lk.Categorical())
+    z = torch.randn(100_000, 2, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    drawn = (y + v.sqrt() * z).softmax(-1)
+    torch.testing.assert_close(pred.mean, drawn.mean(0), atol=0.04, rtol=0)  # the approximation is off by up to .03
+    expected = -torch.xlogy(drawn.mean(0), drawn.mean(0)).sum(-1) + torch.xlogy(drawn, drawn).sum(-1).mean(0)
+    torch.testing.assert_close(pred.mutual_information, expected, atol=0.02, rtol=0)
