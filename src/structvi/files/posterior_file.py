@@ -32,7 +32,19 @@ AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
-FIELDS = {"kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status", "variance"}
+FIELDS = {
+    "kind",
+    *PARTS,
+    "forward",
+    "random",
+    "hash",
+    "model",
+    "modes",
+    "calibration",
+    "chosen_on",
+    "fit_status",
+    "variance",
+}
 #: tensors beside those of family, likelihood, prior and network: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
 #: lines of differences in a message
