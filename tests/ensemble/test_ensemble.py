@@ -218,8 +218,8 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again.predict(X).conformal(0.8), ensemble.predict(X).conformal(0.8))
     with pytest.raises(ValueError, match="of 3 networks, got 2"):
         vi.load(tmp_path / "ensemble", networks(2))
-    (tmp_path / "ensemble" / "network-0.safetensors").rename(tmp_path / "ensemble" / "mixture.safetensors")
-    with pytest.raises(vi.CheckpointError, match="does not describe a mixture"):
+    (tmp_path / "ensemble" / "network-0.safetensors").rename(tmp_path / "ensemble" / "ensemble.safetensors")
+    with pytest.raises(vi.CheckpointError, match="does not describe an ensemble"):
         vi.load(tmp_path / "ensemble", networks())
 
 
@@ -227,8 +227,11 @@ def test_saved_and_loaded(tmp_path):
     ("tensors", "calibration"),
     [
         ({}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
-        ({"scores": torch.zeros(3).double()}, None),
-        ({"scores": torch.full((3,), 2.0).double()}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
+        ({"calibration.scores": torch.zeros(3).double()}, None),
+        (
+            {"calibration.scores": torch.full((3,), 2.0).double()},
+            {"adjustment": None, "conformal": ["label", 3], "draws": 1},
+        ),
         ({}, {"adjustment": ["scale", 2.0, 0.1, 0.01, 10], "conformal": None, "draws": 1}),
         ({}, "no calibration"),
     ],
@@ -236,10 +239,23 @@ def test_saved_and_loaded(tmp_path):
 def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration):
     ensemble = vi.Ensemble.of(networks(2), CATEGORICAL, vi.MAP(), num_data=40)
     ensemble.save(tmp_path)
-    description = {"kind": "mixture of networks", "networks": 2, "calibration": calibration}
-    write(tmp_path / "mixture.safetensors", {"weights": ensemble.weights, **tensors}, description)
-    with pytest.raises(vi.CheckpointError, match=r"mixture\.safetensors"):
+    description = {"kind": "ensemble", "networks": 2, "calibration": calibration}
+    write(tmp_path / "ensemble.safetensors", {"weights": ensemble.weights, **tensors}, description)
+    with pytest.raises(vi.CheckpointError, match=r"ensemble\.safetensors"):
         vi.load(tmp_path, networks(2))
+
+
+def test_a_second_save_leaves_nothing_of_the_first(tmp_path, monkeypatch):
+    three, two = (vi.Ensemble.of(networks(C), CATEGORICAL, vi.MAP(), num_data=40) for C in (3, 2))
+    three.save(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(two.posteriors[1], "save", lambda path: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError, match="no space"):
+            two.save(tmp_path)
+    assert len(vi.load(tmp_path, networks(3)).members) == 3
+    two.save(tmp_path)
+    names = ["ensemble.safetensors", "network-0.safetensors", "network-1.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_what_is_no_ensemble():

@@ -31,9 +31,12 @@ from ..result import Result, Status
 from ..train.data import Batches
 from ..train.result import FitResult
 from ..util.checks import check_one_of
+from ..util.folder_files import write_together
 from .many import fit_many
 
-KIND = "mixture of networks"
+KIND = "ensemble"
+#: files of a folder
+FILE, MEMBER = "ensemble.safetensors", "network-{}.safetensors"
 #: an ensemble has the worst status of its members, the first of these
 WORST_FIRST = (
     Status.DIVERGED, Status.STOPPED, Status.TOO_SHORT, Status.IMPROVING, Status.UNCLEAR, Status.CONVERGED,
@@ -290,19 +293,25 @@ class Ensemble(nn.Module):
         return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write every member to a file of its own in a folder, the weights and the calibration.
+        """Write a file for every member, and one for the weights and the calibration, in place of those in the folder.
 
         `vi.load(folder, networks)` reads them.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for c, member in enumerate(self.posteriors):
-            member.save(folder / f"network-{c}.safetensors")
         tensors, found = {"weights": self.weights}, self.calibration
         if found is not None and found.conformal is not None:
             tensors[SCORES] = found.conformal.values
-        described = {} if found is None else {"calibration": found.described()}
-        write(folder / "mixture.safetensors", tensors, {"kind": KIND, "networks": len(self.members)} | described)
+        described = None if found is None else found.described()
+
+        def make(hidden: Path) -> None:
+            for c, member in enumerate(self.posteriors):
+                member.save(hidden / MEMBER.format(c))
+            write(hidden / FILE, tensors, {"kind": KIND, "networks": len(self.members), "calibration": described})
+
+        made = write_together(folder, make)
+        for old in {*folder.glob(MEMBER.format("*"))}.difference(made):
+            old.unlink()
 
 
 def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module], **given: Any) -> Ensemble:
@@ -313,20 +322,18 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
         networks: as many as were saved, in any order: what is not random is copied into them.
         **given: what you wrote yourself, as in `load`.
     """
-    path = Path(folder) / "mixture.safetensors"
+    path = Path(folder) / FILE
     with opened(path) as stored:
         count, described = stored.description.get("networks"), stored.description.get("calibration")
         if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", SCORES}:
-            raise CheckpointError(f"{path} does not describe a mixture of networks")
+            raise CheckpointError(f"{path} does not describe an ensemble")
         tensors = stored.tensors()
     weights = tensors["weights"]
     if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
-    members = [
-        load_posterior(Path(folder) / f"network-{c}.safetensors", net, **given) for c, net in enumerate(networks)
-    ]
+    members = [load_posterior(Path(folder) / MEMBER.format(c), net, **given) for c, net in enumerate(networks)]
     ensemble = Ensemble(members)
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on

@@ -19,6 +19,8 @@ from torch import Tensor
 
 #: the version of the format that this module writes, and the only one that it reads
 FORMAT = 2
+#: bytes of a tensor that are looked at, and copied, at once
+PIECE = 2**22
 #: bytes of the longest description: a hundred thousand tensors' names and shapes take about as many
 LONGEST = 10_000_000
 #: how safetensors names dtypes
@@ -85,7 +87,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         with open(temporary, "xb") as file:
             file.write(len(head).to_bytes(8, "little") + head)
             for name in names:
-                file.write(_bytes(tensors[name]))
+                file.writelines(_bytes(tensors[name]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -173,7 +175,8 @@ def digest(tensors: Mapping[str, Tensor], description: Any = None) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(_canonical([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        sha.update(_bytes(tensor))
+        for part in _bytes(tensor):
+            sha.update(part)
     return sha.hexdigest()
 
 
@@ -188,9 +191,22 @@ def brief(value: object, length: int = 80) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """Return the tensor's bytes, without a copy if it lies on the CPU without gaps."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite."""
+    return all(bool(part.isfinite().all()) for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Give the tensor in parts of a few rows, of which a copy takes little memory."""
+    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    size = rows[:1].numel() * rows.element_size()
+    yield from rows.split(max(1, PIECE // max(1, size)))
+
+
+def _bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """Give the tensor's bytes, row by row."""
+    for part in _parts(tensor):
+        yield part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _canonical(value: Any) -> str:

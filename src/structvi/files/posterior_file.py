@@ -23,7 +23,7 @@ from ..parameters import Parameters
 from ..result import Status
 from ..util.checks import check_one_of, is_integer
 from .describe import Kind, OfYourOwn, decode, encode, refusing
-from .file import CheckpointError, Table, brief, digest, opened, write
+from .file import CheckpointError, Table, all_finite, brief, digest, opened, write
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -62,7 +62,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     tensors: dict[str, Tensor] = {}
     for part, module in parts.items():
         own = _state(module)
-        if not all(bool(x.isfinite().all()) for x in own.values()):
+        if not all(map(all_finite, own.values())):
             raise ValueError(f"the {part} has values that are not finite: save a posterior whose fit has not failed")
         tensors |= _prefixed(part, own)
     tensors |= _prefixed("network", held) if network == "store" else {}
@@ -156,7 +156,7 @@ def load(
         tensors = stored.tensors()
     for name, tensor in tensors.items():
         part = name.split(".")[0]
-        if part != "network" and given.get(part) is None and not bool(tensor.isfinite().all()):
+        if part != "network" and given.get(part) is None and not all_finite(tensor):
             raise CheckpointError(f"{path} has values that are not finite in {brief(name)}")
     with refusing(path):
         calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES), model.likelihood)
