@@ -14,7 +14,7 @@ MISSING = 'the command line needs the extra "reproduce": pip install "structvi[r
 
 
 class Part(StrEnum):
-    """What `structvi reproduce` can redo."""
+    """The parts of `structvi reproduce`."""
 
     table1 = "table1"
     table2 = "table2"

@@ -31,20 +31,19 @@ def load(path: str | os.PathLike[str], of: Target, **given: Any) -> DensityFit: 
 def load(path: str | os.PathLike[str], of: Any, **given: Any) -> Posterior | Ensemble | DensityFit:
     """Return the posterior, ensemble or fit of a log density that a file holds; reading it runs no code.
 
-    Networks, log densities and what you wrote yourself are not in the file: give them again. A network's tensors that
-    are not random, held ones and buffers, are part of the posterior: they are copied from the file into the network, as
-    `load_state_dict` does. Files of other versions of structvi are not read.
+    Networks, log densities, and classes and functions of your own are not in the file: give them again. A network's
+    held tensors and buffers are part of the posterior: `load` copies them into the network, as `load_state_dict` does.
+    Files of other versions of structvi are not read.
 
     Args:
         path: the file, or an ensemble's folder.
-        of: the network of a posterior, with the tensors of the one that was saved; the networks of an ensemble; or the
-            log density of a fit.
+        of: the network of a posterior; the networks of an ensemble; or the log density of a fit.
         **given: for a posterior and an ensemble `family=`, `prior=`, `likelihood=` and `forward=` that you wrote
             yourself, made with the same arguments, and `device=`; for a fit `family=`, and in minibatches `loader=`.
 
     Raises:
         CheckpointError: the file is missing, damaged, of another version or of another kind.
-        ValueError: the network, or what you gave, is not what was saved.
+        ValueError: the network, or a part that you gave, differs from the saved one.
 
     Example:
         >>> import tempfile

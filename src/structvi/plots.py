@@ -26,7 +26,7 @@ def predictive_band(
     level: float = 0.95,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The predictive of one number against one input: mean, interval of t, and ±2 standard deviations of y in it.
+    """Draw the predictive of one number against one input: mean, interval of t, and ±2 standard deviations of y.
 
     Args:
         x: the inputs of the prediction, [B] or [B, 1], in any order.
@@ -64,10 +64,10 @@ def predictive_band(
 
 
 def reliability_diagram(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None) -> "Axes":
-    """How often labels are right against the confidence in them; the bars below show how many there are.
+    """Draw the frequency of right labels against their confidence; the bars below show how many there are.
 
-    Of results by structure (`imaging.by_structure`) a line for each: how often a voxel belongs to the structure,
-    against the probability that it does.
+    Results by structure (`imaging.by_structure`) have a line each: the frequency with which a voxel belongs to the
+    structure, against its probability.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ def _confidence(metrics: Metrics, ax: "Axes") -> None:
 
 
 def referral_curve(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None) -> "Axes":
-    """What is gained on the rest by handing the most uncertain cases to a human, against the share that is handed over.
+    """Draw the accuracy on the rest against the share of cases that a human takes, the most uncertain first.
 
     Args:
         metrics: of `evaluate`, with class labels: accuracy; or of `imaging.by_structure`: mean Dice of the cases.
@@ -150,7 +150,7 @@ def referral_curve(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None
 
 
 def dice_by_structure(metrics: StructureMetrics, ax: "Axes | None" = None) -> "Axes":
-    """Dice of every case, structure by structure, beside what the posterior expected of it.
+    """Draw the Dice of every case, structure by structure, beside the Dice that the posterior expected.
 
     Args:
         metrics: of `imaging.by_structure`.
@@ -173,7 +173,7 @@ def dice_by_structure(metrics: StructureMetrics, ax: "Axes | None" = None) -> "A
 
 
 def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
-    """The mean risk of the most certain observations against their fraction: rising where uncertainty is worth it.
+    """Draw the mean risk of the most certain observations against their fraction: it rises if uncertainty is useful.
 
     Example:
         >>> import torch

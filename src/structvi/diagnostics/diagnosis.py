@@ -1,4 +1,4 @@
-"""`diagnose`: everything there is to know about a fitted posterior, with a verdict in plain words."""
+"""`diagnose`: a report on a fitted posterior, with a verdict in plain words."""
 
 import textwrap
 import unicodedata
@@ -42,7 +42,7 @@ _MARKS: dict[Level, str] = {"good": "✓", "note": "·", "bad": "✗", "not avai
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what came out and what it means."""
+    """One measurement: its value and its meaning."""
 
     name: str
     value: str
@@ -56,7 +56,7 @@ class Report:
 
     Attributes:
         findings: in the order in which they were looked at.
-        sound: False where something is bad; None where what decides could not be had.
+        sound: False if something is bad; None if a measurement that decides was not available.
         verdict: the whole in a sentence.
         parts: name → the object a finding comes from: `Estimate`, `Importance`, `Moments`, `GradientNoise`, ..
     """
@@ -106,17 +106,17 @@ def diagnose(
     10 % in any coordinate, where fewer than 100 draws are effective, where the ELBO is not finite, or where the fit
     says that it missed modes. It takes about 16,000 evaluations, and 24,000 where k̂ is near a limit.
 
-    For a network, whose posterior no Gaussian matches, k̂ is reported with what it means, and `sound` is False where
-    the fit is stuck or the ELBO not finite. It takes about 150 passes over the loader, of one draw each: `draws` of
+    No Gaussian matches a network's posterior: there the report explains k̂, and `sound` is False if the fit is stuck or
+    the ELBO is not finite. It takes about 150 passes over the loader, of one draw each: `draws` of
     them for k̂, 32 for the ELBO.
 
     Args:
         q: a posterior, or a bound family.
         data: the posterior's loader, or the family's target, such as `LogDensity`.
-        result: what `posterior.fit` or `vi.fit_density` returned; that of the posterior's last fit if not given.
+        result: of `posterior.fit` or `vi.fit_density`; of the posterior's last fit if not given.
         draws: for the importance weights; 100 for a network, each a pass over the data, and 2000 for a log density.
         gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.
-        progress: show what is being looked at, in a terminal.
+        progress: show a bar, in a terminal.
         seed: of all draws.
 
     Example:
@@ -173,7 +173,7 @@ def _elbo(problem: Problem, seed: int, parts: dict[str, Any]) -> Finding:
 
 
 def _weights(q: Any, data: Any, problem: Problem, draws: int, seed: int, parts: dict[str, Any]) -> list[Finding]:
-    """k̂, and where it allows them the corrected moments."""
+    """Return k̂ and, if it allows them, the corrected moments."""
     network = problem.posterior is not None
     try:
         weighted = importance(q, data, draws, seed=seed + 1)
@@ -290,5 +290,5 @@ def _verdict(findings: list[Finding], result: Result | None, network: bool) -> t
 
 
 def _width(text: str) -> int:
-    """Columns on a screen: the hat of k̂ takes none."""
+    """Return the columns on a screen: the hat of k̂ takes none."""
     return sum(not unicodedata.combining(character) for character in text)

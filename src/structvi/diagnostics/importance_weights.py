@@ -1,4 +1,4 @@
-"""What is diagnosed, a posterior with its data or a family with its target; and its importance weights."""
+"""A posterior with its data, or a family with its target, and its importance weights."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +30,7 @@ SEARCHED = 5000
 
 @dataclass(frozen=True)
 class Problem:
-    """A family, what it approximates, and the data where there are any."""
+    """A family, its target, and the data of a posterior."""
 
     family: Family
     target: Target
@@ -107,11 +107,11 @@ def importance(
     """Return importance weights of the joint over the full data, at independent draws of q.
 
     For a log density under a Gaussian, or a mixture of Gaussians, four times as many draws with longer tails are taken
-    too, around what the weights so far tell, and around mass that a search finds beside q. `k` is that of q's own
+    too, around what the weights so far tell, and around mass that a search finds beside q. `k` is for q's own
     draws. At most 5·draws + 5000 evaluations of the log density are spent.
 
-    Where they do not exist this raises `Unavailable` with the reason: point masses, families without `log_prob` or
-    with masks, a network that is itself random, data that the loader does not give in full.
+    It raises `Unavailable`, with the reason, for point masses, families without `log_prob` or with masks, networks that
+    are random themselves, and loaders that do not give all data.
 
     Args:
         q: a posterior, or a bound family.

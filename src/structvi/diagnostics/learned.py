@@ -1,4 +1,4 @@
-"""What a posterior learned: the share of the targets that predictions explain, and directions of a low-rank part."""
+"""The share of the targets that predictions explain, and the directions of a low-rank part that matter."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class Learned:
     """Shares of the targets' spread.
 
     Attributes:
-        explained: variance of predictive means over the data, relative to that of the targets; None if the likelihood
+        explained: variance of predictive means over the data, relative to the targets' variance; None if the likelihood
             is a plain function.
-        noise: standard deviation of the noise over that of the targets; None if the likelihood has no unknown noise.
+        noise: standard deviation of the noise over the targets'; None if the likelihood has no unknown noise.
     """
 
     explained: float | None
@@ -57,7 +57,7 @@ class Learned:
 def learned(posterior: "Posterior", loader: Iterable[Any], *, seed: int = 0) -> Learned:
     """Return what predictions explain of the targets, and how much is noise.
 
-    For labels, means are probabilities, and the variance of the targets is that of the classes' indicators, Σ p̄(1 − p̄).
+    For labels, means are probabilities, and the targets' variance is Σ p̄(1 − p̄), of the classes' indicators.
 
     Example:
         >>> from structvi import MeanField, likelihoods, variationalize
@@ -147,7 +147,7 @@ class Spectrum:
 
 @torch.no_grad()
 def spectrum(q: "Posterior | Family") -> Spectrum:
-    """Return the K eigenvalues of FFᵀ, for Σ = D(I + FFᵀ)D, or Λ = D⁻¹(I + FFᵀ)D⁻¹: those of the K×K matrix FᵀF.
+    """Return the K eigenvalues of FFᵀ, for Σ = D(I + FFᵀ)D, or Λ = D⁻¹(I + FFᵀ)D⁻¹, by the K×K matrix FᵀF.
 
     Example:
         >>> from structvi import LowRankNormal, Parameters

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Statistic = Callable[[Tensor], Tensor | float]
 
 NUMBERS: dict[str, Statistic] = {"mean": torch.mean, "sd": torch.std, "min": torch.min, "max": torch.max}
-#: The chance that a right model is said to miss one of the statistics.
+#: probability that a right model fails one of the statistics
 FALSE_ALARM = 0.05
 
 
 @dataclass(frozen=True)
 class PredictiveCheck:
-    """Statistics of the observed data among those of replicated data sets.
+    """Statistics of the observed data, and of replicated data sets.
 
     Attributes:
         observed: statistic → its value on the data.
@@ -41,7 +41,7 @@ class PredictiveCheck:
 
     @property
     def p_values(self) -> dict[str, float]:
-        """P(T(replicated) > T(observed)), equal ones counted half: near 0 or 1 where the model misses the statistic."""
+        """P(T(replicated) > T(observed)), with equal ones half: near 0 or 1 if the model misses the statistic."""
         result = {}
         for name, value in self.observed.items():
             above, equal = (self.replicated[name] > value), (self.replicated[name] == value)
@@ -58,7 +58,7 @@ class PredictiveCheck:
         return f"the model misses {', '.join(said)}"
 
     def plot(self, statistic: str | None = None, ax: "Axes | None" = None) -> "Axes":
-        """The statistic of the replicated data sets as a histogram, that of the data as a line."""
+        """Draw the statistic of the replicated data sets as a histogram, and of the data as a line."""
         from ..plots import BLUE, ORANGE, axes_of, finish
 
         name = next(iter(self.observed)) if statistic is None else statistic

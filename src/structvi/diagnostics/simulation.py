@@ -32,7 +32,7 @@ class SBCResult:
         ranks: [R, P], how many of L draws are below the truth.
         draws: L.
         names: of the P numbers.
-        p_values: of uniform ranks, [P]: twice the smaller of those of the χ² statistic of a histogram and of the
+        p_values: of uniform ranks, [P]: twice the smaller of two: by the χ² statistic of a histogram, and by the
             largest deviation of the ranks' distribution function, in its standard deviations.
         level: a method is caught where the smallest p-value times P is below.
     """
@@ -49,7 +49,7 @@ class SBCResult:
 
     @property
     def verdict(self) -> str:
-        """In words: passed, or what is wrong with which parameter."""
+        """The result in words, with the parameters that are wrong."""
         R, P = self.ranks.shape
         if self.passed:
             return f"no miscalibration seen in {R} replications (smallest p-value {self.p_values.min():.2g} of {P})"
@@ -59,7 +59,7 @@ class SBCResult:
         return f"not calibrated: {'; '.join(shown)}{more}, in {R} replications"
 
     def _shape(self, index: int) -> str:
-        """What the ranks' mean and spread say about draws against truth, where they say it beyond three errors."""
+        """Return what mean and spread of the ranks show beyond three standard errors."""
         u = (self.ranks[:, index].double() + 0.5) / (self.draws + 1)
         tilt = (u.mean().item() - 0.5) / sqrt(1 / 12 / len(u))
         spread = ((u - 0.5).square().mean().item() - 1 / 12) / sqrt(1 / 180 / len(u))
@@ -71,7 +71,7 @@ class SBCResult:
         return "is " + " and ".join(words) if words else "has ranks that are not uniform"
 
     def plot(self, parameter: int | str = 0, ax: "Axes | None" = None) -> "Axes":
-        """The ranks' distribution function less the uniform one, and the band that holds all of it 95 times of 100."""
+        """Draw the ranks' distribution function less the uniform one, and the band that holds all of it in 95 %."""
         from ..plots import BLUE, GREY, axes_of, finish
 
         index = self.names.index(parameter) if isinstance(parameter, str) else parameter
@@ -100,9 +100,10 @@ def sbc(
     seed: int = 0,
     together: bool = False,
 ) -> SBCResult:
-    """Simulation-based calibration: θ ~ prior, data ~ p(data | θ), fit; is θ's rank among posterior draws uniform?
+    """Rank each θ ~ prior among the posterior's draws for data ~ p(data | θ), and test whether ranks are uniform.
 
-    For the exact posterior, and for it alone among methods that use the data, it is (Talts et al., arXiv:1804.06788).
+    This is simulation-based calibration (Talts et al., arXiv:1804.06788). Ranks are uniform for the exact posterior
+    alone, among methods that use the data.
 
     Args:
         simulate: called with a generator, gives (θ, data): θ a tensor, or a dict of named ones.
@@ -148,7 +149,7 @@ def sbc(
 def _replications(
     simulate: Simulate, fit: Fit, count: int, generator: torch.Generator, together: bool
 ) -> Iterator[tuple[Any, Any]]:
-    """θ, and what was fitted to data from it."""
+    """Give θ and the posterior fitted to data from it."""
     if not together:
         for _ in range(count):
             theta, data = simulate(generator)
@@ -176,7 +177,7 @@ def _flat(theta: Any) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def _posterior_draws(fitted: Any, theta: Any, count: int, generator: torch.Generator) -> Tensor:
-    """[L, P] in the order of θ."""
+    """Return draws [L, P] in the order of θ."""
     if not isinstance(fitted, Family) and isinstance(family := getattr(fitted, "family", None), Family):
         fitted = family  # of a posterior
     density = fitted() if isinstance(fitted, Family) else fitted
@@ -194,26 +195,26 @@ def _posterior_draws(fitted: Any, theta: Any, count: int, generator: torch.Gener
 
 
 def _grid(L: int) -> Tensor:
-    """Where the distribution function is compared: inside (0, 1), at most 100 points that ranks can reach."""
+    """Return at most 100 points in (0, 1) that ranks can reach, to compare the distribution function there."""
     points = torch.arange(1, L + 1, dtype=torch.float64)
     step = -(-L // 100)
     return points[step - 1 :: step] / (L + 1)
 
 
 def _distribution(ranks: Tensor, L: int) -> Tensor:
-    """P(rank < (L + 1) u) on the grid: u for uniform ranks. [.., R] → [.., G]."""
+    """Return P(rank < (L + 1) u) on the grid: u for uniform ranks. [.., R] → [.., G]."""
     points = (_grid(L) * (L + 1)).round().long().expand(*ranks.shape[:-1], -1).contiguous()
     return torch.searchsorted(ranks.sort(-1).values, points).double() / ranks.shape[-1]
 
 
 def _deviation(ranks: Tensor, L: int) -> Tensor:
-    """The largest deviation of the distribution function, in its standard deviations: [.., R] → [..]."""
+    """Return the largest deviation of the distribution function, in its standard deviations: [.., R] → [..]."""
     grid = _grid(L)
     return ((_distribution(ranks, L) - grid).abs() / (grid * (1 - grid) / ranks.shape[-1]).sqrt()).amax(-1)
 
 
 def _largest(R: int, L: int) -> Tensor:
-    """`_deviation` of many sets of uniform ranks: its distribution where the method is right."""
+    """Return `_deviation` for many sets of uniform ranks: its distribution if the method is right."""
     generator = torch.Generator().manual_seed(0)
     return _deviation(torch.randint(L + 1, (SIMULATIONS, R), generator=generator), L)
 

@@ -28,7 +28,7 @@ def collective(call: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors by those of rank 0."""
+    """Overwrite tensors by the values of rank 0."""
     for tensor in tensors:
         common = tensor.contiguous()
         collective(lambda x=common: dist.broadcast(x, 0))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LossModule(nn.Module):
     """`posterior.loss` as the forward of a module, for `DistributedDataParallel` and `Fabric.setup`.
 
-    The module has the parameters that are learned. It lacks those of the network, which get no gradient: DDP would wait
+    The module has the parameters that are learned. It lacks the network's own: they get no gradient, and DDP would wait
     for one. Give all ranks generators of one seed for the same weights, or of different seeds for more draws.
 
     Args:

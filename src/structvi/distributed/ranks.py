@@ -45,15 +45,15 @@ class Taken(NamedTuple):
 class Ranks:
     """The ranks of one fit; a fit in one process is a fit of one rank.
 
-    - "data": all ranks draw the same weights, and each takes its part of every batch. The gradient is that of the union
-      of the parts, Σ_r (B_r/B) g_r.
+    - "data": all ranks draw the same weights, and each takes its part of every batch. They sum the gradients to the
+      gradient of the union of the parts, Σ_r (B_r/B) g_r.
     - "draws": each rank draws its own weights for the same batch. The gradient is the mean over the ranks.
 
     Ranks send messages over a group of their own, with gloo: it notices a lost rank at once, and needs no accelerator.
 
     Args:
         parallel: "data", "draws", "auto" ("data" if there is a process group of more than one rank), or None.
-        family: what is fitted; some of its tensors may be sharded.
+        family: of the posterior; some of its tensors may be sharded.
 
     Example:
         >>> ranks = Ranks("auto")
@@ -103,9 +103,9 @@ class Ranks:
         """Start all ranks from the values of rank 0; raise ValueError if their settings differ.
 
         Args:
-            settings: by name, what must be the same everywhere.
-            learned: what the fit changes; sharded rows stay.
-            others: what else all ranks must have the same values of.
+            settings: by name; they must be the same everywhere.
+            learned: tensors that the fit changes; sharded rows stay.
+            others: other tensors that all ranks must share.
         """
         if self.size == 1:
             return
@@ -133,7 +133,7 @@ class Ranks:
     # --------------------------------------------------------------------------------------------------- one step
 
     def take(self, iterator: Iterator[Any], count: int, batches: "Batches", index: int) -> Taken:
-        """Return the next `count` batches of this rank, with their rows and those of all ranks together.
+        """Return the next `count` batches of this rank, their rows, and the rows on all ranks together.
 
         If the loader has an order of its own, then each rank has its own loader: an epoch ends for all of them when one
         has no batch left.
@@ -162,7 +162,7 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Raise on all ranks if something fails inside on one: nobody waits for it.
 
-        What is not finite on one is so on all of them; every other error ends them.
+        A value that is not finite on one leaves the step out on all of them; every other error ends them.
         """
         error = None
         try:
@@ -195,7 +195,7 @@ class Ranks:
         return torch.cat(all_gather(values * self.size), -1) if self.mode == "draws" else all_reduce(values)
 
     def norm(self, named: Mapping[str, Tensor]) -> Tensor:
-        """Return the norm of all gradients, in float64; of what is sharded, over the rows of all ranks."""
+        """Return the norm of all gradients, in float64; sharded ones count with the rows of all ranks."""
 
         def square(sharded: bool) -> Tensor:
             own = [p.grad for name, p in named.items() if p.grad is not None and (name in self.sharded) == sharded]

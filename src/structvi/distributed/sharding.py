@@ -1,7 +1,7 @@
 """Posteriors larger than one device: each rank holds its rows of mean, scales and factor, and their moments.
 
 In a step the drawn weights [S, P], their gradients and sums of size K×K travel between ranks. Every rank makes the
-whole noise [S, P] from the common generator, and takes its columns: draws are those of one process.
+whole noise [S, P] from the common generator, and takes its columns: one process would draw the same.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -125,7 +125,7 @@ class ShardedDensity(Density):
 
 
 class Sharded:
-    """The base of sharded families: this rank's rows, and the density over those of all ranks."""
+    """The base of sharded families: this rank's rows, and the density over the rows of all ranks."""
 
     rows: Rows
     #: names of the tensors that are cut into rows
@@ -176,7 +176,7 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
         whole = gather(bayes.cpu())
 
     Args:
-        posterior: with a `LowRankNormal`, `LowRankPrecision` or `MeanField`; it is left as it is.
+        posterior: with a `LowRankNormal`, `LowRankPrecision` or `MeanField`; it is not changed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(

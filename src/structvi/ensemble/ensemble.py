@@ -42,7 +42,7 @@ WORST_FIRST = (
     Status.DIVERGED, Status.STOPPED, Status.TOO_SHORT, Status.IMPROVING, Status.UNCLEAR, Status.CONVERGED,
     Status.PLACED,
 )  # fmt: skip
-#: iterations of expectation maximisation over the weights, each of which gains
+#: iterations of expectation maximisation over the weights; each gains
 ITERATIONS = 500
 #: observations that all members share equally in stacking: they hold the weights together where data are few
 EQUAL_ROWS = 3.0
@@ -52,16 +52,16 @@ STACKING_DRAWS = 64
 
 @dataclass(repr=False, kw_only=True)
 class EnsembleResult(Result):
-    """What the fits of an ensemble's members came to.
+    """The result of an ensemble's fit.
 
     Attributes:
         elbo: Σ_c w_c ELBO_c − KL[w‖1/C], of member and weights together.
         members: the result of each.
         weights: of the members.
         held_out: log density of the held-out data, the average over all members, in nats a number; None without them.
-        gain: how much higher that is than that of the average over the trained networks with its own temperature, and
-            its standard error over rows; None where the members were trained.
-        ensemble: what was fitted: it predicts, evaluates and saves; its `calibration` may be a temperature on top.
+        gain: over the average of the trained networks with its own temperature, and its standard error over rows; None
+            if the members were trained.
+        ensemble: the fitted ensemble; its `calibration` may be a temperature.
     """
 
     members: Sequence[FitResult | LaplaceResult]
@@ -129,7 +129,7 @@ class Ensemble(nn.Module):
                 "the networks of an ensemble must share one dtype: give net.float() or net.double() of all"
             )
         self.members = nn.ModuleList(posteriors)
-        #: as of a posterior; those of the members take no part
+        #: found by `calibrate`, as for a posterior; calibrations of the members take no part
         self.calibration: Calibration | None = None
         self.chosen_on: str | None = None
         self.register_buffer("weights", torch.full((len(posteriors),), 1 / len(posteriors), dtype=torch.float64))
@@ -318,9 +318,9 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
     """Return the ensemble of a folder that `Ensemble.save` wrote, around networks of the same form.
 
     Args:
-        folder: where it is.
-        networks: as many as were saved, in any order: what is not random is copied into them.
-        **given: what you wrote yourself, as in `load`.
+        folder: of the ensemble.
+        networks: as many as were saved, in any order; held tensors and buffers are copied into them.
+        **given: parts of your own, as in `load`.
     """
     path = Path(folder) / FILE
     with opened(path) as stored:
@@ -345,8 +345,8 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
 def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
     """Return the weights with the highest Σ_n log Σ_c w_c p_c(t_n) + rows/C Σ_c log w_c: [C, n] → [C].
 
-    The second term holds them together where there are few data: as if so many more rows had been shared by all
-    members. The problem is concave, and solved by expectation maximisation.
+    The second term keeps the weights equal if data are few, like so many more rows that all members share. The problem
+    is concave, and expectation maximisation solves it.
 
     Args:
         log_probs: of each member and each observation.

@@ -51,9 +51,9 @@ def fit_many(
 
     Posteriors of one form (network, family, likelihood and prior made with the same arguments) with fits of one length
     are fitted as one computation. Noise, order of the data, clipping and the end are each fit's own. Data sets may
-    differ in size: shorter batches are padded with rows that count nothing. The results are those of single fits up to
-    rounding, but for two things: a step that is not finite still ages Adam's moments, and held-out data are read at the
-    end only.
+    differ in size: shorter batches are padded with rows that count nothing. Single fits have the same results up to
+    rounding, with two exceptions. A step that is not finite still ages Adam's moments, and held-out data are read only
+    at the end.
 
     Large networks, and options that cannot be stacked (an optimizer or scheduler of your own, `accumulate`, mixed
     precision, several ranks), are fitted one after another; `result.notes` says why.
@@ -107,7 +107,7 @@ def fit_many(
 
 
 class Job(NamedTuple):
-    """What one fit is asked for."""
+    """A posterior, its data and its options."""
 
     posterior: Posterior
     loader: Iterable[Any]
@@ -234,7 +234,7 @@ class Reader:
             fit.epoch, fit.index, self.iterator = fit.epoch + 1, 0, None
 
     def weight(self) -> float:
-        """Return the weight of −elbo: all observations count the same, those of a short last batch too."""
+        """Return the weight of −elbo: all observations count the same, also in a short last batch."""
         mean = self.fit.mean_rows or (self.fit.rows + self.rows) / (self.fit.step + 1)
         return self.rows / mean / self.fit.settings["num_data"]
 
@@ -271,7 +271,7 @@ class StackedFits:
 
     Args:
         fits: each at its first step.
-        options: of `fit`; its estimator and clip are those of all.
+        options: of `fit`; all share estimator and clip.
     """
 
     def __init__(self, fits: Sequence[Fit], options: Options):
@@ -331,8 +331,8 @@ class StackedFits:
     def reason_against(self) -> str | None:
         """Return what speaks against fits at once, found at first batches, which are given back.
 
-        Networks may differ in what no tensor shows, and padded rows may change the others: every posterior is compared
-        with itself alone, on its own rows.
+        Networks may differ in code, and padded rows may change the others: every posterior is compared with itself
+        alone, on its own rows.
         """
         model, streams = self.objective.posterior.model, [one.generator.get_state() for one in self.fits]
         sizes = {(one.settings["num_data"], one.mean_rows) for one in self.fits}

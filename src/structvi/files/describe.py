@@ -1,6 +1,6 @@
 """Families, priors and likelihoods as JSON, and back: by name, from an explicit list of classes, never by import.
 
-A description may come from anyone: what `decode` makes of it is of the kind that was asked for, and no larger than it.
+A description may come from anyone: `decode` makes an object of the requested kind, within bounds on its size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,12 +65,12 @@ _DISTRIBUTIONS: dict[type[td.Distribution], tuple[str, ...]] = {
 }
 _SEQUENCES = {"tuple": tuple, "list": list, "frozenset": frozenset}
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)}
-#: what a constructor, or the code here, says of values that `encode` never wrote
+#: errors of a constructor, or of the code here, for values that `encode` never wrote
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError, RecursionError)
 
 
 class OfYourOwn(Exception):
-    """A value that cannot be described: a function, or a class that is not in the list; the text is its name."""
+    """A function, or an object of a class that is not in the list, cannot be described; the text is its name."""
 
 
 def encode(value: Any) -> Any:
@@ -104,7 +104,7 @@ def decode(value: Any, kind: Kind | None = None, patterns: int = 100) -> Any:
 
     Args:
         value: the description.
-        kind: what it has to describe, and every object in it; None for a value without objects.
+        kind: of the value, and of every object in it; None for a value without objects.
         patterns: the most entries of a dict: each has a tensor of its own.
 
     Raises:
@@ -164,7 +164,7 @@ def _build(value: Any, kind: Kind | None, patterns: int) -> Any:
 
 @contextmanager
 def refusing(path: Any) -> Iterator[None]:
-    """Blame the file for whatever goes wrong inside."""
+    """Raise CheckpointError, which names the file, for an error inside."""
     try:
         yield
     except CheckpointError:

@@ -40,11 +40,11 @@ class CheckpointError(ValueError):
 
 
 class MissingFile(CheckpointError, FileNotFoundError):
-    """There is no file of that name."""
+    """No file has that name."""
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    """Write one file atomically: afterwards `path` holds all of it, or what it held before.
+    """Write one file atomically: afterwards `path` holds all of it, or the old content.
 
     A temporary file in the same directory is written, flushed to the disk and renamed. Tensors are written one after
     the other from their memory: one on a GPU, or with gaps, is copied.
@@ -197,7 +197,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the tensor in parts of a few rows, of which a copy takes little memory."""
+    """Give the tensor in parts of a few rows: a copy of one takes little memory."""
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     size = rows[:1].numel() * rows.element_size()
     yield from rows.split(max(1, PIECE // max(1, size)))

@@ -1,4 +1,4 @@
-"""The files of a fit's checkpoints: a folder of them, the newest that is whole, and what is cleared away."""
+"""The files of a fit's checkpoints in a folder: written, found again, and removed when they are old."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 from . import file
 
 KIND = "fit"
-#: how many are kept: where the newest is damaged, the one before is read
+#: checkpoints that are kept: if the newest is damaged, the one before is read
 KEPT = 2
 
 
@@ -20,7 +20,7 @@ class Found(NamedTuple):
     path: Path
     tensors: dict[str, Tensor]
     description: dict[str, Any]
-    damaged: list[str]  # what was said of newer ones
+    damaged: list[str]  # messages about newer ones
 
 
 def write(
@@ -31,13 +31,13 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"fit-{step:010d}.safetensors"
     file.write(path, tensors, {"kind": KIND, "state": dict(description)})
-    # what a process that was killed while writing has left
+    # temporary files are of processes that were killed
     for old in [*files(directory)[KEPT:], *directory.glob(".fit-*.tmp")]:
         old.unlink()
 
 
 def latest(directory: str | os.PathLike[str]) -> Found | None:
-    """Return the newest checkpoint in a directory that is whole; None where there is none."""
+    """Return the newest checkpoint in a directory that is whole; None if the directory has none."""
     damaged: list[str] = []
     for path in files(directory):
         try:

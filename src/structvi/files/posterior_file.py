@@ -45,7 +45,7 @@ FIELDS = {
     "fit_status",
     "variance",
 }
-#: tensors beside those of family, likelihood, prior and network: θ₀, and scores of conformal sets
+#: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
 #: lines of differences in a message
 LINES = 20
@@ -215,7 +215,7 @@ def shapes_of(family: Family, space: Parameters) -> Table:
 
 
 class _Shapes(Parameters):
-    """A space on the meta device: what is bound to it has shapes and no numbers."""
+    """A space on the meta device: a family that is bound to it has shapes and no numbers."""
 
     def __init__(self, space: Parameters):
         vars(self).update(vars(space))

@@ -24,14 +24,14 @@ from ..predict.predictor import Predictor
 
 __all__ = ["export_predictive"]
 
-#: a program may differ from `predict` by so many roots of the rounding: both add in another order
+#: roots of the rounding by which a program may differ from `predict`: sums are taken in another order
 CLOSE = 10.0
 
 
 class FixedPredictive(nn.Module):
     """x → class probabilities [B, C, ..], or (mean, variance) of t [B, ..] each, at S draws that never change.
 
-    The network is held once, the drawn tensors as buffers [S, *shape]; what is the same in every draw is held once too.
+    The network is held once, and so are tensors that all draws share; drawn tensors are buffers [S, *shape].
 
     Args:
         chunks: the draws, of a posterior that is copied, not changed.
@@ -106,13 +106,13 @@ def export_predictive(
 ) -> ExportedProgram:
     """Return the predictive mixture at fixed draws as a program: `torch.export.save` it, and load it without structvi.
 
-    Called as the network is, it gives what `posterior.predict` does with the same arguments and a generator of the same
-    seed: of labels the class probabilities, `mean`, otherwise the pair (`mean`, `variance`). It takes S times the work
-    of the network, and S times the memory of what is random in it. A temperature or scale that `calibrate` found is
-    in it, conformal sets are not. Of the example inputs only the shapes are in it.
+    Call it as you call the network. It returns what `posterior.predict` returns with the same arguments and a generator
+    of the same seed: class probabilities, `mean`, or for numbers the pair (`mean`, `variance`). It takes S times the
+    work of the network, and S times the memory of its random tensors. A temperature or scale from `calibrate` is
+    applied; conformal sets are left out. The program has the shapes of the example inputs, not their values.
 
     Args:
-        posterior: what `variationalize` returns; or `posterior.predictor(..)`, whose draws are those of the program.
+        posterior: what `variationalize` returns; or `posterior.predictor(..)`, with its draws.
         example_inputs: as `predict` takes them: a tensor [B, ..], a tuple of arguments or a dict of keywords.
         draws, generator: as in `predict`; of a predictor they are its own.
         dynamic_batch: whether B may be another at every call; False where the network only takes the example's.
@@ -176,7 +176,7 @@ def export_predictive(
 def _check_program(
     program: ExportedProgram, chunks: WeightDraws, calibration: Calibration | None, example: Any, rows: int
 ) -> None:
-    """Raise ValueError unless the program predicts what the posterior predicts, at so many random rows."""
+    """Raise ValueError unless program and posterior have the same predictions, at `rows` random rows."""
     generator = torch.Generator().manual_seed(0)
 
     def random(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N, and a callback that records and saves it.
 
-Of the two packages that are Lightning, `lightning` is taken where it is installed, else `pytorch_lightning`: import
-your Trainer from the same one, for neither knows the other's modules.
+Lightning is two packages: this takes `lightning` if it is installed, else `pytorch_lightning`. Import your Trainer from
+the same one, for neither knows the other's modules.
 """
 
 import os
@@ -42,10 +42,10 @@ __all__ = ["BayesianModule", "PosteriorCallback"]
 class BayesianModule(LightningModule):
     """A posterior that a Trainer fits, `Trainer(max_epochs=20, gradient_clip_val=10.0).fit(module, loader)`.
 
-    The loss is that of `posterior.loss`, −(E log lik − λ KL[q‖prior])/N, and the optimizer and its schedule are those
-    of `posterior.fit`: Adam with a smaller rate for factors, a linear warm-up and a cosine decay. N is the length of
-    the training data set unless the posterior has it. `posterior.fit` does more: it starts the factor late, averages
-    the last steps, skips batches that are not finite and selects the best candidate. Use this where you need a Trainer.
+    The loss is `posterior.loss`, −(E log lik − λ KL[q‖prior])/N. Optimizer and schedule are as in `posterior.fit`: Adam
+    with a smaller rate for factors, a linear warm-up and a cosine decay. N is the length of the training data set unless
+    the posterior has it. `posterior.fit` does more: it starts the factor late, averages the last steps, skips batches
+    that are not finite and selects the best candidate. Use this if you need a Trainer.
 
     Validation and test log the predictive's `nlpd` (nats per observation) and, of labels, `accuracy` and `brier`, of
     numbers `mse` and `crps`, with "val_" and "test_" in front. `Trainer(precision="bf16-mixed")` runs the network, and
