@@ -73,7 +73,7 @@ def run(name: str, data: Path | None, folder: Path, seed: int) -> dict[str, Any]
         "table": name, "rows": len(rows), "columns": len(names), "seconds": time.process_time() - start,
         "ours": float(found.log_prob.mean()), "baseline": found.best.name, "theirs": float(found.best.log_prob.mean()),
         "gain": found.gain.mean, "half": found.gain.half, "verdict": found.gain.verdict,
-        "coverage_90": found.coverage.get(0.9), "parts": [[str(one.recipe), one.weight] for one in fitted.fit.tried],
+        "calibration": found.calibration, "parts": [[str(one.recipe), one.weight] for one in fitted.fit.tried],
     }  # fmt: skip
 
 

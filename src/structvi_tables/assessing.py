@@ -1,7 +1,7 @@
 """How a fitted table does on the rows that nobody has seen, beside scikit-learn's models."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any
 
@@ -14,16 +14,11 @@ from .fitting import FOLDS, TableFit
 from .reading import EXTRA, Table, TableError
 from .training import folds_of
 
-OURS = "structvi"
-NAMES = {
-    "Ridge": "ridge regression",
-    "LogisticRegression": "logistic regression",
-    "HistGradientBoosting": "gradient boosting",
-}
 #: probabilities of scikit-learn's classifiers are at least this
 SMALLEST = 1e-7
-#: of the intervals whose coverage is looked at
+#: probabilities of the intervals that are compared with the share of test rows inside
 COVERAGE = (0.5, 0.8, 0.9, 0.95)
+BOOSTING = "gradient boosting"
 
 
 @dataclass
@@ -75,15 +70,15 @@ class Assessment:
         log_prob, quality: ours, as those of a `Baseline`.
         baselines: the best setting of each kind; `best` is what the folds choose.
         gain: our log density minus that of the best baseline.
-        coverage: level → share of test rows inside; of classes: bins of (probability of the likeliest, share right, n).
+        calibration: (probability, share of test rows that it should be, rows): of amounts for each interval the share
+            inside, of classes for bins of the likeliest class's probability the share that is right.
     """
 
     predictions: Table
     log_prob: np.ndarray
     quality: float
     baselines: list[Baseline]
-    coverage: dict[float, float] = field(default_factory=dict)
-    reliability: list[tuple[float, float, int]] = field(default_factory=list)
+    calibration: list[tuple[float, float, int]]
 
     @property
     def best(self) -> Baseline:
@@ -103,24 +98,24 @@ def assess(fit: TableFit) -> Assessment:
     target, features = model.target, test.drop(columns=model.target.name)
     t, log_prob, u = target.encode(test), np.empty(len(test)), np.empty(len(test))
     for rows, mixture in model.mixtures(features):
-        log_prob[rows] = mixture.log_prob(t[rows]).numpy()
+        log_prob[rows] = mixture.log_prob(t[rows]).numpy() - log(target.scale)
         if not target.classes:
             u[rows] = mixture.cdf(t[rows]).numpy()
     table = model.predict(features)
-    table.insert(0, target.name, test[target.name].to_numpy(), allow_duplicates=True)
-    table.insert(0, "row", fit.table.index[fit.test.numpy()].to_numpy() + 1, allow_duplicates=True)
-    table["log_prob"] = log_prob - log(target.scale)
     if target.classes:
         p = table[[f"p_{name}" for name in target.classes]].to_numpy()
-        right = p.argmax(1) == t.numpy()
-        found = Assessment(table, table["log_prob"].to_numpy(), float(right.mean()), baselines(fit))
-        for some in np.array_split(np.argsort(p.max(1), kind="stable"), max(1, min(8, len(p) // 10))):
-            found.reliability.append((float(p.max(1)[some].mean()), float(right[some].mean()), len(some)))
-        return found
-    error = table["mean"].to_numpy() - values_of(test[target.name], "number", target.name)
-    found = Assessment(table, table["log_prob"].to_numpy(), float(np.sqrt(np.mean(error**2))), baselines(fit))
-    found.coverage = {level: float((np.abs(u - 0.5) <= level / 2).mean()) for level in COVERAGE}
-    return found
+        right, top = p.argmax(1) == t.numpy(), p.max(1)
+        quality, bins = float(right.mean()), max(1, min(8, len(p) // 10))
+        parts = np.array_split(np.argsort(top, kind="stable"), bins)
+        calibration = [(float(top[some].mean()), float(right[some].mean()), len(some)) for some in parts]
+    else:
+        error = table["mean"].to_numpy() - values_of(test[target.name], "number", target.name)
+        quality = float(np.sqrt(np.mean(error**2)))
+        calibration = [(level, float((np.abs(u - 0.5) <= level / 2).mean()), len(u)) for level in COVERAGE]
+    table.insert(0, target.name, test[target.name].to_numpy(), allow_duplicates=True)
+    table.insert(0, "row", fit.table.index[fit.test.numpy()].to_numpy() + 1, allow_duplicates=True)
+    table["log_prob"] = log_prob
+    return Assessment(table, log_prob, quality, baselines(fit), calibration)
 
 
 def baselines(fit: TableFit) -> list[Baseline]:
@@ -140,13 +135,14 @@ def baselines(fit: TableFit) -> list[Baseline]:
         settings = {"learning_rate": 0.05, "max_iter": 300, "min_samples_leaf": 10}
         linear = [linear_model.Ridge(alpha=alpha) for alpha in (0.1, 1.0, 10.0, 100.0)]
     boosted = [trees(random_state=fit.model.seed, **own) for own in ({}, settings)]
+    name = "logistic regression" if fit.model.target.classes else "ridge regression"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of convergence: what does badly on the folds is not chosen
-        linear, boosted = [_judged(one, fit) for one in linear], [_judged(one, fit) for one in boosted]
-    return [max(found, key=lambda one: one.held_out) for found in (linear, boosted)]
+        found = [[_judged(what, one, fit) for one in each] for what, each in ((name, linear), (BOOSTING, boosted))]
+    return [max(each, key=lambda one: one.held_out) for each in found]
 
 
-def _judged(model: Any, fit: TableFit) -> Baseline:
+def _judged(name: str, model: Any, fit: TableFit) -> Baseline:
     from sklearn.model_selection import cross_val_predict
 
     columns, target = fit.model.columns, fit.model.target
@@ -157,7 +153,6 @@ def _judged(model: Any, fit: TableFit) -> Baseline:
     method = "predict_proba" if target.classes else "predict"
     apart = cross_val_predict(model, x[learned], t[learned], cv=cv, method=method)
     predicted = getattr(model.fit(x[learned], t[learned]), method)(x[test])
-    name = NAMES[type(model).__name__.replace("Regressor", "").replace("Classifier", "")]
     both = ((np.asarray(apart), learned), (predicted, test))
     if target.classes:
         held_out, log_prob = (np.log(np.maximum(p[range(len(p)), t[rows]], SMALLEST)) for p, rows in both)

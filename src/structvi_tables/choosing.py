@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from structvi.models.likelihoods import Categorical, Gaussian, Likelihood, StudentT
 from structvi.posterior import Posterior, variationalize_head
 
+from . import training
 from .mixture import Mixture
 from .training import Fold, network, train
 
@@ -38,6 +40,8 @@ BEHIND = 0.3
 BEFOREHAND = 5.0
 #: rows in a batch of the fits that take no gradient steps
 ROWS = 1024
+#: steps that are timed beforehand
+TIMED = 10
 #: draws of a prediction, from each member
 DRAWS = 16
 
@@ -117,11 +121,18 @@ class Problem:
             posteriors = [self._linear(recipe, sizes, k) for k in range(len(self.folds))]
             return self._judged(Part(recipe, torch.zeros(0), posteriors))
         noise, held_out = recipe.likelihood(), torch.full((len(self.t),), torch.nan)
-        nets = train(x, self.t, self.folds, sizes, noise, self.seed, recipe.decay)
+        nets = train(x, self.t, self.folds, noise, sizes, recipe.decay, self.seed, training.STEPS)
         with torch.no_grad():
             for fold, net in zip(self.folds, nets, strict=True):
                 held_out[fold.held] = noise(net(x[fold.held]), self.t[fold.held]).reshape(-1)
         return Part(recipe, held_out, nets=nets, noise=noise)
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Return the time of all steps of a recipe, from a few of them."""
+        x, noise, start = self.x[recipe.encoding], recipe.likelihood(), perf_counter()
+        sizes = recipe.sizes(x.shape[1], self.classes)
+        train(x, self.t, self.folds, noise, sizes, recipe.decay, self.seed, TIMED)
+        return (perf_counter() - start) / TIMED * training.STEPS
 
     def _linear(self, recipe: Recipe, sizes: list[int], k: int) -> Posterior:
         rows, net = self.folds[k].train, network(sizes, stream(self.seed + k))
@@ -184,14 +195,18 @@ def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part],
     recipes += [Recipe("plain", (), kind) for kind in noises[1:2]]
     recipes += [Recipe("bins", HIDDEN, kind) for kind in noises]
     recipes += [Recipe("bins", HIDDEN, CLASSES, SHRINK)] if problem.classes else []
+    networks = [recipe for recipe in recipes if recipe.hidden]
+    most = (len(networks) + 1) * problem.seconds(networks[0])
+    about = f"{most / 60:.0f} minutes" if most > 100 else f"{max(10, round(most, -1)):.0f} seconds"
+    say(f"Training takes about {about} at most; it stops where the folds gain nothing more.")
     parts = [problem.tried(recipe) for recipe in recipes]
     best = max((part for part in parts if part.recipe.hidden), key=lambda part: part.density)
     parts.append(problem.tried(Recipe("plain", HIDDEN, best.recipe.noise)))
     parts.sort(key=lambda part: -part.density)
     for part in parts:
         say(f"tried: {part.recipe}, held-out log density {part.density:.3f} nats a row")
-    networks = [part for part in parts if not part.posteriors][:BEST]
-    near = [*networks, *(part for part in parts if part.posteriors)]
+    trained = [part for part in parts if not part.posteriors][:BEST]
+    near = [*trained, *(part for part in parts if part.posteriors)]
     top = max(part.density for part in near)
     near = [problem.placed(part) for part in near if part.density > top - BEHIND]
     near = [part for part in near if part.density > -inf]

@@ -339,24 +339,6 @@ class Columns:
                     copy[column.name] = np.where(gap, column.fills[k], rows[column.name])
         return copies
 
-    def unseen(self, rows: Rows) -> list[str]:
-        """Return sentences on values that did not occur when the model was fitted."""
-        notes = []
-        for column in self.each:
-            values = rows[column.name]
-            gone = int(column.gone(values).sum())
-            if gone and not column.missing:
-                notes.append(
-                    f"{column.name!r} is missing in {gone} rows and was never when the model was fitted: the "
-                    "prediction of such a row is a mixture over values of the column"
-                )
-            is_new = ~np.isin(values, [*column.levels, ""]) if column.kind == "category" else np.zeros(0, dtype=bool)
-            if is_new.any():
-                shown = listed(sorted(set(values[is_new].tolist())))
-                rule = "as 'other', with the rare levels" if column.other else "as of no level"
-                notes.append(f"{column.name!r} has levels that are not told apart, {shown}: these rows count {rule}")
-        return notes
-
     @classmethod
     def from_record(cls, record: Any) -> "Columns":
         """Read what `record` gives, from JSON; TableError where it is something else."""

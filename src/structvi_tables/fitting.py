@@ -114,12 +114,6 @@ def fit_table(
     if not goal.classes:
         y = values_of(table[target], "number", target)[rows]
         goal.standardise(y, notes)
-        top = np.unique(y, return_counts=True)[1].max() / len(y)
-        if top > 0.3:
-            notes.append(
-                f"{100 * top:.0f} % of the rows have one and the same value of {target!r}: densities of such a target "
-                "say little, look at the intervals; or predict first whether it has that value."
-            )
     for note in (*notes, f"Predicted from {'; '.join(map(str, columns.each))}."):
         say(note)
     x, t = columns.inputs(columns.values(features.iloc[rows])), goal.encode(table)[fit]
@@ -146,14 +140,13 @@ def oddities(table: Table, target: str, columns: Sequence[str]) -> list[str]:
 
 def _is_target(series: Values, target: Values) -> bool:
     """Return whether a column is the target under another name: the same values, or a line of them."""
+    if bool((series.astype(str) == target.astype(str)).all()):
+        return True
     types = pandas_module().api.types
     if not (types.is_numeric_dtype(series) and types.is_numeric_dtype(target)):
-        return bool((series.astype(str) == target.astype(str)).all())
-    x, y = (np.asarray(one.astype(float)) for one in (series, target))
-    if not np.isfinite(x).all() or np.ptp(x) == 0 or len(np.unique(y)) < 3:
-        return bool((x == y).all())
-    with np.errstate(all="ignore"):
-        return bool(abs(np.corrcoef(x, y)[0, 1]) > 1 - 1e-12)
+        return False
+    with np.errstate(all="ignore"):  # NaN where one is constant or has gaps
+        return bool(abs(np.corrcoef(series.astype(float), target.astype(float))[0, 1]) > 1 - 1e-12)
 
 
 def _code(series: Values, name: str) -> list[str]:

@@ -47,10 +47,6 @@ class TableModel:
     level: float = 0.9
     seed: int = 0
 
-    def __repr__(self) -> str:
-        names = ", ".join(column.name for column in self.columns.each)
-        return f"TableModel({self.target.name!r} as {self.target.task} from {names}; {len(self.parts)} models mixed)"
-
     def mixtures(self, table: Table) -> Iterator[tuple[np.ndarray, Mixture]]:
         """Yield places of rows in the table, and the mixture for them; every row is in one of them.
 
@@ -84,10 +80,8 @@ class TableModel:
         rows, each = self.columns.values(table), self.columns.each
         known = {*(column.name for column in each), *self.columns.left_out, self.target.name}
         more = [name for name in table.columns if name not in known]
-        if notes is not None:
-            notes += self.columns.unseen(rows)
-            if more:
-                notes.append(f"columns that the model was not fitted with are not used: {listed(more)}")
+        if more and notes is not None:
+            notes.append(f"columns that the model was not fitted with are not used: {listed(more)}")
         frames = [pandas.DataFrame(self._numbers(mixture), index=places) for places, mixture in self.mixtures(table)]
         found = pandas.concat(frames).sort_index()
         beyond = np.stack([column.outside(rows[column.name]) for column in each], 1)

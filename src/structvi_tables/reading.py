@@ -19,14 +19,8 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bar
 EXTRA = 'pip install "structvi[table]"'
 #: a table has at most so many columns
 MOST_COLUMNS = 2000
-#: the first bytes of files that are no text
-_KINDS = {
-    b"PK\x03\x04": "a zip archive, such as an Excel workbook: export the sheet as CSV",
-    b"\xd0\xcf\x11\xe0": "an old Excel workbook: export the sheet as CSV",
-    b"PAR1": "a Parquet file: call it .parquet",
-    b"\x1f\x8b": "compressed: unpack it first",
-    b"%PDF": "a PDF: export the table as CSV",
-}
+#: the first bytes of workbooks, Parquet, compressed files and PDF
+_BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"PAR1", b"\x1f\x8b", b"%PDF")
 _OTHER_TEXT = re.compile(r'\s*(<!doctype|<html|<\?xml|<table|[\[{]\s*[\[{"])', re.IGNORECASE)
 _NUMBER = r"[-+]?\d*[.,]?\d+([eE][-+]?\d+)?"
 
@@ -151,9 +145,11 @@ def _text(path: Path, encoding: str, notes: list[str]) -> Table:
 
 
 def _decoded(raw: bytes, encoding: str, path: Path) -> str:
-    for start, what in _KINDS.items():
-        if raw.startswith(start):
-            raise TableError(f"{path} is no text but {what}")
+    if raw.startswith(_BINARY):
+        raise TableError(
+            f"{path} is no text but an Excel workbook, a PDF, a Parquet or a compressed file: export the table as CSV, "
+            "or call a Parquet file .parquet"
+        )
     is_utf8 = encoding.lower().replace("-", "") == "utf8"
     if is_utf8 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise TableError(f"{path} is UTF-16: give --encoding utf-16, or save it as UTF-8")
@@ -183,19 +179,10 @@ def _check_names(names: list[str], path: Path) -> None:
 
 
 def _ragged(path: Path, text: str, separator: str, columns: int, said: str) -> str:
-    rows = [len(row) for row in csv.reader(io.StringIO(text), delimiter=separator)]
-    usual = max(set(rows), key=rows.count)
-    if rows[0] != usual > columns:
-        return (
-            f"{path}: the first line has {columns} names, most others {usual} fields: is it a title or a comment? "
-            "Column names must be in the first line"
-        )
-    long = next((i for i, fields in enumerate(rows, 1) if fields > columns), None)
-    if long is not None:
-        return (
-            f"{path}: line {long} has {rows[long - 1]} fields, the first line {columns} names: is a text with "
-            f"{SEPARATORS[separator]} in it without quotes?"
-        )
-    if match := re.search(r"EOF inside string starting at row (\d+)", said):
-        return f"{path}: a quote that begins in row {match[1]} is not closed: close it, or remove it"
-    return f"{path} cannot be read as a table: {said.splitlines()[0]}"
+    for i, fields in enumerate(csv.reader(io.StringIO(text), delimiter=separator), 1):
+        if len(fields) > columns:
+            return (
+                f"{path}: line {i} has {len(fields)} fields, the first line {columns} names: is a text with "
+                f"{SEPARATORS[separator]} in it without quotes, or a title above the column names?"
+            )
+    return f"{path} cannot be read as a table, is a quote not closed? {said.splitlines()[0]}"

@@ -1,10 +1,10 @@
 """One network for each fold of the rows, all trained in one program: member k learns from every fold but its own.
 
-All stop at one step: where the folds, each under the member that has not learned from it, are most probable. What the
-folds say of the networks is therefore a little optimistic.
+All end at one step: where the folds, each under the member that has not learned from it, are most probable. Training
+stops when that has not improved for a while. The folds' densities of networks are therefore a little optimistic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import inf, log
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ LR = 5e-3
 CLIP = 10.0
 #: the selected weights are a running mean of those of the last 1/(1 − KEEP) steps
 KEEP = 0.98
-#: steps between two looks at the folds
-LOOK = 25
+#: steps between two looks at the folds, and looks without a gain after which training stops: 35 trainings on seven tables
+#: lost at most 0.0012 nats by 16 and took 62 % of the steps; by 10 one of them lost 0.41
+LOOK, PATIENCE = 25, 16
 #: steps of so many rows; of more rows where that makes fewer epochs than these
 STEPS, BATCH, EPOCHS = 1500, 128, 40
 #: a noise that all rows share is multiplied by up to this, as the folds choose: residuals of fitted rows are too small
@@ -69,17 +70,19 @@ def network(sizes: Sequence[int], generator: torch.Generator | None = None) -> n
 
 
 def train(
-    x: Tensor, t: Tensor, folds: Sequence[Fold], sizes: Sequence[int], likelihood: Likelihood, seed: int, decay: float
-) -> list[nn.Sequential]:
+    x: Tensor, t: Tensor, folds: Sequence[Fold], likelihood: Likelihood, sizes: Sequence[int],
+    decay: float, seed: int, steps: int,
+) -> list[nn.Sequential]:  # fmt: skip
     """Return networks trained by AdamW on −log p(t | y), of the step at which the folds are most probable.
 
     Args:
         x, t: all rows, [N, F]; [N, 1] numbers or [N] labels.
         folds: one for each member.
-        sizes: of the layers, with those of input and output.
         likelihood: the members share what it learns itself, and it ends as they do.
-        seed: of starts and minibatches.
+        sizes: of the layers, with those of input and output.
         decay: of the weights.
+        seed: of starts and minibatches.
+        steps: at most.
     """
     generator = torch.Generator().manual_seed(seed)
     nets = [network(sizes, generator) for _ in folds]
@@ -88,25 +91,25 @@ def train(
     values = [*weights, *learned]
     groups = [{"params": weights, "weight_decay": decay}, {"params": learned, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups[: 1 + bool(learned)])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, STEPS, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, steps, cycle_momentum=False)
     least = min(len(fold.train) for fold in folds)
     rows = torch.stack([fold.train[:least] for fold in folds])
     held = torch.stack([fold.held[: min(len(fold.held) for fold in folds)] for fold in folds])
     size = min(least, max(BATCH, EPOCHS * least // STEPS))
     mean, best = ([value.detach().clone() for value in values] for _ in range(2))
-    density = -inf
+    density, since = -inf, 0
 
-    def log_prob(at: Tensor) -> Tensor:
-        """log p of [K, B] rows, each under its member."""
+    def outputs(at: Tensor) -> Tensor:
+        """Return outputs at [K, B] rows, each of its member: [K·B, ..]."""
         y = x[at]
         for i, (W, b) in enumerate(zip(weights[::2], weights[1::2], strict=True)):
             y = torch.baddbmm(b.unsqueeze(1), y.relu() if i else y, W.mT)
-        return likelihood(y.flatten(0, 1), t[at].flatten(0, 1)).reshape(at.shape)
+        return y.flatten(0, 1)
 
-    for i in range(STEPS):
+    for i in range(steps):
         batch = rows.gather(1, torch.randint(least, (len(folds), size), generator=generator))
         optimizer.zero_grad(set_to_none=True)
-        (-log_prob(batch).sum(0).mean()).backward()
+        (-likelihood(outputs(batch), t[batch].flatten(0, 1)).sum() / size).backward()
         nn.utils.clip_grad_norm_(values, CLIP * len(folds) ** 0.5)
         optimizer.step()
         schedule.step()
@@ -116,11 +119,14 @@ def train(
             if i % LOOK == LOOK - 1:
                 present = [value.detach().clone() for value in values]
                 _set(values, mean)
-                found = rescale_noise(likelihood, lambda: float(log_prob(held).mean()))
+                found = rescale_noise(likelihood, outputs(held), t[held].flatten(0, 1))
+                since += 1
                 if found > density:
-                    density = found
+                    density, since = found, 0
                     _set(best, values)
                 _set(values, present)
+        if since == PATIENCE:
+            break
     _set(values, best)
     for k, net in enumerate(nets):
         net.load_state_dict({name: value.detach()[k] for name, value in stacked.items()})
@@ -128,14 +134,14 @@ def train(
 
 
 @torch.no_grad()
-def rescale_noise(likelihood: Likelihood, density: Callable[[], float]) -> float:
-    """Multiply the noise that all rows share, if it is learned, by the factor of the highest density; return that."""
+def rescale_noise(likelihood: Likelihood, y: Tensor, t: Tensor) -> float:
+    """Return the mean log density; a learned noise that all rows share is first widened to where that is highest."""
     if not (isinstance(likelihood, Gaussian | StudentT) and likelihood.noise == "point"):
-        return density()
+        return float(likelihood(y, t).mean())
     start, found = likelihood.log_noise.clone(), []
     for wider in torch.linspace(0, log(MOST_FACTOR), 9):
         likelihood.log_noise.copy_(start + wider)
-        found.append((density(), float(wider)))
+        found.append((float(likelihood(y, t).mean()), float(wider)))
     highest, wider = max(found)
     likelihood.log_noise.copy_(start + wider)
     return highest

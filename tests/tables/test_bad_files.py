@@ -93,7 +93,11 @@ BAD = {
     "level of ninety": (rows(*PLAIN), ["--level", "90"], ["inside (0, 1)"]),
     "JSON": ('[{"x": 1, "y": 2}]', [], ["HTML, XML or JSON", "CSV"]),
     "spaces between columns": (rows(*PLAIN).replace(",", "  "), [], ["separated by spaces", "commas"]),
-    "a comment above": ("# of 2024\n" + rows(*PLAIN), [], ["the first line has 1 names", "title or a comment"]),
+    "a comment above": (
+        "# of 2024\n" + rows(*PLAIN),
+        [],
+        ["line 2 has 2 fields, the first line 1 names", "a title above"],
+    ),
     "a quote left open": (rows(*PLAIN) + '"1,2\n', [], ["row 41", "not closed"]),
     "a column more": (
         "x,y,\n" + "\n".join(f"{number(i)},{amount(i)},1" for i in range(40)),
@@ -117,7 +121,7 @@ BAD = {
     ),
     "huge identifiers": (rows(("n", lambda i: 10**16 + i % 2), ("y", amount)), [], ["cannot be told apart"]),
     "damaged Parquet": (b"PAR1 and nothing", ["parquet"], ["Parquet"]),
-    "Parquet called csv": (b"PAR1 and nothing", [], ["call it .parquet"]),
+    "Parquet called csv": (b"PAR1 and nothing", [], ["call a Parquet file .parquet"]),
 }
 
 

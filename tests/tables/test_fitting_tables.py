@@ -11,6 +11,7 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 from structvi import cli  # noqa: E402
+from structvi_tables import training  # noqa: E402
 from structvi_tables.fitting import fit_table  # noqa: E402
 from structvi_tables.model import TableModel  # noqa: E402
 from structvi_tables.reading import TableError  # noqa: E402
@@ -64,7 +65,7 @@ def test_amounts_from_the_command_line(few_steps, monkeypatch, capsys, tmp_path)
     rows = said.splitlines()
     assert rows[0] == "row,mean,sd,low,high,epistemic_sd,aleatoric_sd,outside"
     assert rows[3].endswith(",x c")
-    assert "'q'" in err
+    assert "1 of 3 rows have values beyond what was fitted" in err
     mean, sd = (np.array([float(row.split(",")[i]) for row in rows[1:]]) for i in (1, 2))
     assert mean[:2] == pytest.approx([120, 100], abs=4)
     assert sd[2] > sd[0]
@@ -137,10 +138,9 @@ def test_an_interval_is_as_wide_as_what_is_not_known(few_steps):
     """Without x the sd of y is √(30² + 3²) times that of x; one level of two is 10 from their mean."""
     table = regression(200)
     model = fit_table(table, "y", noise="Gaussian").model
-    new, notes = pd.DataFrame({"x": [0.0, np.nan, 0.0], "c": ["a", "a", None]}), []
-    found = model.predict(new, notes)
+    new = pd.DataFrame({"x": [0.0, np.nan, 0.0], "c": ["a", "a", None]})
+    found = model.predict(new)
     assert found["outside"].tolist() == ["", "x", "c"]
-    assert sum("mixture over values of the column" in note for note in notes) == 2
     assert found["sd"][0] < 5
     # 16 quantiles have .96 of a normal's sd
     assert found["sd"][1] == pytest.approx(np.hypot(0.96 * 30 * table["x"].std(), 3), rel=0.15)
@@ -157,10 +157,30 @@ def test_members_learn_a_line_from_the_other_folds():
     x = torch.randn(60, 2, generator=generator)
     t = x @ torch.tensor([[1.0], [-0.5]]) + 0.1 * torch.randn(60, 1, generator=generator)
     noise, folds = Gaussian("point"), folds_of(torch.arange(60), 3)
-    nets = train(x, t, folds, [2, 1], noise, 0, 0.0)
+    nets = train(x, t, folds, noise, [2, 1], 0.0, 0, training.STEPS)
     for net in nets:
         assert net[0].weight.detach()[0].tolist() == pytest.approx([1.0, -0.5], abs=0.1)
     assert float(noise.log_noise.exp().detach()) == pytest.approx(0.1, rel=0.3)
+
+
+def test_members_stop_where_the_folds_gain_nothing_more(monkeypatch):
+    """Of pure noise the first look is about the best: of 40 looks 16 more are taken."""
+    from structvi.models.likelihoods import Gaussian
+
+    generator = torch.Generator().manual_seed(0)
+    x, t = torch.randn(40, 5, generator=generator), torch.randn(40, 1, generator=generator)
+    looks, rescale = [], training.rescale_noise
+    monkeypatch.setattr(training, "rescale_noise", lambda *of: looks.append(rescale(*of)) or looks[-1])
+    train(x, t, folds_of(torch.arange(40), 2), Gaussian("point"), [5, 32, 1], 0.0, 0, 1000)
+    assert len(looks) == looks.index(max(looks)) + 1 + training.PATIENCE < 40
+
+
+def test_the_time_is_said_before_training(few_steps, monkeypatch):
+    said, trained = [], []
+    monkeypatch.setattr("structvi_tables.choosing.Problem.tried", lambda *_: trained.append(len(said)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit_table(regression(40), "y", say=said.append)
+    assert "Training takes about 10 seconds at most" in said[-1]
 
 
 @pytest.fixture(scope="module")
