@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables --data DIR [--tables diabetes concrete ..] [--all] [--seed 0] [--out r.json]
 
-DIR holds the UCI tables, NAME.npz with X and y (as for `benchmarks.uci`). Each table is written as a CSV file and
+DIR/uci holds the UCI tables, NAME.npz with X and y. Each table is written as a CSV file and
 fitted as the command line does it with nothing but `--target`. Eight by default: scikit-learn's diabetes,
 breast_cancer, wine and digits, and the first four of UCI by name. `--all` adds iris, the other four of UCI and two
 simulated ones that are hard. Printed are test log-likelihoods in nats a row, and ours minus the baseline's with a 95 %
@@ -52,8 +52,8 @@ def load(name: str, data: Path | None) -> tuple[list[str], np.ndarray, list[Any]
         flipped = (X[:, 0] * X[:, 1] > 0) ^ (rng.random(1000) < 0.1)
         return [f"x{i}" for i in range(10)], X, ["ab"[int(label)] for label in flipped]
     if data is None:
-        raise SystemExit("give --data DIR, the folder with the UCI tables")
-    with np.load(data / f"{name.removeprefix('uci_')}.npz") as file:
+        raise SystemExit("give --data DIR, the folder with uci/NAME.npz")
+    with np.load(data / "uci" / f"{name.removeprefix('uci_')}.npz") as file:
         return [f"x{i}" for i in range(file["X"].shape[1])], file["X"], file["y"].tolist()
 
 
@@ -89,7 +89,7 @@ HEAD = f"{'table':14}{'rows':>6}{'cols':>5}  {'structvi':>8}  {'baseline':20}{''
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="the folder with the UCI tables, NAME.npz")
+    parser.add_argument("--data", type=Path, help="the folder with uci/NAME.npz")
     parser.add_argument("--tables", nargs="+", choices=ALL, default=list(EIGHT))
     parser.add_argument("--all", action="store_true", help="the eight and the other seven")
     parser.add_argument("--seed", type=int, default=0)

@@ -21,8 +21,8 @@ LR = 5e-3
 CLIP = 10.0
 #: the selected weights are a running mean of those of the last 1/(1 − KEEP) steps
 KEEP = 0.98
-#: steps between two looks at the folds, and looks without a gain after which training stops: 35 trainings on seven tables
-#: lost at most 0.0012 nats by 16 and took 62 % of the steps; by 10 one of them lost 0.41
+#: steps between two looks at the folds, and looks without a gain after which training stops: 35 trainings on seven
+#: tables lost at most 0.0012 nats by 16 and took 62 % of the steps; by 10 one of them lost 0.41
 LOOK, PATIENCE = 25, 16
 #: steps of so many rows; of more rows where that makes fewer epochs than these
 STEPS, BATCH, EPOCHS = 1500, 128, 40
