@@ -71,9 +71,6 @@ class Evaluation:
     def reason(self) -> str | None:
         return self._last.reason if self._last else None
 
-    def __repr__(self) -> str:
-        return f"Evaluation(mode={self.mode!r}, chunk={self.chunk}, choice={self.choice!r}, reason={self.reason!r})"
-
     def __str__(self) -> str:
         if self._last is None:
             return "one draw at a time"

@@ -45,8 +45,8 @@ def elbo_over(
         batches: on the posterior's device.
         groups, coupling, generator: as in `elbo`.
     """
+    estimator = Estimator(groups=groups, coupling=coupling)
     with posterior.network_mode():
-        estimator = Estimator(groups=groups, coupling=coupling)
         return full_terms(posterior.family, posterior.model, batches, estimator, generator).estimate()
 
 

@@ -217,20 +217,27 @@ class FitResult(Result):
     held_out: dict[str, float] = field(default_factory=dict)
 
     def headlines(self) -> list[str]:
-        first = f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)"
-        third = self._held_out() or self._kept() or f"draws: {self.evaluation}"
-        second = self._bound()
-        if self.constant is not None:
-            second += f"; of the best output that ignores the input {self.constant:.2f} nats"
-        return [first, second, third]
+        return self._lines()[:3]
 
     @property
     def details(self) -> str:
-        lines = [self.verdict + f", after {self.steps} steps ({self.epochs:.4g} epochs)", self._bound()]
+        return "\n".join([*self._lines(), f"next: {self.next_step}", *self.notes])
+
+    def _lines(self) -> list[str]:
+        """Return all that is known, the most important first."""
+        name = "ELBO" if self.bound else "E log joint (no bound)"
+        bound = f"{name}: {self.elbo} ({self.comparison})"
         if self.constant is not None:
-            lines.append(f"for comparison, the best output that ignores the input: {self.constant:.2f} nats")
-        lines += [self._kept(), self._held_out(), f"draws: {self.evaluation}", f"next: {self.next_step}"]
-        return "\n".join([*filter(None, lines), *self.notes])
+            bound += f"; of the best output that ignores the input {self.constant:.2f} nats"
+        lines = [f"{self.verdict}, after {self.steps} steps ({self.epochs:.4g} epochs)", bound]
+        if self.kept in self.held_out:
+            lines.append(f"held-out log density: {self.held_out[self.kept]:.4f} nats")
+        if len(self.candidates) > 1:
+            by = f" by E log lik − λ KL at λ = {self.kl_weight:g}" if self.objectives else ""
+            by = " by the held-out log density" if self.held_out else by
+            compared = ", ".join(f"{key} {value}" for key, value in (self.objectives or self.candidates).items())
+            lines.append(f"kept: {self.kept}; compared on common draws{by}: {compared}")
+        return [*lines, f"draws: {self.evaluation}"]
 
     @property
     def next_step(self) -> str:
@@ -251,18 +258,3 @@ class FitResult(Result):
         return (
             self.bound and self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant
         )
-
-    def _bound(self) -> str:
-        name = "ELBO" if self.bound else "E log joint (no bound)"
-        return f"{name}: {self.elbo} ({self.comparison})"
-
-    def _kept(self) -> str:
-        if len(self.candidates) < 2:
-            return ""
-        by = f" by E log lik − λ KL at λ = {self.kl_weight:g}" if self.objectives else ""
-        by = " by the held-out log density" if self.held_out else by
-        compared = ", ".join(f"{key} {value}" for key, value in (self.objectives or self.candidates).items())
-        return f"kept: {self.kept}; compared on common draws{by}: {compared}"
-
-    def _held_out(self) -> str:
-        return f"held-out log density: {self.held_out[self.kept]:.4f} nats" if self.kept in self.held_out else ""
