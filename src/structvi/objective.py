@@ -295,7 +295,7 @@ def _shaped(value: Tensor, shape: tuple[int, ...], expected: str) -> Tensor:
 
 
 def check_draws(density: Density, draws: Draws, groups: int) -> None:
-    """Raise unless a family of the user's draws what it should."""
+    """Raise unless the draws of a user's family have the right shapes."""
     name = type(density).__name__
     if not isinstance(draws, Draws):
         raise TypeError(f"{name}.draw must return Draws(theta [S, P], weight [S]), got {type(draws).__name__}")

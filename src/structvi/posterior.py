@@ -79,10 +79,10 @@ class Posterior(nn.Module):
         self.family = family
         self.dropout: Dropout = dropout
         self.batch_norm: BatchNorm = batch_norm
-        #: what the user has not asked for, of "family", "prior", "linearise" and a head's "layer": a fit may choose it,
-        #: and looks whether the layer is the last one
+        #: the arguments that the user left out, of "family", "prior", "linearise" and a head's "layer": `laplace` and
+        #: `fit_head` may choose them
         self.left_open: frozenset[str] = frozenset()
-        #: what `calibrate` found: `predict` uses it; a fit drops it
+        #: the result of `calibrate`: `predict` uses it; a fit drops it
         self.calibration: Calibration | None = None
         #: variances of the outputs at the price of a forward pass, from `laplace`; a fit drops them
         self.learned_variance: LearnedVariance | None = None
@@ -102,7 +102,7 @@ class Posterior(nn.Module):
 
     @property
     def last_fit(self) -> Result | None:
-        """What the last fit returned."""
+        """The result of the last fit."""
         return self._last_fit
 
     @last_fit.setter
@@ -125,7 +125,7 @@ class Posterior(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the variational parameters are."""
+        """The device of the variational parameters."""
         own = next(self.family.parameters(), None)  # past all of the network's it is a long walk
         return next(self.parameters()).device if own is None else own.device
 
@@ -143,7 +143,7 @@ class Posterior(nn.Module):
         return {**dict(self.named_parameters()), **buffers}
 
     def outside_family(self) -> dict[str, Tensor]:
-        """What a fit learns beside the family, by name: of likelihood and prior."""
+        """Return the parameters of likelihood and prior that a fit learns, by name."""
         family = {id(parameter) for parameter in self.family.parameters()}
         return {name: p for name, p in self.named_parameters() if id(p) not in family}
 
@@ -178,7 +178,7 @@ class Posterior(nn.Module):
 
     @property
     def mixes_rows(self) -> bool:
-        """Whether a row's output depends on the rest of its batch: batch norm that takes its statistics from it."""
+        """True if batch norm takes its statistics from the batch: a row's output then depends on the other rows."""
         layers = [module for module in self.net.modules() if isinstance(module, BATCH_NORMS)]
         return any(self.batch_norm == "reestimated" or module.running_mean is None for module in layers)
 
@@ -253,7 +253,7 @@ class Posterior(nn.Module):
 
     @torch.no_grad()
     def summary(self) -> str:
-        """Return the posterior on one page: what is random, how wide it is, and how its last fit ended.
+        """Return a page about the posterior: its random tensors, their widths, and the end of its last fit.
 
         A line for each tensor has its shape, the root mean square of its mean, the median of its standard deviations,
         and the share of its weights that are more than two standard deviations from zero.
@@ -313,8 +313,8 @@ class Posterior(nn.Module):
     def save(self, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
         """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.
 
-        In it are the variational parameters, those of likelihood and prior, and a description of all of them; no code
-        and no pickle. Functions and classes that you wrote yourself are not: `load` asks for them by name.
+        The file holds the variational parameters, the parameters of likelihood and prior, and their description. It has
+        no code and no pickle: `load` asks by name for functions and classes that you wrote yourself.
 
         Args:
             path: the file; one that is there is replaced.
@@ -348,19 +348,18 @@ def variationalize(
     Args:
         net: any module; it is never changed.
         likelihood: such as `likelihoods.Categorical()` or `likelihoods.Gaussian("point")`.
-        family: a recipe. Where none is given, `fit` around a trained network chooses, and other fits take
-            `LowRankNormal(rank=8)`.
-        prior: where none is given, likewise, and other fits take `NormalPrior(1.0)`.
-        num_data: N; `fit` takes it from the loader's data set where it is not given.
-        select, exclude: which tensors are random, as in `Parameters.of`; the others are held.
+        family: a recipe. If it is None, `laplace` chooses, and `fit` takes `LowRankNormal(rank=8)`.
+        prior: if it is None, `laplace` chooses, and `fit` takes `NormalPrior(1.0)`.
+        num_data: N; if it is None, `fit` takes it from the loader's data set.
+        select, exclude: the random tensors, as in `Parameters.of`; the others are fixed.
         forward: for other batches than (input, target) and dicts: (net, batch) → (output, target).
         keys: of dict batches with more in them the entries that count, ("image", "label"): as MONAI's. With
             `Categorical` labels [B, 1, ..] of floats then count as [B, ..] of integers.
         evaluation, chunk: how S weights are evaluated, see `BayesianModel` and `Evaluation`.
         checkpoint_activations: keep no activations of the network, for less memory and more time.
         linearise: y = f(x; θ₀) + J(x)(θ − θ₀) in place of the network, θ₀ its present values: a generalised linear
-            model around a trained network. It bears a posterior that drawn weights of a deep network do not. None: a
-            fit around a trained network chooses, and other fits do not linearise.
+            model around a trained network. Its posterior may be wider than drawn weights of a network allow. If
+            it is None, `laplace` chooses, and `fit` does not linearise.
         dropout: the network's own dropout layers are "off" in `fit` and `predict`, or "on" in both, on top of the
             family.
         batch_norm: running statistics are "frozen" as the network has them, and the affine weights random as all
@@ -468,7 +467,7 @@ def load_posterior(
 
 
 def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
-    """Where the last layer makes probabilities, of which the likelihood would make probabilities once more."""
+    """Warn if the last layer makes probabilities: the likelihood expects logits."""
     if not isinstance(likelihood, Categorical | Bernoulli):
         return
     *_, (name, last) = net.named_modules(remove_duplicate=False)  # a layer may stand in several places

@@ -1,4 +1,4 @@
-"""What every fit comes to, of a network or of a log density: a status, the words for it, and the ELBO."""
+"""The result of every fit, of a network or of a log density: a status, its words, and the ELBO."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,7 +7,7 @@ from .objective import Estimate
 
 
 class Status(StrEnum):
-    """How a fit ended. The words are in `verdict`.
+    """The end of a fit; `verdict` says it in words.
 
     Attributes:
         CONVERGED: more steps would gain next to nothing.
@@ -19,7 +19,7 @@ class Status(StrEnum):
         OVER_FITTED: fixed draws are fitted better than fresh ones.
         MISSED_MODES: a mixture has no part at modes of the log density that were seen and have mass.
         PLACED: around a trained network, in closed form, without a step.
-        DIVERGED: the ELBO grows without bound, or there is none that is finite.
+        DIVERGED: the ELBO grows without bound, or is not finite.
     """
 
     CONVERGED = "converged"
@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 @dataclass(repr=False, kw_only=True)
 class Result:
-    """What `posterior.fit` and `vi.fit_density` have in common. `print(result)` says in four lines what it came to.
+    """The common part of the results of `posterior.fit` and `vi.fit_density`; `print(result)` has four lines.
 
     Attributes:
         status: how the fit ended.
@@ -56,16 +56,16 @@ class Result:
 
     @property
     def next_step(self) -> str:
-        """What to do now, in a line."""
+        """The next thing to do, in a line."""
         return ""
 
     def headlines(self) -> list[str]:
-        """The lines of `print(result)` above the next step."""
+        """Return the lines of `print(result)` above the next step."""
         return [self.verdict, f"ELBO: {self.elbo}"]
 
     @property
     def details(self) -> str:
-        """All there is to say: `print(result.details)`."""
+        """All lines: `print(result.details)`."""
         return "\n".join([*self.headlines(), *self.notes])
 
     def __str__(self) -> str:
@@ -78,5 +78,5 @@ class Result:
 
     @property
     def reached(self) -> list[int]:
-        """How many searches ended at each mode that was seen, the heaviest first; none where none were looked for."""
+        """The number of searches that ended at each mode, the heaviest first; empty without a search for modes."""
         return []

@@ -16,7 +16,7 @@ from structvi.distributed.ranks import Ranks
 from structvi.objective import full_terms
 from structvi.optim.adam import FACTOR_RATE, make_optimizer
 from structvi.train.data import Batches
-from structvi.train.fit import Options, begin, fit
+from structvi.train.fit import Options, fit, make_fit
 from structvi.train.loop import KL_WARMUP, rate_factor
 from structvi.train.verdict import trend
 from structvi.util.progress import Progress
@@ -242,7 +242,7 @@ def test_default_schedule_and_cooling():
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[55] == pytest.approx(0.5)
     options = Options(**fit.__kwdefaults__ | {"steps": 100, "schedule": vi.Schedule(warmup=0.1), "progress": False})
-    one = begin(linear(), loader(), options, Ranks())
+    one = make_fit(linear(), loader(), options, Ranks())
     one.cooling, one.end, found = 55, 75, {}
     for one.step in (54, 55, 65, 74, 75):
         found[one.step] = one.rate_factor

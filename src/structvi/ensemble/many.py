@@ -27,7 +27,7 @@ from ..posterior import Posterior
 from ..result import Status
 from ..train.data import Batches
 from ..train.finish import finish
-from ..train.fit import Options, begin, fit, leave
+from ..train.fit import Options, fit, make_fit, release
 from ..train.loop import FAILURES, Fit, assign, copied
 from ..train.result import FitResult
 from ..util.interrupts import Interrupts
@@ -176,7 +176,7 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
     """Return the results; or None and what speaks against it, the posteriors being as they were."""
     posteriors = [job.posterior for job in jobs]
     untouched = [copied(one.learned()) for one in posteriors]
-    fits = [begin(job.posterior, job.loader, job.options, Ranks(None)) for job in jobs]
+    fits = [make_fit(job.posterior, job.loader, job.options, Ranks(None)) for job in jobs]
     stacked, stopped = StackedFits(fits, jobs[0].options), False
     try:
         reason = stacked.reason_against()
@@ -185,7 +185,7 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
     finally:
         stacked.release()
         for one in posteriors:
-            leave(one)
+            release(one)
     if reason is None:
         return [_result(one, stopped) for one in fits], None
     for one, values in zip(posteriors, untouched, strict=True):

@@ -1,1 +1,1 @@
-"""How a network is called with drawn weights: once, at S of them, in half precision."""
+"""Calls of a network with drawn weights: once, at S weights, linearised, in half precision."""

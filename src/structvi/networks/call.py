@@ -23,7 +23,7 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 #: layers that choose other kernels in eval mode: cuDNN's recurrence, which then has no backward pass, and fused
 #: attention, which reads drawn weights at addresses that it does not check
 FUSED_IN_EVAL = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
-#: those of `FUSED_IN_EVAL` have dropout of their own
+#: the layers of `FUSED_IN_EVAL` have dropout of their own
 DROPOUTS = (nn.modules.dropout._DropoutNd, *FUSED_IN_EVAL)
 #: whether this thread's networks run in full precision, whatever is asked for
 _EXACT: ContextVar[bool] = ContextVar("exact", default=False)
@@ -43,7 +43,7 @@ def draws(module: nn.Module) -> bool:
 
 
 class Found:
-    """What one walk through a network finds, and one call needs."""
+    """The modules and the places of all tensors of a network, found in one walk."""
 
     def __init__(self, net: nn.Module):
         self.modules = list(net.modules())
@@ -100,7 +100,7 @@ _GUARD = threading.Lock()
 def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[Turn]:
     """Hold the lock of the network; a thread may enter again.
 
-    Where a random stream is borrowed too, borrow it outside: two threads could otherwise wait for each other.
+    Borrow a random stream outside of this block: two threads could otherwise wait for each other.
 
     Args:
         net: the network.
@@ -184,12 +184,12 @@ def call_network(
     functional: Callable[..., Any] | None = None,
     caller: int | None = None,
 ) -> Any:
-    """Return the network's output; afterwards its tensors, buffers and modes are what they were.
+    """Return the network's output, and restore its tensors, buffers and modes.
 
     Args:
         net: the network.
-        tensors: by name, in place of its own parameters; the others are held.
-        arguments, keywords: what it is called with.
+        tensors: by name, in place of its own parameters; the others are fixed.
+        arguments, keywords: of the call.
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
         functional: a function of `torch.func.functional_call`'s signature that calls it in another way.
@@ -276,12 +276,12 @@ def _unfused(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _of_torch(module: nn.Module) -> bool:
-    """Whether its forward is torch's own: what another does in training mode is not known."""
+    """Return whether its forward is torch's own: another may do anything in training mode."""
     return module.forward.__module__.startswith("torch.nn.modules.")
 
 
 def _called_with(inputs: Any, dtype: torch.dtype) -> str:
-    """What came to a network that raised an error, and what to do where that is of another type than its weights."""
+    """Return a note on the inputs of a network that raised an error, and on a dtype unlike its weights'."""
     given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
     came = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given) or "that are no tensors"
     note = f"the network, with weights of {dtype}, was called with inputs {came}"
@@ -291,9 +291,9 @@ def _called_with(inputs: Any, dtype: torch.dtype) -> str:
 
 
 def padding_rows(net: nn.Module, names: Collection[str]) -> dict[str, int]:
-    """Of these tensors those of embeddings with a padding row, and which it is.
+    """Return the padding row of each of these tensors that is an embedding with one.
 
-    One that has another name too, an output layer's, is not among them: there the row is a weight.
+    A tensor with a second name, an output layer's, is left out: there the row is a weight.
 
     Example:
         >>> padding_rows(nn.Sequential(nn.Embedding(5, 2, padding_idx=1), nn.Linear(2, 1)), ["0.weight", "1.weight"])
@@ -310,7 +310,7 @@ def padding_rows(net: nn.Module, names: Collection[str]) -> dict[str, int]:
 
 
 def with_padding(tensors: Mapping[str, Tensor], rows: Mapping[str, int], net: nn.Module) -> Mapping[str, Tensor]:
-    """Tensors [.., n, d] by name, with the network's own padding rows.
+    """Return the tensors [.., n, d] by name, with the network's own padding rows.
 
     Example:
         >>> net = nn.Embedding(3, 2, padding_idx=0)

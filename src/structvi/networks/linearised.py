@@ -24,7 +24,7 @@ _FORWARD_MODE = threading.RLock()
 
 
 class Linearised:
-    """`functional_call` of a network linearised at `at`, in the tensors of these names; in all others it is as it is.
+    """`functional_call` of a network linearised at `at`, in the tensors of these names alone.
 
     Args:
         at: θ₀ by name.

@@ -15,7 +15,7 @@ RECURRENCES = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 class PlainKernels(TorchFunctionMode):
-    """Inside, this thread's attention and recurrence use no fused kernel; packed sequences stay as they are.
+    """Use no fused kernel for this thread's attention and recurrence inside the block; packed sequences keep theirs.
 
     Example:
         >>> x = torch.ones(1, 2, 3)

@@ -35,10 +35,10 @@ class Choice(NamedTuple):
 class Evaluation:
     """Maps a function of one θ [P] over the rows of [S, P].
 
-    With mode "auto" the first call with two or more draws runs the function at two of them both ways and compares
-    outputs and gradients. Where they agree, a rule decides for every form of a batch, without a clock: the loop, if on
-    a CPU a draw takes more than `LARGE` bytes, θ and what is made of it for this batch; else vmap, with so many draws
-    at once as take `MEMORY` bytes. The last choice is in `choice` and `reason`.
+    With mode "auto" the first call with two or more draws runs the function at two draws both ways. It compares
+    outputs and gradients. If they agree, a rule decides for every form of a batch, without a clock. A draw that takes
+    more than `LARGE` bytes on a CPU, for θ and all tensors made from it, goes by the loop. All others go by vmap, with
+    as many draws at once as fit into `MEMORY` bytes. The last choice is in `choice` and `reason`.
 
     Args:
         mode: "auto", "vmap" (an error where vmap cannot do it) or "loop".
@@ -94,7 +94,7 @@ class Evaluation:
 
         Args:
             function: of one row.
-            theta: rows like those to come.
+            theta: rows like the later ones.
             key: what else than the device decides whether vmap gives what the loop gives.
             batch: what the function is told beside θ: the forms of its tensors decide what a draw takes.
             against: what speaks against vmap, if the caller knows.
@@ -222,7 +222,7 @@ def _close(a: Any, b: Any) -> bool:
 
 
 class _BytesMade(TorchDispatchMode):
-    """The bytes of all tensors that operations inside make: those kept for the gradient, and temporary ones."""
+    """The bytes of all tensors that operations inside make, kept for the gradient or temporary."""
 
     made = 0
 
@@ -243,9 +243,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _size(function: Callable[[Tensor], Any], theta: Tensor, plain: bool) -> int | str:
-    """The bytes of one draw more: what draws share, a backbone that is not random, vmap makes once.
+    """Return the bytes of one draw more: vmap makes a backbone that is not random once for all draws.
 
-    Where vmap cannot run in the precision that is asked for, the reason.
+    If vmap cannot run in this precision, return the reason.
     """
     made = []
     try:

@@ -27,8 +27,8 @@ def adam_groups(posterior: "Posterior", lr: float, without: Collection[Tensor] =
     """Return the parameter groups of a posterior for Adam: one for each low-rank factor, and one for the rest.
 
     Args:
-        posterior: what is fitted.
-        lr: the learning rate; that of a factor [P, K] is min(1, `FACTOR_RATE`/√P) times it.
+        posterior: to fit.
+        lr: the learning rate; a factor [P, K] learns at min(1, `FACTOR_RATE`/√P) times this rate.
         without: parameters that another rule moves.
 
     Example:
@@ -54,7 +54,7 @@ def make_optimizer(posterior: "Posterior", optimizer: OptimizerLike | None, lr: 
     """Return Adam, or the user's optimizer, which must hold the posterior's parameters and keep its optimum.
 
     Args:
-        posterior: what is fitted.
+        posterior: to fit.
         optimizer: the user's, or a function from parameters to it; None for Adam.
         lr: of Adam.
     """

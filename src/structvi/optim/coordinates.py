@@ -107,7 +107,7 @@ class Coordinates:
         return out
 
     def observe(self, state: Mapping[str, Tensor], gradient: Tensor, weight: float) -> None:
-        """Move the running averages of GGᵀ towards those of a gradient [P]."""
+        """Move the running averages of GGᵀ towards GGᵀ of a gradient [P]."""
         for same in self.shapes:
             G = same.stacked(gradient)
             for axis in same.axes:
@@ -145,7 +145,7 @@ class Coordinates:
 
 
 def eigenvectors(moments: Tensor) -> Tensor:
-    """Return the eigenvectors of symmetric matrices [n, s, s], those of the greatest eigenvalues first."""
+    """Return the eigenvectors of symmetric matrices [n, s, s], by falling eigenvalues."""
     return torch.linalg.eigh(_with_ridge(moments)).eigenvectors.flip(-1).to(moments.dtype)
 
 
@@ -176,7 +176,7 @@ class CoordinateOptimizer(torch.optim.Adam):
     """Adam for all but some parameters, which a subclass moves in `_move`; it keeps the coordinates of means.
 
     Args:
-        posterior: what is fitted.
+        posterior: to fit.
         groups: the parameters that `_move` moves, with their rates; a history shows the rate of the first group.
         rest_lr: Adam's learning rate for all other parameters.
         means: those whose coordinates are kept.

@@ -33,7 +33,7 @@ class NaturalGradient(CoordinateOptimizer):
     coordinates make the curvature nearly diagonal; elsewhere `Soap` is faster (docs/from_scratch.md).
 
     Args:
-        posterior: what `variationalize` returned.
+        posterior: from `variationalize`.
         lr: the highest rate of the means; 1 is a whole step.
         scale_lr: the highest rate of the scales.
         beta: of the average of the means' gradients.

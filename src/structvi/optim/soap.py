@@ -19,7 +19,7 @@ class Soap(CoordinateOptimizer):
     """Move means by Adam in the eigenbases of E GGᵀ and E GᵀG, and everything else by plain Adam.
 
     For each tensor's gradient G the optimizer keeps running averages of GGᵀ and GᵀG (for a convolution: out, in and
-    kernel; axes above 2048 and vectors stay as they are). With their eigenvectors Q the mean μ moves by
+    kernel; axes above 2048 and vectors keep their coordinates). With their eigenvectors Q the mean μ moves by
 
         μ ← μ − lr · Q [m / (√v + ε)],   m, v the averages of Qᵀg and of (Qᵀg)²
 
@@ -28,7 +28,7 @@ class Soap(CoordinateOptimizer):
     The step runs outside of CUDA graphs.
 
     Args:
-        posterior: what `variationalize` returned.
+        posterior: from `variationalize`.
         lr: the highest learning rate of the means.
         scale_lr: the highest learning rate of log scales, noise and learned priors, by Adam.
         refresh: steps between two refreshes of the coordinates.

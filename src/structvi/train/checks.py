@@ -1,4 +1,4 @@
-"""What has to be known before a fit: N, and a network called on two items of its data."""
+"""Checks before a fit: N, and the network called on two items of its data."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ RANDOM = (
 
 
 def remember_choice(posterior: "Posterior", validation: Iterable[Any] | None, seed: int) -> None:
-    """Let the posterior remember on which data choices are made; a calibration was that of another posterior."""
+    """Record the data on which choices are made, and drop the calibration, which belongs to the posterior before."""
     posterior.calibration, posterior.chosen_on = None, None
     if validation is not None:
         posterior.chosen_on = fingerprint(Batches(validation, seed).everything())
@@ -38,7 +38,7 @@ def remember_choice(posterior: "Posterior", validation: Iterable[Any] | None, se
 def notes_on_data(
     posterior: "Posterior", batches: Batches, validation: Iterable[Any] | None = None, gradients: bool = True
 ) -> list[str]:
-    """Set N; return what there is to say of data and network.
+    """Set N; return notes on data and network.
 
     Args:
         posterior: with the network.
@@ -48,7 +48,7 @@ def notes_on_data(
             and a curvature knows nothing of them.
     """
     notes, items = set_num_data(posterior, batches), batches.first_items()
-    batches.told = posterior.model.num_data
+    batches.known_num_data = posterior.model.num_data
     notes += notes_on_network(posterior)
     if items is None:
         return notes
@@ -71,7 +71,7 @@ def notes_on_data(
 
 
 def set_num_data(posterior: "Posterior", batches: Batches) -> list[str]:
-    """Set N of the loader if the model was not told; return what there is to say of it."""
+    """Set N from the loader unless the user gave it; return notes."""
     model = posterior.model
     if model.known_num_data is None or model.num_data_of_loader:
         question = batches.question or _question_of_rows(posterior, batches)

@@ -1,4 +1,4 @@
-"""What a posterior is worth: its ELBO on draws that a seed decides, held-out data, an output that ignores the input."""
+"""The worth of a posterior: ELBO on draws from a seed, held-out log density, and the best constant output."""
 
 from collections.abc import Iterable, Iterator
 from math import inf, isfinite
@@ -112,7 +112,7 @@ class Watched:
 
     @property
     def log_likelihood(self) -> float | None:
-        """Of the best constant, in nats for the whole data set."""
+        """The log likelihood of the best constant, in nats for the whole data set."""
         if self._likelihood is None or self._sums is None:
             return None
         return self._likelihood.best_constant(self._sums) * (self.model.num_data / self.rows)

@@ -17,7 +17,7 @@ class CapturedStep:
     """A step captured for batches of one shape: a call copies the batch in, replays, and returns ELBO and norm.
 
     Args:
-        step: what is captured; its optimizer is fused and capturable.
+        step: to capture; its optimizer is fused and capturable.
         batch: of the shape to capture.
         kl_weight: λ.
     """
@@ -54,15 +54,15 @@ class CapturedStep:
             self.graph = torch.cuda.CUDAGraph()
             self.graph.register_generator_state(self.generator)  # pyright: ignore[reportAttributeAccessIssue]
             with uncollected(), torch.cuda.graph(self.graph):
-                self.told, self.norm = self._body(step)
+                self.values, self.norm = self._body(step)
         finally:
             for group, rate in zip(self.groups, own, strict=True):
                 group["lr"] = rate
 
     def _body(self, step: "Step") -> tuple[Tensor, Tensor]:
-        told, norm = step.gradients([self.batch], (self.weight,), self.kl_weight, self.generator)
-        step.move(told, norm, self.skip)
-        return told, norm
+        values, norm = step.gradients([self.batch], (self.weight,), self.kl_weight, self.generator)
+        step.move(values, norm, self.skip)
+        return values, norm
 
     def __call__(self, batch: Any, weight: float, kl_weight: float) -> tuple[Tensor, Tensor]:
         for own, new in zip(pytree.tree_leaves(self.batch), pytree.tree_leaves(batch), strict=True):
@@ -75,7 +75,7 @@ class CapturedStep:
         self.generator.set_state(self.common.get_state())
         self.graph.replay()
         self.common.set_state(self.generator.get_state())
-        return self.told, self.norm
+        return self.values, self.norm
 
 
 @contextmanager

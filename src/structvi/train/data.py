@@ -30,9 +30,9 @@ from ..util.random_streams import borrowed_stream
 
 #: numbers of a stream of held-out data that are kept
 KEPT = 2**26
-#: a stream that has given so many times N rows has no end
+#: a stream that has given this multiple of N rows has no end
 ENDLESS = 20
-#: indices that are read of a sampler that is not torch's, or so many times its data set: it may be endless
+#: indices that are read from a sampler of the user's, which may be endless; or this multiple of its data set
 MOST, MOST_TIMES = 1_000_000, 100
 #: (r, w): the r-th of w parts
 Part = tuple[int, int]
@@ -41,16 +41,16 @@ Part = tuple[int, int]
 class Batches:
     """A `DataLoader`, or any re-iterable of batches, as a fit reads it.
 
-    Of a `DataLoader` over a map-style data set with torch's own shuffled or sequential order, the order is made here,
-    from the seed and the epoch alone: the same seed gives the same batches, and a run can go on in the middle of an
-    epoch. All other batches come as the loader gives them, and `exact` is False.
+    For a `DataLoader` over a map-style data set in torch's own shuffled or sequential order, the order is made here,
+    from seed and epoch alone. The same seed then gives the same batches, and a run can resume in the middle of an
+    epoch. All other batches come from the loader in its order, and `exact` is False.
 
     Args:
         loader: what to read.
         seed: of the order.
         device: where batches are moved to; they stay where they are if None.
-        part: (r, w): every batch is the union of w of the loader's size, of which this one reads the r-th. If the order
-            is not made here, batches come as the loader gives them, and the loader must know its part.
+        part: (r, w): every batch is the union of w batches of the loader's size, and this process reads the r-th. If
+            the order is not made here, batches come from the loader, which must know its part.
 
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.arange(5.0), torch.arange(5.0))
@@ -69,11 +69,11 @@ class Batches:
         if isinstance(loader, Tensor):
             raise TypeError("expected batches, got a tensor; wrap it: DataLoader(TensorDataset(x, t), batch_size=128)")
         self.loader, self.seed, self.device, self.part = loader, seed, device, part
-        #: N, if the loader knows it; and why N cannot be told from a loader that has a data set with a length
+        #: N, if the loader knows it; and the reason why a data set with a length does not give it
         self.num_data: int | None = None
         self.question: str | None = None
         #: N of the model, if known: a stream that gives far more rows does not end
-        self.told: int | None = None
+        self.known_num_data: int | None = None
         #: batches to an epoch, if known before one is read
         self.length: int | None = None
         #: why the order cannot be repeated exactly; None if it can
@@ -176,20 +176,21 @@ class Batches:
         for batch in islice(self.loader, most):
             yield self._moved(batch)
             seen += rows(batch)
-            if self.length is None and self.told is not None and seen > ENDLESS * self.told:
+            if self.length is None and self.known_num_data is not None and seen > ENDLESS * self.known_num_data:
                 raise ValueError(
-                    f"the loader has given {seen} rows and does not end, where N = {self.told}: all data are read "
-                    "here. Give one that ends after a pass"
+                    f"the loader has given {seen} rows and does not end, where N = {self.known_num_data}: all data are "
+                    "read here. Give one that ends after a pass"
                 )
 
     def in_order(self, multiple: int, most: int | None = None) -> Iterator[Any]:
         """Give every observation once in the data's own order, in batches of whole multiples of some number of rows.
 
-        Parts of so many rows are then the same whatever the batch size; if the loader does not allow it, as it is.
+        Parts of `multiple` rows are then the same whatever the batch size. If the loader does not allow it, batches
+        come in its own order.
 
         Args:
-            multiple: of how many rows.
-            most: of more observations only so many are read, in parts of `multiple` evenly spread over the whole.
+            multiple: number of rows.
+            most: read at most this many observations, in parts of `multiple` rows evenly spread over the whole.
         """
         if self._order is None:
             yield from self.everything()
@@ -201,7 +202,7 @@ class Batches:
         yield from self._read(indices.split(multiple * -(-self._order.size // multiple)))
 
     def first_items(self) -> tuple[Any, int] | None:
-        """Return a batch of at most two items and how many, or the first batch of a list; None of streams."""
+        """Return a batch of at most two items and how many, or the first batch of a list; None for streams."""
         loader = self.loader
         if isinstance(loader, list | tuple):
             return (self._moved(loader[0]), -1) if loader else None
@@ -283,7 +284,7 @@ class _Order:
 
 
 class Reread:
-    """Batches as `Batches.everything` gives them, at most so many, as often as asked."""
+    """The batches of `Batches.everything`, at most `most`, for many readings."""
 
     def __init__(self, batches: Batches, most: int | None = None):
         self.batches, self.most = batches, most
@@ -331,7 +332,7 @@ class Reachable(NamedTuple):
     indices: Tensor | None
     #: "sequential" or "shuffled" if the order can be made here; None if it is the sampler's own
     order: Literal["sequential", "shuffled"] | None = None
-    #: why N cannot be told from the indices; None if it can
+    #: the reason why the indices do not give N; None if they do
     question: str | None = None
     #: the largest batch of a batch sampler of the user's own
     size: int | None = None
@@ -378,7 +379,7 @@ def _of_batch_sampler(sampler: Iterable[Any], N: int) -> Reachable:
 
 
 def _two_passes(sampler: Callable[[], Iterable[Any]], N: int) -> list[Tensor | None]:
-    """Return the indices of two passes of a sampler; None of one that does not end."""
+    """Return the indices of two passes of a sampler; None for a pass that does not end."""
     most, passes = max(MOST, MOST_TIMES * N), list[Tensor | None]()
     with borrowed_stream(torch.Generator().manual_seed(0)):  # the user's stream is left alone
         for _ in range(2):

@@ -1,8 +1,8 @@
 """The problem of a fit: data, model, network and family, as far as a checkpoint can recognise them.
 
-Of the data at most `ITEMS` items are read, spread evenly over them, and two of them twice: if these differ, an item is
-made anew at each reading (augmentation), and only length and labels count. Of large tensors a sample of `ELEMENTS`
-numbers counts. Code is not compared: functions and classes of the user's are known by name and listed as unchecked.
+At most `ITEMS` items of the data are read, spread evenly, and two of them twice. If the two differ, items are made anew
+at each reading (augmentation), and only length and labels count. A large tensor counts by a sample of `ELEMENTS`
+numbers. Code is not compared: functions and classes of the user's are known by name and listed as unchecked.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ ELEMENTS = 1 << 16
 
 
 class Fingerprint(NamedTuple):
-    #: what was looked at → a text that is the same for the same
+    #: name of a part of the problem → a text that is equal for equal parts
     parts: dict[str, str]
-    #: what could not be looked at
+    #: parts that were not compared
     unchecked: list[str]
 
 
 def fingerprint(posterior: "Posterior", batches: Batches) -> Fingerprint:
-    """Return the fingerprint of a fit of this posterior to these data, before it begins or goes on."""
+    """Return the fingerprint of a fit of this posterior to these data, before its first step."""
     model, net = posterior.model, posterior.net
     held = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     padding = {name: held[name][row] for name, row in padding_rows(net, set(model.net_space.names)).items()}
@@ -66,7 +66,7 @@ def fingerprint(posterior: "Posterior", batches: Batches) -> Fingerprint:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what is not the same, with both values if they can be read."""
+    """Return the parts that differ, with both values if they are short."""
     found = []
     for name in {**then, **now}:
         old, new = then.get(name), now.get(name)
@@ -116,7 +116,7 @@ def _label(item: Any) -> Any:
 
 
 def _spread(values: Tensor, count: int) -> Tensor:
-    """Return at most so many of them, the first and the last among them, evenly spread."""
+    """Return at most `count` of the values, evenly spread, with the first and the last."""
     if len(values) <= count:
         return values
     return values[torch.linspace(0, len(values) - 1, count, dtype=torch.float64).round().long()]
@@ -128,7 +128,7 @@ def _leaves(value: Any) -> str:
 
 
 def _described(value: Any) -> tuple[str, bool]:
-    """Return a text, and whether it says all of it."""
+    """Return a text, and whether it describes the value completely."""
     if value is None:
         return "none", True
     try:

@@ -56,16 +56,16 @@ def fit(
 ) -> FitResult:
     """Maximise E log lik − λ KL[q‖prior] over minibatches, and return the result.
 
-    A fit learns `posterior.parameters()`: the variational parameters, and those of likelihood and prior. At the end it
-    compares the last step, the average over the last quarter of the steps and, of a staged fit, the posterior without
-    its factor, on common draws, and keeps the best. Ctrl-C ends the fit with what there is. A fit of a fitted
-    posterior goes on from it.
+    A fit learns `posterior.parameters()`: the parameters of the family, of likelihood and prior. At the end it compares
+    the last step with the average over the last quarter of the steps, on common draws, and keeps the better one. A
+    staged fit also compares the posterior without its factor. Ctrl-C ends the fit with the posterior of the last step.
+    Another fit starts from a fitted posterior.
 
     Args:
         posterior: what to fit.
         loader: a `DataLoader`, or any re-iterable of batches. N is the length of its data set unless the model has it.
         epochs, steps: the length: one of them. A step takes `accumulate` batches. Around a network that is trained
-            already use `laplace(loader, validation=held_out)`; `fit` goes on from there.
+            already use `laplace(loader, validation=held_out)`; `fit` can train the result further.
         lr: the highest learning rate of the default optimizer, Adam; 0.02 if not given.
         optimizer: a torch optimizer, or a function from parameters to one; without weight decay. `vi.optim.Soap(bayes)`
             preconditions the means of deep networks from scratch; at λ = 1 `vi.optim.NaturalGradient(bayes)`.
@@ -98,10 +98,10 @@ def fit(
     ranks = Ranks(options.computing.parallel, posterior.family)
     try:
         found = None if checkpoint is None else checkpoint.found(ranks.rank)
-        one = begin(posterior, loader, options, ranks, found)
+        one = make_fit(posterior, loader, options, ranks, found)
         directory = None if checkpoint is None else checkpoint.directory
         every = (checkpoint and checkpoint.every) or one.steps_an_epoch or EVERY
-        with surviving(one, options, every) as bar:
+        with recovering(one, options, every) as bar:
             one.loop(bar, directory, every, callback)
         if directory is not None:
             save(one, directory)
@@ -172,7 +172,7 @@ class Options:
         return self.compute or Compute()
 
 
-def begin(
+def make_fit(
     posterior: "Posterior", loader: Iterable[Any], options: Options, ranks: Ranks, found: Found | None = None
 ) -> Fit:
     """Return a fit at its first step, or at the one that a checkpoint has."""
@@ -212,7 +212,7 @@ def begin(
     return one
 
 
-def leave(posterior: "Posterior") -> None:
+def release(posterior: "Posterior") -> None:
     """Let all low-rank factors learn again after a fit, however it ended."""
     for factor in factors(posterior.family):
         factor.requires_grad_(True)
@@ -241,7 +241,7 @@ def _settings(posterior: "Posterior", data: Batches, options: Options, found: Fo
 
 
 @contextmanager
-def surviving(one: Fit, options: Options, every: int) -> Iterator[Progress | None]:
+def recovering(one: Fit, options: Options, every: int) -> Iterator[Progress | None]:
     """Give the bar of the steps that are made inside. However they end, the posterior can be used again.
 
     Args:
@@ -279,4 +279,4 @@ def surviving(one: Fit, options: Options, every: int) -> Iterator[Progress | Non
         if bar is not None:
             bar.close()
         one.set_rates(1.0)  # the optimizer may be the user's
-        leave(posterior)
+        release(posterior)

@@ -35,9 +35,9 @@ def grow(
 
     The objective that is fitted decides, E log lik − λ KL: at λ = 1 the ELBO.
 
-    With `rank` a normal's factor gets new columns, small ones, beside what was fitted (a `MeanField` becomes a
-    `LowRankNormal`). With `components` the posterior becomes the first part of a mixture, as in variational
-    boosting, and the new parts, which weigh 0.1 together, start as copies of it, each at a draw from it.
+    With `rank` a normal's factor gets new columns with small entries (a `MeanField` becomes a `LowRankNormal`). With
+    `components` the posterior becomes the first part of a mixture, as in variational boosting. The new parts weigh 0.1
+    together and start as copies of the posterior, each at a draw from it.
 
     Args:
         posterior: fitted; its family is replaced if the grown one is kept.

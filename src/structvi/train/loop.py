@@ -42,7 +42,7 @@ FIRST_STAGE = 0.4
 #: part of the steps that is averaged, whose trend gives the verdict, and in which a converged fit ends
 LAST_PART = 0.25
 
-#: iterates that are averaged, about: those between them are much the same
+#: the number of iterates that are averaged, about: neighbours are nearly equal
 AVERAGED = 256
 #: batches in a row without a finite loss that end the fit
 FAILURES = 5
@@ -119,8 +119,8 @@ class Fit:
 
     Args:
         posterior: N must be known.
-        data: what it is fitted to.
-        settings: what a resumed fit must share: "steps", "kl_weight", "kl_warmup", "staged", "stop", "accumulate", ..
+        data: of the fit.
+        settings: equal in a resumed fit: "steps", "kl_weight", "kl_warmup", "staged", "stop", "accumulate", ..
         make_step: the step, with optimizer, generator and ranks.
         scheduler: the user's, in place of the default course of the learning rate.
         validation: held-out data.
@@ -289,7 +289,7 @@ class Fit:
 
     @property
     def averages(self) -> bool:
-        """Whether the iterate of this step counts in the average."""
+        """True if the iterate of this step counts in the average."""
         return self.step >= self.end - self.last_part and self.step % max(1, self.last_part // AVERAGED) == 0
 
     def record(self, elbo: float, standard_error: float, norm: float, lr: float, seconds: float) -> None:

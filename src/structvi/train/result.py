@@ -1,4 +1,4 @@
-"""What a fit hands back: the record of its steps, and what it came to."""
+"""The result of a fit, and the history of its steps."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch.utils.tensorboard import SummaryWriter
 
-#: What is recorded of every step.
+#: The columns of a history, one row for each step.
 COLUMNS = (
     "step", "epoch", "elbo", "standard_error", "lr", "gradient_norm", "kl_weight", "stage", "held_out", "seconds"
 )  # fmt: skip
 
-#: What to do after a fit that ended so.
+#: The next thing to do after each status.
 NEXT = {
     Status.CONVERGED: "bayes.diagnose(loader) says how far to trust it; bayes.predict(x), bayes.evaluate(test_loader)",
     Status.IMPROVING: "fit longer, with more epochs= (steps=, iterations=): bayes.fit goes on from here",
@@ -36,7 +36,7 @@ NEXT = {
 
 @contextmanager
 def _writer(to: "str | os.PathLike[str] | SummaryWriter") -> "Iterator[SummaryWriter]":
-    """One that is given stays open; one that is made for a folder is closed."""
+    """Yield a writer; one that is made here for a folder is closed at the end."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -83,11 +83,11 @@ class History:
         self.rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
 
     def extend(self, rows: Iterable[Sequence[float]]) -> None:
-        """Many rows at once, each with all of `COLUMNS`."""
+        """Append many rows, each with all of `COLUMNS`."""
         self.rows += [list(row) for row in rows]
 
     def set_last(self, column: str, value: float) -> None:
-        """What is found out about the last step later."""
+        """Set a column of the last step."""
         if self.rows:
             self.rows[-1][COLUMNS.index(column)] = float(value)
 
@@ -101,12 +101,12 @@ class History:
         return torch.tensor([row[index] for row in self.rows], dtype=torch.float64)
 
     def recent(self, column: str, count: int) -> Tensor:
-        """The last `count` values of a column."""
+        """Return the last `count` values of a column."""
         index = COLUMNS.index(column)
         return torch.tensor([row[index] for row in self.rows[-count:]], dtype=torch.float64)
 
     def to_tensor(self) -> Tensor:
-        """[steps, columns], float64."""
+        """Return all rows, [steps, columns] in float64."""
         return torch.tensor(self.rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
 
     @classmethod
@@ -116,7 +116,7 @@ class History:
         return history
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """One row a step, one column for each of `COLUMNS`. Needs pandas."""
+        """Return a dataframe with one row a step and one column for each of `COLUMNS`; needs pandas."""
         try:
             import pandas
         except ImportError:
@@ -134,7 +134,7 @@ class History:
                         writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """The ELBO over steps with its running mean, and where the factor started. Needs matplotlib."""
+        """Plot the ELBO over steps, its running mean, and the step where the factor started; return the axes."""
         try:
             import matplotlib.pyplot as plt
         except ImportError:
@@ -163,7 +163,7 @@ class History:
 
 @dataclass
 class Skipped:
-    """A step that was undone: which batch, and what was not finite."""
+    """A step that was undone: its batch, and the term that was not finite."""
 
     epoch: int
     index: int
@@ -172,13 +172,13 @@ class Skipped:
 
 @dataclass(repr=False, kw_only=True)
 class FitResult(Result):
-    """What a fit came to. `print(result)` says it in four lines, `print(result.details)` says all of it.
+    """The result of a fit: `print(result)` has four lines, `print(result.details)` has all.
 
     Attributes:
         status: how it ended: `Status.CONVERGED`, `IMPROVING`, `UNCLEAR` where the noise could hide a gain of a
             hundredth of a nat an observation, `TOO_SHORT`, `STOPPED` by you, or `DIVERGED`: no finite ELBO.
-        verdict: the same in words. Rates are those at the highest learning rate: one that has fallen to zero hides
-            what is left to gain.
+        verdict: the same in words. Rates are stated at the highest learning rate: a rate of zero hides all further
+            gain.
         converged: whether the status is that.
         elbo: of the posterior that was kept, in nats for the whole data set at λ = 1, with its standard error.
         kept: which of `candidates` was kept.
@@ -192,7 +192,7 @@ class FitResult(Result):
         bound: whether the ELBO is a lower bound on the evidence: False with point masses.
         exact: whether the same seed gives the same bits, and a resumed run those of one never stopped.
         skipped: the steps that were undone because something was not finite.
-        notes: what must be known to read the numbers.
+        notes: cautions for reading the numbers.
         evaluation: how draws were evaluated, by vmap or in a loop, and why.
         constant: the log likelihood of the best output that ignores the input, in nats for the whole data set: an ELBO
             below it is worse than knowing nothing. None where it is not known.
@@ -246,7 +246,7 @@ class FitResult(Result):
         return NEXT.get(self.status, "print(result.details) says what is missing")
 
     def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
-        """Write the history, and ELBO and held-out log density of what was kept. Needs tensorboard."""
+        """Write the history, and ELBO and held-out log density of the kept posterior. Needs tensorboard."""
         self.history.to_tensorboard(to, prefix)
         final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept)}
         with _writer(to) as writer:

@@ -83,10 +83,10 @@ class OverflowingError(NonFiniteError):
 
 
 class LossFactor:
-    """A power of two c: in float16 the backward pass is that of c times the loss, and gradients are divided by c.
+    """A power of two c: in float16 the backward pass starts from c times the loss, and gradients are divided by c.
 
-    float16 has no numbers above 65504 and none but zero below 6e-8; the gradient of −elbo/N at the output of one
-    observation is of the order of 1/(S·B). A step whose gradient is not finite halves c, and `GROWTH` finite steps in
+    float16 has no numbers above 65504, and only zero below 6e-8. The gradient of −elbo/N at the output of one
+    observation is about 1/(S·B). A step whose gradient is not finite halves c, and `GROWTH` finite steps in
     a row double it. bfloat16 has the range of float32 and needs no factor.
 
     Attributes:
@@ -134,7 +134,7 @@ class Step:
     of memory. On a GPU, with an optimizer that is fused and capturable, the whole step is one CUDA graph.
 
     Args:
-        posterior: what is fitted; N must be known.
+        posterior: to fit; N must be known.
         optimizer: over `posterior.parameters()`.
         generator: of the draws, on the posterior's device.
         estimator: of the ELBO and its gradient.
@@ -167,7 +167,7 @@ class Step:
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
         #: S of the last step; before the first, of a pair to a group
         self.draws = 2 * estimator.groups
-        # on a GPU torch's fused optimizers scale the gradient, and leave a step out, by what they read there
+        # on a GPU torch's fused optimizers scale the gradient, and leave a step out, by numbers on the device
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.moves_on_device = fused and generator.device.type == "cuda" and self.ranks.size == 1
         #: why the step is not captured; None where it is, or will be
@@ -195,9 +195,9 @@ class Step:
     ) -> Outcome:
         """Make one step over these batches.
 
-        With B_i observations in batch i and R̄ in a step on average, batches have the weights B_i/R̄: log likelihood and
-        KL alike, since the log likelihood is scaled by N/B_i already. All observations then count the same, whatever
-        the sizes of batches and steps.
+        With B_i observations in batch i and R̄ in a step on average, batches have the weights B_i/R̄. They weigh log
+        likelihood and KL alike, since the log likelihood is scaled by N/B_i already. All observations then count the
+        same, whatever the sizes of batches and steps.
 
         Args:
             batches: one, or several whose gradients are accumulated.
@@ -212,12 +212,12 @@ class Step:
             with self._borrowed():
                 graph = self._graph(batches, kl_weight)
                 if graph is None:
-                    told, norm = self.gradients(batches, weights, kl_weight, self.generator)
+                    sums, norm = self.gradients(batches, weights, kl_weight, self.generator)
                     if self.moves_on_device:
-                        self.move(told, norm)
+                        self.move(sums, norm)
                 else:
-                    told, norm = graph(batches[0], weights[0], kl_weight)
-                *values, size = torch.cat([told, norm.reshape(1)]).tolist()  # the one time the host waits
+                    sums, norm = graph(batches[0], weights[0], kl_weight)
+                *values, size = torch.cat([sums, norm.reshape(1)]).tolist()  # the one time the host waits
         except torch.OutOfMemoryError as error:
             self.generator.set_state(stream)
             raise self._out_of_memory(error, batches) from None
@@ -242,8 +242,10 @@ class Step:
     def gradients(
         self, batches: Sequence[Any], weights: Sequence[Any], kl_weight: Any, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Write gradients of −(E log lik − λ KL)/N; return the ELBO of each group times the weights' sum [groups] and
-        the gradient's norm, both in float64."""
+        """Write gradients of −(E log lik − λ KL)/N.
+
+        Return the ELBO of each group times the sum of the weights, [groups], and the gradient's norm, in float64.
+        """
         posterior, model, estimator, ranks, total = self.posterior, self._model, self.estimator, self.ranks, None
         alone, factor = ranks.size == 1, self.factor.tensor if self.in_float16 else None
         for parameter in self.named.values():
@@ -259,8 +261,8 @@ class Step:
                 if not alone and not bool(torch.isfinite(loss)):
                     raise NonFiniteError("the loss is not finite")
             (loss if factor is None else factor * loss).backward()
-            told = weight * (terms.fit - terms.complexity).detach().double()
-            total = told if total is None else total + told
+            values = weight * (terms.fit - terms.complexity).detach().double()
+            total = values if total is None else total + values
         assert total is not None
         if alone:
             norm = get_total_norm([p.grad for p in self.named.values() if p.grad is not None]).double()
@@ -268,17 +270,17 @@ class Step:
             total, norm = ranks.reduce(self.named, total), ranks.norm(self.named)
         return total, norm if factor is None else norm / factor
 
-    def move(self, told: Tensor, norm: Tensor, skip: Tensor | None = None) -> None:
+    def move(self, values: Tensor, norm: Tensor, skip: Tensor | None = None) -> None:
         """Make the optimizer's step on the device: clipped, and left out where it is not finite or `skip` is 1."""
         scale = (norm / self.clip).clamp(min=1.0).float() * self._divisor
-        bad = 1.0 - torch.isfinite(told.sum() + norm).float()
+        bad = 1.0 - torch.isfinite(values.sum() + norm).float()
         if skip is None and any(p.grad is not None and p not in self.optimizer.state for p in self.named.values()):
             self._move_scaled(scale, torch.ones_like(bad))  # all moments are there before anything has moved
         self._move_scaled(scale, bad if skip is None else bad.maximum(skip))
 
     @property
     def _divisor(self) -> Tensor | float:
-        """What the gradients are too large by."""
+        """The factor that gradients have to be divided by."""
         return self.factor.tensor if self.in_float16 else 1.0
 
     def _move_scaled(self, scale: Tensor, skip: Tensor) -> None:
@@ -308,7 +310,7 @@ class Step:
         self.optimizer.step()
 
     def _explained(self, batches: Sequence[Any], kl_weight: float, loss: bool) -> Exception:
-        """Return what was not finite: the same draws again, this time with every check."""
+        """Return an error that names the term that is not finite: the same draws again, with every check."""
         if not loss and self.in_float16 and self.factor.halve():
             return OverflowingError(f"float16 overflowed in the gradient; the loss is now times {self.factor.value:g}")
         if not loss:
@@ -403,12 +405,12 @@ class Stepper:
 
     @property
     def captured(self) -> bool:
-        """Whether the last steps were CUDA graphs; if not, `reason` says why."""
+        """True if the last steps were CUDA graphs; if not, `reason` says why."""
         return self._step.captured
 
     @property
     def reason(self) -> str | None:
-        """Why steps are not captured; None if they are, or will be."""
+        """The reason why steps are not captured; None if they are, or will be."""
         return self._step.reason
 
     def __call__(self, *batches: Any, kl_weight: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""Whether a fit has converged: the trend of its ELBO, and the words for it."""
+"""The verdict on convergence: the trend of the ELBO, and its words."""
 
 from math import inf
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Trend(NamedTuple):
         return self.slope * self.part <= NEGLIGIBLE and not self.may_hide_a_gain
 
     def judge(self, length: int, unit: str) -> tuple[Status, str]:
-        """Return status and words; rates are told for `length` steps, an epoch's."""
+        """Return status and words; rates are stated for `length` steps, an epoch."""
         if self.error == inf:
             return Status.UNCLEAR, "not shown to have converged: the learning rate was zero, and nothing moved"
         if self.rises:
@@ -63,7 +63,7 @@ class Trend(NamedTuple):
 def trend(elbo: Tensor, epoch: Tensor, rate: Tensor) -> tuple[float, float]:
     """Return the slope of the ELBO, in nats a step at the full rate, and its standard error, by least squares.
 
-    Time runs as the learning rate does: steps that could not move the posterior say nothing of what is left to gain.
+    Time is measured in learning rate: steps that could not move the posterior say nothing about further gain.
     Points are means over whole epochs: most noise of a step is which batch it has, and cancels over an epoch. With
     fewer than five epochs, points are eight parts of equal length.
 

@@ -1,4 +1,4 @@
-"""What may be spent around a fit's steps, in passes over the data: a tenth of the fit's own where nothing is said.
+"""The budget of work around a fit's steps, in passes over the data: by default a tenth of the fit's own.
 
 A pass is the network forward over all N observations at one draw of the weights. A step with S draws on B observations
 counts 3·S·B/N of them, for forward and backward. Passes, not seconds: what a fit keeps must not depend on the machine.
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sized
 from math import floor
 from typing import Any
 
-#: Of the passes of a fit, for each of: the comparison at its end, `diagnose`, the ELBOs of `worth`.
+#: Share of the passes of a fit for the comparison at its end, and for `diagnose`.
 SHARE = 0.1
 #: Forward and backward take about three times as long as forward.
 STEP = 3.0
@@ -18,7 +18,7 @@ FREE = 1e7
 
 
 def default_passes(of_the_fit: float, N: int, P: int) -> float:
-    """A tenth of the fit's, or as many as `FREE` products allow.
+    """Return a tenth of the fit's passes, or as many as `FREE` products allow.
 
     Example:
         >>> default_passes(600.0, N=10_000, P=100_000), default_passes(600.0, N=1000, P=100)
@@ -28,7 +28,7 @@ def default_passes(of_the_fit: float, N: int, P: int) -> float:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches a loader has; None where it does not know.
+    """Return the number of batches of a loader; None if it is unknown.
 
     Example:
         >>> length_of([1, 2]), length_of(iter([1, 2]))
@@ -41,7 +41,7 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def batches_within(passes: float, draws: int, length: int | None, most: int | None = None) -> int | None:
-    """How many of all batches so many draws can read, at least one; `most` where nothing has to be left out.
+    """Return how many batches the budget allows to read with these draws, at least one; `most` if it allows all.
 
     Args:
         passes: the budget.

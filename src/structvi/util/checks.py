@@ -1,4 +1,4 @@
-"""Checks of arguments, each in one place, with one wording: what was expected and what came."""
+"""Checks of arguments, each in one place with one wording: the expected value and the given one."""
 
 from collections.abc import Iterable
 from math import inf
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_integer(name: str, value: object, least: int = 1, optional: bool = False) -> None:
-    """An integer of at least `least`, and no bool; or None, where that is allowed.
+    """Raise ValueError unless the value is an integer of at least `least`, and no bool; None if `optional`.
 
     Example:
         >>> check_integer("rank", -1, least=0)
@@ -28,7 +28,7 @@ def is_integer(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def check_seed(seed: object) -> None:
-    """Of what fits and judges: an integer of at least 0.
+    """Raise ValueError unless the seed is an integer of at least 0.
 
     Example:
         >>> check_seed(torch.Generator())
@@ -42,7 +42,7 @@ def check_seed(seed: object) -> None:
 
 
 def check_generator(generator: object) -> None:
-    """Of what draws: a torch.Generator, or None for torch's global stream.
+    """Raise TypeError unless it is a torch.Generator, or None for torch's global stream.
 
     Example:
         >>> check_generator(3)
@@ -68,7 +68,7 @@ def is_positive(value: Any) -> bool:
 
 
 def check_fraction(name: str, value: Any) -> None:
-    """Of the steps of a fit."""
+    """Raise ValueError unless the value is a fraction of the steps of a fit."""
     if not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name} is a fraction of the steps, from 0 to below 1, got {value!r}")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def configuration(instance: object) -> dict[str, Any]:
-    """The constructor's arguments, read from the attributes of the same names.
+    """Return the constructor's arguments, read from the attributes of the same names.
 
     Example:
         >>> class Ball:

@@ -14,7 +14,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_together(folder: Path, make: Callable[[Path], None]) -> list[Path]:
-    """Return the paths of the files that `make(hidden folder)` writes, in place of those of the same names.
+    """Return the paths of the files that `make(hidden folder)` writes; they replace files of the same names.
 
     Until all are made, those that were there stay; a process that is killed before leaves a hidden folder.
     """

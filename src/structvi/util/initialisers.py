@@ -57,6 +57,6 @@ class Initialisers:
 
 
 def _required(function: Callable[..., object]) -> int:
-    """How many arguments a call needs."""
+    """Return the number of arguments without a default."""
     kinds = signature(function).parameters.values()
     return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in kinds)

@@ -10,7 +10,7 @@ REST = "*"
 
 @lru_cache(maxsize=64)  # a prior asks at every step
 def assign(names: tuple[str, ...], patterns: tuple[str, ...], what: str, partial: bool = False) -> tuple[int, ...]:
-    """For each name the index of the one pattern it matches; "*" takes what no other pattern matches.
+    """Return for each name the index of the one pattern that it matches; "*" takes all other names.
 
     Args:
         names: tensor names.

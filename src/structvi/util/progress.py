@@ -1,4 +1,4 @@
-"""How far a loop is: one line that moves in a terminal or a notebook; elsewhere a few plain ones of a fit."""
+"""Progress of loops: one line that moves in a terminal or a notebook; elsewhere a few plain lines of a fit."""
 
 import sys
 import time

@@ -15,7 +15,7 @@ _LOCK = threading.RLock()
 
 
 def alone() -> AbstractContextManager[Any]:
-    """Inside, no other thread is: for what all threads share, the global streams and networks without a twin.
+    """Return the lock of the global random streams, which all threads share.
 
     Example:
         >>> with alone(), alone():  # a thread may enter again
@@ -35,7 +35,7 @@ if sys.platform != "win32":
 
 
 def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[int]:
-    """So many seeds, from the global stream where there is no generator."""
+    """Return `count` seeds, from the global stream without a generator."""
     check_generator(generator)
     if generator is not None:
         return torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
