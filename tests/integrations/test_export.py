@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.integrations.export import export_predictive
@@ -55,11 +56,15 @@ def convolutional():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
 
 
+def pixels():
+    return nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 3, 1))
+
+
 def rows(n):
     return torch.randn(n, 3, generator=generator(n))
 
 
-CATEGORICAL = vi.likelihoods.Categorical()
+CATEGORICAL, GAUSSIAN = vi.likelihoods.Categorical(), vi.likelihoods.Gaussian(0.5)
 #: network, likelihood, family, inputs of n rows
 CASES = {
     "labels": (mlp, CATEGORICAL, vi.LowRankNormal(rank=2), rows),
@@ -144,6 +149,32 @@ def test_a_linearised_posterior_at_one_batch_size(name):
     expected = bayes.predict(inputs(5), 2, generator=generator()).mean
     for one in (program, program.run_decompositions()):
         torch.testing.assert_close(called(one, inputs(5)), expected)
+
+
+LEARNED = {
+    "labels": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)), CATEGORICAL, rows, (5,)),
+    "numbers": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)), GAUSSIAN, rows, None),
+    "pixels": (pixels, CATEGORICAL, lambda n: torch.randn(n, 1, 6, 6, generator=generator(n)), (3, 6, 6)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch's own
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_learned_variance_is_one_pass_at_any_batch_size(name, tmp_path):
+    make, likelihood, inputs, classes = LEARNED[name]
+    torch.manual_seed(0)
+    net, x = make(), inputs(200)
+    t = torch.randn(200, 5) if classes is None else torch.randint(classes[0], (200, *classes[1:]))
+    bayes = vi.variationalize(net, likelihood)
+    bayes.laplace(DataLoader(TensorDataset(x, t), 50), progress=False)
+    assert bayes.learned_variance is not None
+    program = export_predictive(bayes, inputs(4))
+    torch.export.save(program, tmp_path / "q.pt2")
+    for one in (program, torch.export.load(tmp_path / "q.pt2"), program.run_decompositions()):
+        for n in (1, 7):
+            pred = bayes.predict(inputs(n))
+            expected = (pred.mean, pred.variance) if classes is None else pred.mean
+            torch.testing.assert_close(called(one, inputs(n)), expected)
 
 
 def test_what_all_draws_share_is_held_once():

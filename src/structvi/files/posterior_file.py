@@ -33,18 +33,8 @@ AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 FIELDS = {
-    "kind",
-    *PARTS,
-    "forward",
-    "random",
-    "hash",
-    "model",
-    "modes",
-    "calibration",
-    "chosen_on",
-    "fit_status",
-    "variance",
-}
+    "kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status", "variance",
+}  # fmt: skip
 #: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
 #: lines of differences in a message
@@ -180,7 +170,7 @@ def load(
 
 
 def _learned(description: Any, space: Parameters) -> LearnedVariance | None:
-    """A learned variance of the shapes that a file says, without its numbers."""
+    """Return a learned variance of the shapes in a file, without its numbers."""
     if description is None:
         return None
     layer, features, variances = description

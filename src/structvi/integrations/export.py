@@ -15,15 +15,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from ..models import likelihoods
 from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
+from ..networks.learned_variance import OnePass
 from ..posterior import Posterior
+from ..predict.learned import LearnedDraws, predictive_of
 from ..predict.predict import WeightDraws
-from ..predict.predictive import Predictive, on_device
+from ..predict.predictive import Predictive, PredictiveDraws, on_device
 from ..predict.predictor import Predictor
 
 __all__ = ["export_predictive"]
 
+#: draws of a posterior without a learned variance, if not given
+DRAWS = 8
 #: roots of the rounding by which a program may differ from `predict`: sums are taken in another order
 CLOSE = 10.0
 
@@ -78,6 +83,39 @@ class FixedPredictive(nn.Module):
         return _told(Predictive(stacked, weight, self.likelihood, values).calibrated(self.calibration))
 
 
+class OnePassPredictive(nn.Module):
+    """The same by one pass of the network at θ₀, with the learned variance of its outputs, at any batch size.
+
+    Args:
+        source: of the predictions, with a posterior that is copied, not changed.
+        calibration: of the predictions, if any.
+    """
+
+    def __init__(self, source: LearnedDraws, calibration: Calibration | None):
+        super().__init__()
+        posterior, model = source.posterior, source.posterior.model
+        with torch.no_grad(), posterior.network_mode() as net:
+            self.net = copy.deepcopy(net).requires_grad_(False)
+            drawn = dict(model.with_padding(model.net_space.unravel(source.theta.unsqueeze(0))))
+            for name, parameter in self.net.named_parameters():
+                if name in drawn:
+                    parameter.copy_(drawn[name][0])
+        self.learned, self.likelihood = copy.deepcopy(source.learned), copy.deepcopy(model.likelihood)
+        self.calibration = calibration
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        seen: list[Tensor] = []
+        layer = self.net.get_submodule(self.learned.layer)
+        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            y = self.net(*arguments, **keywords)
+        finally:
+            hook.remove()
+        one = OnePass.of(y, layer, seen[-1], isinstance(self.likelihood, likelihoods.Categorical))
+        pred = predictive_of(y, self.learned(one), self.likelihood)
+        return _told(pred.calibrated(self.calibration))
+
+
 def linear_graph(net: nn.Module, at: Mapping[str, Tensor], inputs: tuple[Any, dict[str, Any]]) -> Callable[..., Any]:
     """Return `functional_call` of the network linearised at θ₀ as a graph, y(θ₀) + J(θ − θ₀), for inputs of this shape.
 
@@ -99,22 +137,24 @@ def linear_graph(net: nn.Module, at: Mapping[str, Tensor], inputs: tuple[Any, di
 def export_predictive(
     posterior: Posterior | Predictor,
     example_inputs: Any,
-    draws: int = 8,
+    draws: int | None = None,
     *,
     dynamic_batch: bool = True,
     generator: torch.Generator | None = None,
 ) -> ExportedProgram:
-    """Return the predictive mixture at fixed draws as a program: `torch.export.save` it, and load it without structvi.
+    """Return the predictive as a program: `torch.export.save` it, and load it without structvi.
 
     Call it as you call the network. It returns what `posterior.predict` returns with the same arguments and a generator
-    of the same seed: class probabilities, `mean`, or for numbers the pair (`mean`, `variance`). It takes S times the
-    work of the network, and S times the memory of its random tensors. A temperature or scale from `calibrate` is
-    applied; conformal sets are left out. The program has the shapes of the example inputs, not their values.
+    of the same seed: class probabilities, `mean`, or for numbers the pair (`mean`, `variance`). With fixed draws it
+    takes S times the work of the network, and S times the memory of its random tensors; with a learned variance it is
+    one pass. A temperature or scale from `calibrate` is applied; conformal sets are left out. The program has the
+    shapes of the example inputs, not their values.
 
     Args:
         posterior: what `variationalize` returns; or `posterior.predictor(..)`, with its draws.
         example_inputs: as `predict` takes them: a tensor [B, ..], a tuple of arguments or a dict of keywords.
-        draws, generator: as in `predict`; of a predictor they are its own.
+        draws: S; of a predictor its own. None for the learned variance if `laplace` has found one, else 8 draws.
+        generator: as in `predict`.
         dynamic_batch: whether B may be another at every call; False where the network only takes the example's.
 
     Example:
@@ -126,18 +166,21 @@ def export_predictive(
         (torch.Size([7, 1]), torch.Size([7, 1]))
     """
     if isinstance(posterior, Predictor):
-        chunks, calibration = posterior.drawn, posterior.drawn.calibration
-        _check(chunks.posterior)
+        source, calibration = posterior.drawn, posterior.drawn.calibration
+        _check(source.posterior)
     else:
         _check(posterior)
-        chunks = WeightDraws(posterior, draws, generator=generator)
         calibration = posterior.calibration
-    if dynamic_batch and chunks.around is not None:
+        if draws is None and posterior.learned_variance is not None:
+            source = LearnedDraws(posterior)
+        else:
+            source = WeightDraws(posterior, DRAWS if draws is None else draws, generator=generator)
+    if dynamic_batch and isinstance(source, WeightDraws) and source.around is not None:
         raise ValueError(
             "derivatives are traced at one batch size: export a linearised posterior with dynamic_batch=False, at the "
             "batch size it will be called with"
         )
-    example = on_device(example_inputs, chunks.device)
+    example = on_device(example_inputs, source.device)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
         came = [tuple(leaf.shape) for leaf in tensors]
@@ -160,21 +203,24 @@ def export_predictive(
         with torch.no_grad(), warnings.catch_warnings():
             # an LSTM keeps a list of its weights, and gets it back after every draw
             warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-            module = FixedPredictive(chunks, calibration, (arguments, keywords))
+            if isinstance(source, LearnedDraws):
+                module = OnePassPredictive(source, calibration)
+            else:
+                module = FixedPredictive(source, calibration, (arguments, keywords))
             if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
                 module.forward = _with_signature(module.forward, list(keywords))
             program = torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
     except RuntimeError as error:  # of torch.export: branches on values, sizes that are constants, operators it lacks
         raise ValueError(
-            f"torch.export cannot trace {type(chunks.posterior.net).__name__}: {error}\nIt takes networks without "
+            f"torch.export cannot trace {type(source.posterior.net).__name__}: {error}\nIt takes networks without "
             "branches on the values of tensors; where only the batch size is the trouble, give dynamic_batch=False"
         ) from error
-    _check_program(program, chunks, calibration, example, rows + dynamic_batch)
+    _check_program(program, source, calibration, example, rows + dynamic_batch)
     return program
 
 
 def _check_program(
-    program: ExportedProgram, chunks: WeightDraws, calibration: Calibration | None, example: Any, rows: int
+    program: ExportedProgram, source: PredictiveDraws, calibration: Calibration | None, example: Any, rows: int
 ) -> None:
     """Raise ValueError unless program and posterior have the same predictions, at `rows` random rows."""
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +234,7 @@ def _check_program(
     x = pytree.tree_map(random, example)
     with torch.no_grad():
         got = program.module()(**x) if isinstance(x, dict) else program.module()(*_tuple(x))
-        expected = _told(chunks.mixture(x).calibrated(calibration))
+        expected = _told(source.mixture(x).calibrated(calibration))
     for one, other in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         tolerance = CLOSE * torch.finfo(other.dtype).eps ** 0.5
         if not torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True):

@@ -43,7 +43,7 @@ class BayesianModule(LightningModule):
     """A posterior that a Trainer fits, `Trainer(max_epochs=20, gradient_clip_val=10.0).fit(module, loader)`.
 
     The loss is `posterior.loss`, −(E log lik − λ KL[q‖prior])/N. Optimizer and schedule are as in `posterior.fit`: Adam
-    with a smaller rate for factors, a linear warm-up and a cosine decay. N is the length of the training data set unless
+    with a smaller rate for factors, a linear warm-up and a cosine decay. N is the length of the training data, unless
     the posterior has it. `posterior.fit` does more: it starts the factor late, averages the last steps, skips batches
     that are not finite and selects the best candidate. Use this if you need a Trainer.
 

@@ -42,8 +42,8 @@ class OnePass(NamedTuple):
         own = _by_position(output, axis)
         phi = inputs.movedim(1, -1) if is_map else inputs
         if phi.shape[:-1] != own.shape[:-1]:
-            phi = phi.reshape(len(own), -1, phi.shape[-1]).mean(1)
-            phi = phi.reshape(len(own), *[1] * (own.ndim - 2), -1).expand(*own.shape[:-1], -1)
+            phi = phi.reshape(own.shape[0], -1, phi.shape[-1]).mean(1)
+            phi = phi.reshape(own.shape[0], *[1] * (own.ndim - 2), -1).expand(*own.shape[:-1], -1)
         size = 0.5 * (phi.square().sum(-1, keepdim=True) + SMALLEST).log()
         return cls(output, torch.cat([phi, size, own, *([own.log_softmax(-1)] if is_classes else [])], -1), axis)
 
