@@ -120,14 +120,9 @@ def test_stacked_weights_leave_out_a_member_that_is_wrong():
     ensemble = vi.Ensemble.of(with_one_that_is_wrong(), CATEGORICAL, vi.MeanField(initial_scale=0.01))
     given = {"steps": 1, "lr": 1e-6, "validation": loader(40, 60), "progress": False}
     equal = ensemble.fit(loader(), **given).held_out
-    result = ensemble.fit(loader(), weights="stacked", **given)
-    assert result.held_out > equal
-    assert result.weights == ensemble.weights.tolist()
-    assert result.weights[2] < 0.1
-    assert "optimistic" in result.details
+    assert ensemble.stack(loader(40, 60)) > equal
+    assert ensemble.weights[2] < 0.1
     assert ensemble.fit(loader(), **given).weights == [1 / 3] * 3  # those of a fit before do not stay
-    with pytest.raises(ValueError, match="give validation="):
-        ensemble.fit(loader(), steps=1, weights="stacked")
 
 
 def test_the_density_that_weighs_is_that_of_the_observed_labels():

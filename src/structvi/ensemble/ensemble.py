@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from ..predict.predictive import observed_target
 from ..result import Result, Status
 from ..train.data import Batches
 from ..train.result import FitResult
-from ..util.checks import check_one_of
 from ..util.folder_files import write_together
 from .many import fit_many
 
@@ -104,7 +103,7 @@ class Ensemble(nn.Module):
         posteriors: what `variationalize` returns, one for each network.
 
     Attributes:
-        weights: of the members, [C] in float64: equal, until `fit(weights="stacked")` or `stack` changes them.
+        weights: of the members, [C] in float64: equal, until `stack` changes them.
 
     Example:
         >>> from structvi import MAP, likelihoods
@@ -186,17 +185,15 @@ class Ensemble(nn.Module):
         loader: Iterable[Any],
         *,
         validation: Iterable[Any] | None = None,
-        weights: Literal["equal", "stacked"] = "equal",
         seed: int = 0,
         each: Mapping[str, Sequence[Any]] | None = None,
         **options: Any,
     ) -> EnsembleResult:
-        """Train every member, all at once where `fit_many` can, then weigh them.
+        """Train every member, all at once if `fit_many` can; the members have equal weights, see `stack`.
 
         Args:
             loader: as `Posterior.fit` takes it.
             validation: held-out data.
-            weights: "equal", or "stacked" on the held-out data, see `stack`.
             seed: member c has seed + c.
             each: options that differ, one value for each member: `each={"kl_weight": [1.0, 0.3]}`.
             **options: of `Posterior.fit`, the same for all.
@@ -209,9 +206,6 @@ class Ensemble(nn.Module):
             >>> ensemble.fit(data, steps=2, progress=False).weights
             [0.5, 0.5]
         """
-        check_one_of("weights", weights, ("equal", "stacked"))
-        if weights == "stacked" and validation is None:
-            raise ValueError('weights="stacked" are chosen on held-out data: give validation=')
         C = len(self.members)
         seeds = [seed + c for c in range(C)]
         held_out = None if validation is None else [validation] * C
@@ -225,13 +219,8 @@ class Ensemble(nn.Module):
             )
         self.calibration, self.chosen_on = None, self.posteriors[0].chosen_on
         self.weights.fill_(1 / C)
-        density, notes = None, []
-        if validation is not None and weights == "stacked":
-            density = self.stack(validation, seed=seed)
-            notes = ["the weights were chosen on the held-out data: its log density above is optimistic"]
-        elif validation is not None:
-            density = self._density(self._log_probs(validation, seed))
-        return self._result(results, held_out=density, notes=notes)
+        density = None if validation is None else self._density(self._log_probs(validation, seed))
+        return self._result(results, held_out=density)
 
     def laplace(
         self, loader: Iterable[Any], *, validation: Iterable[Any] | None = None, seed: int = 0, progress: bool = True

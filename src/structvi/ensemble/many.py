@@ -1,7 +1,6 @@
 """Many fits of small networks as one computation: vmap over the posteriors, one Adam over their stacked tensors."""
 
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -343,15 +342,12 @@ class StackedFits:
         try:
             for one in self.readers:
                 one.read()
-            with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with torch.no_grad():
                 alone = torch.stack([self._alone(m, noise) for m in range(len(self.fits))])
                 if model.evaluation.choice == "loop":
                     return model.evaluation.reason
                 more = uneven and max(one.rows for one in self.readers) < model.num_data
                 fit, complexity = self.evaluate(noise, more=int(more))
-            if any("batching rule" in str(one.message) for one in caught):
-                return "vmap does not pay: an operation of the network has no batching rule"
             if not _close(fit - complexity, alone):
                 return "all at once gives other values than each with its own network on its own rows"
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -406,9 +402,8 @@ class StackedFits:
             norm, finite = self._clip(elbo)
             told = torch.stack([elbo.mean(-1), error, norm, finite.double()], 1).tolist()  # the host waits once
             rates = [one.highest[0] * one.rate_factor for one in self.fits]
-            self._move(
-                [rate * row[3] * one.goes_on for one, rate, row in zip(self.fits, rates, told, strict=True)], max(rates)
-            )
+            moving = zip(self.fits, rates, told, strict=True)
+            self._move([rate * row[3] * one.goes_on for one, rate, row in moving], max(rates))
         seconds = time.monotonic() - started
         for m, one in zip(active, going, strict=True):
             self._record(one, told[m], rates[m], seconds)
@@ -420,13 +415,11 @@ class StackedFits:
         """Clip every posterior's gradient, which is zero if something is not finite; return norms, and which are."""
         gradients = [x.grad for x in self.stacked.values() if x.grad is not None]
         norm = torch.stack([x.double().reshape(len(x), -1).square().sum(1) for x in gradients]).sum(0).sqrt()
-        finite, coefficient = (
-            norm.isfinite() & elbo.isfinite().all(-1),
-            (self.clip / norm.clamp(min=1e-30)).clamp(max=1),
-        )
+        finite = norm.isfinite() & elbo.isfinite().all(-1)
+        factor = (self.clip / norm.clamp(min=1e-30)).clamp(max=1)
         for x in gradients:
             shape = -1, *[1] * (x.ndim - 1)
-            x.copy_(torch.where(finite.view(shape), x * coefficient.to(x).view(shape), 0.0))
+            x.copy_(torch.where(finite.view(shape), x * factor.to(x).view(shape), 0.0))
         return norm, finite
 
     def _move(self, rates: Sequence[float], highest: float) -> None:
