@@ -656,6 +656,33 @@ TABLE = {
         FileNotFoundError,
         r"cannot write no such directory/a\.safetensors: there is no directory no such directory; make it first",
     ),
+    "fit: x and t": (
+        lambda: posterior().fit(X, T),
+        TypeError,
+        r"fit\(loader\) got 2 arguments by position: give data as one argument, DataLoader\(TensorDataset\(x, t\)",
+    ),
+    "laplace: x and t": (lambda: posterior().laplace(X, T), TypeError, r"DataLoader\(TensorDataset\(x, t\)"),
+    "fit: a tensor": (lambda: posterior().fit(X, epochs=1), TypeError, r"got a tensor; wrap it: DataLoader"),
+    "fit: a mistyped option": (
+        lambda: posterior().fit([(X, T)], epoch=1),
+        TypeError,
+        r"fit has no argument 'epoch'; did you mean 'epochs'\?",
+    ),
+    "fit: an option of another package": (
+        lambda: posterior().fit([(X, T)], epochs=1, num_samples=3),
+        TypeError,
+        r"fit has no argument 'num_samples'; (there are accumulate, |did you mean)",
+    ),
+    "variationalize: a mistyped option": (
+        lambda: vi.variationalize(net(), likelihoods.Gaussian(0.5), familly=vi.MeanField()),
+        TypeError,
+        r"did you mean 'family'\?",
+    ),
+    "fit_density: a mistyped option": (
+        lambda: vi.fit_density(TARGET, vi.MeanField(), max_evaluation=10),
+        TypeError,
+        r"did you mean 'max_evaluations'\?",
+    ),
     "fit: without gradients": (
         lambda: torch.no_grad()(posterior().fit)([(X, T)], steps=1),
         ValueError,

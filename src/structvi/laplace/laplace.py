@@ -16,7 +16,7 @@ from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
-from ..util.checks import check_seed
+from ..util.checks import check_seed, with_hints
 from .place import TrainedNetwork, restored_on_error
 from .selection import MARGIN, HeldOut, Selection, learned_variance, of_networks, select
 
@@ -62,7 +62,7 @@ class LaplaceResult(Result):
     bound: bool = True
 
     def headlines(self) -> list[str]:
-        lines = [self.verdict, self.doubt] if self.doubt else [self.verdict]
+        lines = [self.doubt, self.verdict] if self.doubt else [self.verdict]
         if self.held_out is not None and self.gain is not None:
             gain, error = self.gain
             lines.append(
@@ -83,6 +83,7 @@ class LaplaceResult(Result):
         return "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)"
 
 
+@with_hints
 def laplace(
     posterior: "Posterior",
     loader: Iterable[Any],

@@ -14,7 +14,7 @@ from ..files import fit_checkpoint
 from ..files.fit_checkpoint import Found
 from ..objective import Estimator
 from ..optim.adam import OptimizerLike, make_optimizer
-from ..util.checks import check_integer, check_positive, check_seed
+from ..util.checks import check_integer, check_positive, check_seed, with_hints
 from ..util.progress import Progress
 from .checkpoint import Checkpoint, restore, save
 from .checks import notes_on_data, remember_choice
@@ -34,6 +34,7 @@ FEWEST_STAGED = 10
 EVERY = 500
 
 
+@with_hints
 def fit(
     posterior: "Posterior",
     loader: Iterable[Any],

@@ -1,11 +1,49 @@
 """Checks of arguments, each in one place with one wording: the expected value and the given one."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, signature
 from math import inf
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_hints(function: Function) -> Function:
+    """Return the function with errors that say what to give for an argument that it does not have.
+
+    Example:
+        >>> @with_hints
+        ... def fit(loader, *, epochs=1): ...
+        >>> fit([], epoch=3)
+        Traceback (most recent call last):
+        TypeError: fit has no argument 'epoch'; did you mean 'epochs'?
+    """
+    kinds = {name: one.kind for name, one in signature(function).parameters.items()}
+    most = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds.values())
+    takes_others = Parameter.VAR_KEYWORD in kinds.values()
+
+    @wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        if len(args) > most:
+            hint = "give the others by name"
+            if any(isinstance(one, Tensor) for one in args):
+                hint = "give data as one argument, DataLoader(TensorDataset(x, t), batch_size=128, shuffle=True)"
+            own = list(kinds)[:1] == ["posterior"]  # of a method
+            names = ", ".join(list(kinds)[own:most])
+            raise TypeError(f"{function.__name__}({names}) got {len(args) - own} arguments by position: {hint}")
+        for name in () if takes_others else options:
+            if name not in kinds:
+                near = get_close_matches(name, kinds, 1) or sorted(set(kinds) - set(list(kinds)[:most]))
+                hint = f"did you mean {near[0]!r}?" if len(near) == 1 else f"there are {', '.join(near)}"
+                raise TypeError(f"{function.__name__} has no argument {name!r}; {hint}")
+        return function(*args, **options)
+
+    return cast("Function", called)
 
 
 def check_integer(name: str, value: object, least: int = 1, optional: bool = False) -> None:
