@@ -208,11 +208,11 @@ def uncertainty_map(
     """Draw an image beside its uncertainty and the epistemic part, pixel by pixel, each on a colour scale from 0.
 
     For labels these are predictive entropy and mutual information in nats, for numbers standard deviations. The
-    entropy finds wrong pixels best. Of a volume three planes through one voxel are drawn, a row for each;
+    entropy finds wrong pixels best. A volume has three planes through one voxel, a row for each;
     `imaging.write_page` makes a page with sliders.
 
     Args:
-        image: the inputs, [B, H, W] or [B, channels, H, W]; of three or more channels the first three are colours. Of
+        image: the inputs, [B, H, W] or [B, channels, H, W]; of three or more channels the first three are colours. For
             volumes [B, channels, x, y, z], the first channel is shown.
         predictive: of these inputs, per pixel; or the maps of one image [channels, ..], of `imaging.predict_maps`.
         index: which of the B.

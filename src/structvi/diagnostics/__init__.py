@@ -1,6 +1,6 @@
 """Diagnostics of a fitted posterior: how near it is to the truth, how noisy its fit, how well its model fits the data.
 
-`bayes.diagnose(loader)` uses most of them, and says what they mean.
+`bayes.diagnose(loader)` uses most of them, and explains their values.
 """
 
 from ..density.importance import Importance, Moments, Unavailable, psis

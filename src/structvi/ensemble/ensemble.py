@@ -334,7 +334,7 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
 def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
     """Return the weights with the highest Σ_n log Σ_c w_c p_c(t_n) + rows/C Σ_c log w_c: [C, n] → [C].
 
-    The second term keeps the weights equal if data are few, like so many more rows that all members share. The problem
+    The second term keeps the weights equal if data are few, like further rows that all members share. The problem
     is concave, and expectation maximisation solves it.
 
     Args:

@@ -95,7 +95,7 @@ class BayesianModule(LightningModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
-        """Yield what is learned: `posterior.named_parameters()`, without the network's own tensors."""
+        """Yield the learned parameters: `posterior.named_parameters()`, without the network's own tensors."""
         prefix = f"{prefix}.posterior" if prefix else "posterior"
         return self.posterior.named_parameters(prefix, recurse, remove_duplicate)
 

@@ -178,7 +178,7 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
 class BayesianClassifier(ClassifierMixin, BayesianEstimator):
     """Classification with uncertainty: a multilayer perceptron and a posterior over its weights.
 
-    Inputs are standardised inside. Arguments and attributes are those of `BayesianRegressor`, and `classes_`.
+    Inputs are standardised inside. It has the arguments and attributes of `BayesianRegressor`, and `classes_`.
 
     Example:
         >>> X = np.linspace(-1, 1, 40)[:, None]
