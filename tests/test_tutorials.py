@@ -19,7 +19,7 @@ def source(name):
 def test_there_are_the_tutorials_of_the_site():
     listed = re.findall(r"tutorials/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
     assert sorted(listed) == NAMES
-    assert len(NAMES) == 6
+    assert len(NAMES) == 5
 
 
 @pytest.mark.parametrize("name", NAMES)
