@@ -10,6 +10,7 @@ import structvi as vi
 from structvi import likelihoods
 from structvi.head.kronecker import Kronecker
 from structvi.head.rows import Rows
+from structvi.integrations.export import export_predictive
 
 F64 = torch.float64
 
@@ -227,3 +228,24 @@ def test_a_network_that_knows_all_is_left_alone_and_errors_change_nothing():
         vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*").fit_head(
             [data], validation=[data]
         )
+
+
+def test_what_else_a_posterior_does(tmp_path):
+    """Draws, one page, a diagnosis, an exported program, a served predictor, an ensemble, and a fit that goes on."""
+    (x, t), net = classes(), network(4)
+    bayes = over_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0))
+    loader = DataLoader(TensorDataset(x, t), batch_size=20)
+    found = bayes.fit_head(loader, progress=False)
+    assert "MatrixNormal over 28 numbers" in bayes.summary()
+    assert bayes.sample(3)["2.weight"].shape == (3, 4, 6)
+    assert bayes.diagnose(loader, progress=False)
+    drawn = bayes.predict(x, draws=16, generator=torch.Generator().manual_seed(0))
+    program = export_predictive(bayes, x, draws=16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(program.module()(x), drawn.mean)
+    torch.testing.assert_close(bayes.predictor(16, generator=torch.Generator().manual_seed(0))(x).mean, drawn.mean)
+    other = over_head(network(4), likelihoods.Categorical(), vi.priors.NormalPrior(1.0))
+    other.fit_head(loader, progress=False)
+    both = vi.Ensemble([bayes, other]).predict(x)
+    torch.testing.assert_close(both.mean, (bayes.predict(x).mean + other.predict(x).mean) / 2)
+    assert bayes.evaluate(loader).nlpd < 1.4
+    assert bayes.fit(loader, epochs=30, progress=False).elbo.value > found.elbo.value - 1.0

@@ -200,7 +200,7 @@ class OutputNormals(NamedTuple):
         scaled = noise * self.along.sqrt()
         if self.axes.ndim == 2:
             return scaled @ self.axes.mT
-        return torch.einsum("nij,snj->sni", self.axes, scaled)
+        return (scaled.movedim(0, 1) @ self.axes.mT).movedim(1, 0)
 
 
 def layer_outputs(density: Gaussian, outputs: int, order: Tensor) -> Callable[[Tensor], OutputNormals]:
@@ -225,9 +225,10 @@ def layer_outputs(density: Gaussian, outputs: int, order: Tensor) -> Callable[[T
     d, V, core = density.low_rank()
     D = len(order) // outputs
     d, V = d[order].view(outputs, D), V[order].view(outputs, D, V.shape[-1])
+    wide = V.movedim(1, 0).reshape(D, -1)
 
     def dense(features: Tensor) -> OutputNormals:
-        columns = torch.einsum("nd,cdk->nck", features, V)
+        columns = (features @ wide).view(len(features), outputs, V.shape[-1])
         covariance = columns @ core @ columns.mT + torch.diag_embed(features.square() @ d.mT)
         finite = covariance.isfinite().all(-1).all(-1)  # [n]: a row that is not has NaN, and no other
         along, axes = torch.linalg.eigh(torch.where(finite[:, None, None], covariance.double(), 0.0))

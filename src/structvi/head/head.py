@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..posterior import Posterior
 
 #: held-out rows times outputs that are read, and at least so many rows
-HELD_OUT_NUMBERS, FEWEST_ROWS = 2**19, 1000
+HELD_OUT_NUMBERS, FEWEST_ROWS = 2**18, 1000
 #: Newton's method, and the curvature where it ends, in turn
 ROUNDS = 2
 #: the least width of a prior that is learned, and the change of its logarithm below which it has converged

@@ -46,6 +46,8 @@ _PARAMETERS: dict[type, tuple[str, ...]] = {
     Poisson: ("rate",),
     Categorical: ("logits",),
 }
+#: draws that are averaged at once, for the memory of many pixels
+AT_ONCE = 8
 
 
 class Predictive:
@@ -406,10 +408,10 @@ class Predictive:
     def _average(self, x: Tensor) -> Tensor:
         if not self.is_of_labels:
             return torch.tensordot(self.weights.to(x), x, dims=1)
-        # in float64, or rounding of certain labels would look like uncertainty; a draw at a time, for many pixels
+        # in float64, or rounding of certain labels would look like uncertainty; some draws at a time, for many pixels
         total = torch.zeros(x.shape[1:], dtype=torch.float64, device=x.device)
-        for weight, one in zip(self.weights.double().unbind(), x.unbind(), strict=True):
-            total = total + weight * one.double()
+        for weight, part in zip(self.weights.double().split(AT_ONCE), x.split(AT_ONCE), strict=True):
+            total = total + torch.tensordot(weight, part.double(), dims=1)
         return total.to(x)
 
     def _spread(self, x: Tensor) -> Tensor:
