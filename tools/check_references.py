@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from structvi.parameters import Parameters
 from structvi_check.problems import (
     REFERENCES,
     Problem,
@@ -35,7 +36,7 @@ def logistic_regression() -> None:
     from pyro.infer import MCMC, NUTS
 
     data, truth = logistic_data()
-    P, log_joint = data.space.size, data.log_joint
+    P, log_joint = Parameters.of(data.build()).size, data.log_joint
 
     def potential(values: dict[str, Tensor]) -> Tensor:
         return -log_joint(values["theta"].unsqueeze(0))[0]
@@ -82,9 +83,10 @@ def network() -> None:
     """Hamiltonian Monte Carlo: 64 chains from the prior side by side, trajectories of random length."""
     data, truth = network_data()
     log_joint = data.log_joint
-    draws = hmc(log_joint, data.space.size, chains=64, warmup=400, keep=600, length=1.2)
+    space = Parameters.of(data.build())
+    draws = hmc(log_joint, space.size, chains=64, warmup=400, keep=600, length=1.2)
     name = "network"
-    target = Problem(name, "", data.space, log_joint, draws[0], truth, None, (), data, False)
+    target = Problem(name, "", space, log_joint, draws[0], truth, None, (), data, False)
     y = torch.stack([target.outputs(chain) for chain in draws])  # [C, T, G]: weights are not identified, functions are
     report = check(y, KEPT[name]) | {"sampler": "HMC"}
     write(name, draws.flatten(0, 1), report)

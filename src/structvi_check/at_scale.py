@@ -75,14 +75,10 @@ class Teacher:
     """What methods get, and test inputs [M, 8] with their labels [M, 1] and true probabilities [M]."""
 
     problem: Problem
+    data: Data
     x: Tensor
     t: Tensor
     p: Tensor
-
-    @property
-    def data(self) -> Data:
-        assert self.problem.data is not None
-        return self.problem.data
 
     def constant(self) -> float:
         """Return the log likelihood of the training labels by their own mean."""
@@ -118,10 +114,9 @@ def teacher(width: int, size: int, test: int, seed: int) -> Teacher:
         p = functional_call(net, space.unravel(truth), (x,)).sigmoid()
     t = (torch.rand(p.shape, generator=generator, dtype=torch.float64) < p).double()
     data = Data(partial(build, width), Bernoulli(), 1.0, x[:size], t[:size], x[size:])
-    title = f"a network of {space.size} weights drawn from its prior"
-    none = torch.zeros(0, space.size, dtype=torch.float64)
+    none, title = truth.new_zeros(0, space.size), "a network drawn from its prior"
     problem = Problem("teacher", title, space, data.log_joint, none, truth, None, (), data, identified=False)
-    return Teacher(problem.question(), x[size:], t[size:], p[size:, 0])
+    return Teacher(problem.question(), data, x[size:], t[size:], p[size:, 0])
 
 
 @dataclass(frozen=True)

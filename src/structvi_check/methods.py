@@ -49,11 +49,9 @@ class Adapter(Protocol):
 
         The answer is not in it: see `Problem.question`.
         """
-        ...
 
-    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:  # pyright: ignore[reportReturnType] a protocol
         """Return independent draws of the approximation: [n, P]."""
-        ...
 
 
 def log_prob_of(method: Adapter) -> Callable[[Tensor], Tensor] | None:
@@ -106,7 +104,8 @@ class Ours:
 def fit_network(recipe: vi.Family, data: Data, seed: int) -> vi.Family:
     """Fit a family to the network by Adam, on all data at once."""
     generator = torch.Generator().manual_seed(seed)
-    bayes = vi.variationalize(data.build(), data.likelihood, recipe, data.prior, generator=generator)
+    prior = vi.priors.NormalPrior(data.scale)
+    bayes = vi.variationalize(data.build(), data.likelihood, recipe, prior, generator=generator)
     loader = DataLoader(TensorDataset(data.x, data.t), batch_size=len(data.x))
     bayes.fit(loader, steps=STEPS, estimator=vi.Estimator(groups=4), seed=seed, progress=False)
     return bayes.family

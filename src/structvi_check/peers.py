@@ -54,9 +54,7 @@ class DeepEnsemble:
     """Networks trained from different starts; a draw is one of them."""
 
     name = "deep ensemble"
-
-    def __init__(self, members: int = 5):
-        self.size = members
+    size = 5
 
     def fit(self, problem: Problem, seed: int) -> None:
         data, members = _data(problem, self.name), []
@@ -72,16 +70,11 @@ class DeepEnsemble:
 
 
 class DropoutNetwork:
-    """A network with `nn.Dropout` before its last layer, trained with it and left active to predict.
-
-    Args:
-        drop: the probability to drop a unit, as in Gal and Ghahramani's regressions.
-    """
+    """A network with `nn.Dropout` before its last layer, trained with it and left active to predict."""
 
     name = "dropout network"
-
-    def __init__(self, drop: float = 0.05):
-        self.drop = drop
+    #: the probability to drop a unit, as in Gal and Ghahramani's regressions
+    drop = 0.05
 
     def fit(self, problem: Problem, seed: int) -> None:
         data = _data(problem, self.name)
@@ -112,18 +105,11 @@ def stationary_rate(net: nn.Module, data: Data, batch: int) -> float:
 
 
 class SWAG:
-    """Maddox and others 2019: SGD goes on from a trained network; N(mean, ½ diagonal + ½ low rank) of its iterates.
-
-    Args:
-        collected: iterates, one for each epoch.
-        deviations: the last of them, which make the low-rank part.
-        batch: observations in a step.
-    """
+    """Maddox and others 2019: SGD goes on from a trained network; N(mean, ½ diagonal + ½ low rank) of its iterates."""
 
     name = "SWAG"
-
-    def __init__(self, collected: int = 100, deviations: int = 20, batch: int = 10):
-        self.collected, self.deviations, self.batch = collected, deviations, batch
+    #: iterates, one for each epoch, the last of them that make the low-rank part, and observations in a step
+    collected, deviations, batch = 100, 20, 10
 
     def fit(self, problem: Problem, seed: int) -> None:
         data = _data(problem, self.name)

@@ -15,7 +15,6 @@ from torch.func import functional_call, vmap
 
 from structvi.families.full import FullNormalDensity
 from structvi.models.likelihoods import Bernoulli, Gaussian, Likelihood
-from structvi.models.priors import NormalPrior
 from structvi.parameters import Parameters
 from structvi_paper import figure2, regression
 from structvi_paper.settings import Settings
@@ -51,18 +50,10 @@ class Data:
     curve: bool = False
 
     @property
-    def prior(self) -> NormalPrior:
-        return NormalPrior(self.scale)
-
-    @property
     def noise(self) -> float | None:
         """Of a regression; None for two classes."""
         noise = self.likelihood.config().get("noise")
         return None if noise is None else float(noise)
-
-    @property
-    def space(self) -> Parameters:
-        return Parameters.of(self.build())
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return y at inputs [N, ..]: [S, P] → [S, N]."""
@@ -210,7 +201,7 @@ def _conjugate(name: str, title: str, data: Data, exact: FullNormalDensity, trut
     function, at = data.log_joint, truth.unsqueeze(0)
     log_evidence = (function(at) - exact.log_prob(at)).item()
     draws = exact.draw(REFERENCE, generator=_generator(name)).theta
-    return Problem(name, title, data.space, function, draws, truth, log_evidence, [exact], data)
+    return Problem(name, title, Parameters.of(data.build()), function, draws, truth, log_evidence, [exact], data)
 
 
 def rbf_regression() -> Problem:
@@ -263,7 +254,9 @@ def logistic_regression() -> Problem:
     draws, log_evidence = reference_draws("logistic-regression")
     normal = FullNormalDensity(draws.mean(0), torch.linalg.cholesky(torch.cov(draws.mT)))
     function, title = data.log_joint, "logistic regression, 6 weights"
-    return Problem("logistic-regression", title, data.space, function, draws, truth, log_evidence, [normal], data)
+    return Problem(
+        "logistic-regression", title, Parameters.of(data.build()), function, draws, truth, log_evidence, [normal], data
+    )
 
 
 def small_network() -> nn.Module:
@@ -292,7 +285,7 @@ def network() -> Problem:
     data, truth = network_data()
     draws, _ = reference_draws("network")
     function, title = data.log_joint, "network 1-16-1 with tanh, predictions"
-    return Problem("network", title, data.space, function, draws, truth, None, (), data, False)
+    return Problem("network", title, Parameters.of(data.build()), function, draws, truth, None, (), data, False)
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {

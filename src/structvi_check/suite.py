@@ -1,7 +1,6 @@
 """`run`: methods on problems, a row for each pair."""
 
 from collections.abc import Sequence
-from math import isnan
 from time import perf_counter
 
 import torch
@@ -56,7 +55,7 @@ def run(
         >>> report.rows[0].bayesian, report.rows[0].verdict[:13]
         (True, 'Bayesian here')
     """
-    if timeout is not None and (isnan(timeout) or timeout <= 0):
+    if timeout is not None and not timeout > 0:  # NaN neither
         raise ValueError(f"timeout must be seconds above zero, or None for no limit, got {timeout!r}")
     methods = list(method) if isinstance(method, list | tuple) else [method]
     names = [as_method(one).name for one in methods]

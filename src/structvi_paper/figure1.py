@@ -7,15 +7,12 @@ from torch import Tensor
 
 from .pages import figure
 from .processes import Starmap
-from .settings import Settings
+from .settings import TABLE, Settings
 
-#: of the functions 1, x, sin 3x, cos 5x
-TRUTH = (0.5, 1.0, 0.6, -0.4)
-NOISE = 0.3
-#: observations, and those of the ellipses in the picture
-SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-ELLIPSES = {8: "#9cc3ea", 32: "#4f8fd0", 512: "#174a86"}
-DATA_SETS = 400
+_OWN: dict[str, Any] = TABLE["figure1"]
+TRUTH, SIZES = _OWN["truth"], _OWN["sizes"]
+NOISE, DATA_SETS = float(_OWN["noise"]), int(_OWN["data_sets"])
+ELLIPSES = {int(size): colour for size, colour in _OWN["ellipses"].items()}
 PARTS = {"aleatoric": "#f0b45c", "discrepancy": "#7fb685", "epistemic": "#6fa1d8"}
 
 

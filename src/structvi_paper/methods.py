@@ -22,14 +22,10 @@ from structvi.families import (
 from structvi.objective import Estimator, elbo
 from structvi.parameters import FREE_SCALE_FLOOR, Parameters
 
-from .settings import Settings
+from .settings import TABLE, Settings
 
-#: the probability to keep a weight in MC dropout; the paper does not state its own
-KEEP = 0.8
-#: parts of the mixture and the rank of each
-COMPONENTS, MIXTURE_RANK = 2, 2
-#: temperature at the start of a mixture's fit; it falls to one in the first half of the steps
-HOTTEST = 11.0
+KEEP, HOTTEST = (float(TABLE["methods"][name]) for name in ("keep", "hottest"))
+COMPONENTS, MIXTURE_RANK = (int(TABLE["methods"][name]) for name in ("components", "mixture_rank"))
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from structvi.families.full import FullNormalDensity
 
-from .settings import Settings
+from .settings import TABLE, Settings
 
-#: ten regularly spaced centres on [−1, 1]; the kernel is exp(−(x − c)²/2w²), w in units of their distance
-CENTRES, WIDTH, RANGE = 10, 0.55, (-1.0, 1.0)
-#: observations at uniform inputs: with these the exact posterior has log p*(θ*) near 15, as in the paper
-OBSERVATIONS, NOISE = 270, 0.25
+_OWN: dict[str, Any] = TABLE["regression"]
+CENTRES, OBSERVATIONS = int(_OWN["centres"]), int(_OWN["observations"])
+WIDTH, NOISE, SHAPE = (float(_OWN[name]) for name in ("width", "noise", "shape"))
+RANGE: tuple[float, float] = tuple(_OWN["range"])
 #: of the variant with unknown noise: σ² ~ InverseGamma(shape, rate), θ | σ² ~ N(0, ratio·σ² I)
-SHAPE, RATE, RATIO = 2.0, 2.0 * NOISE**2, 1 / NOISE**2
+RATE, RATIO = SHAPE * NOISE**2, NOISE**-2
 
 DESCRIPTION: dict[str, Any] = {
     "centres": CENTRES,

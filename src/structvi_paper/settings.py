@@ -1,9 +1,15 @@
 """Every number of `structvi reproduce` that is chosen rather than computed."""
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
+
+#: the content of settings.toml
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("settings.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)

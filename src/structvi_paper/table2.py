@@ -12,21 +12,11 @@ from structvi.families.mc_dropout import DroppedPoint
 from .methods import KEEP, Batched, Method, fit, methods
 from .processes import Starmap
 from .regression import CENTRES, DESCRIPTION, NOISE, NormalInverseGamma, data_set
-from .settings import Settings
+from .settings import TABLE, Settings
 
 DROPOUTS = ("MC dropout",)
 #: standard deviations start at a tenth of the prior's
 SCALE = 0.1
-#: log q(θ*) and KL[p*‖q] of the paper's table 2
-PAPER: dict[str, tuple[float | str, float | str]] = {
-    "MAP": ("-inf", "inf"),
-    "MC dropout": ("-inf", "inf"),
-    "MF-VI": (15.5161, 3.1853),
-    "sN-VI 1": (14.9543, 1.6967),
-    "sN-VI 2": (14.6339, 3.8009),
-    "sN-VI 4": (13.8562, 4.2452),
-    "sN-VI 10": (15.1211, 0.8389),
-}
 KNOWN = methods(CENTRES, DROPOUTS, mixture=True)
 #: MAP's and MC dropout's σ are points; the others have a posterior for it
 UNKNOWN = [Method(name, rank) for name, rank in (("MAP", None), ("MC dropout", None), ("MF-VI", 0))]
@@ -38,7 +28,7 @@ def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:
     unknown = _each("table 2, σ unknown", unknown_noise, UNKNOWN, settings, starmap)
     rows = []
     for row, found in known.items():
-        log_q, divergence = PAPER.get(row.label, (None, None))
+        log_q, divergence = TABLE["paper"]["table2"].get(row.label, (None, None))
         rows.append(_line(row, found) | {"paper_log_q_true": log_q, "paper_kl_p_q": divergence})
     gaps = [one["closed_form_gap"] for one in known[Method("MC dropout")]]
     variant = [_line(row, found) | {"noise": _median(found, "noise")} for row, found in unknown.items()]

@@ -8,7 +8,7 @@ import torch
 
 from structvi_check import at_scale
 from structvi_check.at_scale import teacher
-from structvi_check.peers import PEERS, SWAG
+from structvi_check.peers import SWAG
 
 
 class Prior:
@@ -50,7 +50,7 @@ def test_the_truth_is_not_in_what_methods_get():
 def test_every_method_runs_and_leaves_the_global_stream(tmp_path, monkeypatch):
     monkeypatch.setattr("structvi_check.methods.STEPS", 3)
     monkeypatch.setattr("structvi_check.peers.STEPS", 3)
-    monkeypatch.setitem(PEERS, "swag", lambda: SWAG(collected=30))
+    monkeypatch.setattr(SWAG, "collected", 30)
     monkeypatch.setattr(at_scale, "DRAWS", 8)
     before = torch.get_rng_state()
     report = at_scale.run(width=3, size=60, test=10, teachers=2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from structvi import BayesianModel
+from structvi.models.priors import NormalPrior
 from structvi_check import PROBLEMS, problem
 from structvi_check.problems import REFERENCES, reference_draws
 
@@ -14,7 +15,7 @@ WITH_DATA = ["linear-regression", "rbf-regression", "logistic-regression", "netw
 def test_the_log_joint_is_that_of_the_network_with_its_data(name):
     p = problem(name)
     assert p.data is not None
-    model = BayesianModel(p.data.build(), p.data.likelihood, p.data.prior, len(p.data.x))
+    model = BayesianModel(p.data.build(), p.data.likelihood, NormalPrior(p.data.scale), len(p.data.x))
     theta = torch.randn(5, p.P, dtype=torch.float64)
     torch.testing.assert_close(p.log_joint(theta), model.log_joint(theta, (p.data.x, p.data.t)))
 
