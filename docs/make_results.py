@@ -103,9 +103,10 @@ def paper(*names: str) -> Callable[[Path], Table]:
 def word(value: Any) -> str:
     """Return a cell: a number with three digits."""
     try:
-        return f"{float(value):.3g}".replace("inf", "∞")
+        number = float(value)
     except (TypeError, ValueError):
         return str(value or "–")
+    return "< 10⁻⁶" if 0 < abs(number) < 1e-6 else f"{number:.3g}".replace("inf", "∞")
 
 
 #: name → how its source is read, and the command that writes the source
