@@ -80,7 +80,7 @@ def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
     a, b = (made(3, family, prior=prior) for _ in range(2))
     each = options.pop("each", {})
     given = {"steps": 50, "clip": 1.0, **options}
-    results = vi.fit_many(a, loaders, seeds=[5, 6, 7], at_once=True, progress=False, each=each, **given)
+    results = vi.fit_many(a, loaders, at_once=True, progress=False, each={"seed": [5, 6, 7], **each}, **given)
     singles = [
         one.fit(own, seed=5 + m, progress=False, **{name: values[m] for name, values in each.items()}, **given)
         for m, (one, own) in enumerate(zip(b, loaders, strict=True))
@@ -92,7 +92,7 @@ def test_labels_and_held_out_data():
     a, b = (made(2, likelihood=CATEGORICAL, net=lambda: mlp(2)) for _ in range(2))
     loaders = [data(n, seed=n, classes=True) for n in (20, 30)]
     held_out = [list(data(20, seed=seed, classes=True)) for seed in (8, 9)]
-    results = vi.fit_many(a, loaders, validation=held_out, steps=12, progress=False, at_once=True)
+    results = vi.fit_many(a, loaders, each={"validation": held_out}, steps=12, progress=False, at_once=True)
     singles = [
         one.fit(own, steps=12, progress=False, seed=m, validation=held_out[m])
         for m, (one, own) in enumerate(zip(b, loaders, strict=True))
@@ -251,7 +251,9 @@ def test_what_cannot_be_at_once_says_so(posteriors, given, reason):
 def test_forms_are_told_apart():
     """Two of mean field and two of a low rank: two groups, each at once, results in the order that was asked for."""
     a = [*made(2), *made(2, vi.LowRankNormal(1))]
-    results = vi.fit_many([a[0], a[2], a[1], a[3]], data(20), steps=3, progress=False, at_once=True, seeds=[0, 0, 1, 1])
+    results = vi.fit_many(
+        [a[0], a[2], a[1], a[3]], data(20), steps=3, progress=False, at_once=True, each={"seed": [0, 0, 1, 1]}
+    )
     assert all("at once" in result.details for result in results)
     single = made(1)[0]
     single.fit(data(20), steps=3, progress=False, seed=0)
@@ -281,10 +283,9 @@ def test_batches_with_words_in_them():
     [
         ({"checkpoint": vi.Checkpoint("somewhere")}, "checkpoint= is for one fit"),
         ({"callback": print}, "callback= is for one fit"),
-        ({"seeds": [1]}, "one entry for each of the 2"),
+        ({"each": {"seed": [1]}}, "one value for each of the 2"),
         ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "for all and for each"),
         ({"stepps": 3}, "unexpected keyword argument 'stepps'"),
-        ({"validation": data(20)}, "validation must be a list"),
         ({"steps": None}, "fit needs a length"),
     ],
 )

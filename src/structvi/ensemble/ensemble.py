@@ -207,9 +207,8 @@ class Ensemble(nn.Module):
             [0.5, 0.5]
         """
         C = len(self.members)
-        seeds = [seed + c for c in range(C)]
-        held_out = None if validation is None else [validation] * C
-        results = fit_many(self.posteriors, [loader] * C, seeds=seeds, validation=held_out, each=each, **options)
+        own = {"seed": [seed + c for c in range(C)], **(each or {})}
+        results = fit_many(self.posteriors, [loader] * C, each=own, validation=validation, **options)
         lost = [c for c, one in enumerate(results) if one.status is Status.DIVERGED]
         if lost:
             raise NonFiniteError(

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from math import inf, nan
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -40,8 +41,6 @@ def fit_many(
     posteriors: Sequence[Posterior],
     loaders: Sequence[Iterable[Any]] | Iterable[Any],
     *,
-    seeds: Sequence[int] | None = None,
-    validation: Sequence[Iterable[Any]] | None = None,
     each: Mapping[str, Sequence[Any]] | None = None,
     at_once: bool | None = None,
     **options: Any,
@@ -60,9 +59,8 @@ def fit_many(
     Args:
         posteriors: what `variationalize` returns, each with a network of its own.
         loaders: the data of each, or one for all.
-        seeds: of each, `range(len(posteriors))` if not given.
-        validation: held-out data of each.
-        each: options of `posterior.fit` that differ, one value for each: `each={"kl_weight": [1.0, 0.3]}`.
+        each: options of `posterior.fit` that differ, one value for each: `each={"kl_weight": [1.0, 0.3]}`, or
+            `each={"validation": [..]}`. "seed" is `range(len(posteriors))` if not given.
         at_once: False for one after another; True for an error where the fits cannot be made at once.
         **options: of `posterior.fit`, the same for all; `checkpoint=` and `callback=` belong to one fit.
 
@@ -88,7 +86,7 @@ def fit_many(
             "likelihood and a prior for each"
         )
     data = list(loaders) if isinstance(loaders, list | tuple) and len(loaders) == M else [loaders] * M
-    jobs = [Job(*own) for own in zip(posteriors, data, _options(M, seeds, validation, each, options), strict=True)]
+    jobs = [Job(*own) for own in zip(posteriors, data, _options(M, each or {}, options), strict=True)]
     results: dict[int, FitResult] = {}
     for members, reason in _groups(jobs, at_once):
         chosen = [jobs[m] for m in members]
@@ -113,29 +111,20 @@ class Job(NamedTuple):
     options: Options
 
 
-def _options(
-    M: int,
-    seeds: Sequence[int] | None,
-    validation: Sequence[Iterable[Any]] | None,
-    each: Mapping[str, Sequence[Any]] | None,
-    options: dict[str, Any],
-) -> list[Options]:
+def _options(M: int, each: Mapping[str, Sequence[Any]], options: dict[str, Any]) -> list[Options]:
     """Return the options of each fit."""
-    own: dict[str, Sequence[Any]] = {"seed": range(M) if seeds is None else seeds, **(each or {})}
-    if validation is not None:
-        if not isinstance(validation, list | tuple):
-            raise TypeError(f"validation must be a list of the held-out data of each, got {type(validation).__name__}")
-        own["validation"] = validation
+    own: dict[str, Sequence[Any]] = {"seed": range(M), **each}
     for name, values in own.items():
-        if len(values) != M:
-            raise ValueError(f"{name} must have one entry for each of the {M} posteriors, got {len(values)}")
+        if not isinstance(values, list | tuple | range) or len(values) != M:
+            raise ValueError(f"each={{{name!r}: ..}} must be a list with one value for each of the {M} posteriors")
         if name in options:
             raise ValueError(f"{name} is given for all and for each: give one of them")
     for name in ("checkpoint", "callback"):
         if options.get(name) is not None:
             raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
+    known = {one.name: one.default for one in signature(fit).parameters.values() if one.kind is one.KEYWORD_ONLY}
     rows = zip(*own.values(), strict=True)
-    return [Options(**(fit.__kwdefaults__ or {}) | options | dict(zip(own, row, strict=True))) for row in rows]
+    return [Options(**known | options | dict(zip(own, row, strict=True))) for row in rows]
 
 
 def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], str | None]]:

@@ -12,21 +12,9 @@ import torch
 from torch import Tensor
 from torch import distributions as td
 
-from ..families import (
-    MAP,
-    Family,
-    FullNormal,
-    LowRankNormal,
-    LowRankPrecision,
-    MatrixNormal,
-    MCDropout,
-    MeanField,
-    Mixture,
-    PerLayer,
-    Rotated,
-)
-from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
-from ..models.priors import DistributionPrior, LaplacePrior, NormalPrior, StudentTPrior, SumPrior
+from .. import families
+from ..families import Family
+from ..models import likelihoods, priors
 from ..models.priors.hierarchical import HierarchicalNormalPrior
 from ..util.checks import is_integer
 from ..util.configuration import configuration
@@ -36,33 +24,25 @@ from .file import CheckpointError, brief
 FAMILIES = 4096
 
 Kind = Literal["family", "likelihood", "prior"]
-_FAMILIES = (
-    MAP, MeanField, LowRankNormal, LowRankPrecision, FullNormal, MatrixNormal, Mixture, PerLayer, MCDropout, Rotated,
+#: classes that are rebuilt from their constructors' arguments, which they keep as attributes
+_KINDS: dict[Kind, tuple[type, ...]] = {
+    "family": (
+        families.MAP, families.MeanField, families.LowRankNormal, families.LowRankPrecision, families.FullNormal,
+        families.MatrixNormal, families.Mixture, families.PerLayer, families.MCDropout, families.Rotated,
+    ),
+    "likelihood": (
+        likelihoods.Gaussian, likelihoods.Categorical, likelihoods.Bernoulli, likelihoods.Poisson, likelihoods.StudentT,
+    ),
+    "prior": (
+        priors.NormalPrior, priors.LaplacePrior, priors.StudentTPrior, HierarchicalNormalPrior, priors.SumPrior,
+        priors.DistributionPrior,
+    ),
+}  # fmt: skip
+_CLASSES = {cls.__name__: (kind, cls) for kind, classes in _KINDS.items() for cls in classes}
+_DISTRIBUTIONS: tuple[type[td.Distribution], ...] = (
+    td.Cauchy, td.Exponential, td.Gamma, td.HalfCauchy, td.HalfNormal, td.InverseGamma, td.Laplace, td.LogNormal,
+    td.MultivariateNormal, td.Normal, td.StudentT,
 )  # fmt: skip
-_LIKELIHOODS = (Gaussian, Categorical, Bernoulli, Poisson, StudentT)
-_PRIORS = (
-    NormalPrior, LaplacePrior, StudentTPrior, HierarchicalNormalPrior, DistributionPrior, SumPrior,
-)  # fmt: skip
-#: name → kind and class, rebuilt from its constructor's arguments, which it keeps as attributes
-_CLASSES: dict[str, tuple[Kind, type]] = {
-    **{cls.__name__: ("family", cls) for cls in _FAMILIES},
-    **{cls.__name__: ("likelihood", cls) for cls in _LIKELIHOODS},
-    **{cls.__name__: ("prior", cls) for cls in _PRIORS},
-}
-#: torch distributions and their constructor's arguments
-_DISTRIBUTIONS: dict[type[td.Distribution], tuple[str, ...]] = {
-    td.Cauchy: ("loc", "scale"),
-    td.Exponential: ("rate",),
-    td.Gamma: ("concentration", "rate"),
-    td.HalfCauchy: ("scale",),
-    td.HalfNormal: ("scale",),
-    td.InverseGamma: ("concentration", "rate"),
-    td.Laplace: ("loc", "scale"),
-    td.LogNormal: ("loc", "scale"),
-    td.MultivariateNormal: ("loc", "scale_tril"),
-    td.Normal: ("loc", "scale"),
-    td.StudentT: ("df", "loc", "scale"),
-}
 _SEQUENCES = {"tuple": tuple, "list": list, "frozenset": frozenset}
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)}
 #: errors of a constructor, or of the code here, for values that `encode` never wrote
@@ -91,12 +71,17 @@ def encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": [str(value.dtype), encode(value.detach().cpu().tolist())]}
     if type(value) in _DISTRIBUTIONS:
-        arguments = {name: encode(getattr(value, name)) for name in _DISTRIBUTIONS[type(value)]}
+        arguments = {name: encode(getattr(value, name)) for name in _arguments(type(value))}
         return {"distribution": [type(value).__name__, arguments]}
     if _CLASSES.get(type(value).__name__, (None, None))[1] is type(value):
         arguments = {name: encode(item) for name, item in configuration(value).items()}
         return {"structvi": [type(value).__name__, arguments]}
     raise OfYourOwn(getattr(value, "__name__", type(value).__name__))
+
+
+def _arguments(cls: Any) -> tuple[str, ...]:
+    """Return the constructor's arguments that make a torch distribution again."""
+    return ("loc", "scale_tril") if cls is td.MultivariateNormal else tuple(cls.arg_constraints)
 
 
 def decode(value: Any, kind: Kind | None = None, patterns: int = 100) -> Any:
@@ -153,8 +138,8 @@ def _build(value: Any, kind: Kind | None, patterns: int) -> Any:
         return cls(**arguments)
     if tag == "distribution":
         (cls,) = (one for one in _DISTRIBUTIONS if one.__name__ == name)
-        if arguments.keys() != set(_DISTRIBUTIONS[cls]):
-            raise ValueError(f"{name} has the arguments {_DISTRIBUTIONS[cls]}, got {brief(list(arguments))}")
+        if arguments.keys() != set(_arguments(cls)):
+            raise ValueError(f"{name} has the arguments {_arguments(cls)}, got {brief(list(arguments))}")
         shapes = {tuple(x.shape) for x in arguments.values() if isinstance(x, Tensor)}
         if len(shapes) > 1 and cls is not td.MultivariateNormal:  # broadcasting would make more than there is
             raise ValueError(f"the arguments of {name} differ in shape")
