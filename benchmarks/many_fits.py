@@ -29,7 +29,7 @@ def posteriors(count: int, rank: int, device: str, kind: torch.dtype) -> list[vi
         net = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)).to(kind)
         family = vi.LowRankPrecision(rank) if rank else vi.MeanField()
         one = vi.variationalize(
-            net, vi.likelihoods.Gaussian("point").to(kind), family, vi.priors.NormalPrior.fan_in(1.0)
+            net, vi.likelihoods.Gaussian("point").to(kind), family, vi.priors.NormalPrior(1.0, by_fan_in=True)
         )
         made.append(one.to(device))
     return made

@@ -87,7 +87,7 @@ def trained(problem: Problem, settings: Settings, epochs: int, seed: int, dropou
 def posterior(problem: Problem, net: nn.Module, settings: Settings, family: vi.Family, select="*", **options):
     weights = None if settings.together == 1 else (1 / settings.together,) * problem.classes
     likelihood = vi.likelihoods.Categorical(class_weights=weights)
-    prior = vi.priors.NormalPrior.fan_in(settings.prior_scale)
+    prior = vi.priors.NormalPrior(settings.prior_scale, by_fan_in=True)
     return vi.variationalize(net, likelihood, family, prior, select=select, **options)
 
 

@@ -66,7 +66,7 @@ def logits(net, batch):
 def posterior(net, num_data, rank):
     """Over all tensors that train: of an adapted network the adapters and the classifier."""
     return vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.LowRankNormal(rank=rank), vi.priors.NormalPrior.fan_in(1.0),
+        net, vi.likelihoods.Categorical(), vi.LowRankNormal(rank=rank), vi.priors.NormalPrior(1.0, by_fan_in=True),
         num_data=num_data, forward=logits,
     )  # fmt: skip
 

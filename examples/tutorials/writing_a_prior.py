@@ -40,7 +40,7 @@ theta = torch.zeros(1, space.size)
 for prior in (
     vi.priors.NormalPrior(1.0),
     vi.priors.NormalPrior({"*.bias": 2.0, "*.weight": 1.0}),
-    vi.priors.NormalPrior.fan_in(1.5),
+    vi.priors.NormalPrior(1.5, by_fan_in=True),
     vi.priors.StudentTPrior(df=3.0),
     vi.priors.DistributionPrior({"*": torch.distributions.Cauchy(0.0, 1.0)}),
 ):

@@ -1,8 +1,8 @@
 """Parameters that cannot take every value: positive, in an interval, on a simplex, ordered, a correlation.
 
-Each has a smooth bijection y = f(x) from free numbers x, which are what a family sees, and log |det ∂y/∂x|, which
-`LogDensity` adds to the log density of y. They are those of `torch.distributions.biject_to` where that has one, written
-in logarithms, so that they are finite far from zero, where torch's are clipped or infinite.
+Each has a smooth bijection y = f(x) from free numbers x, which a family sees. `LogDensity` adds log |det ∂y/∂x| to the
+log density of y. Where `torch.distributions.biject_to` has a bijection, it is the same one. It is computed in
+logarithms: far from zero torch's are clipped or infinite, and these are finite.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class Constraint(ABC):
 
     #: what the constraint is called
     name: str
-    #: what is written before the name of a free number
+    #: the word before the name of a free number
     symbol: str = "free"
     #: whether x has no unit, so that a step of one is as large wherever the values begin
     relative: bool = True
@@ -60,7 +60,7 @@ class Constrained(NamedTuple):
 class Positive(Constraint):
     """y = eˣ, between the smallest number and the root of the largest, whose square is a number too.
 
-    Beyond, where a computer has no such y, the density is zero: log |det| is −∞, and what is made of y still a number.
+    Beyond, where a computer has no such y, the density is zero: log |det| is −∞, and y stays at its end.
     """
 
     name, symbol = "positive", "log"
@@ -111,7 +111,7 @@ class Interval(Constraint):
 
 
 class Simplex(Constraint):
-    """Parts broken off a stick: y_k = z_k Π_{j<k} (1 − z_j), z_k = 1/(1 + (K − k) e^{−x_k}), the last what is left.
+    """Parts broken off a stick: y_k = z_k Π_{j<k} (1 − z_j), z_k = 1/(1 + (K − k) e^{−x_k}), the rest last.
 
     log |det| = Σ_{k<K} [log y_k + log(1 − z_k)]. Equal parts are x = 0, and a Dirichlet makes the x_k independent.
     """
@@ -167,13 +167,13 @@ class CholeskyCorrelation(Constraint):
     def __init__(self, size: int):
         self.size = size
         rows, columns = torch.tril_indices(size, size, -1)
-        #: where each element of a [K, K] matrix is among the free numbers; behind them, where there is none
+        #: the index of each element of a [K, K] matrix among the free numbers; behind them, if it has none
         self.where = torch.full((size, size), len(rows))
         self.where[rows, columns] = torch.arange(len(rows))
         self.below = rows * size + columns
 
     def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x, log(1 − tanh² x), and ½ of its sum over the columns before: [.., K, K] each, zero where there is no x."""
+        """Return x, log(1 − tanh² x), and ½ of its sum over the columns before: [.., K, K] each, zeros elsewhere."""
         x = pad(x, (0, 1))[..., self.where.to(x.device)]
         size = x.abs()
         rest = 2 * (log(2) - size - softplus(-2 * size))

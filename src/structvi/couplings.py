@@ -1,7 +1,7 @@
-"""How S draws share noise. A coupling is any callable (groups, P, K, generator, dtype, device) → Noise.
+"""Noise that S draws share. A coupling is any callable (groups, P, K, generator, dtype, device) → Noise.
 
-Every row of a coupling's noise is standard normal by itself, (ε, z) ~ N(0, I_{P+K}), so that any function of one draw
-is estimated without bias; what couplings choose is how the rows of one group depend on each other. Rows come group by
+Every row of a coupling's noise is standard normal, (ε, z) ~ N(0, I_{P+K}): any function of one draw is estimated
+without bias. Couplings choose how the rows of one group depend on each other. Rows come group by
 group, and groups are independent: standard errors are taken over groups.
 """
 
@@ -81,7 +81,7 @@ class Unscented:
         directions: D; None for all K.
         crossed: pair every direction with ε and −ε: 4D draws to a group instead of 2D.
         shared_diagonal: one ε for the whole group, as in the original code, instead of one to a direction. It lowers
-            the variance of the factor's gradient and raises that of mean and scale.
+            the variance of the factor's gradient and raises the variance of the mean's and the scale's.
 
     Example:
         >>> unscented(directions=2)(1, P=5, K=3).low_rank.shape
@@ -107,7 +107,7 @@ class Unscented:
         return hash(tuple(vars(self).items()))
 
     def group_size(self, K: int) -> int:
-        """How many draws one group has at rank K."""
+        """Return the number of draws in one group at rank K."""
         if K == 0:
             return 2
         return (4 if self.crossed else 2) * (self.directions or K)

@@ -18,7 +18,7 @@ Select = str | Sequence[str] | Callable[[str, Tensor], bool]
 
 #: Smallest initialisation scale of a tensor that starts constant in a network, such as a bias that starts at zero.
 SCALE_FLOOR = 0.05
-#: Of a tensor that belongs to no network (a log density's), where there is no layer to ask. With the families' default
+#: Smallest initialisation scale of a log density's tensors, which belong to no layer. With the families' default
 #: fraction of a tenth, scales start at 0.3: of 0.1, 0.3 and 1 the best on random Gaussians.
 FREE_SCALE_FLOOR = 3.0
 
@@ -174,7 +174,7 @@ class Parameters:
 
     @property
     def from_network(self) -> bool:
-        """Whether these are tensors of a network, rather than of a log density."""
+        """True for tensors of a network, False for those of a log density."""
         return self._net is not None
 
     def matching(self, select: Select, what: str = "select") -> tuple[str, ...]:
@@ -200,24 +200,13 @@ class Parameters:
         return f"Parameters(P={self.size}, {self.dtype}, {self.device},\n" + "\n".join(lines) + "\n)"
 
     def slice(self, name: str) -> slice:
-        """Where the tensor `name` lies in θ."""
+        """Return the slice of the tensor `name` in θ."""
         (index,) = self._indices(name)
         start = sum(self.numels[:index])
         return slice(start, start + self.numels[index])
 
-    def check_theta(self, theta: Any) -> None:
-        """Raise ValueError unless θ is [S, P] with S ≥ 1."""
-        if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[0] == 0 or theta.shape[1] != self.size:
-            came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
-            raise ValueError(
-                f"expected theta of shape [S, P] with S ≥ 1 and P = {self.size}, got {came}; "
-                "for one point add a row axis"
-            )
-
     def unravel(self, theta: Tensor) -> dict[str, Tensor]:
         """Named views [.., *shape] of θ [.., P]; no copy."""
-        if not isinstance(theta, Tensor):
-            raise TypeError(f"unravel expects a tensor [.., {self.size}], got {type(theta).__name__}")
         if theta.ndim == 0 or theta.shape[-1] != self.size:
             raise ValueError(f"expected theta of shape [.., P] with P = {self.size}, got {tuple(theta.shape)}")
         # split, not slicing: the backward of a slice allocates a full-size gradient for each
@@ -256,21 +245,13 @@ class Parameters:
                 f"expected the tensors {few(self.names)}; missing {sorted(missing)}, extra {sorted(extra)}"
             )
         parts = []
-        leading: torch.Size | None = None
         for name, shape in zip(self.names, self.shapes, strict=True):
             tensor = tensors[name]
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
             lead = tensor.shape[: tensor.ndim - len(shape)]
             if tensor.shape[len(lead) :] != shape:
                 raise ValueError(
                     f"{name}: expected shape [.., {', '.join(map(str, shape))}], got {tuple(tensor.shape)}"
                 )
-            if leading is not None and lead != leading:
-                raise ValueError(
-                    f"{name}: leading shape {tuple(lead)} differs from {tuple(leading)} of the tensors before"
-                )
-            leading = lead
             parts.append(tensor.reshape(*lead, -1))
         return torch.cat(parts, dim=-1)
 
@@ -278,8 +259,8 @@ class Parameters:
     def scales(self) -> Tensor:
         """[len(names)]: each tensor's initialisation scale.
 
-        The root mean square of what its layer's own initialisation draws, where the layer has one (`reset_parameters`,
-        `_reset_parameters`, `_init_weights`), otherwise of the current values; at least `SCALE_FLOOR` for tensors of
+        The root mean square of its layer's own initialisation (`reset_parameters`, `_reset_parameters`,
+        `_init_weights`). If the layer has none, that of the current values. It is at least `SCALE_FLOOR` for tensors of
         a network that start constant (biases, the shifts of normalisation layers: a constant says nothing of its
         scale), and at least `FREE_SCALE_FLOOR` without a network.
         Tensors that were appended with a scale have that one.

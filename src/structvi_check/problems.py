@@ -16,6 +16,7 @@ from torch.func import functional_call, vmap
 from structvi.families.full import FullNormalDensity
 from structvi.models.likelihoods import Bernoulli, Gaussian, Likelihood
 from structvi.parameters import Parameters
+from structvi.util.configuration import configuration
 from structvi_paper import figure2, regression
 from structvi_paper.settings import Settings
 
@@ -52,7 +53,7 @@ class Data:
     @property
     def noise(self) -> float | None:
         """Of a regression; None for two classes."""
-        noise = self.likelihood.config().get("noise")
+        noise = configuration(self.likelihood).get("noise")
         return None if noise is None else float(noise)
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:

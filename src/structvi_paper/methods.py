@@ -45,12 +45,12 @@ class Method:
         forms = {"MF-VI": "covariance", "sN-VI": "covariance", "full": "covariance", "sP-VI": "precision"}
         return forms.get(self.name, "")
 
-    def recipe(self, scale: float, exempt: tuple[str, ...] = ()) -> Family:
+    def recipe(self, scale: float, dropped: str = "*") -> Family:
         """Return the family, unbound.
 
         Args:
             scale: where standard deviations start; factors start as wide.
-            exempt: tensors that dropout leaves alone.
+            dropped: the tensors that dropout drops, a pattern.
         """
         start = scale / FREE_SCALE_FLOOR
         if self.name in ("sN-VI", "sP-VI", "sGMM-VI"):
@@ -59,7 +59,7 @@ class Method:
             return Mixture(normal, components=COMPONENTS) if self.name == "sGMM-VI" else normal
         others: dict[str, Callable[[], Family]] = {
             "MAP": MAP,
-            "MC dropout": lambda: MCDropout(keep=KEEP, exempt=exempt),
+            "MC dropout": lambda: MCDropout({dropped: KEEP}),
             "MF-VI": lambda: MeanField(initial_scale=start),
             "full": lambda: FullNormal(initial_scale=start),
         }
@@ -105,7 +105,7 @@ def fit(
 
     A mixture is first fitted to a flattened target, log p / T. So its parts find all modes and divide them.
     """
-    family = method.recipe(scale, ("log_noise",) if "log_noise" in target.space else ()).bind(target.space, generator)
+    family = method.recipe(scale, "theta" if "log_noise" in target.space else "*").bind(target.space, generator)
     estimator = Estimator(groups=groups_for(family(), settings.evaluations), coupling=unscented)
     optimizer = torch.optim.Adam(family.parameters(), lr=rate, betas=settings.betas, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -215,5 +215,5 @@ def test_no_code_is_in_the_file(saved):
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
     assert set(header) - {"__metadata__"} == {
-        "elbo.per_group", "modes.theta", "family.mean", "family.log_diagonal", "family.lower", "family.unit",
+        "elbo.per_group", "modes.theta", "family.mean", "family.log_scale", "family.lower", "family.unit",
     }  # fmt: skip

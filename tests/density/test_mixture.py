@@ -136,9 +136,9 @@ def test_parts_of_ones_own():
 def test_auto_is_refused_where_no_modes_are_looked_for():
     with pytest.raises(ValueError, match=r'components="auto" takes as many parts as there are modes'):
         vi.Mixture(vi.MeanField(), "auto").bind(space())
-    with pytest.raises(ValueError, match=r'a number of parts or "auto", got \'many\''):
+    with pytest.raises(ValueError, match=r"components must be an integer ≥ 1, got 'many'"):
         vi.Mixture(vi.MeanField(), "many")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r'"auto" makes its parts of one recipe, got a list of 2'):
+    with pytest.raises(ValueError, match=r"components='auto' but the list has 2 parts"):
         vi.Mixture([vi.MeanField(), vi.FullNormal()], "auto")
 
 

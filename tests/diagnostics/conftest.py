@@ -10,6 +10,7 @@ from torch.distributions import MultivariateNormal
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
+from structvi.families import NormalForm, Triangle
 
 plt.switch_backend("Agg")
 
@@ -31,13 +32,8 @@ def gaussian_target(mean, covariance):
 def full_normal(space, mean, covariance):
     """A `FullNormal` with this mean and covariance."""
     q = vi.FullNormal().bind(space)
-    L = torch.linalg.cholesky(torch.as_tensor(covariance, dtype=torch.float64))
-    rows, columns = torch.tril_indices(len(L), len(L), offset=-1)
-    with torch.no_grad():
-        q.unit.fill_(1.0)
-        q.mean.copy_(torch.as_tensor(mean, dtype=torch.float64))
-        q.log_diagonal.copy_(L.diagonal().log())
-        q.lower.copy_(L[rows, columns])
+    mean, covariance = (torch.as_tensor(x, dtype=torch.float64) for x in (mean, covariance))
+    q.set_normal(NormalForm(mean, Triangle(torch.linalg.cholesky(covariance))))
     return q
 
 

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 import structvi as vi
 from structvi.distributed import LossModule, LostRankError, average_gradients
 from structvi.distributed.ranks import Ranks
-from structvi.models.bayesian_model import observations
+from structvi.models.bayesian_model import rows as rows_in
 from structvi.train.data import Batches
 from tests.distributed.launching import launch
 
@@ -296,7 +296,7 @@ def own_loops(rank, size):
 
     posterior = make(num_data=N)
     posterior.loss(batches["unequal"], generator=generator()).backward()
-    average_gradients(posterior, observations(batches["unequal"]))
+    average_gradients(posterior, rows_in(batches["unequal"]))
     out["average"] = gradients(posterior)
 
     posterior = make(num_data=N)
@@ -439,7 +439,5 @@ def test_bad_input_is_named():
         make().fit(loader(), epochs=1, compute=vi.Compute(parallel="data"))
     with pytest.raises(ValueError, match="4 ranks share 3 observations"):
         Batches(loader(n=3), part=(0, 4))
-    with pytest.raises(TypeError, match="without tensors"):
-        observations(["a"])
     assert not dist.is_initialized()
     assert Ranks("auto").size == 1

@@ -28,7 +28,7 @@ def mlp(outputs=1):
 def made(count, family=None, likelihood=GAUSSIAN, prior=None, net=mlp, **options):
     """Posteriors around networks of their own, in float64."""
     found = []
-    prior = prior or vi.priors.NormalPrior.fan_in({"*": 1.0}, learn=True).double()
+    prior = prior or vi.priors.NormalPrior({"*": 1.0}, learn=True, by_fan_in=True).double()
     for seed in range(count):
         torch.manual_seed(seed)
         parts = (copy.deepcopy(part) for part in (likelihood, family or vi.MeanField(), prior))

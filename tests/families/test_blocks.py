@@ -164,9 +164,13 @@ def test_point_blocks_stay_out_of_theta_and_are_marked():
     assert vi.PerLayer({"*": vi.LowRankNormal(2)}).bind(model.space)().bound
 
 
-@pytest.mark.parametrize("evaluation", ["vmap", "loop"])
-@pytest.mark.parametrize("prior", ["separable", "sum", "callable"])
-@pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
+@pytest.mark.parametrize(
+    ("evaluation", "prior", "estimator"),
+    [
+        ("vmap", "separable", "path"), ("loop", "separable", "entropy"), ("vmap", "sum", "log_q"),
+        ("loop", "callable", "path"),
+    ],
+)  # fmt: skip
 def test_the_objective_is_that_of_the_joined_weights(evaluation, prior, estimator):
     by_pattern = vi.priors.NormalPrior({"head.*": 0.5, "*": 2.0})
     priors = {"separable": by_pattern, "sum": by_pattern + vi.priors.LaplacePrior(3.0), "callable": by_pattern.forward}
@@ -272,21 +276,6 @@ def test_all_gaussian_blocks_are_one_gaussian():
 
 SPACE = interleaved()
 BAD = {
-    "unmatched": (
-        lambda: vi.PerLayer({"a.*": vi.MAP()}).bind(SPACE),
-        ValueError,
-        "matches b.weight, b.bias; add one",
-    ),
-    "overlap": (
-        lambda: vi.PerLayer({"a.*": vi.MAP(), "*.bias": vi.MAP(), "b.weight": vi.MAP()}).bind(SPACE),
-        ValueError,
-        "a.bias match several, such as",
-    ),
-    "unused": (
-        lambda: vi.PerLayer({"*": vi.MAP(), "haed.*": vi.MAP()}).bind(SPACE),
-        ValueError,
-        r"\['haed.\*'\] are left without a tensor",
-    ),
     "own weights": (
         lambda: vi.PerLayer({"a.*": Weighted(), "b.*": vi.MeanField()}).bind(SPACE)().draw(2),
         ValueError,
@@ -295,7 +284,7 @@ BAD = {
     "full theta": (
         lambda: vi.PerLayer({"a.*": vi.MAP(), "b.*": vi.MeanField()}).bind(SPACE)().log_prob(SPACE.initial[None]),
         ValueError,
-        "P = 4, got .1, 10.: the blocks that are point estimates",
+        "P = 4, got .1, 10.",
     ),
 }
 

@@ -133,41 +133,35 @@ CONVERTED = [
 ]
 
 
-@pytest.mark.parametrize(("net", "keeps"), CONVERTED)
-def test_which_layers_are_converted(net, keeps):
-    assert dropped_layers(net) == pytest.approx(keeps)
+def test_which_layers_are_converted():
+    for net, keeps in CONVERTED:
+        assert dropped_layers(net) == pytest.approx(keeps)
 
 
 REFUSED = [
-    (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), r"1 \(Dropout\): it is not in an nn.Sequential with a layer"),
-    (nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Linear(2, 2)), r"0 \(Dropout\): it is before ReLU"),
-    (nn.Sequential(nn.Dropout(0.5), nn.Conv2d(2, 2, 1)), r"0 \(Dropout\): it is before Conv2d.*before Linear"),
-    (nn.Sequential(nn.Dropout2d(0.5), nn.Conv2d(2, 2, 1, groups=2)), r"0 \(Dropout2d\).*groups = 2"),
-    (nn.Sequential(nn.AlphaDropout(0.5), nn.Linear(2, 2)), r"0 \(AlphaDropout\): it drops inside"),
-    (nn.Sequential(nn.Dropout(1.0), nn.Linear(2, 2)), r"0 \(Dropout\): p = 1"),
-    (tied(), r"0 \(Dropout\): the weight of 1 is used elsewhere too"),
-    (Custom(nn.Dropout(0.3)), r"head \(Dropout\): it is not in an nn.Sequential"),
-    (nn.LSTM(2, 3, num_layers=2, dropout=0.1), r"the network \(LSTM\): it drops inside of the layer"),
-    (nn.MultiheadAttention(4, 2, dropout=0.1), r"the network \(MultiheadAttention\): it drops inside"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), r"1 \(Dropout\)"),
+    (nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Linear(2, 2)), r"0 \(Dropout\)"),
+    (nn.Sequential(nn.Dropout(0.5), nn.Conv2d(2, 2, 1)), r"0 \(Dropout\)"),
+    (nn.Sequential(nn.Dropout2d(0.5), nn.Conv2d(2, 2, 1, groups=2)), r"0 \(Dropout2d\)"),
+    (nn.Sequential(nn.AlphaDropout(0.5), nn.Linear(2, 2)), r"0 \(AlphaDropout\)"),
+    (nn.Sequential(nn.Dropout(1.0), nn.Linear(2, 2)), r"0 \(Dropout\)"),
+    (tied(), r"0 \(Dropout\)"),
+    (Custom(nn.Dropout(0.3)), r"head \(Dropout\)"),
+    (nn.LSTM(2, 3, num_layers=2, dropout=0.1), r"the network \(LSTM\)"),
+    (nn.MultiheadAttention(4, 2, dropout=0.1), r"the network \(MultiheadAttention\)"),
     (nn.TransformerEncoderLayer(4, 2, 8), r"dropout1 \(Dropout\)"),
-    (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), "has no nn.Dropout layer with p > 0"),
 ]
 
 
-@pytest.mark.parametrize(("net", "message"), REFUSED)
-def test_what_cannot_be_converted_is_named(net, message):
-    with pytest.raises(ValueError, match=message):
-        vi.MCDropout.from_network(net)
-
-
-def test_all_of_them_are_named():
+def test_what_cannot_be_converted_is_named():
+    for net, name in REFUSED:
+        with pytest.raises(ValueError, match=rf'no masks on weights: (.*, )?{name}.*dropout="on"'):
+            vi.MCDropout.from_network(net)
+    with pytest.raises(ValueError, match=r"has no nn\.Dropout layer with p > 0"):
+        vi.MCDropout.from_network(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
     net = nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(2, 2), nn.Dropout(0.1))
-    with pytest.raises(ValueError, match=r"0 \(Dropout\)(.|\n)*4 \(Dropout\)(.|\n)*dropout=\"on\"") as caught:
+    with pytest.raises(ValueError, match=r"no masks on weights: 0 \(Dropout\), 4 \(Dropout\)\."):
         vi.MCDropout.from_network(net)
-    assert "2 (Dropout)" not in str(caught.value)
-
-
-def test_what_is_no_network_is_refused():
     with pytest.raises(TypeError, match=r"an nn\.Module, got float"):
         vi.MCDropout.from_network(0.9)
 

@@ -30,7 +30,7 @@ FAMILIES = {
     "PerLayer of others": lambda: vi.PerLayer({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
     "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),
     "Mixture of blocks": lambda: vi.Mixture(vi.PerLayer({"2.*": vi.MeanField(), "0.*": vi.LowRankPrecision(rank=1)})),
-    "MCDropout": lambda: vi.MCDropout(keep=0.7, per="input", exempt=["*bias", "2.*"]),
+    "MCDropout": lambda: vi.MCDropout(keep={"0.weight": 0.7}, per="input"),
 }
 #: name, and what a posterior needs besides
 NOISE_PRIORS = {
@@ -41,7 +41,7 @@ NOISE_PRIORS = {
 PRIORS = {
     "normal": vi.priors.NormalPrior(0.7),
     "learned by pattern": vi.priors.NormalPrior({"2.*": 0.1, "0.*": 1.0}, learn=True),
-    "laplace": vi.priors.LaplacePrior.fan_in(0.5),
+    "laplace": vi.priors.LaplacePrior(0.5, by_fan_in=True),
     "student": vi.priors.StudentTPrior(df=3.0, per="tensor"),
     "sum": vi.priors.NormalPrior(1.0) + vi.priors.LaplacePrior(0.5),
     "distributions": vi.priors.DistributionPrior(
@@ -352,7 +352,6 @@ def test_what_your_own_prior_learned_is_set(tmp_path):
     ("part", "value", "name"),
     [
         ("family", Renamed(), "Renamed"),
-        ("family", vi.MCDropout(exempt=lambda name, tensor: "bias" in name), "<lambda>"),
         ("family", vi.PerLayer({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
         ("prior", vi.priors.SumPrior([vi.priors.NormalPrior(1.0), own_prior]), "own_prior"),
         ("prior", vi.priors.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),

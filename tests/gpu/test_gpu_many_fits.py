@@ -24,7 +24,7 @@ def made(count, family, kind, device):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
         likelihood = vi.likelihoods.Gaussian("point").to(kind)
-        prior = vi.priors.NormalPrior.fan_in({"*": 1.0}, learn=True).to(kind)
+        prior = vi.priors.NormalPrior({"*": 1.0}, learn=True, by_fan_in=True).to(kind)
         found.append(vi.variationalize(net, likelihood, copy.deepcopy(family), prior).to(device))
     return found
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import structvi as vi
 from structvi.models.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from structvi.util.configuration import configuration
 
 S, B = 3, 4
-TRAILING = [(), (5,), (2, 3), (2, 3, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def an_observation_mask(target):
 
 
 @every_case
-@pytest.mark.parametrize("trailing", TRAILING)
+@pytest.mark.parametrize("trailing", [(), (2, 3)])
 def test_log_prob_and_gradient_equal_the_torch_distribution(name, trailing):
     likelihood, output, target, values = case(name, trailing)
     output.requires_grad_()
@@ -89,7 +89,7 @@ def test_vmap_equals_a_loop(name):
 
 
 @every_case
-@pytest.mark.parametrize("trailing", [(), (2, 3), (2, 3, 2)])
+@pytest.mark.parametrize("trailing", [(), (2, 3, 2)])
 def test_masked_elements_contribute_zero_whatever_they_hold(name, trailing):
     likelihood, output, target, values = case(name, trailing)
     output.requires_grad_()
@@ -161,8 +161,8 @@ def test_configuration_rebuilds_every_likelihood():
         Poisson(),
     ]
     for likelihood in made:
-        again = type(likelihood)(**likelihood.config())
-        assert again.config() == likelihood.config()
+        again = type(likelihood)(**configuration(likelihood))
+        assert configuration(again) == configuration(likelihood)
         assert repr(again) == repr(likelihood)
 
 
@@ -388,9 +388,3 @@ def test_variational_posterior_with_random_noise():
         assert ((ratio - 1).abs() < 0.03).all(), (off, ratio)
     torch.testing.assert_close(quadrature[0], conjugate[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(quadrature[1], conjugate[1], rtol=1e-4, atol=0)
-
-
-# ---- what is refused
-
-Y, T = torch.zeros(4, 2, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
-C = torch.zeros(4, dtype=torch.long)

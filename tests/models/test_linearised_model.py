@@ -44,10 +44,7 @@ def network(outputs=2, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=names)
-@pytest.mark.parametrize(
-    "coupling", [vi.couplings.naive, vi.couplings.paired, vi.couplings.unscented], ids=["naive", "paired", "unscented"]
-)
-def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
+def test_of_a_network_that_is_linear_it_is_the_network(family):
     """Fits, ELBOs and predictions to 1e-6 in float64: the same numbers by another way."""
     if isinstance(family, vi.PerLayer):
         family = vi.PerLayer({"weight": vi.MAP(), "*": vi.MeanField()})
@@ -63,7 +60,9 @@ def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
             linearise=linearise,
             generator=seeded(),
         )
-        result = bayes.fit(loader(data()), steps=10, estimator=vi.Estimator(coupling=coupling), progress=False)
+        result = bayes.fit(
+            loader(data()), steps=10, estimator=vi.Estimator(coupling=vi.couplings.unscented), progress=False
+        )
         prediction = bayes.predict(data()[0], 64, generator=seeded())
         found.append((result.elbo.value, prediction.mean, torch.cat([p.flatten() for p in bayes.family.parameters()])))
     (elbo, prediction, state), (elbo2, prediction2, state2) = found
@@ -72,6 +71,7 @@ def test_of_a_network_that_is_linear_it_is_the_network(family, coupling):
     assert torch.allclose(state, state2, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_logistic_regression_is_that_of_vi_fit():
     """The same posterior by fixed draws: its fit is exact to 1e-3 nats, the minibatch fit to its step size."""
     x, t = data(60)
@@ -94,7 +94,7 @@ def test_logistic_regression_is_that_of_vi_fit():
         assert vi.kl(bayes.family(), truth.family()).item() < 0.01  # the averaged iterates of 800 steps
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=names)
+@pytest.mark.parametrize("family", [FAMILIES[3], *FAMILIES[5:7]], ids=names)
 def test_fitted_saved_loaded_and_resumed(family, tmp_path):
     pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
 

@@ -11,6 +11,7 @@ from torch.distributions import Normal
 
 import structvi as vi
 from structvi import likelihoods as lk
+from structvi.families import NormalForm, Triangle
 from structvi.families.mixture import LOGIT_UNIT
 from structvi.predict.predict import WeightDraws
 from structvi.predict.predictive import Predictive
@@ -28,11 +29,7 @@ def randn(*shape, seed=0):
 
 def set_full(family, mean, covariance):
     """Put a FullNormal at N(mean, covariance)."""
-    relative = torch.linalg.cholesky(covariance) / family.unit.unsqueeze(-1)
-    rows, columns = torch.tril_indices(*relative.shape, offset=-1)
-    family.mean.data = mean.clone()
-    family.log_diagonal.data = relative.diagonal().log()
-    family.lower.data = relative[rows, columns]
+    family.set_normal(NormalForm(mean, Triangle(torch.linalg.cholesky(covariance))))
 
 
 def exact_linear(N=12):

@@ -111,7 +111,7 @@ class Shape:
     def __init__(self, form: NormalForm, noise: Callable[[int], Tensor]):
         self.root, self.noise = form.root, noise
         self.whole = isinstance(form.root, Triangle)
-        rank = form.root.factor.shape[1] if isinstance(form.root, LowRank) else 0
+        rank = form.rank
         self.approximation = Approximation(rank, isinstance(form.root, LowRank) and form.root.of_precision)
         self._scale: Tensor | None = None  # [P], of the best so far
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..density.importance import K_LIMIT, Importance, Moments, Unavailable
 from ..families.family import Family
-from ..families.normal import LowRank
 from ..models.target import Target
 from ..objective import Kind, NonFiniteError
 from ..result import Result, Status
@@ -149,7 +148,7 @@ def diagnose(
             parts["learned"] = learned(posterior, problem.batches.loader, seed=seed + 3)
             findings.append(_learned(parts["learned"]))
         form = problem.family.normal()
-        if form is not None and isinstance(form.root, LowRank) and form.root.factor.shape[1]:
+        if form is not None and form.rank:
             own = parts["spectrum"] = spectrum(problem.family)
             value = ", ".join(f"{x:.3g}" for x in own.eigenvalues[:3].tolist()) or "none"
             findings.append(Finding("low-rank part", value, "good" if own.matter else "note", own.verdict))

@@ -16,6 +16,8 @@ from ..families.family import Density, Draws, Family
 from ..families.gaussian import LowRankDensity
 from ..families.low_rank import LowRankNormal, LowRankPrecision
 from ..families.mean_field import MeanField
+from ..util.checks import check_theta
+from ..util.configuration import configuration
 from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
 
 if TYPE_CHECKING:
@@ -112,10 +114,10 @@ class ShardedDensity(Density):
         return Draws(whole(draws.theta, self.rows), draws.weight), cast(Tensor, _Sum.apply(log_q, True))
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        return self.part.log_prob(self._check_theta(theta)[:, self.rows.slice])
+        return self.part.log_prob(check_theta(theta, self.P)[:, self.rows.slice])
 
     def score(self, theta: Tensor) -> Tensor:
-        return whole(self.part.score(self._check_theta(theta)[:, self.rows.slice]), self.rows)
+        return whole(self.part.score(check_theta(theta, self.P)[:, self.rows.slice]), self.rows)
 
     def entropy(self) -> Tensor:
         return self.part.entropy()
@@ -161,7 +163,7 @@ WHOLE: dict[type[Family], type[Family]] = {
 
 def whole_family(family: Family) -> Family:
     """Return the family; for a sharded one, the recipe of the whole."""
-    return WHOLE[type(family)](**family.config()) if isinstance(family, Sharded) else family
+    return WHOLE[type(family)](**configuration(family)) if isinstance(family, Sharded) else family
 
 
 def shard(posterior: AnyPosterior) -> AnyPosterior:
@@ -219,7 +221,7 @@ def gather(posterior: AnyPosterior) -> AnyPosterior:
 
 def _with_tensors(posterior: AnyPosterior, kind: type[Family], tensors: dict[str, Tensor]) -> AnyPosterior:
     """Return the posterior with a family of this kind, of the same configuration and space, with these tensors."""
-    made = kind(**posterior.family.config())
+    made = kind(**configuration(posterior.family))
     made.space = posterior.family.space
     for name, tensor in tensors.items():
         own = tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor.clone()  # a factor: column by column

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..parameters import Parameters
 
-#: a longer axis, such as the rows of an embedding, stays as it is
+#: a longer axis, such as the rows of an embedding, is not turned
 LONGEST = 2048
 
 
@@ -22,7 +22,7 @@ class Axis(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """A stretch of θ: one tensor, as it is reshaped, and the axes that are turned."""
+    """A stretch of θ: one tensor, its shape here, and the axes that are turned."""
 
     start: int
     stop: int

@@ -1,6 +1,6 @@
 """Independent families for different parts of one network: q(θ) = ∏_b q_b(θ_b)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
+from ..util.checks import check_theta
 from ..util.patterns import assign, check_patterns
-from .family import MAX_DENSE, Density, Draws, Family, check_draw
+from .family import Density, Draws, Family, check_draw
 from .gaussian import Gaussian, LowRankCovariance
 from .normal import Diagonal, LowRank, NormalForm, Triangle
 from .point import PointMass
@@ -78,12 +79,13 @@ class BlockDiagonalNormal(Gaussian):
         return self.layout.join([b.transform(e, k) for b, e, k in zip(self.blocks, epsilon, z, strict=True)])
 
     def precision_product(self, x: Tensor) -> Tensor:
-        parts = zip(self.blocks, self.layout.split(x), strict=True)
-        return self.layout.join([block.precision_product(part) for block, part in parts])
+        return self.layout.join([block.precision_product(part) for block, part in self._parts(x)])
 
     def quadratic(self, x: Tensor) -> Tensor:
-        parts = zip(self.blocks, self.layout.split(x), strict=True)
-        return torch.stack([block.quadratic(part) for block, part in parts]).sum(0)
+        return torch.stack([block.quadratic(part) for block, part in self._parts(x)]).sum(0)
+
+    def _parts(self, x: Tensor) -> Iterator[tuple[Gaussian, Tensor]]:
+        return zip(self.blocks, self.layout.split(x), strict=True)
 
     def half_log_det(self) -> Tensor:
         return torch.stack([block.half_log_det() for block in self.blocks]).sum()
@@ -109,7 +111,7 @@ class PerLayerDensity(Density):
     """∏_b q_b(θ_b) where some blocks are not Gaussian, or are point estimates.
 
     Point masses stay out of `theta`: draws have them in `fixed`, and `log_prob` and `score` take θ over the other
-    blocks' tensors, in the order of the space. `mean`, `variance` and `covariance` are over all tensors. PerLayer
+    blocks' tensors, in the order of the space. `mean`, `variance` and `covariance` are over all tensors. Blocks
     without a density add nothing to `log_prob` and `entropy`.
 
     Args:
@@ -179,11 +181,11 @@ class PerLayerDensity(Density):
         return all(block.offers(method) for block in self.random if block.has_density)
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        parts = zip(self.random, self._split(theta), strict=True)
+        parts = self._parts(theta)
         return torch.stack([block.log_prob(part) for block, part in parts if block.has_density]).sum(0)
 
     def score(self, theta: Tensor) -> Tensor:
-        parts = zip(self.random, self._split(theta), strict=True)
+        parts = self._parts(theta)
         return self.random_layout.join(
             [block.score(part) if block.has_density else torch.zeros_like(part) for block, part in parts]
         )
@@ -191,15 +193,8 @@ class PerLayerDensity(Density):
     def entropy(self) -> Tensor:
         return torch.stack([block.entropy() for block in self.random if block.has_density]).sum()
 
-    def _split(self, theta: Tensor) -> list[Tensor]:
-        P = self.random_layout.size
-        if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[-1] != P:
-            came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
-            raise ValueError(
-                f"expected theta of shape [S, P] with P = {P}, got {came}"
-                + (": the blocks that are point estimates have no density and stay out of it" if self.points else "")
-            )
-        return self.random_layout.split(theta)
+    def _parts(self, theta: Tensor) -> Iterator[tuple[Density, Tensor]]:
+        return zip(self.random, self.random_layout.split(check_theta(theta, self.random_layout.size)), strict=True)
 
 
 def _equal_draws(block: Density, S: int, generator: torch.Generator | None) -> Draws:
@@ -268,48 +263,29 @@ class PerLayer(Family):
 
     @torch.no_grad()
     def normal(self) -> NormalForm | None:
-        """Return the product of the blocks' normals; None if their roots are of several kinds beside diagonals."""
+        """Return the product of the blocks' normals; None unless they are diagonal or low-rank, all of one form."""
         forms = [form for part in self.parts() if (form := part.normal()) is not None]
-        if len(forms) < len(self.inner):
+        roots = [form.root for form in forms if not isinstance(form.root, Triangle)]
+        kinds = {root.of_precision for root in roots if isinstance(root, LowRank)}
+        if len(roots) < len(self.inner) or len(kinds) > 1:
             return None
-        layout, roots = self._layout(), [form.root for form in forms]
-        mean = layout.join([form.mean for form in forms])
-        relative = [root for root in roots if not isinstance(root, Triangle)]
-        kinds = {root.of_precision for root in relative if isinstance(root, LowRank)}
-        if len(relative) == len(roots) and len(kinds) < 2:
-            scale = layout.join([root.scale for root in relative])
-            if not kinds:
-                return NormalForm(mean, Diagonal(scale))
-            factors = [root.factor if isinstance(root, LowRank) else mean.new_empty(len(root.scale), 0)
-                       for root in relative]  # fmt: skip
-            rows = torch.split(torch.block_diag(*factors), [len(factor) for factor in factors])
-            return NormalForm(mean, LowRank(scale, layout.join(rows, dim=0), kinds.pop()))
-        if kinds or len(mean) > MAX_DENSE:
-            return None
-        where = torch.cat(layout.split(torch.arange(len(mean), device=mean.device)))
-        lower = mean.new_zeros(len(mean), len(mean))
-        # blocks keep the order of the weights: the root of their product is a triangle too
-        lower[where.unsqueeze(-1), where] = torch.block_diag(*(form.triangle() for form in forms))
-        return NormalForm(mean, Triangle(lower))
+        layout, of_precision = self._layout(), True in kinds
+        low = [form.low_rank(form.rank, of_precision) for form in forms]
+        rows = torch.split(torch.block_diag(*(root.factor for root in low)), [len(root.scale) for root in low])
+        mean, scale = (layout.join(x) for x in ([form.mean for form in forms], [root.scale for root in low]))
+        return NormalForm(mean, LowRank(scale, layout.join(rows, dim=0), of_precision) if kinds else Diagonal(scale))
 
     @torch.no_grad()
     def set_normal(self, form: NormalForm) -> None:
         """Give each block its own rows of the root, the longest columns first; drop correlations between blocks."""
         layout, root = self._layout(), form.root
-        if isinstance(root, Triangle):
-            precision = torch.cholesky_inverse(root.lower)
-            positions = layout.split(torch.arange(len(form.mean), device=form.mean.device))
-            own = [torch.linalg.cholesky(precision[at][:, at]) for at in positions]
-            roots = [Triangle(torch.linalg.cholesky(torch.cholesky_inverse(one))) for one in own]
-        elif isinstance(root, Diagonal):
-            roots = [Diagonal(scale) for scale in layout.split(root.scale)]
-        else:
-            roots = []
-            for scale, columns in zip(layout.split(root.scale), layout.split(root.factor.mT), strict=True):
-                order = columns.square().sum(-1).argsort(descending=True, stable=True)
-                roots.append(LowRank(scale, columns[order].mT, root.of_precision))
-        for part, mean, own in zip(self.parts(), layout.split(form.mean), roots, strict=True):
-            part.set_normal(NormalForm(mean, own))
+        if not isinstance(root, LowRank):
+            root = form.low_rank(0, of_precision=True)
+        for part, mean, scale, columns in zip(
+            self.parts(), *(layout.split(x) for x in (form.mean, root.scale, root.factor.mT)), strict=True
+        ):
+            order = columns.square().sum(-1).argsort(descending=True, stable=True)
+            part.set_normal(NormalForm(mean, LowRank(scale, columns[order].mT, root.of_precision)))
 
     def _layout(self) -> BlockLayout:
         return BlockLayout(self.owners, self.bound_space().numels)

@@ -5,9 +5,9 @@ A density is q at one value of its parameters: it draws, scores and measures its
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributions import Distribution, Independent
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from ..util.checks import check_generator, check_integer, is_positive
+from ..util.checks import check_generator, check_integer, check_theta
 from ..util.configuration import configuration
 from ..util.random_streams import borrowed_stream
 from .normal import NormalForm
@@ -44,7 +44,7 @@ class Density(ABC):
     """
 
     space: Parameters | None = None
-    #: False for point masses, which have no density: their `log_prob` is the log probability of the point.
+    #: False for point masses
     has_density: bool = True
     #: whether draws are made of the coupling's noise; where not, they are independent whatever the coupling
     coupled: bool = True
@@ -67,22 +67,22 @@ class Density(ABC):
 
     @property
     def noise_size(self) -> int:
-        """How many normal numbers make one draw."""
+        """The number of normal numbers that make one draw."""
         return self.P
 
     @property
     def finite(self) -> bool:
-        """Whether one group of draws has every state, with its probability."""
+        """True if one group of draws has every state, with its probability."""
         return False
 
     @property
     def accurate(self) -> bool:
-        """Whether rounding leaves the algebra enough digits at the present parameters."""
+        """True if rounding leaves the algebra enough digits at the present parameters."""
         return True
 
     @property
     def bound(self) -> bool:
-        """Whether the ELBO is a lower bound: False where part of q is a point mass, whose entropy is dropped."""
+        """True if the ELBO is a lower bound; False if part of q is a point mass, whose entropy is dropped."""
         return self.has_density
 
     @abstractmethod
@@ -135,10 +135,12 @@ class Density(ABC):
         raise self._refusal("covariance", "`covariance_block(rows, columns)`")
 
     def offers(self, method: str) -> bool:
-        """Whether this density has its own `log_prob` or `entropy`."""
+        """Return True if this density has its own `log_prob` or `entropy`."""
         return getattr(type(self), method) is not getattr(Density, method)
 
     def _refusal(self, what: str, write: str) -> NotImplementedError:
+        if not self.has_density:
+            return NotImplementedError(f"{type(self).__name__} is made of point masses: no density, and so no {what}")
         return NotImplementedError(f"{type(self).__name__} offers no {what}; to have it, write {write}")
 
     def named_space(self) -> Parameters:
@@ -152,14 +154,6 @@ class Density(ABC):
             raise ValueError(
                 f"{what} is dense and P = {self.P} is beyond {MAX_DENSE}; ask for the block between named tensors"
             )
-
-    def _check_theta(self, theta: Tensor) -> Tensor:
-        if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[-1] != self.P:
-            came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
-            raise ValueError(
-                f"expected theta of shape [S, P] with P = {self.P}, got {came}; for one point add a row axis"
-            )
-        return theta
 
 
 def check_draw(
@@ -217,7 +211,7 @@ class DistributionDensity(Density):
         return Draws(theta, theta.new_full((groups,), 1 / groups))
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        return self.distribution.log_prob(self._check_theta(theta))
+        return self.distribution.log_prob(check_theta(theta, self.P))
 
     def entropy(self) -> Tensor:
         try:
@@ -274,16 +268,12 @@ class Family(nn.Module, ABC):
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         """Create the variational parameters, as `nn.Parameter` attributes, for this space."""
 
-    def config(self) -> dict[str, Any]:
-        """Return the constructor's arguments: `bind` and `load` rebuild the family from them."""
-        return configuration(self)
-
     @property
     def is_bound(self) -> bool:
         return self.space is not None or type(self).initialise is Family.initialise
 
     def bind(self, parameters: Parameters, generator: torch.Generator | None = None) -> Self:
-        """Return a new family of this configuration over `parameters`; this one is left as it is."""
+        """Return a new family of this configuration over `parameters`; do not change this one."""
         if not isinstance(parameters, Parameters):
             raise TypeError(
                 f"bind expects Parameters, got {type(parameters).__name__}; "
@@ -329,7 +319,7 @@ class Family(nn.Module, ABC):
         return density
 
     def normal(self) -> NormalForm | None:
-        """Return the present normal, without a graph; None if the family is no single normal."""
+        """Return the present normal, without a graph; or None for other families."""
         return None
 
     def set_normal(self, form: NormalForm) -> None:
@@ -344,35 +334,24 @@ class Family(nn.Module, ABC):
         return []
 
     def extra_repr(self) -> str:
-        text = ", ".join(f"{k}={v!r}" for k, v in self.config().items() if not isinstance(v, nn.Module | list | dict))
+        text = ", ".join(
+            f"{k}={v!r}" for k, v in configuration(self).items() if not isinstance(v, nn.Module | list | dict)
+        )
         return text + ("" if self.is_bound else (", " if text else "") + "unbound")
 
 
 # --------------------------------------------------------------------------------- initial values that families share
 
 
+#: what means can start at
+STARTS = ("current", "fresh", "zero")
+
+
 def initial_mean(parameters: Parameters, at: str, generator: torch.Generator | None) -> Tensor:
     """Return [P]: "current" values of the network, a "fresh" draw of its initialisation, or "zero"."""
-    starts: dict[str, Callable[[], Tensor]] = {
-        "current": lambda: parameters.initial.clone(),
-        "fresh": lambda: parameters.fresh(generator),
-        "zero": lambda: torch.zeros_like(parameters.initial),
-    }
-    return starts[at]()
-
-
-def check_initial_mean(initial_mean: str) -> None:
-    """Raise unless `initial_mean` knows this start."""
-    if initial_mean not in ("current", "fresh", "zero"):
-        raise ValueError(f'initial_mean must be "current", "fresh" or "zero", got {initial_mean!r}')
-
-
-def check_initial_scale(initial_scale: float) -> None:
-    """Raise unless the scale is a positive number."""
-    if not is_positive(initial_scale):
-        raise ValueError(
-            f"initial_scale must be a positive number, a fraction of each tensor's scale, got {initial_scale!r}"
-        )
+    if at == "fresh":
+        return parameters.fresh(generator)
+    return parameters.initial.clone() if at == "current" else torch.zeros_like(parameters.initial)
 
 
 def standard_noise(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

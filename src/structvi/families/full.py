@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
-from .family import MAX_DENSE, Family, check_initial_mean, check_initial_scale, initial_mean
+from .family import MAX_DENSE
 from .gaussian import Gaussian, LowRankCovariance
+from .mean_field import ScaledFamily
 from .normal import NormalForm, Triangle
 from .numerics import solve, sum_weights
 
@@ -45,11 +46,11 @@ class FullNormalDensity(Gaussian):
         return self.cholesky.square().sum(-1)
 
 
-class FullNormal(Family):
+class FullNormal(ScaledFamily):
     """All covariances, N(μ, LLᵀ): P(P + 3)/2 variational parameters, for P up to a few thousand.
 
-    L = diag(s₀) L̃ with s₀ the initial scale, the diagonal of L̃ as logarithms: a step of the optimizer means the same
-    relative change in every weight.
+    The diagonal of L is learned as logarithms, and the rows below it relative to the initial scale. So a step of the
+    optimizer means the same relative change in every weight.
 
     Args:
         initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at
@@ -62,16 +63,8 @@ class FullNormal(Family):
         torch.Size([3, 3])
     """
 
-    mean: Tensor
-    log_diagonal: Tensor
     lower: Tensor
     unit: Tensor
-
-    def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
-        super().__init__()
-        check_initial_mean(initial_mean)
-        check_initial_scale(initial_scale)
-        self.initial_mean, self.initial_scale = initial_mean, initial_scale
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         P = parameters.size
@@ -80,16 +73,15 @@ class FullNormal(Family):
                 f"FullNormal needs {P}² numbers and refuses beyond P = {MAX_DENSE}; "
                 "use LowRankNormal(rank) or LowRankPrecision(rank), or select fewer tensors"
             )
-        self.mean = nn.Parameter(initial_mean(parameters, self.initial_mean, generator))
-        self.log_diagonal = nn.Parameter(torch.zeros_like(self.mean))
+        super().initialise(parameters, generator)
         self.lower = nn.Parameter(self.mean.new_zeros(P * (P - 1) // 2))
-        self.register_buffer("unit", self.initial_scale * parameters.scale)
+        self.register_buffer("unit", self.log_scale.detach().exp())
 
     def forward(self) -> FullNormalDensity:
-        P = self.mean.shape[0]
+        P = len(self.mean)
         rows, columns = torch.tril_indices(P, P, offset=-1, device=self.mean.device)
-        relative = torch.diag(self.log_diagonal.exp()).index_put((rows, columns), self.lower)
-        return FullNormalDensity(self.mean, self.unit.unsqueeze(-1) * relative)
+        below = self.lower * self.unit[rows]
+        return FullNormalDensity(self.mean, torch.diag(self.log_scale.exp()).index_put((rows, columns), below))
 
     @torch.no_grad()
     def normal(self) -> NormalForm:
@@ -100,6 +92,6 @@ class FullNormal(Family):
         self.mean.copy_(form.mean)
         root = form.triangle().to(self.unit)
         self.unit.copy_(root.diagonal())
+        self.log_scale.copy_(self.unit.log())
         rows, columns = torch.tril_indices(len(root), len(root), offset=-1, device=root.device)
-        self.lower.copy_((root / self.unit.unsqueeze(-1))[rows, columns])
-        self.log_diagonal.zero_()
+        self.lower.copy_(root[rows, columns] / self.unit[rows])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..couplings import Coupling, Noise, naive
+from ..util.checks import check_theta
 from . import numerics
 from .family import Density, Draws, check_draw
 from .numerics import capacitance, half_log_det, project, solve, sum_weights
@@ -67,7 +68,7 @@ class Gaussian(Density):
 
     @property
     def count(self) -> int:
-        """P, that of all ranks where this is a slice."""
+        """P, summed over all ranks if this is a slice."""
         return self.P if self.P_whole is None else self.P_whole
 
     @property
@@ -80,7 +81,7 @@ class Gaussian(Density):
         return d + ((V @ C) * V).sum(-1)
 
     def state(self) -> numerics.State | None:
-        """What the fused passes need; None for shapes of covariance that have none."""
+        """Return the parameters for the fused passes, or None for shapes of covariance without them."""
         return None
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
@@ -97,35 +98,29 @@ class Gaussian(Density):
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
         check_draw(groups, coupling, generator, self.mean.device)
-        P, K = self.P, self.rank
-        noise = coupling(groups, P, K, generator, self.mean.dtype, self.mean.device)
+        P, K, like = self.P, self.rank, self.mean
+        noise = coupling(groups, P, K, generator, like.dtype, like.device)
         if not isinstance(noise, tuple) or len(noise) != 2 or not all(isinstance(x, Tensor) for x in noise):
             raise TypeError(
                 f"the coupling {coupling!r} must return Noise(diagonal [S, P], low_rank [S, K]), "
                 f"got {type(noise).__name__}"
             )
-        shapes = tuple(tuple(x.shape) for x in noise)
-        S = shapes[0][0] if shapes[0] else 0
-        if shapes != ((S, P), (S, K)) or S == 0 or S % groups:
+        came = [(tuple(x.shape), x.dtype, x.device) for x in noise]
+        S = came[0][0][0] if came[0][0] else 0
+        if came != [((S, size), like.dtype, like.device) for size in (P, K)] or S == 0 or S % groups:
             raise ValueError(
-                f"the coupling {coupling!r} gave noise of shapes {shapes}; expected [S, {P}] and [S, {K}] with S a "
-                f"multiple of groups = {groups}"
-            )
-        if any(x.dtype != self.mean.dtype or x.device != self.mean.device for x in noise):
-            raise ValueError(
-                f"the coupling {coupling!r} gave noise of {noise[0].dtype} on {noise[0].device} and {noise[1].dtype} "
-                f"on {noise[1].device}; the weights are {self.mean.dtype} on {self.mean.device}: pass on `dtype` and "
-                "`device`"
+                f"the coupling {coupling!r} gave noise of shapes, dtypes and devices {came}; expected [S, {P}] and "
+                f"[S, {K}] with S a multiple of groups = {groups}, of `dtype` {like.dtype} on `device` {like.device}"
             )
         return noise
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        x = self._check_theta(theta) - self.mean
+        x = check_theta(theta, self.P) - self.mean
         return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * self.count * log(2 * pi)).to(x.dtype)
 
     def score(self, theta: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.precision_product(self.mean - self._check_theta(theta))
+            return self.precision_product(self.mean - check_theta(theta, self.P))
 
     def entropy(self) -> Tensor:
         return (self.half_log_det() + 0.5 * self.count * (1 + log(2 * pi))).to(self.mean.dtype)
@@ -178,8 +173,7 @@ class LowRankDensity(Gaussian):
     def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, of_precision: bool = False):
         self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
         self.rank, self.of_precision = factor.shape[-1], of_precision
-        self._graphed: Tensor | None = None
-        self._plain: Tensor | None = None
+        self._choleskys: dict[bool, Tensor] = {}
 
     @cached_property
     def scale(self) -> Tensor:
@@ -197,7 +191,7 @@ class LowRankDensity(Gaussian):
 
     @property
     def accurate(self) -> bool:
-        """Whether six of float64's digits are left: the K×K matrix M has a condition below 10¹⁰.
+        """True if six of float64's digits are left: the K×K matrix M has a condition below 10¹⁰.
 
         A long step towards a scale of 0 or ∞ ends where rounding spoils log det Σ.
         """
@@ -209,14 +203,13 @@ class LowRankDensity(Gaussian):
 
         It is kept with its graph and without: a value computed under no_grad is never used for gradients.
         """
-        if torch.is_grad_enabled():
-            if self._graphed is None:
-                self._graphed = capacitance(self.factor, self.ratio, self.reduce)
-            return self._graphed
-        if self._plain is None:
-            known = self._graphed
-            self._plain = capacitance(self.factor, self.ratio, self.reduce) if known is None else known.detach()
-        return self._plain
+        with_graph = torch.is_grad_enabled()
+        if with_graph not in self._choleskys:
+            known = self._choleskys.get(True)
+            self._choleskys[with_graph] = (
+                capacitance(self.factor, self.ratio, self.reduce) if known is None else known.detach()
+            )
+        return self._choleskys[with_graph]
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         if self.rank:
@@ -281,8 +274,7 @@ class LowRankDensity(Gaussian):
 def kl(q: Density, p: Density) -> Tensor:
     """KL[q‖p] = ½(tr(Λ_p Σ_q) + (μ_p − μ_q)ᵀΛ_p(μ_p − μ_q) − P) + ½ log det Σ_p − ½ log det Σ_q, in nats.
 
-    Between Gaussians of any two shapes; the cost is that of their low-rank algebra, never P² unless one of the two is
-    a full normal.
+    Between Gaussians of any two shapes; the cost is linear in P, unless one of the two is a full normal.
 
     Example:
         >>> from structvi import MeanField, Parameters

@@ -1,12 +1,10 @@
 """Diagonal plus low rank over all weights, of the covariance and of the precision."""
 
-from math import inf
-
 import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
-from ..util.checks import check_integer, is_integer
+from ..util.checks import check_integer, check_positive, is_integer
 from . import numerics
 from .family import Family, standard_noise
 from .gaussian import LowRankDensity
@@ -22,7 +20,7 @@ MOST_COLUMNS = 1024
 class LowRankFamily(ScaledFamily):
     """Mean, log scale and a factor F of rank K that learns relative to a fixed unit; P(K + 2) parameters."""
 
-    #: whether the low rank is that of the precision
+    #: True if the precision has the low rank, False if the covariance has it
     of_precision: bool
     #: a number that makes the noise of a factor's start another one: ranks that hold rows of one factor differ in it
     stream: int = 0
@@ -34,9 +32,8 @@ class LowRankFamily(ScaledFamily):
         self, rank: int, initial_mean: str = "current", initial_scale: float = 0.1, initial_factor: float = 0.1
     ):
         check_integer("rank", rank, least=0)
-        is_number = isinstance(initial_factor, int | float) and not isinstance(initial_factor, bool)
-        if not is_number or not 0 <= initial_factor < inf:
-            raise ValueError(f"initial_factor must be a number ≥ 0, got {initial_factor!r}")
+        if initial_factor != 0:
+            check_positive(initial_factor, "initial_factor", "or 0")
         super().__init__(initial_mean, initial_scale)
         self.rank, self.initial_factor = rank, initial_factor
 
@@ -90,8 +87,8 @@ class LowRankFamily(ScaledFamily):
 class LowRankNormal(LowRankFamily):
     """Diagonal plus low rank over the whole weight vector: N(μ, diag(s)² + UUᵀ), U of rank K; P(K + 2) parameters.
 
-    The factor learns relative to a fixed unit, U = s₀∘F, with s₀ the scale when the factor starts: with U free an
-    adaptive optimizer's noise inflates it, and tied to the learned s it spoils optima on the boundary s_i → 0.
+    The factor learns relative to a fixed unit, U = s₀∘F, with s₀ the scale when the factor starts. An adaptive
+    optimizer's noise would inflate a free U. Tied to the learned s, U would spoil optima on the boundary s_i → 0.
 
     Args:
         rank: K, from 0 (mean field) to P.
@@ -113,9 +110,9 @@ class LowRankNormal(LowRankFamily):
 class LowRankPrecision(LowRankFamily):
     """Diagonal plus low rank in the precision: Λ = diag(1/s²) + WWᵀ, W of rank K; P(K + 2) parameters.
 
-    It pins down K directions that the data determine well and leaves the others as wide as the scales say: the right
-    shape where few combinations of weights are well determined, as in over-parametrised networks. The factor learns
-    relative to a fixed unit, W = F/s₀, with s₀ the scale when the factor starts.
+    It pins down K directions that the data determine well and leaves the others as wide as the scales say. In
+    over-parametrised networks few combinations of weights are well determined, and it is the right shape. The
+    factor learns relative to a fixed unit, W = F/s₀, with s₀ the scale when the factor starts.
 
     Args:
         rank: K, from 0 (mean field) to P.
@@ -138,7 +135,7 @@ class LowRankPrecision(LowRankFamily):
 
 
 def factors(family: Family) -> list[nn.Parameter]:
-    """Return the low-rank factors [P, K] among the parameters, those of all parts too."""
+    """Return the low-rank factors [P, K] among the parameters, with the factors of all parts."""
     return [own.factor for own in _with_factors(family) if isinstance(own.factor, nn.Parameter)]
 
 
@@ -165,7 +162,7 @@ def _columns(form: NormalForm) -> int:
     root, P = form.root, len(form.mean)
     if isinstance(root, Triangle):
         return P if P <= MOST_COLUMNS else 0
-    return root.factor.shape[1] if isinstance(root, LowRank) and root.of_precision else 0
+    return form.rank if isinstance(root, LowRank) and root.of_precision else 0
 
 
 @torch.no_grad()
@@ -184,7 +181,7 @@ def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
             "grow(rank=) is for MeanField, LowRankNormal, LowRankPrecision and normals of your own with `normal()`, "
             f"not for {type(family).__name__}"
         )
-    present = form.root.factor.shape[1] if isinstance(form.root, LowRank) else 0
+    present = form.rank
     if not is_integer(rank, present + 1):
         raise ValueError(f"the rank is {present} already: give an integer above that, got {rank!r}")
     of_precision = isinstance(form.root, LowRank) and form.root.of_precision

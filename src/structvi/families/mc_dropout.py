@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
-from ..parameters import Parameters, Select
+from ..parameters import Parameters
+from ..util.checks import check_one_of
 from ..util.patterns import assign, check_patterns
-from .family import Density, Draws, Family, check_draw, check_initial_mean, initial_mean
-from .numerics import sum_weights
+from .family import STARTS, Density, Draws, Family, check_draw, initial_mean
 
 Per = Literal["weight", "input", "output"]
 
@@ -37,27 +37,29 @@ class Layout:
         per: "weight" for a mask of its own to every weight, "input" for one to an input unit of a tensor (its second
             axis: a column of a Linear's weight, a channel of a convolution's), "output" for one to an output unit (its
             first axis). Tensors of fewer than two axes have one mask per element.
-        exempt: the tensors that are never masked: patterns or a predicate. None for those of fewer than two axes in
-            a network (biases, norms), and for none of a log density's.
+        keeps: the probability that a mask is one, of each tensor that is masked.
     """
 
-    def __init__(self, parameters: Parameters, per: Per, exempt: Select | None):
-        if exempt is None:
-            exempt = (lambda name, tensor: tensor.ndim < 2) if parameters.from_network else ()
-        names = parameters.matching(exempt, "exempt")
-        self.shapes, self.numels = parameters.shapes, parameters.numels
+    def __init__(self, parameters: Parameters, per: Per, keeps: Mapping[str, float]):
+        self.shapes = parameters.shapes
         #: per tensor the shape of its masks, which broadcasts to the tensor's; None if it is exempt
         self.units: list[tuple[int, ...] | None] = [
-            None if name in names else _units(shape, per)
+            _units(shape, per) if name in keeps else None
             for name, shape in zip(parameters.names, parameters.shapes, strict=True)
         ]
         self.counts = [0 if units is None else prod(units) for units in self.units]
         self.M = sum(self.counts)
         if self.M == 0:
             raise ValueError(
-                f"every one of the {len(parameters)} tensors is exempt from dropout: nothing can be dropped. "
-                "In a network those of fewer than two axes are, by default: say otherwise with exempt="
+                f"none of the {len(parameters)} tensors has two axes, and in a network tensors with fewer are never "
+                'dropped, by default: give a dict, MCDropout(keep={"*": 0.9})'
             )
+        self._keeps = [keeps.get(name, 1.0) for name in parameters.names]
+
+    def keep(self, like: Tensor) -> Tensor:
+        """Return the probability of each mask, [M]."""
+        pairs = zip(self.counts, self._keeps, strict=True)
+        return torch.cat([like.new_full((count,), keep) for count, keep in pairs])
 
     def spread(self, z: Tensor, exempt: float = 1) -> Tensor:
         """Return the mask of every weight, [.., M] → [.., P], and `exempt` for weights without one."""
@@ -70,18 +72,6 @@ class Layout:
                 parts.append(part.reshape(*lead, *units).expand(*lead, *shape).reshape(*lead, -1))
         return torch.cat(parts, dim=-1)
 
-    def every(self, hit: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether all weights of a mask, and all exempt weights, are hit: [S, P] → [S, M], [S]."""
-        S = hit.shape[0]
-        masks, exempt = [], [hit.new_ones(S)]
-        for part, units, shape in zip(hit.split(self.numels, dim=-1), self.units, self.shapes, strict=True):
-            if units is None:
-                exempt.append(part.all(-1))
-            else:
-                misses = (~part).reshape(S, *shape).int().sum_to_size(S, *units)
-                masks.append((misses == 0).reshape(S, -1))
-        return torch.cat(masks, dim=-1), torch.stack(exempt).all(0)
-
 
 def _units(shape: torch.Size, per: Per) -> tuple[int, ...]:
     if per == "weight" or len(shape) < 2:
@@ -92,8 +82,6 @@ def _units(shape: torch.Size, per: Per) -> tuple[int, ...]:
 
 class DroppedPoint(Density):
     """Σ_z q(z) δ(θ − θ̂∘z) with independent masks z_m ~ B(keep_m): 2^M point masses.
-
-    `log_prob` is the log probability of a point, −∞ off the support.
 
     Args:
         point: θ̂ [P].
@@ -106,7 +94,6 @@ class DroppedPoint(Density):
 
     def __init__(self, point: Tensor, layout: Layout, keep: Tensor):
         self.point, self.layout, self.keep = point, layout, keep
-        self.log_keep, self.log_drop = keep.log(), torch.log1p(-keep)
 
     @property
     def mean(self) -> Tensor:
@@ -134,25 +121,7 @@ class DroppedPoint(Density):
             raise ValueError(f"support() has 2^{M} states; it lists them for at most {MAX_SUPPORT} masks: draw instead")
         bits, numbers = (torch.arange(n, device=self.point.device) for n in (M, 2**M))
         z = ((numbers.unsqueeze(-1) >> bits) & 1).to(self.point.dtype)
-        log_q = sum_weights(torch.where(z > 0, self.log_keep, self.log_drop)).to(z.dtype)
-        return self.point * self.layout.spread(z), log_q.exp()
-
-    def log_prob(self, theta: Tensor) -> Tensor:
-        """Return log Σ over the masks that agree with θ, factor by factor: where θ̂ = 0 both values of a mask do."""
-        kept, exempt = self.layout.every(self._check_theta(theta) == self.point)
-        dropped, _ = self.layout.every(theta == 0)
-        mass = torch.where(kept, self.log_keep, torch.where(dropped, self.log_drop, -torch.inf))
-        mass = sum_weights(torch.where(kept & dropped, 0.0, mass))
-        return torch.where(exempt, mass, -torch.inf).to(theta.dtype)
-
-    def score(self, theta: Tensor) -> Tensor:
-        raise NotImplementedError("masked point masses have no density and so no score")
-
-    def entropy(self) -> Tensor:
-        raise NotImplementedError(
-            "masked point masses have no finite differential entropy (it is −∞): the objective is E[log joint] "
-            "without it"
-        )
+        return self.point * self.layout.spread(z), torch.where(z > 0, self.keep, 1 - self.keep).prod(-1)
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         """Return Cov(z)∘θ̂θ̂ᵀ: masks covary where they are the same."""
@@ -171,12 +140,11 @@ class MCDropout(Family):
     `from_network`.
 
     Args:
-        keep: the probability that a mask is one, in [0, 1]; or a dict of glob patterns on tensor names and such
-            probabilities: tensors that no pattern matches are then never dropped.
+        keep: the probability that a mask is one, in [0, 1]. In a network tensors of fewer than two axes (biases,
+            norms) are never dropped. Or a dict of glob patterns on tensor names and such probabilities; tensors that
+            no pattern matches are then never dropped.
         per: a mask to every "weight", or shared by the weights of an "input" unit (second axis of a tensor) or of
             an "output" unit (first axis).
-        exempt: tensors that are never dropped, by glob pattern or predicate; None for those of fewer than two axes in
-            a network (biases, norms), and for none of a log density's. Not with a dict for `keep`.
         initial_mean: θ̂ starts at the network's "current" values, at these divided by keep ("rescaled": then E θ is
             what the network has), at a "fresh" draw of its initialisation or at "zero".
 
@@ -192,29 +160,18 @@ class MCDropout(Family):
     layout: Layout
     per: Per
 
-    def __init__(
-        self,
-        keep: float | Mapping[str, float] = 0.9,
-        per: Per = "weight",
-        exempt: Select | None = None,
-        initial_mean: str = "current",
-    ):
+    def __init__(self, keep: float | Mapping[str, float] = 0.9, per: Per = "weight", initial_mean: str = "current"):
         super().__init__()
-        by_name = isinstance(keep, Mapping)
-        if by_name:
+        if isinstance(keep, Mapping):
             check_patterns(keep, "MCDropout")
-            if exempt is not None:
-                raise ValueError("with a dict for keep the tensors that no pattern matches are exempt: drop exempt=")
-        for value in keep.values() if by_name else [keep]:
+        for value in keep.values() if isinstance(keep, Mapping) else [keep]:
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
                 raise ValueError(f"keep must be a probability to keep, in [0, 1], got {value!r}")
             if value == 0 and initial_mean == "rescaled":
                 raise ValueError('initial_mean="rescaled" divides by keep, which must not be 0')
-        if per not in ("weight", "input", "output"):
-            raise ValueError(f'per must be "weight", "input" or "output", got {per!r}')
-        check_initial_mean("current" if initial_mean == "rescaled" else initial_mean)
-        self.keep, self.per, self.exempt, self.initial_mean = keep, per, exempt, initial_mean
-        self._keeps: list[float] = []  # of each tensor, once bound
+        check_one_of("per", per, get_args(Per))
+        check_one_of("initial_mean", initial_mean, (*STARTS, "rescaled"))
+        self.keep, self.per, self.initial_mean = keep, per, initial_mean
 
     @classmethod
     def from_network(cls, net: nn.Module) -> "MCDropout":
@@ -223,8 +180,8 @@ class MCDropout(Family):
         Each dropout layer becomes masks on the inputs of the layer after it, with keep = 1 − p and θ̂ = W/(1 − p).
         Use it with `variationalize(net, .., dropout="off")`, the default: else weights and activations are dropped.
 
-        The output for one input has the law it has in train mode. Masks belong to a draw of the weights, so that a
-        draw is one function for all inputs of a batch, where torch drops anew in every row.
+        The output for one input has the law it has in train mode. Masks belong to a draw of the weights:
+        a draw is one function for all inputs of a batch. torch drops anew in every row.
 
         Args:
             net: its dropout layers must be in `nn.Sequential`, directly before the layer whose inputs they drop:
@@ -239,25 +196,20 @@ class MCDropout(Family):
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         if isinstance(self.keep, Mapping):
-            matched = parameters.matching(tuple(self.keep), "keep")
+            matched, values = parameters.matching(tuple(self.keep), "keep"), tuple(self.keep.values())
             owners = assign(matched, tuple(self.keep), "MCDropout")
-            keeps = {name: tuple(self.keep.values())[owner] for name, owner in zip(matched, owners, strict=True)}
-            self.layout = Layout(parameters, self.per, lambda name, tensor: name not in keeps)
-            self._keeps = [keeps.get(name, 1.0) for name in parameters.names]
+            keeps = {name: values[owner] for name, owner in zip(matched, owners, strict=True)}
         else:
-            self.layout = Layout(parameters, self.per, self.exempt)
-            self._keeps = [self.keep] * len(parameters)
+            shapes = zip(parameters.names, parameters.shapes, strict=True)
+            least = 2 if parameters.from_network else 0
+            keeps = {name: self.keep for name, shape in shapes if len(shape) >= least}
+        self.layout = Layout(parameters, self.per, keeps)
         rescaled = self.initial_mean == "rescaled"
         start = initial_mean(parameters, "current" if rescaled else self.initial_mean, generator)
-        self.point = nn.Parameter(start / self.layout.spread(self._keep(start)) if rescaled else start)
-
-    def _keep(self, like: Tensor) -> Tensor:
-        """Return the probability of each mask, [M]."""
-        pairs = zip(self.layout.counts, self._keeps, strict=True)
-        return torch.cat([like.new_full((count,), keep) for count, keep in pairs])
+        self.point = nn.Parameter(start / self.layout.spread(self.layout.keep(start)) if rescaled else start)
 
     def forward(self) -> DroppedPoint:
-        return DroppedPoint(self.point, self.layout, self._keep(self.point.detach()))
+        return DroppedPoint(self.point, self.layout, self.layout.keep(self.point.detach()))
 
 
 # ---------------------------------------------------------------------------------------- a network's dropout layers
@@ -280,19 +232,18 @@ def dropped_layers(net: nn.Module) -> dict[str, float]:
         p = _probability(module)
         if p == 0:
             continue
-        following, layer = after.get(name, ("", None))
-        reason = _refusal(module, p, layer)
-        if reason is None and shared[id(layer.weight)] > 1:  # pyright: ignore[reportOptionalMemberAccess]
-            reason = f"the weight of {following} is used elsewhere too, where nothing is dropped"
-        if reason is None:
+        following, layer = after.get(name, ("", nn.Identity()))
+        is_mask = type(layer) is LAYER_AFTER.get(type(module)) and getattr(layer, "groups", 1) == 1 and p < 1
+        if is_mask and shared[id(layer.weight)] == 1:
             keeps[f"{following}.weight"] = 1 - p
         else:
-            refused.append(f"  {name or 'the network'} ({type(module).__name__}): {reason}")
+            refused.append(f"{name or 'the network'} ({type(module).__name__})")
     if refused:
         raise ValueError(
-            "these dropout layers are no masks on the weights of a layer after them:\n"
-            + "\n".join(refused)
-            + '\nKeep them as they are with variationalize(.., dropout="on"), or change the network'
+            f"these dropout layers are no masks on weights: {', '.join(refused)}. In an nn.Sequential, directly before "
+            "the layer whose inputs it drops, may be: Dropout before Linear; Dropout1d, 2d or 3d before a convolution "
+            "of one group. p must be below 1, and the weight used nowhere else. Keep these layers as they are with "
+            'variationalize(.., dropout="on"), or change the network'
         )
     if not keeps:
         raise ValueError("the network has no nn.Dropout layer with p > 0; give keep= yourself: MCDropout(keep=0.9)")
@@ -303,21 +254,6 @@ def _probability(module: nn.Module) -> float:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p
     return module.dropout if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else 0.0
-
-
-def _refusal(module: nn.Module, p: float, layer: nn.Module | None) -> str | None:
-    wanted = LAYER_AFTER.get(type(module))
-    if wanted is None:
-        return "it drops inside of the layer, or something else than units"
-    if p == 1:
-        return "p = 1 drops everything, and there is no weight divided by 1 − p"
-    if layer is None:
-        return "it is not in an nn.Sequential with a layer directly after it"
-    if type(layer) is not wanted:
-        return f"it is before {type(layer).__name__}, it must be before {wanted.__name__}"
-    if getattr(layer, "groups", 1) > 1:
-        return f"it is before a convolution with groups = {layer.groups}, whose weights have no axis of all inputs"
-    return None
 
 
 def _is_sequence(module: nn.Module) -> bool:

@@ -6,21 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import Parameters
-from .family import Family, check_initial_mean, check_initial_scale, initial_mean
+from ..util.checks import check_one_of, check_positive
+from .family import STARTS, Family, initial_mean
 from .gaussian import LowRankDensity
 from .normal import Diagonal, NormalForm
 
 
 class ScaledFamily(Family, ABC):
-    """Mean [P] and log scale [P], which mean field and the low-rank families share."""
+    """Mean [P] and log scale [P], which the normal families share."""
 
     mean: Tensor
     log_scale: Tensor
 
     def __init__(self, initial_mean: str = "current", initial_scale: float = 0.1):
         super().__init__()
-        check_initial_mean(initial_mean)
-        check_initial_scale(initial_scale)
+        check_one_of("initial_mean", initial_mean, STARTS)
+        check_positive(initial_scale, "initial_scale")
         self.initial_mean, self.initial_scale = initial_mean, initial_scale
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters
-from ..util.checks import check_integer, is_integer
+from ..util.checks import check_integer, check_theta, is_integer
 from .family import Density, Draws, Family, check_draw, standard_noise
 from .gaussian import Gaussian
 from .rotated import rotation
@@ -39,7 +39,11 @@ class MixtureDensity(Density):
     centred = False
 
     def __init__(self, parts: Sequence[Density], log_proportions: Tensor):
-        _check_densities(parts)
+        if len({part.has_density for part in parts}) > 1 or any(part.bound != part.has_density for part in parts):
+            raise ValueError(
+                "all parts of a mixture must have a density over all weights, or none (point masses), got "
+                + ", ".join(f"{type(part).__name__}: {part.bound}" for part in parts)
+            )
         self.parts, self.log_proportions = parts, log_proportions
         self.has_density, self.coupled = parts[0].has_density, all(part.coupled for part in parts)
 
@@ -84,13 +88,11 @@ class MixtureDensity(Density):
         return method != "entropy" and all(part.offers(method) for part in self.parts)
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """Return log Σ_c π_c q_c(θ); of point masses the log probability of the point."""
+        """Return log Σ_c π_c q_c(θ)."""
         return self._log_joint(theta).logsumexp(0)
 
     def score(self, theta: Tensor) -> Tensor:
         """Return Σ_c r_c(θ) ∇ log q_c(θ), with responsibilities r_c = π_c q_c / Σ π q."""
-        if not self.has_density:
-            raise NotImplementedError("a mixture of point masses has no density and so no score")
         with torch.no_grad():
             responsibilities = self._log_joint(theta).softmax(0)  # [C, S]
             score = torch.zeros_like(theta)
@@ -116,7 +118,7 @@ class MixtureDensity(Density):
 
     def _log_joint(self, theta: Tensor) -> Tensor:
         """Return log π_c + log q_c(θ): [S, P] → [C, S]."""
-        self._check_theta(theta)
+        check_theta(theta, self.P)
         return torch.stack([part.log_prob(theta) for part in self.parts]) + self.log_proportions.unsqueeze(-1)
 
 
@@ -127,8 +129,8 @@ class Mixture(Family):
     network's initialisation; without a network (a log density) at draws of N(current values, scale²), every second
     one the mirror image of the one before. To start elsewhere, bind parts at points of your own and pass the list.
 
-    A part does not see a mode that its draws never reach: two parts that start on the same side of a target with two
-    modes end on the same one. `fit_density` looks for the modes first and places a part at each.
+    A part does not see a mode that its draws never reach. If two parts start on the same side of a target with two
+    modes, then both end on one mode. `fit_density` looks for the modes first and places a part at each.
 
     Args:
         part: a recipe, or a list of recipes, or a list of bound families over the same tensors: the mixture of
@@ -206,9 +208,7 @@ class Mixture(Family):
 
 def _as_parts(part: Family | Sequence[Family], components: int | str | None) -> list[Family]:
     """Return the constructor's arguments as a list of recipes, or of bound families."""
-    if isinstance(components, str) and components != AUTO:
-        raise ValueError(f'components must be a number of parts or "auto", got {components!r}')
-    if not isinstance(components, str | None):
+    if components not in (None, AUTO):
         check_integer("components", components)
     if isinstance(part, Family):
         if part.is_bound:
@@ -218,14 +218,10 @@ def _as_parts(part: Family | Sequence[Family], components: int | str | None) -> 
             )
         number = 2 if components is None else 1 if isinstance(components, str) else components
         return [copy.deepcopy(part) for _ in range(number)]
-    if not isinstance(part, Sequence) or not all(isinstance(one, Family) for one in part):
+    if not isinstance(part, Sequence) or not part or not all(isinstance(one, Family) for one in part):
         raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
-    if not part:
-        raise ValueError("Mixture needs at least one part, got an empty list")
-    if components == AUTO:
-        raise ValueError(f'components="auto" makes its parts of one recipe, got a list of {len(part)}; give one')
     if components not in (None, len(part)):
-        raise ValueError(f"components={components} but the list has {len(part)} parts; leave components out")
+        raise ValueError(f"components={components!r} but the list has {len(part)} parts; leave components out")
     bound = [one.is_bound for one in part]
     if any(bound) and not all(bound):
         raise ValueError(
@@ -257,24 +253,6 @@ def _starts(parameters: Parameters, components: int, generator: torch.Generator 
         half = parameters.scale * standard_noise(shape, parameters.initial, generator)
         starts = list(parameters.initial + torch.stack([half, -half], dim=1).flatten(0, 1))[:components]
     return [parameters.at(start) for start in starts]
-
-
-def _check_densities(parts: Sequence[Density]) -> None:
-    sizes = {part.P for part in parts}
-    if len(sizes) > 1:
-        raise ValueError(f"the parts of a mixture must be over the same weights, got P = {sorted(sizes)}")
-    kinds = {part.has_density for part in parts}
-    if len(kinds) > 1:
-        raise ValueError(
-            "all parts of a mixture must have a density, or none (point masses), got "
-            + ", ".join(f"{type(part).__name__}: {part.has_density}" for part in parts)
-        )
-    for part in parts:
-        if part.bound != part.has_density:
-            raise ValueError(
-                f"{type(part).__name__} cannot be part of a mixture: some of its tensors are point masses, "
-                "and the parts' densities cannot be compared; use families that have a density for all tensors"
-            )
 
 
 def _recorded(coupling: Coupling, tape: dict[tuple[int, int, int], Noise]) -> Coupling:
@@ -315,7 +293,7 @@ class Weighted(NamedTuple):
 
 
 def weighted_normals(density: Density) -> list[Weighted]:
-    """Return the normals that a density is a mixture of, itself if it is one; none if it is no such mixture.
+    """Return the normals of a mixture of normals, or the normal itself; an empty list for other densities.
 
     Example:
         >>> from structvi import MeanField
@@ -357,7 +335,7 @@ def with_components(family: Family, components: int, generator: torch.Generator)
 
 
 def _move(family: Family, theta: Tensor) -> None:
-    """Set the mean to θ [P], the shape as it is."""
+    """Set the mean to θ [P]; the shape does not change."""
     turned, form = rotation(family), family.normal()
     if turned is not None:
         _move(turned.part, turned.basis(theta, back=True))

@@ -39,6 +39,11 @@ class NormalForm(NamedTuple):
     root: Diagonal | LowRank | Triangle
 
     @property
+    def rank(self) -> int:
+        """K, the columns of the factor; none of a diagonal and a triangle."""
+        return self.root.factor.shape[1] if isinstance(self.root, LowRank) else 0
+
+    @property
     def variance(self) -> Tensor:
         """The diagonal of Σ: [P]."""
         root = self.root
@@ -71,7 +76,7 @@ class NormalForm(NamedTuple):
         if not isinstance(root, LowRank) or root.of_precision != of_precision:
             scale = self.diagonal().scale
             return LowRank(scale, scale.new_zeros(len(scale), rank), of_precision)
-        # U = S F of the covariance, W = S⁻¹F of the precision stays as it is where the diagonal takes the other columns
+        # the diagonal takes the other columns: U = S F of the covariance, or W = S⁻¹F of the precision, does not change
         wider = (1 + root.factor[:, rank:].square().sum(-1)).sqrt()
         factor = root.factor.new_zeros(len(wider), rank)
         factor[:, : root.factor.shape[1]] = root.factor[:, :rank] / wider.unsqueeze(-1)

@@ -24,7 +24,7 @@ all sums over draws. The passes over the factor are Triton kernels on a GPU (`tr
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 from math import log, pi
 from typing import Any, NamedTuple
@@ -43,13 +43,12 @@ _READS: ContextVar[bool] = ContextVar("reads", default=True)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-_BLOCK = 4096  # weights whose products are added in their own precision
-_LEAST = 256  # a block that leaves no rest has at least so many
-_SLAB = 16 * _BLOCK  # weights whose rows of the factor are scaled at once
+#: weights whose products are added in their own precision
+_BLOCK = 4096
 
 
 def reads() -> bool:
-    """Return whether checks may look at values; where they may not, what they would refuse becomes NaN.
+    """Return whether checks may look at values; where they may not, values that they would refuse become NaN.
 
     To read a value from a GPU is to wait for it, and is not possible inside a captured step.
     """
@@ -66,74 +65,37 @@ class unread:
         _READS.reset(self.token)
 
 
-@lru_cache(maxsize=256)
-def _cut(P: int) -> tuple[int, list[int]]:
-    """The size of a block; and P as whole blocks and a rest, which is none where a divisor of P is a good size.
-
-    Example:
-        >>> _cut(10_000), _cut(10_007)
-        ((2500, [10000, 0]), (4096, [8192, 1815]))
-    """
-    block = next((size for size in range(_BLOCK, _LEAST - 1, -1) if P % size == 0), _BLOCK)
-    rest = P % block
-    return block, [P - rest, rest]
+def _cut(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whole blocks of the weights and the rest: [.., P] → [.., P // _BLOCK, _BLOCK], [.., P % _BLOCK]."""
+    rest = x.shape[-1] % _BLOCK
+    whole, few = x.split_with_sizes((x.shape[-1] - rest, rest), -1)
+    return whole.unflatten(-1, (-1, _BLOCK)), few
 
 
 def sum_weights(x: Tensor) -> Tensor:
-    """Σ_p x[.., p] in float64: [.., P] → [..]."""
-    P = x.shape[-1]
-    if x.dtype == torch.float64 or P <= _BLOCK:
+    """Return Σ_p x[.., p] in float64: [.., P] → [..]."""
+    if x.dtype == torch.float64 or x.shape[-1] <= _BLOCK:
         return x.sum(-1, dtype=torch.float64)
-    block, (size, rest) = _cut(P)
-    if not rest:
-        return x.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64)
-    whole, few = x.split_with_sizes((size, rest), -1)
-    return whole.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64) + few.sum(-1, dtype=torch.float64)
-
-
-class SumSquares(torch.autograd.Function):
-    """Σ_p x² in float64 without x² in memory, forward or backward."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        P = x.shape[-1]
-        if x.dtype == torch.float64 or P <= _BLOCK:
-            return x.square().sum(-1, dtype=torch.float64)
-        block, (size, rest) = _cut(P)
-        whole, few = x.split_with_sizes((size, rest), -1) if rest else (x, None)
-        norms = torch.linalg.vector_norm(whole.unflatten(-1, (-1, block)), dim=-1).double()
-        squares = norms.square().sum(-1)
-        return squares if few is None else squares + few.square().sum(-1, dtype=torch.float64)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        return (2 * gradient).to(x.dtype).unsqueeze(-1) * x
+    blocks, rest = _cut(x)
+    return blocks.sum(-1).sum(-1, dtype=torch.float64) + rest.sum(-1, dtype=torch.float64)
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Σ_p x[.., p]² in float64: [.., P] → [..]."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return SumSquares.forward(x)
-    return SumSquares.apply(x)  # pyright: ignore[reportReturnType]
+    """Return Σ_p x[.., p]² in float64, without x² in memory if P is large: [.., P] → [..]."""
+    if x.dtype == torch.float64 or x.shape[-1] <= _BLOCK:
+        return x.square().sum(-1, dtype=torch.float64)
+    blocks, rest = _cut(x)
+    norms = torch.linalg.vector_norm(blocks, dim=-1).double()
+    return norms.square().sum(-1) + rest.square().sum(-1, dtype=torch.float64)
 
 
 def project(x: Tensor, factor: Tensor) -> Tensor:
-    """x F in float64: [S, P], [P, K] → [S, K]."""
-    P = x.shape[-1]
-    if x.dtype == torch.float64 or P <= _BLOCK:
+    """Return x F in float64: [S, P], [P, K] → [S, K]."""
+    if x.dtype == torch.float64 or x.shape[-1] <= _BLOCK:
         return x.double() @ factor.double()
-    block, sizes = _cut(P)
-    (x, x_rest), (factor, factor_rest) = torch.split(x, sizes, dim=-1), torch.split(factor, sizes)
-    blocks = torch.bmm(x.unflatten(-1, (-1, block)).transpose(0, 1), factor.unflatten(0, (-1, block)))  # [., S, K]
-    whole = blocks.sum(0, dtype=torch.float64)
-    return whole + (x_rest @ factor_rest).double() if sizes[1] else whole
+    (x, x_rest), (columns, columns_rest) = _cut(x), _cut(factor.mT)
+    blocks = torch.bmm(x.transpose(0, 1), columns.transpose(0, 1).mT)  # [blocks, S, K]
+    return blocks.sum(0, dtype=torch.float64) + (x_rest @ columns_rest.mT).double()
 
 
 class _Gram(torch.autograd.Function):
@@ -145,9 +107,10 @@ class _Gram(torch.autograd.Function):
     def forward(factor: Tensor, ratio: Tensor) -> Tensor:
         K = factor.shape[-1]
         gram = factor.new_zeros(K, K, dtype=torch.float64)
-        for rows, r in zip(factor.split(_SLAB), ratio.split(_SLAB), strict=True):
-            slab = rows * r.unsqueeze(-1)
-            gram += project(slab.mT, slab)
+        slab = 16 * _BLOCK
+        for rows, r in zip(factor.split(slab), ratio.split(slab), strict=True):
+            scaled = rows * r.unsqueeze(-1)
+            gram += project(scaled.mT, scaled)
         return gram
 
     @staticmethod
@@ -163,7 +126,7 @@ class _Gram(torch.autograd.Function):
 
 
 def capacitance(factor: Tensor, ratio: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Lower Cholesky factor of I_K + Fᵀ diag(r)² F in float64: [P, K], [P] → [K, K]."""
+    """Return the lower Cholesky factor of I_K + Fᵀ diag(r)² F in float64: [P, K], [P] → [K, K]."""
     gram = _Gram.apply(factor, ratio)
     gram = gram if reduce is None else reduce(gram)
     M = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -171,7 +134,7 @@ def capacitance(factor: Tensor, ratio: Tensor, reduce: Reduce | None = None) -> 
 
 
 def solve(cholesky: Tensor, x: Tensor) -> Tensor:
-    """x M⁻¹ for M = L Lᵀ: [K, K], [S, K] → [S, K]."""
+    """Return x M⁻¹ for M = L Lᵀ: [K, K], [S, K] → [S, K]."""
     if cholesky.is_cuda:  # of many matrices at once, under vmap, `cholesky_solve` cannot be captured as a CUDA graph
         half = torch.linalg.solve_triangular(cholesky, x.mT, upper=False)
         return torch.linalg.solve_triangular(cholesky.mT, half, upper=True).mT
@@ -179,7 +142,7 @@ def solve(cholesky: Tensor, x: Tensor) -> Tensor:
 
 
 def half_log_det(cholesky: Tensor) -> Tensor:
-    """½ log det M = Σ log diag L."""
+    """Return ½ log det M = Σ log diag L."""
     return cholesky.diagonal().log().sum()
 
 
@@ -322,16 +285,12 @@ def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
 
 def _kernels(factor: Tensor) -> Any:
     """Return the module of Triton kernels if they serve this factor, else None."""
-    if factor.shape[-1] > MOST_COLUMNS or not kernels_take(factor):
+    on_device = factor.is_cuda or _INTERPRETED
+    if factor.shape[-1] > MOST_COLUMNS or not on_device or factor.dtype != torch.float32 or not has_triton():
         return None
     from . import triton_kernels  # Triton takes longer to import than all of the library
 
     return triton_kernels
-
-
-def kernels_take(x: Tensor) -> bool:
-    """Return whether Triton kernels may be used for this tensor."""
-    return (x.is_cuda or _INTERPRETED) and x.dtype == torch.float32 and has_triton()
 
 
 @cache

@@ -5,12 +5,13 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from .family import Density, Draws, Family, check_draw, check_initial_mean, initial_mean
+from ..util.checks import check_one_of
+from .family import STARTS, Density, Draws, Family, check_draw, initial_mean
 from .normal import Diagonal, NormalForm
 
 
 class PointMass(Density):
-    """δ(θ − point): [P]. It has no density; `log_prob` is the log probability of a point: 0 there, −∞ elsewhere."""
+    """δ(θ − point): [P]. It has no density: the objective is E[log joint] without an entropy."""
 
     has_density = False
 
@@ -34,18 +35,6 @@ class PointMass(Density):
         check_draw(groups, coupling, generator, self.point.device)
         return Draws(self.point.expand(groups, -1), self.point.new_full((groups,), 1 / groups))
 
-    def log_prob(self, theta: Tensor) -> Tensor:
-        hit = (self._check_theta(theta) == self.point).all(-1)
-        return torch.where(hit, 0.0, -torch.inf).to(theta.dtype)
-
-    def score(self, theta: Tensor) -> Tensor:
-        raise NotImplementedError("a point mass has no density and so no score")
-
-    def entropy(self) -> Tensor:
-        raise NotImplementedError(
-            "a point mass has no finite differential entropy (it is −∞): the objective is E[log joint] without it"
-        )
-
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return self.point.new_zeros(rows.stop - rows.start, columns.stop - columns.start)
 
@@ -59,15 +48,15 @@ class MAP(Family):
 
     Example:
         >>> from structvi import Parameters
-        >>> MAP().bind(Parameters({"z": torch.zeros(2)}))().log_prob(torch.zeros(1, 2))
-        tensor([0.])
+        >>> MAP().bind(Parameters({"z": torch.ones(2)}))().draw().theta
+        tensor([[1., 1.]], grad_fn=<ExpandBackward0>)
     """
 
     point: Tensor
 
     def __init__(self, initial_mean: str = "current"):
         super().__init__()
-        check_initial_mean(initial_mean)
+        check_one_of("initial_mean", initial_mean, STARTS)
         self.initial_mean = initial_mean
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:

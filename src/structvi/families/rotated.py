@@ -47,7 +47,7 @@ class RotatedDensity(Gaussian):
     def draw_scored(
         self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
     ) -> tuple[Draws, Tensor | None]:
-        """Return draws of ξ, turned: log q at them is that of ξ."""
+        """Return draws of ξ, turned, and log q of ξ: it is the same at θ."""
         draws, log_q = self.inner.draw_scored(groups, coupling, generator)
         return Draws(self.basis(draws.theta), draws.weight), log_q
 
@@ -103,7 +103,7 @@ class RotatedDensity(Gaussian):
 
 
 class Rotated(Family):
-    """Any Gaussian family over θ = Qξ: its axes are those of Q, not the weights' own.
+    """Any Gaussian family over θ = Qξ: its axes are the columns of Q instead of the weights.
 
     Q is an orthogonal matrix for each axis of each tensor (`Basis`), the identity until it is chosen. `set_normal`
     takes it from the columns of a precision, as a fit around a network gives them. `Soap` and `NaturalGradient` take
@@ -151,7 +151,7 @@ class Rotated(Family):
         Columns W of a precision choose the axes: the eigenvectors of Σ GGᵀ for the columns G, unfolded along an axis.
         """
         root = form.root
-        if isinstance(root, LowRank) and root.of_precision and root.factor.shape[1]:
+        if isinstance(root, LowRank) and root.of_precision and form.rank:
             self.basis.set(self.basis.of_gradients((root.factor / root.scale.unsqueeze(-1)).mT))
         self.part.set_normal(_turned(form, self.basis))
 

@@ -3,12 +3,12 @@
 Sums over the weights are taken in float32 over some hundreds of them and added in float64, as everywhere.
 """
 
-# Triton's decorators hide what is called with what:
+# Triton's decorators hide the types of calls:
 # pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -55,10 +55,8 @@ def project(
     S, K = len(epsilon), factor.shape[1]
     sizes, scale, theta = [S * K, S, 1], torch.empty_like(log_scale), torch.empty_like(epsilon)
     partial = scale.new_empty(*_programs(factor), sum(sizes))
-    _project[_programs(factor)](
-        mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial, len(scale),
-        *factor.stride(), WIDTH=sum(sizes), PRECISION=precision, **_shape(factor, S),
-    )  # fmt: skip
+    own = mean, log_scale, scale, factor, unit, epsilon.contiguous(), z.contiguous(), theta, partial
+    _run(_project, factor, S, *own, WIDTH=sum(sizes), PRECISION=precision)
     projection, squares, total = partial.sum(0, dtype=torch.float64).split(sizes)
     return scale, projection.view(S, K), squares, total.view(()), theta
 
@@ -66,10 +64,7 @@ def project(
 def place(mean: Tensor, scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor) -> Tensor:
     """Return θ = μ + s∘(ε + G u) of the precision form, [S, P]."""
     theta = torch.empty_like(epsilon)
-    _place[_programs(factor)](
-        mean, scale, factor, unit, epsilon.contiguous(), u.contiguous(), theta, len(mean), *factor.stride(),
-        **_shape(factor, len(epsilon)),
-    )  # fmt: skip
+    _run(_place, factor, len(epsilon), mean, scale, factor, unit, epsilon.contiguous(), u.contiguous(), theta)
     return theta
 
 
@@ -77,12 +72,10 @@ def back_covariance(
     scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, z: Tensor, g: Tensor, g_q: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of μ, log s and F in the covariance form."""
-    to_mean, to_scale, to_factor = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(factor)
-    _back_covariance[_programs(factor)](
-        scale, factor, unit, epsilon.contiguous(), u.contiguous(), z.contiguous(), g, g_q,
-        to_mean, to_scale, to_factor, len(scale), *factor.stride(), **_shape(factor, len(g)),
-    )  # fmt: skip
-    return to_mean, to_scale, to_factor
+    found = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(factor)
+    given = epsilon.contiguous(), u.contiguous(), z.contiguous(), g, g_q
+    _run(_back_covariance, factor, len(g), scale, factor, unit, *given, *found)
+    return found
 
 
 def pull(
@@ -91,10 +84,8 @@ def pull(
     """Return g' = g + c∇ log q in the precision form [S, P], and Gᵀ(s∘g') [S, K] in float64."""
     S, K = len(g), factor.shape[1]
     pulled, partial = torch.empty_like(g), factor.new_empty(*_programs(factor), S, K)
-    _pull[_programs(factor)](
-        scale, factor, unit, epsilon.contiguous(), z.contiguous(), g, g_q, pulled, partial, len(scale),
-        *factor.stride(), **_shape(factor, S),
-    )  # fmt: skip
+    given = epsilon.contiguous(), z.contiguous(), g, g_q
+    _run(_pull, factor, S, scale, factor, unit, *given, pulled, partial)
     return pulled, partial.sum(0, dtype=torch.float64)
 
 
@@ -102,12 +93,10 @@ def back_precision(
     scale: Tensor, factor: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, v: Tensor, pulled: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of μ, log s and F in the precision form."""
-    to_mean, to_scale, to_factor = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(factor)
-    _back_precision[_programs(factor)](
-        scale, factor, unit, epsilon.contiguous(), u.contiguous(), v.contiguous(), pulled,
-        to_mean, to_scale, to_factor, len(scale), *factor.stride(), **_shape(factor, len(pulled)),
-    )  # fmt: skip
-    return to_mean, to_scale, to_factor
+    found = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(factor)
+    given = epsilon.contiguous(), u.contiguous(), v.contiguous(), pulled
+    _run(_back_precision, factor, len(pulled), scale, factor, unit, *given, *found)
+    return found
 
 
 def _block(K: int) -> int:
@@ -118,9 +107,10 @@ def _programs(factor: Tensor) -> tuple[int]:
     return (triton.cdiv(factor.shape[0], _block(factor.shape[1])),)
 
 
-def _shape(factor: Tensor, S: int) -> dict[str, int]:
-    K = factor.shape[1]
-    return {"S": S, "K": K, "KP": triton.next_power_of_2(max(K, 1)), "BLOCK": _block(K)}
+def _run(kernel: Any, factor: Tensor, S: int, *tensors: Tensor, **settings: Any) -> None:
+    P, K = factor.shape
+    shape = {"S": S, "K": K, "KP": triton.next_power_of_2(max(K, 1)), "BLOCK": _block(K)}
+    kernel[_programs(factor)](*tensors, P, *factor.stride(), **shape, **settings)
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""What is approximated: a network with likelihood and prior, or any log density."""
+"""Targets: a network with likelihood and prior, or any log density."""

@@ -1,7 +1,7 @@
 """A network with likelihood and prior as a target, and the batches that it takes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from inspect import Parameter, signature
@@ -13,11 +13,11 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.numerics import reads, sum_weights
-from ..networks.call import Turn, alone_with, call_network, check_precision, draws, padding_rows, with_padding
+from ..networks.call import alone_with, call_network, check_precision, draws, padding_rows, with_padding
 from ..networks.linearised import Linearised
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from ..util.checks import is_integer
+from ..util.checks import check_theta, is_integer
 from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.separable import Prior, SeparablePrior, log_prior
 from .target import NOTHING
@@ -34,9 +34,9 @@ LIKELIHOOD_OF_LOSS = {
     "poissonnll": "Poisson()",
     "poissonnllloss": "Poisson()",
 }
-#: the entry of a dict batch that is the input, or several of them, and that of the target
+#: keys of a dict batch: of the input, or of several inputs, and of the target
 Keys = tuple[str | tuple[str, ...], str]
-#: Where this thread's networks are linearised instead: θ₀ [P], or None for not at all; `...` for as the model says.
+#: θ₀ [P] at which this thread linearises networks; None: not at all; `...`: the model's own.
 _AROUND: ContextVar[Any] = ContextVar("around", default=...)
 
 
@@ -102,7 +102,7 @@ class BayesianModel(nn.Module):
         _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
         self.net, self.likelihood, self.prior = net, likelihood, prior
         self._num_data: int | None = None
-        #: whether a fit took N from its loader: another fit then takes that of its own
+        #: True if a fit took N from its loader: the next fit takes N from its own loader
         self.num_data_of_loader = False
         if num_data is not None:
             self.num_data = num_data
@@ -151,7 +151,7 @@ class BayesianModel(nn.Module):
 
     @property
     def is_linearised(self) -> bool:
-        """Whether a call, here and now, is of the linearised network."""
+        """True if a call in this context uses the linearised network."""
         return self._around() is not None
 
     def _around(self) -> Tensor | None:
@@ -160,7 +160,7 @@ class BayesianModel(nn.Module):
 
     @contextmanager
     def linearised_around(self, at: Tensor | None) -> Iterator[None]:
-        """Inside, in this thread, the network is linearised at θ₀ [P] of its random tensors; at None it is as it is."""
+        """Linearise the network at θ₀ [P] of its random tensors, in this thread; at None call the network itself."""
         token = _AROUND.set(at)
         try:
             yield
@@ -192,7 +192,7 @@ class BayesianModel(nn.Module):
 
     def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """log p(θ): [S, P] → [S]."""
-        self.space.without(fixed).check_theta(theta)
+        check_theta(theta, self.space.without(fixed).size)
         shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
         size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
         # a split has a backward pass of its own: none where there is nothing to split off
@@ -222,7 +222,7 @@ class BayesianModel(nn.Module):
         if batch is None:
             raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
         space, network, B = self.space.without(fixed), self.on(batch), 0
-        space.check_theta(theta)
+        check_theta(theta, space.size)
 
         def one(row: Tensor) -> Tensor:
             nonlocal B
@@ -241,8 +241,7 @@ class BayesianModel(nn.Module):
             check_log_prob(log_prob, output, target, B)
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
-        with alone_with(self.net) as turn:
-            return self._over_draws(turn, one, theta, batch, fixed)(theta), B
+        return self.at_draws(one, theta, batch, fixed), B
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
@@ -250,7 +249,7 @@ class BayesianModel(nn.Module):
             inputs = taken(inputs, self.keys[0])
         arguments, keywords = arguments_of(self.net, plain(inputs))
         space, network = self.space.without(fixed), self._network()
-        space.check_theta(theta)
+        check_theta(theta, space.size)
 
         def one(row: Tensor) -> Any:
             named = {**space.unravel(row), **fixed}
@@ -258,8 +257,7 @@ class BayesianModel(nn.Module):
                 del named[name]
             return logits_of(network(self.with_padding(named), arguments, keywords))
 
-        with alone_with(self.net) as turn:
-            return self._over_draws(turn, one, theta, inputs, fixed, "outputs")(theta)
+        return self.at_draws(one, theta, inputs, fixed, "outputs")
 
     def at_draws(
         self,
@@ -279,33 +277,21 @@ class BayesianModel(nn.Module):
             what: tells functions apart that vmap may treat differently.
         """
         with alone_with(self.net) as turn:
-            return self._over_draws(turn, one, theta, batch, fixed, what)(theta)
-
-    def _over_draws(
-        self,
-        turn: Turn,
-        one: Callable[[Tensor], Any],
-        theta: Tensor,
-        batch: Any,
-        fixed: Mapping[str, Tensor],
-        what: str = "",
-    ) -> Callable[[Tensor], Any]:
-        """Return a function of one θ as a function of S, while the network is held."""
-        if theta.shape[0] == 1:
-            return self.evaluation.over(one, theta)
-        modes = tuple(module.training for module in turn.found.modules)
-        against = {
-            "activations are checkpointed": self.checkpoint_activations,
-            "the network is compiled": self.compiled is not None,
-            "the network draws random numbers": any(modes) and any(map(draws, turn.found.modules)),
-            "convolutions with a kernel for each draw are slow under vmap": bool(self._kernels - fixed.keys()),
-        }
-        found = next((why for why, holds in against.items() if holds), "")
-        key = what, frozenset(fixed), modes, self.is_linearised
-        return self.evaluation.over(one, theta, key, batch=batch, against=found)
+            if theta.shape[0] == 1:
+                return self.evaluation.over(one, theta)(theta)
+            modes = tuple(module.training for module in turn.found.modules)
+            against = {
+                "activations are checkpointed": self.checkpoint_activations,
+                "the network is compiled": self.compiled is not None,
+                "the network draws random numbers": any(modes) and any(map(draws, turn.found.modules)),
+                "convolutions with a kernel for each draw are slow under vmap": bool(self._kernels - fixed.keys()),
+            }
+            found = next((why for why, holds in against.items() if holds), "")
+            key = what, frozenset(fixed), modes, self.is_linearised
+            return self.evaluation.over(one, theta, key, batch=batch, against=found)(theta)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """The inputs of a batch and its target, where there is no `forward=` that alone knows them."""
+        """Return the inputs of a batch and its target; with `forward=` only that function knows them."""
         inputs, target = plain(split_batch(batch, self.keys))
         if self.keys is not None and isinstance(batch, Mapping) and isinstance(self.likelihood, Categorical):
             target = as_labels(target)
@@ -334,7 +320,7 @@ class BayesianModel(nn.Module):
         return lambda random: (logits_of(network(self.with_padding(random), arguments, keywords)), target)
 
     def _network(self) -> Callable[..., Any]:
-        """Return `call_network` of this network as it is to be called now."""
+        """Return `call_network` of this network with the present settings."""
         at = self._around()
         return partial(
             call_network,
@@ -414,7 +400,7 @@ def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
 
 
 def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
-    """A batch as its inputs and its target; of a dict by the keys that are told or, of None, those that can be told."""
+    """Return the inputs and the target of a batch; of a dict by `keys`, or without them by the usual names."""
     if keys is not None and isinstance(batch, Mapping):
         inputs, target = keys
         return taken(batch, inputs), taken(batch, target)
@@ -439,7 +425,7 @@ def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
 
 
 def taken(batch: Mapping[Any, Any], keys: str | tuple[str, ...]) -> Any:
-    """The entry of a dict, or a tuple of several."""
+    """Return the entry of a dict, or a tuple of several."""
     names = (keys,) if isinstance(keys, str) else keys
     if missing := [name for name in names if name not in batch]:
         raise ValueError(f"the batch has no {missing}, which keys= names; it has {sorted(map(str, batch))}")
@@ -447,7 +433,7 @@ def taken(batch: Mapping[Any, Any], keys: str | tuple[str, ...]) -> Any:
 
 
 def check_keys(keys: Any) -> None:
-    """That they are a pair: one key, or a tuple of them, for the inputs, and one for the target."""
+    """Raise unless they are a pair: one key, or a tuple of them, for the inputs, and one for the target."""
     if isinstance(keys, tuple | list) and len(keys) == 2:
         inputs, target = keys
         names = (inputs,) if isinstance(inputs, str) else inputs
@@ -459,7 +445,7 @@ def check_keys(keys: Any) -> None:
 def plain(batch: Any) -> Any:
     """Tensors as torch's own: MONAI's MetaTensor and other subclasses, that carry more than numbers, without the rest.
 
-    Subclasses that are no plain array of numbers inside (`__torch_dispatch__`: nested, distributed) stay as they are.
+    Subclasses with a storage of another kind (`__torch_dispatch__`: nested, distributed) are returned unchanged.
 
     Example:
         >>> import torch
@@ -504,10 +490,10 @@ def as_labels(target: Any) -> Any:
 
 
 def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What a network is called with: positional arguments and keywords.
+    """Return the positional arguments and the keywords of a call of the network.
 
-    Of a dict the entries that `forward` names; of one with none of these, the image where there is one. What is no
-    tensor beside them, paths and headers, is left out.
+    From a dict it takes the entries that `forward` names, or, if it names none, the image. Entries beside them that are
+    no tensors (paths, headers) are left out.
     """
     if not isinstance(inputs, Mapping):
         return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -545,7 +531,7 @@ def logits_of(output: Any) -> Any:
 
 
 def batch_size(target: Any) -> int:
-    """B: the number of rows of a target t, or of t in (t, mask)."""
+    """Return B, the number of rows of a target t, or of t in (t, mask)."""
     if isinstance(target, tuple | list) and len(target) == 2:
         target, _ = target  # (t, mask)
     if not isinstance(target, Tensor) or target.ndim == 0 or target.shape[0] == 0:
@@ -554,24 +540,12 @@ def batch_size(target: Any) -> int:
     return target.shape[0]
 
 
-def observations(batch: Any) -> int:
-    """B of a whole batch: the length of its first tensor."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not tensors:
-        raise TypeError(f"cannot tell how many observations are in a batch without tensors: {type(batch).__name__}")
-    return tensors[0].shape[0]
-
-
 def rows(batch: Any) -> int:
-    """B as far as a batch tells it: rows of its target, of its first tensor, or one."""
-    try:
+    """Return B as far as a batch tells it: the rows of its target, of its first tensor, or one."""
+    with suppress(TypeError, ValueError):  # of a form that only the user's `forward` knows
         return batch_size(split_batch(batch)[1])
-    except (TypeError, ValueError):  # of a form that only the user's `forward` knows
-        pass
-    try:
-        return observations(batch)
-    except TypeError:
-        return 1
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    return tensors[0].shape[0] if tensors else 1
 
 
 def rows_of(batch: Any) -> int | None:

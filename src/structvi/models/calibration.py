@@ -1,4 +1,4 @@
-"""What held-out data say on top of a posterior: a temperature or a scale, and the scores of conformal sets.
+"""Results of held-out data on top of a posterior: a temperature or a scale, and the scores of conformal sets.
 
 Plain data, kept with the posterior and in its file. It is fitted in `predict/calibration.py`, applied in
 `predict/predictive.py` and `predict/conformal.py`.
@@ -28,7 +28,7 @@ Form = Literal["label", "number", "mask"]
 
 @dataclass(frozen=True)
 class Adjustment:
-    """One number, fitted on held-out cases by maximum likelihood, and what it gains.
+    """One number, fitted on held-out cases by maximum likelihood, and its gain.
 
     Example:
         >>> print(Adjustment("temperature", 1.31, gain=0.021, error=0.004, cases=500))
@@ -45,7 +45,7 @@ class Adjustment:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the value lies inside the search: data that are all predicted right ask for certainty."""
+        """True if the value lies inside the search: data that are all predicted right ask for certainty."""
         return abs(torch.tensor(self.value, dtype=torch.float64).log().item()) < 0.999 * LOG_BOUND
 
     @property
@@ -76,7 +76,7 @@ class Adjustment:
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """What n held-out cases say of sets and intervals: any level can be asked for.
+    """Scores of n held-out cases, for sets and intervals at any level.
 
     Args:
         form: "label": one label a case, "number": one number or several a case, "mask": several labels a case.
@@ -132,7 +132,7 @@ class Conformal:
 
     @staticmethod
     def size(form: Any, cases: Any) -> int:
-        """How many values there are; ValueError where a file says what cannot be."""
+        """Return the number of values; raise ValueError if a file is contradictory."""
         if form not in get_args(Form):
             raise ValueError(f"expected conformal scores of {get_args(Form)}, got {str(form)[:40]!r}")
         _check_cases(cases)
@@ -153,7 +153,7 @@ class Conformal:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What `bayes.calibrate` found: `print` it. `predict` uses it, and `predict(x, calibrated=False)` does not.
+    """The result of `bayes.calibrate`: `print` it. `predict` uses it, and `predict(x, calibrated=False)` does not.
 
     Args:
         adjustment: a temperature or a scale, and whether it is applied; None where none was fitted.

@@ -1,4 +1,4 @@
-"""What is approximated: any `Target`, a space and the log joint at S points of it; `LogDensity` is one."""
+"""Targets of the approximation: any `Target` has a space and the log joint at S points of it. `LogDensity` is one."""
 
 from collections.abc import Callable, Mapping
 from inspect import isfunction
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
+from ..util.checks import check_theta
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -38,8 +39,8 @@ class Target(Protocol):
 class LogDensity:
     """Any log density, not necessarily normalised.
 
-    Of constrained parameters (`positive` and its like) `fn` is the log density of the values themselves, as a model is
-    written. `log_joint` is that of the free numbers θ: it adds log |det ∂ values/∂θ|.
+    If parameters are constrained (`positive` and its like), then `fn` is the log density of the values themselves.
+    `log_joint` is the log density of the free numbers θ: it adds log |det ∂ values/∂θ|.
 
     Args:
         fn: sees one draw as a dict of named tensors (and the batch, where `log_joint` is given one) and returns a
@@ -84,7 +85,7 @@ class LogDensity:
         return f"LogDensity({own} of {names}; P = {self.space.size})"
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
-        self.space.without(fixed).check_theta(theta)
+        check_theta(theta, self.space.without(fixed).size)
 
         def one(row: Tensor) -> Tensor:
             whole = self.space.join(row.unsqueeze(0), fixed).squeeze(0)
@@ -111,7 +112,7 @@ class LogDensity:
 
 
 def _told(error: ValueError) -> ValueError:
-    """With what to do, where a distribution was given what it does not take."""
+    """Return the error with a remedy, if a distribution was given a value outside its support."""
     return ValueError(f"{error}\n{INSTEAD}") if any(words in str(error) for words in OUTSIDE) else error
 
 

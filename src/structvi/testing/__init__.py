@@ -4,7 +4,7 @@ import torch
 
 from ..families.family import Family
 from ..parameters import Parameters
-from .laws import COUPLINGS, LAWS, Make, every_sign
+from .laws import COUPLINGS, LAWS, Make
 from .truth import STANDARD_ERRORS, NotApplicable, dense_moments, placed_on, seeded
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "NotApplicable",
     "check_family",
     "dense_moments",
-    "every_sign",
 ]
 
 

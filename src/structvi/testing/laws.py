@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch.distributions import MultivariateNormal
 
-from ..couplings import Coupling, Noise, naive, paired, unscented
+from ..couplings import Coupling, naive, paired, unscented
 from ..families.family import Family
 from ..families.gaussian import Gaussian
 from ..objective import Estimator, elbo
@@ -37,21 +37,6 @@ from .truth import (
 Make = Callable[[Parameters], Family]
 
 
-def every_sign(
-    groups: int,
-    P: int,
-    K: int,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> Noise:
-    """All 2^(K+1) sign combinations of K low-rank numbers and one diagonal vector: a coupling of a user's own."""
-    base = naive(groups, P, K, generator, dtype, device)
-    signs = torch.tensor(list(product([1.0, -1.0], repeat=K + 1)), dtype=dtype, device=device)  # [2^(K+1), K + 1]
-    diagonal = base.diagonal.unsqueeze(1) * signs[:, :1]
-    return Noise(diagonal.flatten(0, 1), (base.low_rank.unsqueeze(1) * signs[:, 1:]).flatten(0, 1))
-
-
 COUPLINGS: dict[str, Coupling] = {
     "naive": naive,
     "paired": paired,
@@ -59,7 +44,6 @@ COUPLINGS: dict[str, Coupling] = {
     "unscented, not crossed": unscented(crossed=False),
     "unscented, shared diagonal": unscented(shared_diagonal=True),
     "unscented, one direction": unscented(directions=1),
-    "every sign": every_sign,
 }
 
 
@@ -229,7 +213,7 @@ def law_unbiased(make: Make, seed: int) -> None:
 
 
 def law_path_zero(make: Make, seed: int) -> None:
-    """Where q = p the path gradient is zero to rounding in every single group of draws."""
+    """If q = p, the path gradient is zero to rounding in every single group of draws."""
     family = make(small_space(7))
     with_log_prob(family(), everywhere=True)
     frozen = copy.deepcopy(family).requires_grad_(False)

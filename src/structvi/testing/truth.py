@@ -25,7 +25,7 @@ from ..parameters import Parameters
 STANDARD_ERRORS = 5.5
 
 
-#: What float32 is held to where float64 is held to less: its rounding through a few hundred operations.
+#: Tolerance of float32: its rounding through a few hundred operations.
 SINGLE = 1e-4
 
 
@@ -34,13 +34,13 @@ class NotApplicable(Exception):
 
 
 class Place(NamedTuple):
-    """Where families are held to their laws, and in which precision."""
+    """The device and the precision of the laws."""
 
     device: torch.device
     dtype: torch.dtype
 
     def tolerance(self, wanted: float) -> float:
-        """What is wanted in float64, as far as the precision allows."""
+        """Return the tolerance wanted in float64, or the one that the precision allows."""
         return wanted if self.dtype == torch.float64 else max(wanted, SINGLE)
 
 

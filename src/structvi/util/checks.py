@@ -111,6 +111,16 @@ def check_fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name} is a fraction of the steps, from 0 to below 1, got {value!r}")
 
 
+def check_theta(theta: Any, P: int) -> Tensor:
+    """Return θ; raise unless it is [S, P] with S ≥ 1."""
+    if not isinstance(theta, Tensor) or theta.ndim != 2 or theta.shape[0] == 0 or theta.shape[1] != P:
+        came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
+        raise ValueError(
+            f"expected theta of shape [S, P] with S ≥ 1 and P = {P}, got {came}; for one point add a row axis"
+        )
+    return theta
+
+
 def check_one_of(name: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {known}, got {value!r}")

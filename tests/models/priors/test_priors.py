@@ -38,7 +38,7 @@ PRIORS = {
         {"a.bias": Normal(0.0, 2.0), "": Normal(0.0, 0.3)},
     ),
     "normal by fan-in": (
-        vi.priors.NormalPrior.fan_in(1.5),
+        vi.priors.NormalPrior(1.5, by_fan_in=True),
         {
             "a.weight": Normal(0.0, 1.5 / sqrt(4)),
             "a.bias": Normal(0.0, 1.5),
@@ -115,9 +115,9 @@ def test_the_grouped_t_is_a_normal_with_a_shared_inverse_gamma_variance():
 
 def test_fan_in_of_layers():
     net = nn.Sequential(nn.Conv2d(3, 8, (2, 5)), nn.Flatten(), nn.Linear(16, 4))
-    scales = vi.priors.NormalPrior.fan_in(3.0).scales(vi.Parameters.of(net))
+    scales = vi.priors.NormalPrior(3.0, by_fan_in=True).scales(vi.Parameters.of(net))
     assert scales == pytest.approx({"0.weight": 3 / sqrt(30), "0.bias": 3.0, "2.weight": 3 / 4, "2.bias": 3.0})
-    learned = vi.priors.LaplacePrior.fan_in({"0.*": 3.0, "*": 1.0}, learn=True).scales(vi.Parameters.of(net))
+    learned = vi.priors.LaplacePrior({"0.*": 3.0, "*": 1.0}, learn=True, by_fan_in=True).scales(vi.Parameters.of(net))
     assert learned == pytest.approx({"0.weight": 3 / sqrt(30), "0.bias": 3.0, "2.weight": 1 / 4, "2.bias": 1.0})
 
 
@@ -153,7 +153,7 @@ def test_sums():
 def test_configurations_rebuild_the_prior():
     theta = draws()
     for prior in (
-        vi.priors.NormalPrior.fan_in(2.0),
+        vi.priors.NormalPrior(2.0, by_fan_in=True),
         vi.priors.StudentTPrior(2.0, {"*": 0.3}, per="tensor"),
         vi.priors.LaplacePrior(2.0),
     ):

@@ -1,4 +1,4 @@
-"""What every likelihood has, and the targets and outputs it takes."""
+"""The base of every likelihood, and checks of targets and outputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ class Likelihood(nn.Module, ABC):
         tensor([-0.6931,  0.0000])
     """
 
-    #: False where `log_prob` is no log probability of the data (class weights): the ELBO is then that of a weighted
-    #: objective, no bound on the evidence, and not to be compared with that of another likelihood or other weights.
+    #: False if `log_prob` is no log probability of the data (class weights). The ELBO is then a weighted objective and
+    #: no bound on the evidence: compare it with no other likelihood and no other weights.
     exact: bool = True
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Likelihood(nn.Module, ABC):
         return self.log_prob(output, drawn).masked_fill(~observed, 0.0)
 
     def random_tensors(self) -> dict[str, Tensor]:
-        """What of the likelihood is random, at its initial values; nothing by default."""
+        """Return the random tensors of the likelihood at their initial values; none by default."""
         return {}
 
     def log_prior(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -101,12 +101,8 @@ class Likelihood(nn.Module, ABC):
         """Σ log p(t | y) at the best output y that ignores the input, from the `sums` over all batches."""
         raise NotImplementedError
 
-    def config(self) -> dict[str, Any]:
-        """The constructor's arguments: what the likelihood can be rebuilt from."""
-        return configuration(self)
-
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.config().items())
+        return ", ".join(f"{name}={value!r}" for name, value in configuration(self).items())
 
 
 def split_mask(target: Any) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 
 
 class _Classes(Likelihood):
-    """What classes share: the label that is not counted, and weights."""
+    """The base of class labels: the label that is not counted, and weights."""
 
     def __init__(self, ignore_index: int | None = None, class_weights: Sequence[float] | Tensor | None = None):
         super().__init__()
@@ -62,7 +62,7 @@ class _Classes(Likelihood):
             observed = observed & (target != self.ignore_index)
         log_prob = self._log_prob(output, drawn)
         if self.class_weights is not None:
-            # the weight is that of the label that was observed, and a gradient's square has it once
+            # the weight belongs to the observed label, and a gradient's square has it once
             log_prob = self._weights(target.masked_fill(~observed, 0), log_prob).sqrt() * log_prob
         return log_prob.masked_fill(~observed, 0.0)
 
@@ -76,7 +76,7 @@ class _Classes(Likelihood):
         )
 
     def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
-        """How often each label was observed, [the largest + 1]."""
+        """Return the count of each observed label, [the largest + 1]."""
         labels = target.detach()[... if mask is None else mask]
         labels = labels[labels != self.ignore_index] if self.ignore_index is not None else labels.reshape(-1)
         return torch.bincount(labels.long().clamp(min=0)).double()
@@ -91,7 +91,7 @@ class _Classes(Likelihood):
 
     @abstractmethod
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Of labels that are all in range."""
+        """Return log p of labels that are all in range."""
 
 
 class Categorical(_Classes):
@@ -99,9 +99,9 @@ class Categorical(_Classes):
 
     Args:
         ignore_index: a label that was not observed: it contributes 0.
-        class_weights: C numbers w ≥ 0, used as they are: the result is w_t · log p(t | y). That is no likelihood of
-            the data (p^w does not sum to one over t): what is fitted is a weighted objective, the posterior of data
-            in which class c counts w_c times, `exact` is False, and `distribution` stays the unweighted softmax.
+        class_weights: C numbers w ≥ 0: the result is w_t · log p(t | y). It is no likelihood of the data, for p^w does
+            not sum to one over t. A fit then maximises a weighted objective, as of data in which class c counts w_c
+            times. `exact` is False, and `distribution` stays the unweighted softmax.
             Weights that do not average to one over the data change how much the data count against the prior.
 
     Example:
@@ -149,8 +149,8 @@ class Bernoulli(_Classes):
 
     Args:
         ignore_index: a label that was not observed: it contributes 0.
-        class_weights: the weights of t = 0 and t = 1, used as they are; as in `Categorical` the result is then the
-            logarithm of no likelihood and `exact` is False.
+        class_weights: the weights of t = 0 and t = 1. As in `Categorical`, the result is then no log likelihood, and
+            `exact` is False.
 
     Example:
         >>> Bernoulli()(torch.zeros(2, 1), torch.tensor([[0.0], [1.0]])).squeeze(-1)

@@ -52,7 +52,7 @@ class NoiseLikelihood(Likelihood):
             self.register_buffer("log_noise", torch.tensor(log(initial)), persistent=False)
 
     def mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
-        """A mean, and the log σ that goes with it as far as it does not depend on the draw."""
+        """Return the mean, and log σ as far as it does not depend on the draw."""
         name = type(self).__name__
         if self.noise != "head":
             check_output(name, output)
@@ -82,7 +82,7 @@ class NoiseLikelihood(Likelihood):
         return mean, bounded(log_noise, self.bound)
 
     def residual(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(t − y)/σ and log σ at one draw, with checks of the target."""
+        """Return (t − y)/σ and log σ at one draw; check the target."""
         mean, log_noise = self.mean_and_log_noise(output, 1)
         check_same_shape(type(self).__name__, mean, target)
         check_floating(type(self).__name__, target)
@@ -158,7 +158,7 @@ class Gaussian(NoiseLikelihood):
         return prior.log_prob((2 * log_noise).exp()) + log(2) + 2 * log_noise  # + log |dσ² / dlog σ|
 
     def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
-        """How many there are, and the sums of t and t², [3, columns]."""
+        """Return the count of t and the sums of t and t², [3, columns]."""
         t = target.detach().double()
         observed = torch.ones_like(t) if mask is None else mask.double()
         t = t.masked_fill(observed == 0, 0.0)
@@ -179,7 +179,7 @@ class Gaussian(NoiseLikelihood):
 
 
 def bounded(x: Tensor, bound: float) -> Tensor:
-    """x inside ±¾ bound, and beyond a curve that goes on with the same slope and curvature and never reaches ±bound:
+    """Return x inside ±¾ bound; beyond, a smooth curve with the same slope and curvature that never reaches ±bound:
 
         sign(x) (a + (b − a) tanh((|x| − a)/(b − a))) for |x| > a = ¾ b.
 

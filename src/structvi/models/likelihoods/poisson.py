@@ -35,7 +35,7 @@ class Poisson(Likelihood):
         return PoissonDistribution(output.exp(), validate_args=False)
 
     def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
-        """How many there are, and the sums of t and log t!, [3]."""
+        """Return the count of t and the sums of t and log t!, [3]."""
         t = target.detach().double()[... if mask is None else mask]
         return torch.stack([torch.ones_like(t).sum(), t.sum(), (t + 1).lgamma().sum()])
 

@@ -13,10 +13,10 @@ from ...util.checks import is_positive
 from .base import NO_VALUES
 from .gaussian import BOUND, NoiseLikelihood
 
-#: learned degrees of freedom lie between these: below there is no variance, above nothing to tell from a normal
+#: learned degrees of freedom lie between these: below there is no variance; above it is a normal
 FEWEST, MOST = 2.0, 1000.0
-#: steps of the continued fraction, and of a bisection
-TERMS, HALVINGS = 200, 100
+#: steps of the continued fraction, and of a bisection; the largest asinh of a quantile
+TERMS, HALVINGS, WIDEST = 200, 100, 230.0
 
 
 class StudentTNoise(TorchStudentT):
@@ -30,10 +30,16 @@ class StudentTNoise(TorchStudentT):
         return students_t_cdf((value - self.loc) / self.scale, self.df)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """For one probability; the degrees of freedom may differ, and are few."""
-        each, where = self.df.double().unique(return_inverse=True)
-        quantile = torch.stack([_quantile(float(value), float(df)) for df in each])
-        return self.loc + self.scale * quantile.to(self.loc)[where]
+        """Return z with P(T ≤ z) = `value`, one probability, by bisection in asinh z; there may be few ν."""
+        df, where = self.df.double().unique(return_inverse=True)
+        tail = torch.minimum(value, 1 - value)
+        low, high = torch.full_like(df, -WIDEST), torch.zeros_like(df)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            below = students_t_cdf(middle.sinh(), df) < tail
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        z = low.sinh() if value <= 0.5 else -low.sinh()
+        return self.loc + self.scale * z.to(self.loc)[where]
 
 
 class StudentT(NoiseLikelihood):
@@ -46,10 +52,8 @@ class StudentT(NoiseLikelihood):
     Args:
         noise: the scale σ: a number > 0, "point" for one that is learned, the parameter `log_noise`, or "head" for one
             per element, from the network, as of `Gaussian("head")`.
-        df: ν: a number > 0, or "point" for one that is learned, between 2 and 1000.
+        df: ν: a number > 0, or "point" for one that is learned, between 2 and 1000, from 4 on.
         initial: where σ starts for "point".
-        initial_df: where ν starts for "point", above 2.
-        bound: for "head" the largest |log σ|, approached smoothly, as of `Gaussian`.
 
     Example:
         >>> StudentT(noise=1.0, df=3.0)(torch.zeros(2, 1), torch.tensor([[0.0], [30.0]])).squeeze(-1)
@@ -65,21 +69,16 @@ class StudentT(NoiseLikelihood):
         noise: float | str = "point",
         df: float | str = "point",
         initial: float = 1.0,
-        initial_df: float = 4.0,
-        bound: float = BOUND,
     ):
-        super().__init__(noise, ("point", "head"), initial, bound)
+        super().__init__(noise, ("point", "head"), initial, BOUND)
         if df != "point" and not is_positive(df):
             raise ValueError(f'df must be a positive number or "point", got {df!r}')
-        if not is_positive(initial_df) or not FEWEST < initial_df < MOST:
-            raise ValueError(f"initial_df must lie between {FEWEST:g} and {MOST:g}, got {initial_df!r}")
         self.df: float | str = df if isinstance(df, str) else float(df)
-        self.initial_df = float(initial_df)
         if df == "point":
-            self.log_excess = nn.Parameter(torch.tensor(log(initial_df - FEWEST)))
+            self.log_excess = nn.Parameter(torch.tensor(log(2.0)))  # ν = 4
 
     def df_value(self) -> Tensor:
-        """ν, as it is now."""
+        """Return the present ν."""
         if isinstance(self.df, float):
             return torch.tensor(self.df, dtype=torch.float64)
         return FEWEST + self.log_excess.clamp(max=log(MOST - FEWEST)).exp()
@@ -95,13 +94,13 @@ class StudentT(NoiseLikelihood):
 
 
 def _constant(df: Tensor) -> Tensor:
-    """log Γ((ν+1)/2) − log Γ(ν/2) − ½ log(νπ), in float64: the difference of large numbers."""
+    """Return log Γ((ν+1)/2) − log Γ(ν/2) − ½ log(νπ), in float64: the difference of large numbers."""
     df = df.double()
     return torch.lgamma((df + 1) / 2) - torch.lgamma(df / 2) - 0.5 * (df.log() + log(pi))
 
 
 def students_t_cdf(z: Tensor, df: Tensor) -> Tensor:
-    """P(T ≤ z) = 1 − ½ I_x(ν/2, ½) for z ≥ 0, x = ν/(ν + z²), and by symmetry below; I the incomplete beta function.
+    """Return P(T ≤ z) = 1 − ½ I_x(ν/2, ½) for z ≥ 0, x = ν/(ν + z²), by symmetry below; I the incomplete beta function.
 
     Example:
         >>> students_t_cdf(torch.tensor([0.0, 1.0]), torch.tensor(1.0)).tolist()
@@ -114,7 +113,7 @@ def students_t_cdf(z: Tensor, df: Tensor) -> Tensor:
 
 
 def _incomplete_beta(x: Tensor, rest: Tensor, a: Tensor) -> Tensor:
-    """I_x(a, ½), rest = 1 − x, by the continued fraction of whichever side converges fast."""
+    """Return I_x(a, ½), rest = 1 − x, by the continued fraction of whichever side converges fast."""
     b = torch.full_like(a, 0.5)
     swap = x > (a + 1) / (a + b + 2)
     x, rest = torch.where(swap, rest, x), torch.where(swap, x, rest)
@@ -145,18 +144,3 @@ def _fraction(x: Tensor, a: Tensor, b: Tensor, tiny: float) -> Tensor:
 
 def _away(x: Tensor, tiny: float) -> Tensor:
     return torch.where(x.abs() < tiny, tiny, x)
-
-
-def _quantile(p: float, df: float) -> Tensor:
-    """z with P(T ≤ z) = p, by bisection."""
-    number = torch.tensor(df, dtype=torch.float64)
-    target = min(p, 1 - p)
-    low, high = torch.tensor(-1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)
-    while float(students_t_cdf(low, number)) > target and float(low) > -1e100:
-        low = 4 * low
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        below = float(students_t_cdf(middle, number)) < target
-        low, high = (middle, high) if below else (low, middle)
-    found = (low + high) / 2
-    return found if p <= 0.5 else -found

@@ -1,7 +1,6 @@
 """A normal prior with a scale of its own for every tensor, learned under a hyperprior that holds it."""
 
 from math import lgamma, log, pi
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ class HierarchicalNormalPrior(SeparablePrior):
 
     with equality at b = (ν s² + |θ|²)/2, where it is `StudentTPrior(per="tensor")`: that is its marginal. The bound is
     quadratic in θ: to a fit it is a normal prior of standard deviation √(b/a). The b are one parameter for each tensor,
-    `log_rate`, fitted with the ELBO. Unlike `NormalPrior(learn=True)` this has a hyperprior to pay: the scale of a
-    tensor cannot run to zero, nor can one scale be wrong for most of the tensors that share it.
+    `log_rate`, fitted with the ELBO. Unlike `NormalPrior(learn=True)` it has a hyperprior, so the scale of
+    a tensor cannot run to zero, and tensors share no scale.
 
     A prior belongs to the first network that it is given to, whose tensors it has numbers for.
 
@@ -31,16 +30,13 @@ class HierarchicalNormalPrior(SeparablePrior):
         df: ν > 0: how much the tensors' scales may differ from s. At 1, by a factor of ten either way; the more, the
             nearer to `NormalPrior(scale)`.
         scale: s > 0; or a dict of glob patterns on tensor names and such numbers, as in `NormalPrior`.
-        by_fan_in: divide s by √fan_in, see `NormalPrior.fan_in`.
+        by_fan_in: divide s by √fan_in, as in `NormalPrior`.
 
     Example:
         >>> space = Parameters({"z": torch.zeros(3)})
         >>> prior, theta = HierarchicalNormalPrior(df=2.0), torch.ones(1, 3)
         >>> marginal = StudentTPrior(2.0, per="tensor")(space, theta)
         >>> bool(prior(space, theta) < marginal)
-        True
-        >>> prior.set_best(space, theta)  # q(σ²) at its best for this θ
-        >>> torch.allclose(prior(space, theta), marginal)
         True
     """
 
@@ -58,11 +54,6 @@ class HierarchicalNormalPrior(SeparablePrior):
         #: log b, [tensors]; none before the prior knows them
         self.log_rate = nn.Parameter(torch.zeros(0))
 
-    @classmethod
-    def fan_in(cls, scale: Scale = 1.0, **settings: Any) -> Self:
-        """The prior with s = scale/√fan_in for tensors of two and more axes, as `NormalPrior.fan_in`."""
-        return cls(scale=scale, by_fan_in=True, **settings)
-
     def check(self, parameters: Parameters) -> None:
         if self.names == parameters.names:
             return
@@ -78,7 +69,8 @@ class HierarchicalNormalPrior(SeparablePrior):
         size = torch.tensor(parameters.numels, **kind)
         self.shape = 0.5 * (self.df + size)
         self.first = 0.5 * self.df * torch.tensor([scales[name] for name in self.names], **kind).square()
-        self.log_rate = nn.Parameter(self._best(size * parameters.scales.double().square()).to(parameters.dtype))
+        square = size * parameters.scales.double().square()
+        self.log_rate = nn.Parameter((self.first + 0.5 * square).log().to(parameters.dtype))
 
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         if not self.names or not {*parameters.names} <= {*self.names}:
@@ -95,20 +87,8 @@ class HierarchicalNormalPrior(SeparablePrior):
         value = -(shape * (-rate).exp()) * (first + 0.5 * square) + shape * (1 - rate) + constant
         return value.sum(-1).to(theta.dtype)
 
-    def _best(self, square: Tensor) -> Tensor:
-        """log b at E|θ|² [tensors]."""
-        return (self.first + 0.5 * square).log()
-
-    @torch.no_grad()
-    def set_best(self, parameters: Parameters, theta: Tensor) -> None:
-        """q(σ²) to its best, in closed form, for draws θ [S, P]: b = (ν s² + mean |θ|²)/2."""
-        self.check(parameters)
-        pieces = torch.split(theta, list(parameters.numels), dim=-1)
-        square = torch.stack([sum_squares(x).mean() for x in pieces])
-        self.log_rate.copy_(self._best(square))
-
     def scales(self, parameters: Parameters) -> dict[str, float]:
-        """√(b/a) of each tensor, the standard deviation of the normal prior that a fit sees, as it is now."""
+        """Return √(b/a) of each tensor, the standard deviation of the normal prior that a fit sees at present."""
         self.check(parameters)
         with torch.no_grad():
             scales = (0.5 * (self.log_rate.double() - self.shape.log())).exp().tolist()

@@ -1,7 +1,6 @@
 """A prior on how much a network can stretch its input: `LipschitzPrior`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from math import erf, exp, inf, pi, sqrt
 from typing import NamedTuple
 
 import torch
@@ -13,18 +12,12 @@ from ...parameters import Parameters
 from ...util.checks import check_positive
 from .separable import PriorModule
 
-#: max |d/dx x Φ(x)|, at x = √2
-GELU = 0.5 * (1 + erf(1)) + exp(-1) / sqrt(pi)
-#: max |d/dx x sigmoid(x)|, where x tanh(x/2) = 2
-SILU = 1.0998393201288668
 #: relative change of σ² by one search in a Krylov space at which the last one is taken
 TOLERANCE = 1e-12
 #: vectors in a Krylov space
-KRYLOV = 24
+KRYLOV = 16
 #: searches before an operator norm is given up
-RESTARTS = 200
-#: relative length below which a new vector of the space is rounding
-ROUNDING = 1e-14
+RESTARTS = 400
 
 Bound = float | Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
@@ -34,16 +27,13 @@ LINEAR = (
 )  # fmt: skip
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-#: how much layers without weights stretch their input at most; dropout as in eval mode
-CONSTANTS: dict[type[nn.Module], float | Callable[..., float]] = {
-    **dict.fromkeys([nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Identity, nn.Flatten, nn.Unflatten], 1.0),
-    **dict.fromkeys([nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d], 1.0),
-    nn.Sigmoid: 0.25,
-    nn.GELU: GELU,
-    nn.SiLU: SILU,
-    nn.LeakyReLU: lambda module: max(1.0, abs(module.negative_slope)),
-    nn.ELU: lambda module: max(1.0, abs(module.alpha)),
-}
+#: layers without weights that never stretch their input; dropout as in eval mode
+SHORT = (
+    nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+)  # fmt: skip
+#: the steepest slopes of other activations, of GELU the exact one
+SLOPES = {nn.Sigmoid: 0.25, nn.GELU: 1.128904145185155, nn.SiLU: 1.0998393201288668}
 
 
 class _Layer(NamedTuple):
@@ -61,15 +51,15 @@ class LipschitzPrior(PriorModule):
     norms L₁, L₂, .. and 1-Lipschitz activations that is L₁ + L₁L₂ + … . It is not normalised, and says nothing about
     biases: add a prior that does, `NormalPrior(1.0) + LipschitzPrior(..)`.
 
-    Linear layers, convolutions, average pooling and BatchNorm in eval mode are measured as the linear maps they are, at
-    the size of their input. Activations, dropout and max-pooling without overlap have constants: `CONSTANTS`.
+    Linear layers, convolutions, average pooling and BatchNorm in eval mode are measured as linear maps, at the size of
+    their input. Activations, dropout and max-pooling without overlap have constants.
 
     Args:
         net: an `nn.Sequential`, which may have others inside.
         example_input: [B, ..], for the size of the feature maps.
         strength: > 0.
-        bounds: what to take for modules by name or by class: a number, or a function of the module and its tensors at
-            one draw, by name, that gives a scalar. A module so bounded may contain anything (a residual block, say).
+        bounds: a bound for modules by name or by class: a number, or a function of the module and its tensors at one
+            draw, by name, that gives a scalar. A module with a bound may contain anything (a residual block, say).
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
@@ -89,19 +79,13 @@ class LipschitzPrior(PriorModule):
         bounds: Mapping[str | type[nn.Module], Bound] | None = None,
     ):
         super().__init__()
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"LipschitzPrior expects an nn.Module, got {type(net).__name__}")
-        if not isinstance(example_input, Tensor) or example_input.ndim < 2:
-            came = tuple(example_input.shape) if isinstance(example_input, Tensor) else type(example_input).__name__
-            raise ValueError(f"LipschitzPrior: example_input must be a batch of inputs [B, ..], got {came}")
+        if example_input.ndim < 2:
+            raise ValueError(f"example_input must be a batch of inputs [B, ..], got {tuple(example_input.shape)}")
         check_positive(strength, "the strength of a LipschitzPrior")
         self.strength, self.bounds = strength, dict(bounds or {})
         known = {*dict(net.named_modules()), *map(type, net.modules())}
-        for key, bound in self.bounds.items():
-            if key not in known:
-                raise ValueError(f"LipschitzPrior: bounds names {key!r}, but the network has no such module or class")
-            if not callable(bound) and (isinstance(bound, bool) or not 0 <= bound < inf):
-                raise ValueError(f"LipschitzPrior: the bound of {key!r} must be a number ≥ 0 or a function")
+        if strange := [key for key in self.bounds if key not in known]:
+            raise ValueError(f"LipschitzPrior: bounds names {strange}, but the network has no such module or class")
         self._net = (net,)  # in a tuple: its weights are not the prior's to learn
         names: dict[int, str] = {}
         for name, tensor in net.named_parameters(remove_duplicate=False):
@@ -117,19 +101,20 @@ class LipschitzPrior(PriorModule):
             raise ValueError("LipschitzPrior: the network has no layer with weights, so there is nothing to bound")
 
     def _chain(self, module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Give the layers in the order in which the input passes them."""
-        kind = type(module)
-        if kind is nn.Sequential and self._bound(name, module) is None:
+        """Yield the layers in the order in which the input passes them."""
+        if self._bound(name, module) is not None or _constant(module) is not None or _is_affine(module):
+            yield name, module
+        elif type(module) is nn.Sequential:
             for key, part in module.named_children():
                 yield from self._chain(part, f"{name}.{key}".removeprefix("."))
-            return
-        if self._bound(name, module) is None and (reason := _unknown(module)):
+        else:
             what = f"the layer {name!r}" if name else "the network"
             raise ValueError(
-                f"LipschitzPrior cannot bound {what} ({kind.__name__}): {reason}; say how with bounds={{name or class: "
-                "a number, or a function of the module and its tensors}"
+                f"LipschitzPrior knows no norm of {what} ({type(module).__name__}): give bounds={{name or class: a "
+                "number, or a function of the module and its tensors}. Max-pooling must be without overlap, GELU "
+                "exact, and "
+                "BatchNorm with running statistics"
             )
-        yield name, module
 
     def _bound(self, name: str, module: nn.Module) -> Bound | None:
         return self.bounds.get(name, self.bounds.get(type(module)))
@@ -138,7 +123,7 @@ class LipschitzPrior(PriorModule):
         return f"{type(self._net[0]).__name__}, strength={self.strength}"
 
     def norms(self, parameters: Parameters, theta: Tensor) -> dict[str, Tensor]:
-        """Each layer's operator norm, or the bound taken for it, in their order: [S, P] → [S] each."""
+        """Return each layer's operator norm, or the bound taken for it, in their order: [S, P] → [S] each."""
         named, S = parameters.unravel(theta), len(theta)
         if not any(name in named for layer in self._layers for name in layer.tensors.values()):
             raise ValueError(f"LipschitzPrior: none of the tensors {parameters.names[:8]} belongs to its network")
@@ -153,27 +138,20 @@ class LipschitzPrior(PriorModule):
         return found
 
     def _norm(self, layer: _Layer, own: dict[str, Tensor], S: int) -> Tensor | float:
-        """One layer's norm at its tensors [S, ..]."""
+        """Return one layer's norm at its tensors [S, ..]."""
         name, module, shape, _ = layer
         bound = self._bound(name, module)
         if callable(bound):
-            values = [bound(module, {local: x[s] for local, x in own.items()}) for s in range(S)]
-            if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-                raise ValueError(
-                    f"LipschitzPrior: the bound of {name!r} must return a scalar tensor, got {values[0]!r}"
-                )
-            return torch.stack([value.reshape(()) for value in values])
-        if bound is not None:
-            return bound
-        if type(module) is nn.Linear:
-            return torch.linalg.matrix_norm(own["weight"], ord=2)
+            return torch.stack([bound(module, {local: x[s] for local, x in own.items()}).reshape(()) for s in range(S)])
+        constant = _constant(module) if bound is None else bound
+        if constant is not None:
+            return constant
         if isinstance(module, BATCH_NORMS):
             scale = (module.running_var + module.eps).rsqrt()  # pyright: ignore[reportOptionalOperand]
             return (own["weight"] * scale if module.affine else scale).abs().amax(-1)
-        if isinstance(module, LINEAR):
-            return operator_norm(module, own, shape, S)
-        constant = CONSTANTS.get(type(module), 1.0)
-        return constant(module) if callable(constant) else constant
+        if type(module) is nn.Linear:
+            return torch.linalg.matrix_norm(own["weight"], ord=2)
+        return operator_norm(module, own, shape, S)
 
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         if not bool(torch.isfinite(theta).all()):
@@ -187,26 +165,30 @@ class LipschitzPrior(PriorModule):
         return -self.strength * total
 
 
-def _unknown(module: nn.Module) -> str:
-    """Why there is no rule for this layer; empty where there is one."""
+def _is_affine(module: nn.Module) -> bool:
+    has_statistics = isinstance(module, BATCH_NORMS) and module.running_var is not None
+    return type(module) in (nn.Linear, *LINEAR) or has_statistics
+
+
+def _constant(module: nn.Module) -> float | None:
+    """Return how much a layer without weights stretches its input at most, or None."""
     kind = type(module)
+    if kind in (nn.LeakyReLU, nn.ELU):
+        slope: float = module.negative_slope if kind is nn.LeakyReLU else module.alpha  # pyright: ignore
+        return max(1.0, abs(slope))
     if kind in MAX_POOLS:
-        three = [torch.as_tensor(getattr(module, name)) for name in ("kernel_size", "stride")]
-        apart = bool((three[0] <= three[1]).all()) and torch.as_tensor(module.dilation).eq(1).all()
-        return "" if apart else "its windows overlap"
-    if isinstance(module, BATCH_NORMS) and module.running_var is None:
-        return "it normalises by the batch"
+        size, stride, dilation = (torch.as_tensor(getattr(module, x)) for x in ("kernel_size", "stride", "dilation"))
+        return 1.0 if bool((size <= stride).all() and (dilation == 1).all()) else None
     if isinstance(module, nn.GELU) and module.approximate != "none":
-        return "only the exact GELU has a known constant"
-    known = kind is nn.Linear or kind in LINEAR or kind in BATCH_NORMS or kind in CONSTANTS
-    return "" if known else f"the norm of a {kind.__name__} is not known, nor the way through its forward"
+        return None
+    return 1.0 if kind in SHORT else SLOPES.get(kind)
 
 
 def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch.Size, S: int) -> Tensor:
     """Return the largest singular value of an affine layer at its tensors [S, ..], [S].
 
-    Its right singular vector v is the best of a Krylov space of AᵀA (Lanczos), again and again from the last one; then
-    σ = ‖Av‖, whose gradient at fixed v is that of uᵀAv.
+    Its right singular vector v is the best of a Krylov space of AᵀA, again and again from the last one; then σ = ‖Av‖,
+    whose gradient at fixed v is the gradient of uᵀAv.
     """
     tensors = {name: torch.zeros_like(x) if name == "bias" else x for name, x in tensors.items()}
     fixed = {name: x.detach().double() for name, x in tensors.items()}
@@ -233,16 +215,12 @@ def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch
 @torch.no_grad()
 def _best_in_krylov_space(gram: Callable[[Tensor], Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest Ritz vector, with its value, of S positive semidefinite operators, from v [S, n]."""
-    basis, images = v.new_zeros(v.shape[0], 0, v.shape[1]), []
-    for _ in range(min(KRYLOV, v.shape[1])):
-        size = v.norm(dim=-1, keepdim=True)
-        for _ in range(2):  # once more removes what rounding left
-            v = v - torch.einsum("sj,sjn->sn", torch.einsum("sjn,sn->sj", basis, v), basis)
-        length = v.norm(dim=-1, keepdim=True)
-        v = torch.where(length > ROUNDING * size, v / length, 0.0)  # the space is exhausted: only rounding is left
-        basis = torch.cat([basis, v.unsqueeze(1)], 1)
-        v = gram(v)
-        images.append(v)
-    T = torch.einsum("sin,sjn->sij", basis, torch.stack(images, 1))
-    values, vectors = torch.linalg.eigh(0.5 * (T + T.mT))
-    return torch.einsum("sj,sjn->sn", vectors[..., -1], basis), values[:, -1]
+    space = [v / v.norm(dim=-1, keepdim=True)]
+    while len(space) < min(KRYLOV, v.shape[1]):
+        basis, v = torch.stack(space, -1), gram(space[-1])
+        v = v - (basis @ (basis.mT @ v.unsqueeze(-1))).squeeze(-1)
+        space.append(v / v.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(v.dtype).tiny))
+    basis = torch.linalg.qr(torch.stack(space, -1)).Q  # if the space is exhausted, vectors of rounding are completed
+    T = basis.mT @ torch.stack([gram(one) for one in basis.unbind(-1)], -1)
+    values, vectors = torch.linalg.eigh(T)
+    return (basis @ vectors[..., -1:]).squeeze(-1), values[:, -1]

@@ -1,6 +1,6 @@
-"""log p(θ): a prior is any callable (parameters, theta [S, P]) → [S]; here those of independent tensors, and sums.
+"""log p(θ): a prior is any callable (parameters, theta [S, P]) → [S].
 
-One that learns is an `nn.Module`.
+Here are priors of independent tensors, and sums of priors. One that learns is an `nn.Module`.
 """
 
 from abc import ABC, abstractmethod
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from math import lgamma, log, pi, prod
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ Scale = float | Mapping[str, float]
 
 
 class PriorModule(nn.Module, ABC):
-    """What the library's priors share: they can be added, and say whether they are normalised."""
+    """The base of the library's priors: they can be added, and say if they are normalised."""
 
     #: False where log p(θ) is known up to a constant only: so is then the ELBO
     normalised: bool = True
@@ -54,7 +53,7 @@ class SeparablePrior(PriorModule):
 class SumPrior(PriorModule):
     """log p(θ) = Σ_i log p_i(θ) + constant: the product of densities, which is not normalised.
 
-    Priors that learn are refused: the missing constant depends on what they learn.
+    Priors that learn are refused: the missing constant depends on their scales.
 
     Args:
         priors: a list of them; `prior1 + prior2` makes a sum too.
@@ -88,12 +87,12 @@ class SumPrior(PriorModule):
 
 
 def learns(prior: Prior) -> bool:
-    """Whether the prior has parameters that are fitted with the ELBO."""
+    """Return True if the prior has parameters that are fitted with the ELBO."""
     return isinstance(prior, nn.Module) and any(p.requires_grad for p in prior.parameters())
 
 
 def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
-    """Any prior at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
+    """Return any prior at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
     S = theta.shape[0]
     if fixed and isinstance(prior, SumPrior):
         return torch.stack([log_prior(one, parameters, theta, fixed) for one in prior.priors]).sum(0)
@@ -128,8 +127,8 @@ class ScalePrior(SeparablePrior):
     """Centred priors with a scale: one for all weights, or one for each pattern of names.
 
     With `learn=True` the logarithms of the scales are a parameter, `log_scale`, one for each pattern, fitted with the
-    ELBO (empirical Bayes). That needs a posterior with a density everywhere: at a point estimate the prior's density
-    grows without bound as weights and scale go to zero, so `elbo` refuses it.
+    ELBO (empirical Bayes). The posterior must have a density everywhere. At a point estimate the prior's density
+    grows without bound as weights and scale go to zero: `elbo` refuses it.
     """
 
     #: whether a tensor is one random vector, not many independent numbers
@@ -150,17 +149,9 @@ class ScalePrior(SeparablePrior):
         if learn:
             self.log_scale = nn.Parameter(torch.tensor([log(value) for value in self.values]))
 
-    @classmethod
-    def fan_in(cls, scale: Scale = 1.0, **settings: Any) -> Self:
-        """The prior with scale/√fan_in for tensors of two and more axes, fan_in = numel/shape[0]; scale for the others.
-
-        The variance of a layer's output is then the same whatever its width.
-        """
-        return cls(scale=scale, by_fan_in=True, **settings)
-
     @abstractmethod
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
-        """Of weights that share a scale: [S, n] → [S], in float64."""
+        """Return log p of weights that share a scale: [S, n] → [S], in float64."""
 
     def check(self, parameters: Parameters) -> None:
         assign(parameters.names, self.patterns, type(self).__name__)
@@ -173,21 +164,17 @@ class ScalePrior(SeparablePrior):
         return total.to(theta.dtype)
 
     def scales(self, parameters: Parameters) -> dict[str, float]:
-        """The scale of each tensor, as it is now."""
+        """Return the present scale of each tensor, by name."""
         runs = zip(parameters.names, self._runs(parameters, grouped=True), strict=True)
         with torch.no_grad():
             return {name: float(self._scale(owner, divisor)[0]) for name, (owner, divisor, _) in runs}
-
-    def owners(self, parameters: Parameters) -> list[int]:
-        """For each tensor which of the patterns it belongs to."""
-        return [owner for owner, *_ in self._runs(parameters, grouped=True)]
 
     def _runs(self, parameters: Parameters, grouped: bool) -> list[tuple[int, float, int]]:
         kind = type(self).__name__
         return _runs(parameters.names, parameters.shapes, self.patterns, kind, self.by_fan_in, grouped)
 
     def _scale(self, owner: int, divisor: float) -> tuple[Tensor | float, Tensor | float]:
-        """A scale and its logarithm."""
+        """Return a scale and its logarithm."""
         if self.learn:
             log_scale = self.log_scale[owner] - log(divisor)
             return log_scale.exp(), log_scale
@@ -205,13 +192,14 @@ class NormalPrior(ScalePrior):
         scale: the standard deviation, > 0; or a dict of glob patterns on tensor names and such numbers, where every
             tensor must match exactly one pattern and "*" stands for what no other matches.
         learn: fit the scale, one for each pattern, with the ELBO.
-        by_fan_in: divide the scale by √fan_in, see `fan_in`.
+        by_fan_in: divide the scale by √fan_in, fan_in = numel/shape[0], for tensors of two and more axes. The variance
+            of a layer's output is then the same at every width.
 
     Example:
         >>> NormalPrior(1.0)(Parameters({"z": torch.zeros(2)}), torch.zeros(1, 2))
         tensor([-1.8379])
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-        >>> NormalPrior.fan_in(2.0).scales(Parameters.of(net, "0.*"))
+        >>> NormalPrior(2.0, by_fan_in=True).scales(Parameters.of(net, "0.*"))
         {'0.weight': 1.0, '0.bias': 2.0}
         >>> NormalPrior({"1.*": 0.1, "*": 1.0}, learn=True).log_scale.shape
         torch.Size([2])
@@ -232,7 +220,7 @@ class LaplacePrior(ScalePrior):
     Args:
         scale: > 0; or a dict of patterns and scales, as in `NormalPrior`.
         learn: fit the scale, one for each pattern, with the ELBO.
-        by_fan_in: divide the scale by √fan_in, see `fan_in`.
+        by_fan_in: divide the scale by √fan_in, as in `NormalPrior`.
 
     Example:
         >>> LaplacePrior(0.5)(Parameters({"z": torch.zeros(2)}), torch.ones(1, 2))
@@ -263,7 +251,7 @@ class StudentTPrior(ScalePrior):
             scale √(ν/(ν−2)).
         per: "weight" or "tensor".
         learn: fit the scale, one for each pattern, with the ELBO.
-        by_fan_in: divide the scale by √fan_in, see `fan_in`.
+        by_fan_in: divide the scale by √fan_in, as in `NormalPrior`.
 
     Example:
         >>> StudentTPrior(df=1.0, scale=1.0)(Parameters({"z": torch.zeros(1)}), torch.zeros(1, 1))  # Cauchy: −log π
@@ -298,7 +286,7 @@ class DistributionPrior(SeparablePrior):
     """Any torch distribution, by patterns on tensor names.
 
     Args:
-        distributions: glob pattern → distribution. A scalar distribution is that of every weight by itself; otherwise
+        distributions: glob pattern → distribution. A scalar distribution holds for every weight; otherwise
             its batch and event shapes together must be the tensor's. Every tensor must match exactly one pattern, and
             "*" stands for what no other matches.
 
