@@ -28,7 +28,7 @@ Split = tuple[Tensor, Tensor]
 INTENTS, POOL, START, MORE, ROUNDS = 150, 5000, 150, 100, 12
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def features(data: Path, cache: Path | None) -> dict[str, Split]:
     """Return features [n, 384] and labels [n] of every split, −1 out of scope."""
     if cache is not None and cache.exists():
@@ -183,7 +183,8 @@ def active(data: dict[str, Split], seeds: int, ways: list[str], rounds: int) -> 
                 nn.init.zeros_(net.bias)
                 bayes = vi.variationalize_head(net, vi.likelihoods.Categorical(), vi.priors.NormalPrior(3.0))
                 bayes.fit_head([(x[pool[known]], t[pool[known]])], progress=False)
-                y = data["test"][0] @ bayes.mean_network().weight.mT + bayes.mean_network().bias
+                with torch.no_grad():
+                    y = bayes.mean_network()(data["test"][0])
                 curve.append(float((y.argmax(1) == data["test"][1]).float().mean()))
                 if turn < rounds:
                     free = (~known).nonzero().squeeze(1)

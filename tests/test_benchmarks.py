@@ -10,6 +10,7 @@ pytest.importorskip("sklearn")
 
 from benchmarks import (
     attack,
+    heads,
     improper,
     large_densities,
     many_fits,
@@ -23,6 +24,7 @@ from benchmarks import (
 )
 
 TINY = {
+    heads: ("--one", "--sizes", "20x110", "--rows", "300", "--epochs", "1", "--methods", "ours"),
     improper: ("--seeds", "1", "--families", "mean field", "--only", "flat"),
     large_densities: ("--d", "16", "--rank", "2", "--cases", "gaussian"),
     many_fits: ("--fits", "2", "--steps", "52", "--single", "1", "--turns", "1", "--threads", "1"),

@@ -46,7 +46,7 @@ from .rows import Rows, check_head, log_noise_of, passes, rows_of
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: held-out rows times outputs that are read, and at least so many rows
+#: the validation set is read up to this many rows times outputs, and at least up to this many rows
 HELD_OUT_NUMBERS, FEWEST_ROWS = 2**18, 1000
 #: Newton's method, and the curvature where it ends, in turn
 ROUNDS = 2
@@ -56,12 +56,14 @@ LEAST, SETTLED = 1e-3, 1e-3
 
 @dataclass(repr=False, kw_only=True)
 class HeadResult(Result):
-    """What `fit_head` came to.
+    """A fitted last layer, and what the validation set selected.
+
+    Without a validation set `selected` is empty, there are no candidates, and `gain` is None.
 
     Attributes:
         steps: of the natural gradient, or of the prior's width.
         path: the ELBO at the start and after every step; of a Kronecker product the final one alone.
-        selected: what the validation set selected; empty without one, and so below.
+        selected: the candidate that the validation set selected.
         candidates: the held-out log density of every candidate in nats, each with its own temperature.
         gain: how much higher that of the selected one is than the network's, and its paired standard error over rows.
     """
@@ -111,7 +113,7 @@ def fit_head(
         seed: of the quasi-random draws of class logits.
 
     Raises:
-        ValueError: the output is not the layer's own, the prior is no `NormalPrior`, or the likelihood is another one.
+        ValueError: a nonlinearity comes after the layer, or prior or likelihood have no closed form.
 
     Example:
         >>> from structvi import likelihoods, variationalize_head

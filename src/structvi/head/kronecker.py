@@ -141,7 +141,7 @@ class Kronecker:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the curvature is a Kronecker product, and the normal the posterior."""
+        """Return whether the curvature is a Kronecker product; the normal is then the posterior."""
         weight = self.rows.weight
         return self.is_number and bool((weight == weight[:, :1]).all())
 

@@ -28,8 +28,8 @@ def update(posterior: "Posterior", batch: Any, *, remove: bool = False) -> None:
     """Add the rows of a batch to a posterior that `fit_head` made, or remove them again, in place.
 
     With `Gaussian` noise the posterior is afterwards the one that a fit to all rows gives, at the same prior and noise.
-    With labels it takes one step of Newton's method: call `fit_head` on all data after many updates. What is removed
-    must have been there. A temperature stays.
+    With labels it takes one step of Newton's method: call `fit_head` on all data after many updates. Remove only rows
+    that were fitted or added before. A temperature stays.
 
     Args:
         posterior: over the last layer, fitted.
@@ -102,7 +102,7 @@ def _move(family: MatrixNormal, data: Kronecker, sign: float) -> None:
 
 
 def _root(precision: Tensor) -> Tensor:
-    """Return the lower root of a precision, or say why there is none."""
+    """Return the lower Cholesky root of a precision; raise if it is not positive."""
     root, failed = torch.linalg.cholesky_ex(precision)
     if int(failed):
         raise ValueError("no posterior is left without these rows: remove only rows that were fitted or added before")

@@ -85,7 +85,7 @@ class LastLayer:
         return places.reshape(-1).to(space.device)
 
     def run(self, call: Callable[[], tuple[Any, Any]]) -> Pass:
-        """Call the network, which gives its output and target, and catch what comes to the layer."""
+        """Call the network, which gives its output and target; return these with the layer's features and output."""
         calls: list[tuple[Tensor, Tensor]] = []
         handle = self.layer.register_forward_hook(lambda _, inputs, y: calls.append((inputs[0], y)))  # pyright: ignore
         try:

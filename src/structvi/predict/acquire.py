@@ -1,8 +1,8 @@
 """`acquire`: which inputs of a pool to label next, by what their labels would tell of the weights.
 
 A batch is chosen greedily by the information that its labels together hold: ½ log det(I + K) with
-K = Hᵢ^½ Cov(yᵢ, yⱼ) Hⱼ^½ and Hᵢ the Fisher information of input i's label on its outputs. Outputs of a posterior over
-the last layer have Cov(yᵢ, yⱼ) in closed form; for others it is that of draws of the weights.
+K = Hᵢ^½ Cov(yᵢ, yⱼ) Hⱼ^½ and Hᵢ the Fisher information of input i's label on its outputs. A posterior over the
+last layer has Cov(yᵢ, yⱼ) in closed form; for others draws of the weights give it.
 """
 
 from abc import ABC, abstractmethod
@@ -108,7 +108,7 @@ class _Joint(ABC):
 
 
 class _Drawn(_Joint):
-    """Of draws of the weights."""
+    """Covariances over draws of the weights."""
 
     def __init__(self, posterior: "Posterior", draws: int, generator: torch.Generator | None):
         super().__init__()
@@ -130,7 +130,7 @@ class _Drawn(_Joint):
 
 
 class _LastLayer(_Joint):
-    """Of the last layer: K_ij = aᵢ (I ⊗ φᵢ)ᵀ Σ (I ⊗ φⱼ) aⱼᵀ."""
+    """Covariances of a posterior over the last layer: K_ij = aᵢ (I ⊗ φᵢ)ᵀ Σ (I ⊗ φⱼ) aⱼᵀ."""
 
     def __init__(self, posterior: "Posterior"):
         super().__init__()

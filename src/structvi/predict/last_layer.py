@@ -106,7 +106,7 @@ def known_layer(posterior: "Posterior", inputs: Any) -> LastLayer | None:
 
 
 def layer_of(posterior: "Posterior") -> LastLayer:
-    """Return the layer whose tensors are all that is random; raise if there is no such layer."""
+    """Return the one layer that is random; raise if other tensors are random too."""
     model = posterior.model
     return LastLayer(model.net, model.net_space, isinstance(model.likelihood, Categorical))
 
@@ -126,7 +126,7 @@ def passed(posterior: "Posterior", inputs: Any, known: _Known | None = None) -> 
 
 
 def _now(posterior: "Posterior") -> _Known:
-    """Return the layer with q as it is now; all covariances are made anew only if the family has changed."""
+    """Return the layer and the present q; a dense one is made anew only if the family has changed."""
     known, family = _known[posterior.model], posterior.family
     values, is_matrix = family.state_dict(), matrix_normal(family) is not None
     if values.keys() == known.values.keys() and all(map(torch.equal, values.values(), known.values.values())):
