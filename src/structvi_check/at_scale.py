@@ -72,7 +72,7 @@ def build(width: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What methods get, and test inputs [M, 8] with their labels [M, 1] and true probabilities [M]."""
+    """The problem that methods get, and test inputs [M, 8] with their labels [M, 1] and true probabilities [M]."""
 
     problem: Problem
     data: Data
@@ -184,7 +184,7 @@ def run(
     teachers: int = 1,
     seed: int = 0,
 ) -> ScaleReport:
-    """Fit every method to labels of networks that were drawn from their prior, and measure what it calls a posterior.
+    """Fit every method to labels of networks drawn from their prior, and measure its draws.
 
     Args:
         names: of methods, as of the command line.

@@ -29,7 +29,7 @@ def joint_error(problem: Problem, theta: Tensor) -> float:
     - the 5 × 5 cells into which two weights or two principal axes are cut, and all unions of them;
     - {log N_q − log N_p ≤ threshold}: normals with the moments of half the draws, events on the other half.
 
-    Where the predictions of a network are compared, the axes are those of its outputs on the grid.
+    If the predictions of a network are compared, the axes are those of its outputs on the grid.
 
     Example:
         >>> import structvi_check as check
@@ -47,7 +47,7 @@ def joint_error(problem: Problem, theta: Tensor) -> float:
 
 
 def noise(count: float, n: int, R: int) -> float:
-    """What errors stay below with probability 1 − ALARM/3, for n draws of q and R of p = q.
+    """Return what errors stay below with probability 1 − ALARM/3, for n draws of q and R of p = q.
 
     A sample of n is within t of its distribution but for a probability of count · exp(−2nt²): count is 2M for M
     distribution functions (Massart 1990), M · 2^k for M partitions into k cells (Bretagnolle and Huber 1979).
@@ -67,7 +67,7 @@ def coordinates(problem: Problem, theta: Tensor) -> Tensor:
 
 
 def _quantities(problem: Problem, theta: Tensor, z: Tensor) -> Tensor:
-    """What is compared with thresholds, of draws θ [n, P] and their coordinates z [n, D]: [n, M]."""
+    """Return the numbers that are compared with thresholds, from θ [n, P] and coordinates z [n, D]: [n, M]."""
     random = torch.randn(z.shape[1], RANDOM, generator=torch.Generator().manual_seed(0), **F64)
     parts = [z, z @ random, z.square().sum(-1, keepdim=True)]
     if problem.identified:

@@ -1,4 +1,4 @@
-"""How far draws of a method are from a known posterior: numbers, without judgement."""
+"""Distances of a method's draws from a known posterior: numbers, without judgement."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ PREDICTIVE_DRAWS = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over draws and its standard error; (inf, 0) for what is infinite."""
+    """A mean over draws and its standard error; (inf, 0) if one of them is infinite."""
 
     value: float
     standard_error: float = 0.0
@@ -35,7 +35,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measures:
-    """What was measured; None for what does not exist for this problem or method.
+    """Distances from the posterior; None if a measure does not exist for this problem or method.
 
     Quantities are the weights and the posterior's principal axes, or for a network its outputs on a grid.
     """
@@ -149,7 +149,7 @@ def _densities(
 
 
 def checked_log_prob(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
-    """Return log q(θ) in float64: [S, P] → [S]; ValueError where it is none."""
+    """Return log q(θ) in float64: [S, P] → [S]; ValueError for anything else."""
     with torch.no_grad():
         values = log_prob(theta)
     if not isinstance(values, Tensor) or values.shape != theta.shape[:1]:

@@ -29,7 +29,7 @@ class NotApplicable(ValueError):
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What a method needs to be examined. It may also have a normalised `log_prob(theta [S, P]) -> [S]`.
+    """The two functions and the name of a method. It may also have a normalised `log_prob(theta [S, P]) -> [S]`.
 
     Example:
         >>> class Prior:

@@ -92,8 +92,8 @@ class DropoutNetwork:
 def stationary_rate(net: nn.Module, data: Data, batch: int) -> float:
     """Return 2BP/(N tr C), C the covariance of one observation's gradient (Mandt, Hoffman and Blei 2017, theorem 1).
 
-    Of constant rates it is that at which the iterates of SGD are nearest to the posterior. It is at most half the
-    inverse of C's largest eigenvalue: C is also the curvature, and SGD diverges beyond it.
+    At this constant rate the iterates of SGD are nearest to the posterior. It is at most half the inverse of C's
+    largest eigenvalue: C is also the curvature, and SGD diverges beyond it.
     """
     parameters, gradients = list(net.parameters()), []
     for x, t in zip(data.x, data.t, strict=True):

@@ -31,7 +31,7 @@ F64: Any = {"dtype": torch.float64}
 
 @dataclass(frozen=True)
 class Data:
-    """What a problem that is a network with data is made of.
+    """A network with data, the parts of a problem.
 
     Args:
         build: a new network, in float64, the same at every call.
@@ -52,7 +52,7 @@ class Data:
 
     @property
     def noise(self) -> float | None:
-        """Of a regression; None for two classes."""
+        """The noise of a regression; None for two classes."""
         noise = configuration(self.likelihood).get("noise")
         return None if noise is None else float(noise)
 

@@ -1,4 +1,4 @@
-"""What `run` hands back: a row for each method and problem; a table, JSON and a page with pictures."""
+"""The result of `run`: a row for each method and problem; a table, JSON and a page with pictures."""
 
 import json
 import os
@@ -43,8 +43,8 @@ GRID = 161
 class Row:
     """One method on one problem.
 
-    `bayesian` is None, and there are no measures, where the method is not applicable, and where it has `failed`: it
-    raised, took too long or died.
+    If the method is not applicable or has `failed`, `bayesian` is None and there are no measures. It fails if it
+    raises, takes too long or dies.
     """
 
     method: str
@@ -53,7 +53,7 @@ class Row:
     bayesian: bool | None
     seconds: float
     measures: Measures | None = None
-    #: what is wrong, the worst first
+    #: faults, the worst first
     findings: tuple[str, ...] = ()
     failed: bool = False
     #: the traceback of a method that raised

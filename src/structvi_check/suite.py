@@ -34,8 +34,8 @@ def run(
 ) -> Report:
     """Put one method, or several, to the question: is it Bayesian?
 
-    Each method meets each problem in a process of its own, which has not the reference that its draws are compared
-    with afterwards. Where it raises, takes too long or dies, its row says so, and the others go on.
+    Each method meets each problem in a process of its own, without the reference that its draws are compared with
+    afterwards. If it raises, takes too long or dies, its row says so, and the others go on.
 
     Args:
         method: an adapter of yours with `name`, `fit(problem, seed)` and `draw(n, generator) -> [n, P]`, and

@@ -8,7 +8,7 @@ from .problems import Problem
 
 
 class Thresholds(NamedTuple):
-    """What a method may be off by."""
+    """The errors that a method may have."""
 
     #: posterior standard deviations of a mean
     mean_error: float = 0.2
@@ -17,7 +17,7 @@ class Thresholds(NamedTuple):
     log_variance_error: float = 0.35
     #: nats, in whichever direction is less; by Pinsker's inequality a total variation of 0.15
     kl: float = 0.045
-    #: by which an event's probability may be wrong for certain, where there is no KL
+    #: certain error of an event's probability, if there is no KL
     joint_error: float = 0.05
     #: of predictions
     total_variation: float = 0.15

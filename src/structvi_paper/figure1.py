@@ -31,9 +31,9 @@ def posterior(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:
     """Return the expected squared error of a new observation, and its parts, over data sets of each size.
 
-    Of t* − E[y*]: aleatoric σ²; discrepancy, the squared distance of the truth from the nearest function that the
-    model can reach; epistemic, the model's own posterior variance of y*. What is left of the measured error is the
-    distance of the posterior mean from the nearest function beyond what the posterior says of it.
+    The parts of t* − E[y*] are three. Aleatoric: σ². Discrepancy: the squared distance of the truth from the nearest
+    function that the model can reach. Epistemic: the model's own posterior variance of y*. The rest is the distance of
+    the posterior mean from the nearest function beyond that variance.
     """
     generator = settings.generator("figure1")
     options = {"generator": generator, "dtype": torch.float64}

@@ -103,7 +103,7 @@ def fit(
 ) -> Density:
     """Fit by Adam on fresh unscented draws; the rate falls to zero along a half cosine.
 
-    A mixture is first fitted to a flattened target, log p / T. So its parts find all modes and divide them.
+    A mixture is first fitted to a flattened target, log p / T. Its parts then find all modes and divide them.
     """
     family = method.recipe(scale, "theta" if "log_noise" in target.space else "*").bind(target.space, generator)
     estimator = Estimator(groups=groups_for(family(), settings.evaluations), coupling=unscented)

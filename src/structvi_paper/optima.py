@@ -1,6 +1,6 @@
 """The best Gaussian of each shape for a Gaussian target, found deterministically.
 
-For p = N(μ, Λ⁻¹) the mean of the best q is μ, and what is left of KL[q‖p] depends on the covariance alone:
+For p = N(μ, Λ⁻¹) the mean of the best q is μ, and the rest of KL[q‖p] depends on the covariance alone:
 
     2 KL[q‖p] = tr(ΛΣ_q) − P − log det(ΛΣ_q).
 

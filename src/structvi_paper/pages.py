@@ -66,7 +66,7 @@ def render(template: Path, **values: Any) -> str:
 
 
 def number(value: Any) -> str:
-    """Return three or four figures, and powers of ten only where there is no other way."""
+    """Return three or four figures, and powers of ten for small numbers."""
     if value is None:
         return "–"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""How a fitted table does on the rows that nobody has seen, beside scikit-learn's models."""
+"""The quality of a fitted table on its test rows, beside scikit-learn's models."""
 
 import warnings
 from dataclasses import dataclass
@@ -63,15 +63,15 @@ class Baseline:
 
 @dataclass
 class Assessment:
-    """Of the test rows.
+    """The comparison on the test rows.
 
     Attributes:
         predictions: the table of `TableModel.predict`, with the row's number, the target and `log_prob`.
         log_prob, quality: ours, as those of a `Baseline`.
         baselines: the best setting of each kind; `best` is what the folds choose.
         gain: our log density minus that of the best baseline.
-        calibration: (probability, share of test rows that it should be, rows): of amounts for each interval the share
-            inside, of classes for bins of the likeliest class's probability the share that is right.
+        calibration: (probability, share, rows). For amounts the share of rows inside each interval; for classes, by
+            bins of the likeliest class's probability, the share that is right.
     """
 
     predictions: Table
@@ -121,7 +121,7 @@ def assess(fit: TableFit) -> Assessment:
 def baselines(fit: TableFit) -> list[Baseline]:
     """Fit ridge or logistic regression and gradient boosting, on the same inputs, folds and test rows.
 
-    The folds choose the settings of each. Of amounts each has a normal noise, as wide as its residuals on the folds.
+    The folds choose the settings of each. For amounts each has a normal noise, as wide as its residuals on the folds.
     """
     try:
         from sklearn import ensemble, linear_model

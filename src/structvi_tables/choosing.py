@@ -1,4 +1,4 @@
-"""Which models a table gets: all are tried on folds of the rows, and those that the folds find best are mixed."""
+"""The choice of models for a table: all are tried on folds of the rows, and the best are mixed."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ LARGEST = 700
 BEST = 2
 #: a part of the mixture with less weight is left out
 LEAST = 0.05
-#: a model this many nats below the best is no part of the mixture
+#: models of the mixture are at most this many nats below the best
 BEHIND = 0.3
 #: rows that each part has for itself beforehand: few rows do not decide between models that are nearly the same
 BEFOREHAND = 5.0

@@ -1,4 +1,4 @@
-"""What the columns of a table are, in words, and how they become a network's inputs.
+"""Columns of a table, recognised and described, and their way into a network's inputs.
 
 Own code instead of scikit-learn's transformers: a model is saved as JSON, and nothing that a file says is ever run.
 """
@@ -79,7 +79,7 @@ class Column:
         return values == "" if self.kind == "category" else np.isnan(values)
 
     def outside(self, values: np.ndarray) -> np.ndarray:
-        """Return where a value is beyond what was fitted, or missing for the first time: [N]."""
+        """Return where a value is beyond what was fitted, or missing without an input for it: [N]."""
         new = self.gone(values) & (not self.missing)
         if self.kind == "category":
             return new | ~np.isin(values, [*self.levels, ""])

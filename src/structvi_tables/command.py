@@ -1,4 +1,4 @@
-"""What `structvi fit` and `structvi predict` do, and the page of a fitted table."""
+"""The commands `structvi fit` and `structvi predict`, and the page of a fitted table."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .fitting import TableFit, fit_table, silent
 from .model import TableModel, save_files
 from .reading import TableError, read_table
 
-#: what is written, beside model.json and the posteriors
+#: files beside model.json and the posteriors
 REPORT, PREDICTIONS = "report.html", "predictions.csv"
 #: rows that the page names
 NAMED = 12

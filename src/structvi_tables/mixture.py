@@ -19,7 +19,7 @@ POINTS = 64
 class Mixture:
     """Σ_c w_c p_c(t | x): predictives of the same rows, one for each member of each model, and their weights.
 
-    Of amounts they have the shape [B, 1], of classes [B, C].
+    Their shape is [B, 1] for amounts and [B, C] for classes.
 
     Example:
         >>> from structvi import likelihoods

@@ -32,7 +32,7 @@ MOST_BYTES, MOST_WIDTH = 50_000_000, 4096
 
 @dataclass(repr=False)
 class TableModel:
-    """What `structvi fit` makes of a table; `TableModel.load(folder).predict(table)` for new rows.
+    """A fitted table; `TableModel.load(folder).predict(table)` predicts new rows.
 
     Attributes:
         columns, target: how rows are read.
@@ -50,8 +50,8 @@ class TableModel:
     def mixtures(self, table: Table) -> Iterator[tuple[np.ndarray, Mixture]]:
         """Yield places of rows in the table, and the mixture for them; every row is in one of them.
 
-        A value that is missing for the first time makes a mixture over values of its column: what is not known of it
-        widens the prediction, and counts as epistemic.
+        A value may be missing though none was when the model was fitted. The prediction is then a mixture over values
+        of the column: it is wider, and the difference counts as epistemic.
         """
         rows = self.columns.values(table)
         gaps = self.columns.gaps(rows).any(1)
@@ -69,10 +69,9 @@ class TableModel:
     def predict(self, table: Table, notes: list[str] | None = None) -> Table:
         """Return a row for each row of the table.
 
-        Of amounts: mean, sd, the ends of the interval, epistemic_sd and aleatoric_sd with
-        sd² = epistemic_sd² + aleatoric_sd². Of classes: the likeliest, the probability of each, and in nats the
-        entropy and its two parts, epistemic (mutual information) and aleatoric. `outside` names the columns in which a
-        row lies beyond what was fitted.
+        Columns for amounts: mean, sd, the ends of the interval, epistemic_sd and aleatoric_sd with
+        sd² = epistemic_sd² + aleatoric_sd². Columns for classes: the likeliest, the probability of each, and entropy,
+        epistemic and aleatoric in nats. `outside` names the columns in which a row lies beyond the fitted values.
         """
         pandas, table = pandas_module(), as_table(table)
         if not len(table):

@@ -1,4 +1,4 @@
-"""What is to be predicted: an amount or a class, by the values of the target's column, in words."""
+"""The target: an amount or a class, recognised from the values of its column."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -138,7 +138,7 @@ def _task_of(series: Values, name: str) -> tuple[str, str]:
 def split(labels: Tensor | None, rows: int, seed: int, most: int) -> tuple[Tensor, Tensor]:
     """Return the rows to fit, in a random order, and a fifth to test on; of classes a fifth of each.
 
-    Of more than `most` rows a sample is taken.
+    A sample is taken if there are more than `most` rows.
 
     Example:
         >>> fit, test = split(None, 100, 0, 50)

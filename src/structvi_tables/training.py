@@ -19,12 +19,12 @@ from structvi.models.likelihoods import Gaussian, Likelihood, StudentT
 LR = 5e-3
 #: the norm that gradients of a member are clipped at
 CLIP = 10.0
-#: the selected weights are a running mean of those of the last 1/(1 − KEEP) steps
+#: the selected weights are a running mean over the last 1/(1 − KEEP) steps
 KEEP = 0.98
 #: steps between two looks at the folds, and looks without a gain after which training stops: 35 trainings on seven
 #: tables lost at most 0.0012 nats by 16 and took 62 % of the steps; by 10 one of them lost 0.41
 LOOK, PATIENCE = 25, 16
-#: steps of so many rows; of more rows where that makes fewer epochs than these
+#: steps, rows in each, and epochs at least: batches grow until the steps make as many
 STEPS, BATCH, EPOCHS = 1500, 128, 40
 #: a noise that all rows share is multiplied by up to this, as the folds choose: residuals of fitted rows are too small
 MOST_FACTOR = 8.0
@@ -78,7 +78,7 @@ def train(
     Args:
         x, t: all rows, [N, F]; [N, 1] numbers or [N] labels.
         folds: one for each member.
-        likelihood: the members share what it learns itself, and it ends as they do.
+        likelihood: the members share its parameters, which end at the same step.
         sizes: of the layers, with those of input and output.
         decay: of the weights.
         seed: of starts and minibatches.

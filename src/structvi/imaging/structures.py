@@ -95,7 +95,7 @@ def by_structure(
     Args:
         cases: pairs of maps and the annotation of one case, or of a predictive and the targets of a whole batch. The
             predictive is of `Categorical` (a structure for each class) or `Bernoulli` (one for each channel). A target
-            may be a pair with a mask; masked labels and `ignore_index` are left out.
+            may be a pair with a mask; masked labels and `ignore_index` do not count.
         names: of the structures, without the background.
         background: the class that is none; None to count all. With `Bernoulli` there is none.
 
