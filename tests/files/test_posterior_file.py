@@ -194,6 +194,20 @@ def test_it_goes_where_the_network_is_or_is_told(tmp_path):
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
+def test_files_hold_no_rows_of_the_users_data(tmp_path):
+    """Neither a posterior's, with its calibration, nor a checkpoint's."""
+    torch.manual_seed(0)
+    x, t = 10 + torch.randn(200, 3), torch.randint(2, (200,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, t), batch_size=50, shuffle=True)
+    posterior = vi.variationalize(normalised(), vi.likelihoods.Categorical(), vi.LowRankNormal(rank=1))
+    posterior.fit(loader, epochs=1, checkpoint=vi.Checkpoint(tmp_path), progress=False)
+    posterior.calibrate([(x[:50], t[:50])], conformal=[(x[50:100], t[50:100])])
+    posterior.save(tmp_path / "q.safetensors")
+    for path in tmp_path.iterdir():
+        stored = path.read_bytes()
+        assert not any(row.numpy().tobytes() in stored for row in x), path.name
+
+
 # The network's own tensors
 
 
