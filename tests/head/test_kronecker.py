@@ -208,7 +208,7 @@ def test_what_is_selected_is_not_worse_than_temperature_scaling():
     result = bayes.fit_head([data], validation=[held_out], progress=False)
     assert isinstance(bayes.family, vi.MatrixNormal)
     assert result.selected in result.candidates
-    assert len(result.candidates) == 7
+    assert len(result.candidates) == 5
     assert result.gain[0] >= -0.003
     scaled = vi.variationalize(net, likelihoods.Categorical(), vi.MAP())
     scaled.calibrate([held_out])

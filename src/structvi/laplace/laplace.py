@@ -41,8 +41,8 @@ class LaplaceResult(Result):
         network_tempered: that of the network with its own temperature, or noise.
         held_out: that of the selected candidate.
         gain: how much higher that is than `network_tempered`, and its paired standard error over rows.
-        lost: by how much predictions with learned variances are worse than with known ones, on some of the rows, and
-            its paired standard error; None if variances are exact or drawn.
+        lost: by how much predictions with learned variances are worse than with those of draws, on some of the rows,
+            and its paired standard error; None if nothing was learned.
         seconds: what it took.
         epochs: the same over the seconds of one epoch of training, as the gradients here tell them.
         doubt: why the network looks untrained; empty if it does not.
@@ -255,7 +255,7 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
     if selection.lost is not None:
         kept = "" if selection.learned else ": too much, and predictions have exact variances"
         loss, error = selection.lost
-        notes.append(f"learned variances lose {loss:.4f} ± {error:.4f} nats to exact or drawn ones{kept}")
+        notes.append(f"learned variances lose {loss:.4f} ± {error:.4f} nats to those of draws{kept}")
     name = selection.selected.name + _with(found)
     verdict = f"placed around the network, as the validation set selected: {name}"
     if selection.selected.is_network:

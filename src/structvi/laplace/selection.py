@@ -22,7 +22,7 @@ from ..models.bayesian_model import rows
 from ..models.calibration import Adjustment, Calibration
 from ..models.likelihoods import Gaussian
 from ..networks.learned_variance import LearnedVariance
-from ..predict.learned import last_layer, one_pass, predictive_of, variance_of, variance_of_draws
+from ..predict.learned import last_layer, one_pass, predictive_of, variance_of_draws
 from ..predict.linearised import POINTS, is_normal, jacobians, normal_outputs
 from ..predict.predict import WeightDraws
 from ..predict.predictive import Predictive, evenly_spread, observed_target
@@ -34,19 +34,19 @@ from .place import DEFAULT_WIDTH, NETWORK, Candidate, TrainedNetwork, learned_no
 #: nats for each observed number by which a candidate may be worse than another that it replaces
 MARGIN = 0.003
 #: prior widths in units of each tensor's root mean square
-WIDTHS = tuple(DEFAULT_WIDTH * 2.0**k for k in range(-2, 4))
+WIDTHS = tuple(DEFAULT_WIDTH * 2.5**k for k in range(-1, 3))
 #: forward passes that a prediction with exact variances may cost, else they are learned
 EXACT_PASSES = 8
 #: share of the gain that learned variances may lose
 LOST = 0.1
-#: draws of the weights for a candidate whose outputs are not known to be normal
-WEIGHT_DRAWS = 8
+#: draws of the weights for a candidate whose outputs are not known to be normal, and for variances to learn from
+WEIGHT_DRAWS, VARIANCE_DRAWS = 8, 4
 #: epochs of training that the variances of all linearised candidates may take, or all drawn candidates
 EPOCHS = 1.0
 #: held-out rows that exact or drawn candidates are measured on in any case
 FEWEST_ROWS = 500
 #: batches, rows or pixels with known variances at least, and rows at most
-KNOWN_BATCHES, FEWEST_KNOWN, MOST_KNOWN = 8, 256, 600
+KNOWN_BATCHES, FEWEST_KNOWN, MOST_KNOWN = 16, 256, 600
 #: log factors of a regression's noise, relative to the network's residuals on its own data, which are too small
 NOISE_GRID = torch.linspace(0.0, 20.0, 401, dtype=torch.float64)
 #: points of that grid by which a posterior's noise may be below the network's: its own spread explains a part
@@ -126,7 +126,7 @@ class Selection:
 
     selected: Candidate
     tried: dict[Candidate, HeldOut]
-    #: the variances of each network, if predictions take them; and what they lose to known ones, with standard error
+    #: the variances of each network, if predictions take them; and what they lose to drawn ones, with standard error
     learned: "list[LearnedVariance] | None" = None
     lost: tuple[float, float] | None = None
 
@@ -233,19 +233,17 @@ def _few(networks: Sequence[TrainedNetwork], validation: Reread, forwards: int, 
 
 @dataclass
 class Learned:
-    """The variances of one network's linearised outputs: learned at every width, from those known on some rows."""
+    """The variances of one network's linearised outputs: learned at every width, from those of draws on some rows."""
 
     of_width: list[LearnedVariance]
-    known: list[list[Tensor]]  # [batch][width]
+    drawn: list[list[Tensor]]  # [batch][width]
 
 
 def known_rows(network: TrainedNetwork, widths: int, data: Reread) -> list[Any]:
-    """Return batches, evenly spread, with few enough rows to make their variances known."""
+    """Return batches, evenly spread, with few enough rows for draws of their outputs at several widths."""
     batch = next(iter(data))
-    outputs = outputs_of(network, batch)
-    forwards = 1 + 2 * outputs + 2 * widths if is_exact(network, batch) else 3 * WEIGHT_DRAWS * widths
-    rows_of_epochs = int(3 * EPOCHS * network.posterior.model.num_data / forwards)
-    enough = min(MOST_KNOWN, max(rows_of_epochs, ceil(FEWEST_KNOWN / outputs)))
+    rows_of_epochs = int(EPOCHS * network.posterior.model.num_data / (VARIANCE_DRAWS * widths))
+    enough = min(MOST_KNOWN, max(rows_of_epochs, ceil(FEWEST_KNOWN / outputs_of(network, batch))))
     batches = max(min(KNOWN_BATCHES, enough), ceil(enough / rows(batch)))
     return [next(cut(one, ceil(enough / batches)))[0] for one in Reread(data.batches, batches)]
 
@@ -259,39 +257,28 @@ def learn(
     Args:
         network: linearised.
         widths: of the prior.
-        batches: on which variances are made known: exactly if the outputs are few, else by draws of the weights.
+        batches: on which outputs are drawn, each batch with its own draws of the weights.
         log_factor: of the noise.
         seed: of the draws.
     """
     posterior, model = network.posterior, network.posterior.model
     generator = torch.Generator(network.theta.device).manual_seed(seed)
-    passes, known, layer = [], [], None
-    exact = is_exact(network, batches[0])
+    layer = last_layer(posterior, network.theta, model.split(batches[0])[0])
+    if layer is None:
+        return None
+    passes, drawn, found = [], [], []
     for batch in batches:
-        inputs = model.split(batch)[0]
-        layer = last_layer(posterior, network.theta, inputs) if layer is None else layer
-        if layer is None:
-            return None
-        one, own = one_pass(posterior, network.theta, inputs, layer), []
-        if exact:
-            parts: list[list[Tensor]] = [[] for _ in widths]
-            for y, J in jacobians(posterior, network.theta, inputs):
-                for part, width in zip(parts, widths, strict=True):
-                    part.append(variance_of(posterior, y, network.normal(width, log_factor).between(J, J)))
-            own = [torch.cat(part) for part in parts]
-        else:
-            with posterior.network_mode(), model.linearised_around(network.theta):
-                for width in widths:
-                    theta = network.normal(width, log_factor).draw(WEIGHT_DRAWS, generator=generator).theta
-                    own.append(variance_of_draws(posterior, model.outputs(theta, inputs) - one.output))
-        passes.append(one)
-        known.append(own)
-    assert layer is not None
-    found = []
-    for of_width in zip(*known, strict=True):
+        inputs, own = model.split(batch)[0], []
+        passes.append(one_pass(posterior, network.theta, inputs, layer))
+        with posterior.network_mode(), model.linearised_around(network.theta):
+            for width in widths:
+                theta = network.normal(width, log_factor).draw(VARIANCE_DRAWS, generator=generator).theta
+                own.append(variance_of_draws(posterior, model.outputs(theta, inputs) - passes[-1].output))
+        drawn.append(own)
+    for of_width in zip(*drawn, strict=True):
         features, variance = zip(*[one.rows(own) for one, own in zip(passes, of_width, strict=True)], strict=True)
         found.append(LearnedVariance.fitted(layer, torch.cat(features), torch.cat(variance)))
-    return Learned(found, known)
+    return Learned(found, drawn)
 
 
 def learned_variance(network: TrainedNetwork, data: Reread, seed: int) -> LearnedVariance | None:
@@ -314,7 +301,7 @@ def _of_learned(
     some: Sequence[Any],
     grid: Tensor,
 ) -> Selection:
-    """Return what is selected with learned variances, and with known ones if these lose too much."""
+    """Return what is selected with learned variances, and with those of draws if the learned ones lose too much."""
     noises = grid.tolist()
 
     def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:
@@ -330,11 +317,11 @@ def _of_learned(
     k = candidates.index(selected)
 
     def compare(network: TrainedNetwork, numbered: Any) -> tuple[list[list[Predictive]], Any]:
-        """Return the network, and its predictions with known and with learned variances."""
+        """Return the network, and its predictions with variances of draws and with learned ones."""
         own, (index, batch) = learned[id(network)], numbered
         inputs, target = network.posterior.model.split(batch)
         one = one_pass(network.posterior, network.theta, inputs, own.of_width[k].layer)
-        variances = torch.zeros_like(own.known[index][k]), own.known[index][k], own.of_width[k](one)
+        variances = torch.zeros_like(own.drawn[index][k]), own.drawn[index][k], own.of_width[k](one)
         return [[predictive_of(one.output, v, network.at_noise(u)) for u in noises] for v in variances], target
 
     alone, exact, found = score(networks, list(enumerate(some)), grid, compare)
@@ -436,18 +423,12 @@ def _called(network: TrainedNetwork, batch: Any) -> tuple[Any, Any]:
         return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, batch)
 
 
-def is_exact(network: TrainedNetwork, batch: Any) -> bool:
-    """Return whether the linearised network's outputs are normal, and few enough to be known without draws."""
-    posterior = network.posterior
-    if not network.is_function_of_inputs:
-        return False
-    inputs = posterior.model.split(batch)[0]
-    return is_normal(posterior.with_family(network.placed(network.narrow)), inputs)
-
-
 def is_cheap(network: TrainedNetwork, batch: Any) -> bool:
     """Return whether a prediction with exact variances costs at most `EXACT_PASSES`."""
-    return is_exact(network, batch) and 1 + 2 * outputs_of(network, batch) <= EXACT_PASSES
+    few = network.is_function_of_inputs and 1 + 2 * outputs_of(network, batch) <= EXACT_PASSES
+    return few and is_normal(
+        network.posterior.with_family(network.placed(network.narrow)), network.posterior.model.split(batch)[0]
+    )
 
 
 def outputs_of(network: TrainedNetwork, batch: Any) -> int:

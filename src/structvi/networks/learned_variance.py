@@ -80,9 +80,10 @@ class LearnedVariance(nn.Module):
 
     @classmethod
     def fitted(cls, layer: str, features: Tensor, variance: Tensor) -> "LearnedVariance":
-        """Return the ridge regression of log variances [n, V] on features [n, F].
+        """Return the ridge regression of log variances [n, V] on features [n, F], with the mean of the variances.
 
-        Its penalty has the least generalised cross-validation error, Σ residual² / (n − degrees of freedom)².
+        Its penalty has the least generalised cross-validation error, Σ residual² / (n − degrees of freedom)². The mean
+        of known over learned variances is one: the logarithm of a variance from few draws is too small on average.
         """
         some = torch.linspace(0, len(features) - 1, min(len(features), ROWS)).long()
         X, tiny = features[some].double(), torch.finfo(torch.float32).tiny
@@ -100,7 +101,9 @@ class LearnedVariance(nn.Module):
         best = slopes[errors.index(min(errors))]
         slope = Vh.mT @ (best.unsqueeze(-1) * along) / unit.unsqueeze(-1)
         found = cls(layer, *slope.shape)
-        parts = {"slope": slope, "constant": mean - centre @ slope, "low": X.amin(0), "high": X.amax(0)}
+        constant = mean - centre @ slope
+        constant = constant + (Y - X @ slope - constant).exp().mean(0).log()
+        parts = {"slope": slope, "constant": constant, "low": X.amin(0), "high": X.amax(0)}
         found.load_state_dict({name: tensor.to(features.dtype) for name, tensor in parts.items()}, assign=True)
         return found
 

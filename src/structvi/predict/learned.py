@@ -45,21 +45,11 @@ def last_layer(posterior: "Posterior", theta: Tensor, inputs: Any) -> str | None
     return called[-1] if called and isinstance(y, Tensor) else None
 
 
-def variance_of(posterior: "Posterior", output: Tensor, covariance: Tensor) -> Tensor:
-    """Return variances in the shape of outputs [B, ..], of covariances [B, O, O]; of classes one, [B, 1, ..].
+def variance_of_draws(posterior: "Posterior", deviations: Tensor) -> Tensor:
+    """Return variances in the shape of outputs from draws around a known mean, [S, B, ..]; of classes one, [B, 1, ..].
 
     That of classes is the mean over pairs of half the variance of their difference.
     """
-    if not isinstance(posterior.model.likelihood, Categorical):
-        return covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).reshape(output.shape)
-    B, C = output.shape[:2]
-    own = covariance.reshape(B, C, -1, C, output[0, 0].numel()).diagonal(dim1=2, dim2=4)  # [B, C, C, n]
-    found = (own.diagonal(dim1=1, dim2=2).sum(-1) - own.sum((1, 2)) / C) / (C - 1)
-    return found.clamp(min=0.0).reshape(B, 1, *output.shape[2:])
-
-
-def variance_of_draws(posterior: "Posterior", deviations: Tensor) -> Tensor:
-    """Return the same of draws of the outputs around their known mean, [S, B, ..]."""
     if not isinstance(posterior.model.likelihood, Categorical):
         return deviations.square().mean(0)
     centred = deviations - deviations.mean(2, keepdim=True)
