@@ -26,6 +26,7 @@ from .models.priors import NormalPrior, Prior
 from .networks.call import BATCH_NORM, BATCH_NORMS, DROPOUT, BatchNorm, Dropout, in_modes, is_in_training
 from .networks.last_layer import head_tensors
 from .networks.learned_variance import LearnedVariance
+from .networks.out_of_distribution import OutOfDistribution
 from .networks.vmap_or_loop import Mode
 from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select
@@ -86,6 +87,8 @@ class Posterior(nn.Module):
         self.calibration: Calibration | None = None
         #: variances of the outputs at the price of a forward pass, from `laplace`; a fit drops them
         self.learned_variance: LearnedVariance | None = None
+        #: what tells inputs that are unlike the data, from held-out data; a fit drops it
+        self.ood: OutOfDistribution | None = None
         #: the fingerprint of the held-out data on which a fit has chosen, see `predict/calibration.py`
         self.chosen_on: str | None = None
         self._last_fit: Result | None = None
@@ -107,7 +110,8 @@ class Posterior(nn.Module):
 
     @last_fit.setter
     def last_fit(self, result: Result | None) -> None:
-        self._last_fit, self.calibration, self.learned_variance = result, None, None  # these belong to the fit before
+        # these belong to the fit before
+        self._last_fit, self.calibration, self.learned_variance, self.ood = result, None, None, None
         self.fit_status = None if result is None else result.status
 
     @property

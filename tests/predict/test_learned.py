@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi.networks.learned_variance import LearnedVariance, OnePass
 from structvi.predict.learned import predictive_of, variance_of_draws
+from structvi.predict.metrics import ood_auroc
 
 lk = vi.likelihoods
 F64 = torch.float64
@@ -157,3 +158,28 @@ def test_a_probit_approximation_is_near_the_average():
     torch.testing.assert_close(pred.mean, drawn.mean(0), atol=0.04, rtol=0)  # the approximation is off by up to .03
     expected = -torch.xlogy(drawn.mean(0), drawn.mean(0)).sum(-1) + torch.xlogy(drawn, drawn).sum(-1).mean(0)
     torch.testing.assert_close(pred.mutual_information, expected, atol=0.02, rtol=0)
+
+
+def test_inputs_unlike_the_data_have_a_score_and_a_threshold(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(3000, 3)
+    t = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x[:1000]), t[:1000]).backward()
+        optimizer.step()
+    bayes = vi.variationalize(net, lk.Categorical())
+    with pytest.raises(ValueError, match="validation=held_out"):
+        bayes.predict(x).ood_score  # noqa: B018
+    data = [DataLoader(TensorDataset(x[a:b], t[a:b]), 100) for a, b in ((0, 1000), (1000, 2000))]
+    bayes.laplace(data[0], validation=data[1], progress=False)
+    pred, far = bayes.predict(x[2000:]), bayes.predict(10 * x[2000:] + 5)
+    assert pred.is_ood.double().mean() == pytest.approx(0.05, abs=0.03)
+    assert far.is_ood.double().mean() > 0.9
+    assert ood_auroc(bayes, [x[2000:]], [10 * x[2000:] + 5], "ood_score") > 0.95
+    bayes.save(tmp_path / "own.safetensors")
+    again = vi.load(tmp_path / "own.safetensors", net)
+    assert torch.equal(again.predict(x[:9]).ood_score, bayes.predict(x[:9]).ood_score)
+    assert torch.equal(bayes.predict(x[:9], 8).ood_score, bayes.predict(x[:9]).ood_score)  # whatever draws there are

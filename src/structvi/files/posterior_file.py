@@ -19,6 +19,7 @@ from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, Stud
 from ..models.priors import Prior
 from ..networks.call import alone_with, padding_rows
 from ..networks.learned_variance import LearnedVariance
+from ..networks.out_of_distribution import OutOfDistribution
 from ..parameters import Parameters
 from ..result import Status
 from ..util.checks import check_one_of, is_integer
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from ..posterior import Posterior
 
 AnyPosterior = TypeVar("AnyPosterior", bound="Posterior")
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 FIELDS = {
     "kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status", "variance",
+    "ood",
 }  # fmt: skip
 #: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
@@ -58,7 +61,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     tensors |= _prefixed("network", held) if network == "store" else {}
     if model.linearised_at is not None:
         tensors[LINEARISED] = model.linearised_at
-    tensors |= _prefixed("variance", _state(learned))
+    tensors |= _prefixed("variance", _state(learned)) | _prefixed("ood", _state(posterior.ood))
     if calibration is not None and calibration.conformal is not None:
         tensors[SCORES] = calibration.conformal.values
     options = {
@@ -76,6 +79,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
         "calibration": None if calibration is None else calibration.described(),
         "chosen_on": posterior.chosen_on,
         "variance": None if learned is None else [learned.layer, *learned.slope.shape],
+        "ood": None if posterior.ood is None else [posterior.ood.layer, *posterior.ood.means.shape],
         "fit_status": None if posterior.fit_status is None else str(posterior.fit_status),
     }
     for part in PARTS:  # what `load` would refuse
@@ -136,8 +140,9 @@ def load(
             if not isinstance(saved["chosen_on"], str | None):
                 raise ValueError(f"chosen_on must be null or a text, got {brief(saved['chosen_on'])}")
             expected = _expected(saved["calibration"], parts, model, stored.table)
-            learned = _learned(saved["variance"], space)
-            expected |= _prefixed("variance", table(_state(learned)))
+            learned = _without_numbers(LearnedVariance, saved["variance"], space)
+            ood = _without_numbers(OutOfDistribution, saved["ood"], space)
+            expected |= _prefixed("variance", table(_state(learned))) | _prefixed("ood", table(_state(ood)))
         expected |= {} if saved["hash"] is not None else _prefixed("network", here)
         if different := differences(stored.table, expected):
             ours = all(value is None for value in given.values())
@@ -158,9 +163,11 @@ def load(
                 module.to(space.device)
         posterior = kind(model, parts["family"], **decode(saved["modes"]))
     posterior.calibration, posterior.chosen_on, posterior.fit_status = calibration, saved["chosen_on"], status
-    if learned is not None:
-        learned.load_state_dict(under("variance", tensors), assign=True)
-        posterior.learned_variance = learned.to(space.device)
+    for part, module in {"variance": learned, "ood": ood}.items():
+        if module is not None:
+            module.load_state_dict(under(part, tensors), assign=True)
+            module.to(space.device)
+    posterior.learned_variance, posterior.ood = learned, ood
     if model.linearised_at is not None:
         model.linearised_at = tensors[LINEARISED].to(model.linearised_at)
     with torch.no_grad():
@@ -169,15 +176,15 @@ def load(
     return posterior
 
 
-def _learned(description: Any, space: Parameters) -> LearnedVariance | None:
-    """Return a learned variance of the shapes in a file, without its numbers."""
+def _without_numbers(kind: Callable[..., AnyModule], description: Any, space: Parameters) -> AnyModule | None:
+    """Return what was learned from a layer's features, of the shapes in a file and without numbers."""
     if description is None:
         return None
-    layer, features, variances = description
-    if not isinstance(layer, str) or not all(is_integer(size) and size < 2**24 for size in (features, variances)):
-        raise ValueError("a learned variance has the name of a layer, and two numbers of columns")
+    layer, *sizes = description
+    if not isinstance(layer, str) or len(sizes) != 2 or not all(is_integer(size) and size < 2**24 for size in sizes):
+        raise ValueError(f"expected the name of a layer and two sizes, got {brief(description)}")
     with torch.device("meta"):
-        return LearnedVariance(layer, features, variances).to(space.dtype)
+        return kind(layer, *sizes).to(space.dtype)
 
 
 def describe_part(part: Any) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import torch
 
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, Estimator, NonFiniteError, full_terms, not_finite
+from ..predict.learned import out_of_distribution
 from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_seed, with_hints
 from .place import TrainedNetwork, restored_on_error
-from .selection import MARGIN, HeldOut, Selection, learned_variance, of_networks, select
+from .selection import MARGIN, HeldOut, Selection, learned_variance, of_networks, outputs_of, select
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -178,6 +179,8 @@ def place_together(
             result.doubt, result.seconds, result.bound = doubt, time.perf_counter() - start, posterior.family().bound
             result.epochs = result.seconds / max(network.epoch, 1e-9)
             posterior.last_fit, posterior.learned_variance = result, learned
+            if held_out is not None and network.is_function_of_inputs and outputs_of(network, next(iter(held_out))):
+                posterior.ood = out_of_distribution(posterior, network.theta, batches.everything(), held_out)
             results.append(result)
     return results, selection
 

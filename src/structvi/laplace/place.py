@@ -224,7 +224,7 @@ def restored_on_error(posterior: "Posterior") -> Iterator[None]:
     state = {name: tensor.detach().clone() for name, tensor in family.state_dict().items()}
     prior, linearised_at, noise = model.prior, model.linearised_at, learned_noise(model.likelihood)
     log_noise = 0.0 if noise is None else float(noise.detach())
-    names = ("_last_fit", "fit_status", "calibration", "chosen_on", "learned_variance")
+    names = ("_last_fit", "fit_status", "calibration", "chosen_on", "learned_variance", "ood")
     known = {name: getattr(posterior, name) for name in names}
     try:
         yield

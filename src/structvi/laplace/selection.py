@@ -243,7 +243,10 @@ def known_rows(network: TrainedNetwork, widths: int, data: Reread) -> list[Any]:
     """Return batches, evenly spread, with few enough rows for draws of their outputs at several widths."""
     batch = next(iter(data))
     rows_of_epochs = int(EPOCHS * network.posterior.model.num_data / (VARIANCE_DRAWS * widths))
-    enough = min(MOST_KNOWN, max(rows_of_epochs, ceil(FEWEST_KNOWN / outputs_of(network, batch))))
+    with torch.no_grad():
+        output = _called(network, batch)[0]
+    positions = output[0, 0].numel() if output.ndim > 2 else 1
+    enough = min(MOST_KNOWN, max(rows_of_epochs, ceil(FEWEST_KNOWN / positions)))
     batches = max(min(KNOWN_BATCHES, enough), ceil(enough / rows(batch)))
     return [next(cut(one, ceil(enough / batches)))[0] for one in Reread(data.batches, batches)]
 

@@ -51,6 +51,13 @@ class OnePass(NamedTuple):
         """Return features [n, F] and variances [n, V], of variances in the shape of the output, or [B, 1, ..]."""
         return self.features.flatten(0, -2), _by_position(variance, self.axis).flatten(0, -2)
 
+    def pooled(self, classes: int) -> tuple[Tensor, Tensor]:
+        """Return the layer's inputs [B, D] and the outputs of a position [B, V], as means over the positions."""
+        own = _by_position(self.output, self.axis)
+        width = self.features.shape[-1] - 1 - own.shape[-1] * (2 if classes > 1 else 1)
+        phi = self.features[..., :width].reshape(len(own), -1, width).mean(1)
+        return phi, own.reshape(len(own), -1, own.shape[-1]).mean(1)
+
 
 def _by_position(values: Tensor, axis: int | None) -> Tensor:
     return values.unsqueeze(-1) if axis is None else values.movedim(axis, -1)

@@ -1,5 +1,6 @@
 """Predictions with a learned variance: y is N(f(x), v(x)), and one forward pass of the network gives both."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,11 +10,14 @@ from ..models.likelihoods import Bernoulli, Categorical
 from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.last_layer import LAYERS
 from ..networks.learned_variance import OnePass
+from ..networks.out_of_distribution import OutOfDistribution
 from .predictive import Predictive, PredictiveDraws, evenly_spread, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
+#: training rows whose features tell how the data look, and most features
+TYPICAL_ROWS, MOST_FEATURES = 5000, 4096
 #: points of y where p(t | y) has no mixture in closed form
 POINTS = 32
 
@@ -43,6 +47,36 @@ def last_layer(posterior: "Posterior", theta: Tensor, inputs: Any) -> str | None
             for hook in hooks:
                 hook.remove()
     return called[-1] if called and isinstance(y, Tensor) else None
+
+
+def out_of_distribution(
+    posterior: "Posterior", theta: Tensor, train: Iterable[Any], held_out: Iterable[Any]
+) -> OutOfDistribution | None:
+    """Return the score of inputs unlike the data, for the network at θ [P]; None if no layer tells features."""
+    found: list[list[OnePass]] = [[], []]
+    layer, classes, rows = None, 1, 0
+    for passes, batches in zip(found, (train, held_out), strict=True):
+        for batch in batches:
+            inputs = posterior.model.split(batch)[0]
+            layer = last_layer(posterior, theta, inputs) if layer is None else layer
+            if layer is None:
+                return None
+            passes.append(one_pass(posterior, theta, inputs, layer))
+            rows += len(passes[-1].output)
+            if passes is found[0] and rows >= TYPICAL_ROWS:
+                break
+    if isinstance(posterior.model.likelihood, Categorical):
+        classes = found[0][0].output.shape[1]
+    is_wide = found[0][0].pooled(classes)[0].shape[1] > MOST_FEATURES
+    return None if is_wide else OutOfDistribution.fitted(layer or "", classes, *found)
+
+
+def ood_scores(posterior: "Posterior", inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return how unlike the data inputs are, [B], and the threshold: one pass of the network at the mean."""
+    assert posterior.ood is not None
+    theta = posterior.family().mean.detach()
+    one = one_pass(posterior, theta, on_device(inputs, theta.device), posterior.ood.layer)
+    return posterior.ood(one), posterior.ood.threshold
 
 
 def variance_of_draws(posterior: "Posterior", deviations: Tensor) -> Tensor:

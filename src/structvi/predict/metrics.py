@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 CALIBRATION_BINS = 15
 #: uncertainties of `ood_auroc`
 Score = Literal[
-    "entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic", "function_variance"
-]
+    "entropy", "mutual_information", "expected_entropy", "max_probability", "variance", "epistemic",
+    "function_variance", "ood_score",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,7 +17,7 @@ from ..families.family import Density, Draws
 from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
 from .last_layer import LastLayerDraws, known_layer
-from .learned import LearnedDraws
+from .learned import LearnedDraws, ood_scores
 from .linearised import POINTS, LinearisedDraws, is_normal
 from .predictive import Predictive, PredictiveDraws, on_device, split
 
@@ -130,6 +131,8 @@ def draws_for(
         options: Any = {"reference": reference, "generator": generator, "linearise": linearise}
         found = [WeightDraws(one, each, **options) for one in members]
     whole = found[0] if posterior is members[0] else MemberDraws(posterior, found)  # pyright: ignore
+    if len(members) == 1 and members[0].ood is not None:
+        whole.score = partial(ood_scores, members[0])
     if calibrated and posterior.calibration is not None:
         if linearised == as_fitted:
             whole.calibration = posterior.calibration

@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import pi, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ class Predictive:
         self.weights, self.likelihood, self.values, self.note = weights, likelihood, values, note
         self.by_input, self.within = by_input, within
         self.calibration: Calibration | None = None
+        self.scored: Callable[[], tuple[Tensor, Tensor]] | None = None
         self._given: Distribution | None = None
         if isinstance(likelihood, Likelihood):
             with torch.no_grad():  # now: learned noise may change later
@@ -255,6 +256,28 @@ class Predictive:
     def mutual_information(self) -> Tensor:
         """I(t; θ) = entropy − expected entropy, in nats: the epistemic part of the entropy."""
         return (self.entropy - self.expected_entropy).clamp(min=0)  # below zero by rounding only
+
+    @property
+    def ood_score(self) -> Tensor:
+        """How unlike the data an input is, [B]: out-of-distribution inputs have the largest, see `OutOfDistribution`.
+
+        It costs a forward pass of the network. `bayes.laplace(train, validation=held_out)` and `fit_head` learn it.
+        """
+        return self._scored()[0]
+
+    @property
+    def is_ood(self) -> Tensor:
+        """Whether the score is above that of 95 % of the validation inputs: [B]."""
+        score, threshold = self._scored()
+        return score > threshold
+
+    def _scored(self) -> tuple[Tensor, Tensor]:
+        if self.scored is None:
+            raise ValueError(
+                "what is unlike the data is learned on held-out data: bayes.laplace(train, validation=held_out), for a "
+                "network with a linear layer or a convolution; look at `entropy` or `variance` otherwise"
+            )
+        return self.scored()
 
     def log_prob(self, target: Any) -> Tensor:
         """Return log Σ_s w_s p(t | y_s) of every element of t, or of (t, mask): [B, ..], 0 where t was not observed.
@@ -455,10 +478,14 @@ class PredictiveDraws(ABC):
     note: str
     #: what the prediction is calibrated by
     calibration: Calibration | None = None
+    #: scores and their threshold for inputs that may be unlike the data, if they were learned
+    score: Callable[[Any], tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, inputs: Any) -> Predictive:
         """Return the mixture over all draws, calibrated where that is asked for."""
-        return self.mixture(inputs).calibrated(self.calibration)
+        found = self.mixture(inputs).calibrated(self.calibration)
+        found.scored = None if self.score is None else partial(self.score, inputs)
+        return found
 
     @abstractmethod
     def mixture(self, inputs: Any) -> Predictive:
