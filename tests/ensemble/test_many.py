@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -301,3 +302,11 @@ def test_networks_and_likelihoods_of_their_own():
     other.model.likelihood = one.model.likelihood
     with pytest.raises(ValueError, match="share something that is learned"):
         vi.fit_many([one, other], data(20), steps=2)
+
+
+def test_a_process_group_of_one_rank_shares_no_work(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        vi.fit_many(made(2), [data(20), data(20)], steps=2, at_once=True, progress=False)
+    finally:
+        dist.destroy_process_group()

@@ -241,7 +241,8 @@ def test_default_schedule_and_cooling():
     factors = [rate_factor(step, 100, 0.1) for step in range(100)]
     assert factors[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert factors[55] == pytest.approx(0.5)
-    options = Options(**fit.__kwdefaults__ | {"steps": 100, "schedule": vi.Schedule(warmup=0.1), "progress": False})
+    defaults = {name: one.default for name, one in list(inspect.signature(fit).parameters.items())[2:]}
+    options = Options(**defaults | {"steps": 100, "schedule": vi.Schedule(warmup=0.1), "progress": False})
     one = make_fit(linear(), loader(), options, Ranks())
     one.cooling, one.end, found = 55, 75, {}
     for one.step in (54, 55, 65, 74, 75):

@@ -149,12 +149,13 @@ def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], 
 def _reason_against(job: Job) -> str | None:
     """Return what speaks against making this fit at once with others; what vmap cannot run is found out later."""
     options, computing = job.options, job.options.computing
-    in_group = computing.parallel is not None and dist.is_available() and dist.is_initialized()
+    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     reasons = {
         "the optimizer or scheduler is your own": options.optimizer is not None or options.scheduler is not None,
         f"accumulate={options.accumulate}": options.accumulate != 1,
         "mixed precision or compilation": computing.precision is not None or computing.compile,
-        "the work is shared with other ranks": in_group or isinstance(job.posterior.family, Sharded),
+        "the work is shared with other ranks": (is_shared and computing.parallel is not None)
+        or isinstance(job.posterior.family, Sharded),
         "the network is linearised": job.posterior.model.is_linearised,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
