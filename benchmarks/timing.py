@@ -1,6 +1,6 @@
 """How the benchmarks measure: interleaved repeats, medians, peak memory, the machine they ran on, tables.
 
-    python -m benchmarks.timing docs/performance.md results/step_cost_cpu.json ...      # tables into the page
+    python -m benchmarks.timing PAGE.md results/step_cost_cpu.json ...      # tables into the page
 
 fills what stands between `<!-- table step_cost_cpu -->` and `<!-- end -->` from the file of that name.
 """

@@ -4,9 +4,9 @@ python examples/classification.py [--out referral.png]             # simulated i
 python examples/classification.py --data DIR --seeds 10            # DIR/breastmnist.npz of MedMNIST v2
 python examples/classification.py --data DIR --tune                # settings, on the validation split
 
-Four posteriors over one small convolutional network on one budget (see methods.py): negative log-likelihood,
-risk–coverage area, and the referral curve: the accuracy on the images that are kept when the most uncertain are
-referred to a human. All settings were chosen on the validation split with two seeds; the test split is looked at once.
+Four posteriors over one small convolutional network on one budget (see methods.py). The example prints the negative
+log-likelihood and the risk–coverage area. The referral curve shows the accuracy on the rest if a person takes the most
+uncertain images. All settings were selected on the validation split with two seeds; the test split is used once.
 """
 
 import argparse

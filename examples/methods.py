@@ -1,9 +1,9 @@
-"""What segmentation.py and classification.py share, nothing to run: four posteriors on one budget, and comparisons.
+"""Parts of segmentation.py and classification.py, nothing to run: four posteriors on one budget, and comparisons.
 
 The budget is counted in passes: gradients of the network for every training image once, with one draw of the weights.
 MC dropout takes `budget` epochs with one mask a step, each of M members of an ensemble budget/M epochs of ordinary
-training. The variational methods first train for a share of the budget, take one pass for the diagonal Fisher
-information from which their scales start, and spend the rest on the posterior, at two draws for every group.
+training. The variational methods first train for a share of the budget. One pass gives the diagonal Fisher information,
+from which their scales start. The rest goes to the posterior, at two draws for every group.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import structvi as vi
 
 @dataclass(frozen=True)
 class Settings:
-    """What is chosen on the validation split, from grids of the same size for every method."""
+    """Settings that the validation split selects, from grids of the same size for every method."""
 
     prior_scale: float = 4.0  # of N(0, scale²/fan_in) over a weight, N(0, scale²) over a bias
     lr: float = 0.003
@@ -31,7 +31,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, its data and what is random in it."""
+    """A network, its data and its random weights."""
 
     network: Callable[[float], nn.Module]  # a new one with this probability to drop
     train: TensorDataset
@@ -97,10 +97,10 @@ def loader(problem: Problem) -> DataLoader:
 
 @dataclass
 class Scores:
-    """Of n cases (images): losses in nats, and wrong and all elements in bins of rising uncertainty, [n, bins].
+    """Losses of n cases (images) in nats, and wrong and all elements in bins of rising uncertainty, [n, bins].
 
-    An element is a label of an image: one, or one per pixel. Elements of a case are not independent, so that cases are
-    what is drawn again in a bootstrap.
+    An element is a label of an image: one, or one per pixel. Elements of a case are not independent, so a bootstrap
+    resamples cases.
     """
 
     loss: np.ndarray  # [n], mean over the elements

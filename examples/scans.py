@@ -3,14 +3,14 @@
 python examples/scans.py [--out scans.png] [--folder maps]           # simulated scans, nothing to download
 python examples/scans.py --data DIR [--names liver,tumour]           # DIR/images/*.nii.gz and DIR/labels/*.nii.gz
 
-Needs the extra "volumes" (nibabel, matplotlib). Simulated scans are written as NIfTI files and read as real ones are:
-an organ with a lesion inside, some of them noisy or with hardly any contrast. Four of seven scans train a small 3-d
-U-Net on patches, the ordinary way; one of seven chooses the posterior around it (`fit(train, validation=..)`), the rest
-is looked at: Dice and calibration of each structure, whom to refer, maps with each scan's own affine, and a page with
-sliders. Of real scans the labels are 0 (background), 1, 2, .., and files of the same name belong together.
+Needs the extra "volumes" (nibabel, matplotlib). Simulated scans are written and read as NIfTI files: an organ with a
+lesion inside, some of them noisy or with hardly any contrast. Four of seven scans train a small 3-d U-Net on patches.
+One of seven selects the posterior around it, by `bayes.laplace`. The rest are test scans: Dice and calibration of each
+structure, referral, maps with each scan's own affine, and a page with sliders. Labels of real scans are 0 (background),
+1, 2, .., and files of the same name belong together.
 
-Where the held-out patches prefer the network itself, the posterior is as narrow as that, and its epistemic map nearly
-zero. For a map all the same the example then takes the default prior, and says what that costs in likelihood.
+If the validation patches select the network itself, the epistemic map is nearly zero. The example then uses the default
+prior for a map, and prints the cost in likelihood.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def prepare(volume: Tensor) -> Tensor:
 
 
 def patches(cases: list[tuple[imaging.Scan, Tensor]], each: int, seed: int) -> TensorDataset:
-    """So many patches of every scan, every second around a labelled voxel."""
+    """Return `each` patches of every scan, every second around a labelled voxel."""
     generator = torch.Generator().manual_seed(seed)
     images, labels = [], []
     for scan, label in cases:

@@ -2,8 +2,8 @@
 
 python examples/volumes.py [--size 64] [--out volumes.png]
 
-A small 3-d network learns to tell soft blobs from noise on 24³ patches; its posterior then reads a volume of size³ from
-a file, tile by tile, and writes the probability and the epistemic uncertainty of every voxel to files of the same size.
+A small 3-d network learns soft blobs in noise on 24³ patches. Its posterior then reads a volume of size³ from a file,
+tile by tile. It writes the probability and the epistemic uncertainty of every voxel to files of the same size.
 All tiles see the same draws of the weights, and the margin is as wide as what the network sees: there are no seams.
 """
 
@@ -25,7 +25,7 @@ PATCH, MARGIN = 24, 4  # the network sees 1 + 2 + 1 voxels to each side
 
 
 def blobs(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Soft balls in noise and what is inside them, [size]³ each; about one ball for every 12³ voxels."""
+    """Return soft balls in noise and their masks, [size]³ each; about one ball for every 12³ voxels."""
     image = 0.4 * torch.randn(size, size, size, generator=generator)
     label = torch.zeros(size, size, size, dtype=torch.long)
     for _ in range(max(1, round((size / 12) ** 3))):

@@ -17,7 +17,7 @@ from .plain_kernels import PlainKernels
 
 Mode = Literal["auto", "vmap", "loop"]
 
-#: bytes of a draw from which on a CPU the loop is as fast as vmap (docs/design.md)
+#: bytes of a draw from which on a CPU the loop is as fast as vmap
 LARGE = 2**20
 #: bytes that the draws of one call of vmap may take: on a CPU
 MEMORY = 2**30

@@ -19,7 +19,7 @@ OptimizerLike = Optimizer | Callable[[list[Tensor]], Optimizer]
 #: learning rate of Adam: log scales start about five below where many end, and move by at most this much a step
 DEFAULT_LR = 0.02
 #: factors [P, K] learn at most at this rate over √P, relative to the rest: Adam moves every entry at every step,
-#: signal or not, and at the full rate the noise of twenty columns costs more than they bring (docs/optimisation.md)
+#: signal or not, and at the full rate the noise of twenty columns costs more than they bring (lab/scratch.md)
 FACTOR_RATE = 2.5
 
 

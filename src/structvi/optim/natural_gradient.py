@@ -30,7 +30,7 @@ class NaturalGradient(CoordinateOptimizer):
 
     A `Rotated` family takes the eigenvectors of E GGᵀ and E GᵀG of its gradients for its coordinates, as with `Soap`,
     until iterates are averaged. The optimizer is for `Rotated(MeanField())` in deep networks at λ = 1, where its
-    coordinates make the curvature nearly diagonal; elsewhere `Soap` is faster (docs/from_scratch.md).
+    coordinates make the curvature nearly diagonal; elsewhere `Soap` is faster.
 
     Args:
         posterior: from `variationalize`.
