@@ -249,3 +249,17 @@ def test_what_else_a_posterior_does(tmp_path):
     torch.testing.assert_close(both.mean, (bayes.predict(x).mean + other.predict(x).mean) / 2)
     assert bayes.evaluate(loader).nlpd < 1.4
     assert bayes.fit(loader, epochs=30, progress=False).elbo.value > found.elbo.value - 1.0
+
+
+def test_numbers_with_a_validation_set_have_the_exact_posterior_of_the_selected_width():
+    (x, t), (held, values) = regression(2), regression(2, rows=400)
+    noise = torch.randn(400, 2, generator=torch.Generator().manual_seed(5), dtype=F64)
+    bayes = vi.variationalize_head(network(2), likelihoods.Gaussian("point"))
+    result = bayes.fit_head([(x, t)], validation=[(held, values + 0.1 * noise)], progress=False)
+    assert "prior width" in result.selected
+    sigma = float(bayes.model.likelihood.log_noise.exp().detach())
+    prior = vi.priors.NormalPrior(bayes.model.prior.scales(bayes.model.net_space))
+    exact = vi.variationalize_head(network(2), likelihoods.Gaussian(noise=sigma), prior)
+    exact.fit_head([(x, t)], progress=False)
+    torch.testing.assert_close(moments(bayes), moments(exact), rtol=1e-6, atol=1e-6)
+    assert result.elbo.value == pytest.approx(exact.last_fit.elbo.value, abs=1e-5)

@@ -299,24 +299,31 @@ class _KroneckerFit:
                 break
         if not seen:
             raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
-        widths = WIDTHS if self.learns_prior else (None,)
+        widths = list(WIDTHS) if self.learns_prior else [self.width]
+        means = [self.data.maximum(self.T, self.axes, w) if self.data.is_number else self.T for w in widths]
+        set_noise(likelihood, self.data.log_noise)
 
         def network(_: Any, here: Pass) -> tuple[list[list[Predictive]], Any]:
             return [[Predictive(here.output.unsqueeze(0), here.output.new_ones(1), likelihood)]], here.target
 
         def around(_: Any, here: Pass) -> tuple[list[list[Predictive]], Any]:
             features = here.features.to(self.T)
-            mean = layer.as_output(features @ self.T.mT, here.output)
-            normals = [self.data.outputs(features, self.axes, width or self.width) for width in widths]
-            return [[predictive(likelihood, layer, mean, one)] for one in normals], here.target
+            found = []
+            for T, width in zip(means, widths, strict=True):
+                mean = layer.as_output(features @ T.mT, here.output)
+                found.append([predictive(likelihood, layer, mean, self.data.outputs(features, self.axes, width))])
+            return found, here.target
 
         one: Any = [posterior]
         grid = torch.zeros(1, dtype=torch.float64)
         tried: dict[Candidate, HeldOut] = {NETWORK: score(one, seen, grid, network)[0]}
         found = score(one, seen, grid, around)
-        tried |= {Candidate(width, linearised=True): held for width, held in zip(widths, found, strict=True)}
-        self.selection = Selection(widest(tried), tried)
-        self.width = self.selection.selected.width or self.width
+        names = [Candidate(width if self.learns_prior else None, linearised=True) for width in widths]
+        tried |= dict(zip(names, found, strict=True))
+        self.selection = Selection(selected := widest(tried), tried)
+        if not selected.is_network:
+            place = names.index(selected)
+            self.width, self.T = widths[place], means[place]
         return self.selection.calibration
 
     def commit(self, seed: int) -> HeadResult:
