@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str], of: Any, **given: Any) -> Posterior | Ens
     if isinstance(of, Sequence) and all(isinstance(net, nn.Module) for net in of):
         return load_ensemble(path, of, **given)
     if isinstance(of, Target):
-        return load_fit(path, of, **given)
+        return DensityFit(**load_fit(path, of, **given))
     raise TypeError(
         f"load expects what was saved after the path: a network (nn.Module), a list of networks or a log density; got "
         f"{type(of).__name__}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..families.family import Family
-from ..families.mixture import Mixture
+from ..families.mixture import Mixture, mixture_of
 from ..models.target import Target
 from ..parameters import Parameters
 from ..result import Status
@@ -472,9 +472,10 @@ class _Mixing:
 
     def places_of(self, found: Found) -> list[Place]:
         """Return the normals of a fit, with their masses."""
-        assert isinstance(found.family, Mixture)
-        log_weights, made = found.family.proportions.log().tolist(), []
-        for part, log_weight in zip(found.family.parts(), log_weights, strict=True):
+        mixture = mixture_of(found.family)
+        assert mixture is not None
+        log_weights, made = mixture.proportions.log().tolist(), []
+        for part, log_weight in zip(mixture.parts(), log_weights, strict=True):
             form = part.normal()
             assert form is not None
             made.append(Place(normal_of(form), log_weight + found.elbo))

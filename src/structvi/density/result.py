@@ -17,6 +17,7 @@ from ..predict.sample import IndependentDraws, data_tree
 from ..result import Result, Status
 from ..util.checks import check_integer, check_seed
 from .correction import LEAST, MOST, TIMES, Correction, correct
+from .fit_file import save_fit
 from .gaussian import NARROW
 from .importance import K_LIMIT, Unavailable
 from .mixture import Mode
@@ -264,8 +265,6 @@ class DensityFit(Result):
             >>> print(load(path, target).status)
             converged
         """
-        from .fit_file import save_fit  # it loads what is made here
-
         save_fit(self, path)
 
 
