@@ -86,7 +86,7 @@ class Teacher:
         return float(len(self.data.t) * (share * share.log() + (1 - share) * (1 - share).log()))
 
     def probabilities(self, theta: Tensor) -> Tensor:
-        """Return those of the second class at the test inputs, at each draw: [S, P] → [S, M]."""
+        """Return the second class's probabilities at the test inputs, at each draw: [S, P] → [S, M]."""
         with torch.no_grad():
             return self.data.outputs(theta, self.x).sigmoid()
 

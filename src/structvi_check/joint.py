@@ -20,7 +20,7 @@ SHARE = 1e-2
 
 
 def joint_error(problem: Problem, theta: Tensor) -> float:
-    """A lower bound of the total variation between q, of which θ [n, P] are draws, and the posterior.
+    """Return a lower bound of the total variation between q, with draws θ [n, P], and the posterior.
 
     It is the largest |Q(A) − P(A)| over many events A, less what the noise of draws can make of it, or zero. For draws
     of the posterior itself it is above zero with probability `ALARM` at most. The events:
@@ -29,7 +29,7 @@ def joint_error(problem: Problem, theta: Tensor) -> float:
     - the 5 × 5 cells into which two weights or two principal axes are cut, and all unions of them;
     - {log N_q − log N_p ≤ threshold}: normals with the moments of half the draws, events on the other half.
 
-    If the predictions of a network are compared, the axes are those of its outputs on the grid.
+    If the predictions of a network are compared, the axes belong to its outputs on the grid.
 
     Example:
         >>> import structvi_check as check

@@ -95,7 +95,7 @@ def measure(problem: Problem, theta: Tensor, log_prob: Callable[[Tensor], Tensor
 
 
 def count_points(theta: Tensor) -> int:
-    """Count the weights of which most draws repeat a value: q has no density there.
+    """Count the weights with mostly repeated draws: q has no density there.
 
     Example:
         >>> count_points(torch.stack([torch.randn(100), torch.ones(100)], dim=-1))

@@ -233,7 +233,7 @@ def linear_regression() -> Problem:
 
 
 def _correlated(N: int, inputs: int, generator: torch.Generator) -> Tensor:
-    """Standard normal inputs, every two of which have correlation 0.8: [N, inputs]."""
+    """Return standard normal inputs with correlation 0.8 between every two: [N, inputs]."""
     own, shared = (torch.randn(N, size, generator=generator, **F64) for size in (inputs, 1))
     return 0.2**0.5 * own + 0.8**0.5 * shared
 

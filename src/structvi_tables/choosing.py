@@ -28,9 +28,9 @@ CLASSES = "classes"
 HIDDEN = (64, 64)
 #: decay of the weights of a network, and of one that is to have small ones
 DECAY, SHRINK = 0.3, 3.0
-#: a linear model has at most so many numbers
+#: the most coefficients of a linear model in closed form
 LARGEST = 700
-#: so many networks get a posterior
+#: networks that get a posterior
 BEST = 2
 #: a part of the mixture with less weight is left out
 LEAST = 0.05
@@ -169,7 +169,7 @@ def stream(seed: int) -> torch.Generator:
 
 
 def mixed(parts: Sequence[Part], inputs: Mapping[str, Tensor], seed: int, draws: int = DRAWS) -> Mixture:
-    """Return the mixture for rows [B, F] by encoding, with so many draws of each member: those of the seed."""
+    """Return the mixture for rows [B, F] by encoding, with draws of each member from the seed."""
     predictives, weights = [], []
     for part in parts:
         for posterior in part.posteriors:
@@ -187,7 +187,7 @@ def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part],
 
     Args:
         problem: rows, folds and seed.
-        say: is told what goes on.
+        say: called with sentences on the progress.
         noise: one of `NOISES`, or "auto".
     """
     noises = [CLASSES] if problem.classes else list(NOISES) if noise == "auto" else [noise]

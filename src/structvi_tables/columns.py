@@ -19,9 +19,9 @@ from .reading import Table, TableError, Values, listed, pandas_module
 Rows = Mapping[str, np.ndarray]
 #: bins of a number, and of all numbers together: with more columns each gets fewer
 BINS, MOST_BINS = 32, 800
-#: levels of a category that are told apart, and rows that each must have
+#: levels of a category with an input each, and rows that such a level must have
 LEVELS, FEWEST = 30, 3
-#: beyond so many standard deviations a column is read on the scale of sinh⁻¹
+#: standard deviations: a column with values beyond is read on the scale of sinh⁻¹
 FAR = 10.0
 LARGEST = 1e100
 #: values that stand for one that is missing for the first time
@@ -43,7 +43,7 @@ class Column:
         kind: "number", "date" (days since 1970) or "category".
         centre, scale: of z = (x − centre)/scale; with `squash` of z = sinh⁻¹((x − centre)/scale).
         edges: of the bins of z.
-        levels: that are told apart; all others share the input "other" where `other`, or none.
+        levels: with an input each; all others share the input "other" where `other`, or none.
         missing: whether missing values occurred, and have an input of their own.
         form: of dates that are texts.
         low, high: ends of the values that were fitted.
@@ -241,7 +241,7 @@ def _kind_of_numbers(values: np.ndarray, name: str, rows: int) -> tuple[str, str
 
 
 def fitted(name: str, kind: str, values: np.ndarray, bins: int, form: str = "") -> Column:
-    """Return the column with scale, bins and levels of these values, those of the rows that are fitted."""
+    """Return the column with scale, bins and levels of these values, which are from the fitted rows."""
     column = Column(name, kind, form=form)
     present = np.sort(values[~column.gone(values)])
     column.missing = len(present) < len(values)
@@ -292,7 +292,7 @@ class Columns:
 
     @classmethod
     def of(cls, table: Table, kinds: Mapping[str, str] | None = None, rows: Sequence[int] | None = None) -> "Columns":
-        """Find what each column is; `kinds` says it for some. Scales are those of `rows`, all by default."""
+        """Find what each column is; `kinds` says it for some. Scales come from `rows`, all by default."""
         given, left_out = dict(kinds or {}), {}
         found: dict[str, str] = {}
         for name in table.columns:

@@ -22,7 +22,7 @@ NAMED = 12
 
 
 def fit_file(path: Path, target: str, encoding: str = "utf-8", *, say: Say = silent, **options: Any) -> "Fitted":
-    """Read a file, fit it, and see how it does on its test rows; options are those of `fit_table`."""
+    """Read and fit a file, and assess it on its test rows; return all. The options are for `fit_table`."""
     start, notes = time.monotonic(), []
     table = read_table(path, encoding, notes)
     for note in notes:

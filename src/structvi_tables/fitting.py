@@ -80,7 +80,7 @@ def fit_table(
         without: columns to leave out: what is not known when a prediction is wanted, or tells the target.
         level: of the intervals.
         seed: of split, starts and draws.
-        say: is told what goes on.
+        say: called with sentences on the progress.
 
     Raises:
         TableError: nothing can be made of the table; the message says what to do.

@@ -17,7 +17,7 @@ Values = Any
 MISSING = ("?", "-", "--", ".", "n.a.", "na", "none", "missing")
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 EXTRA = 'pip install "structvi[table]"'
-#: a table has at most so many columns
+#: the most columns of a table
 MOST_COLUMNS = 2000
 #: the first bytes of workbooks, Parquet, compressed files and PDF
 _BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"PAR1", b"\x1f\x8b", b"%PDF")
@@ -26,7 +26,7 @@ _NUMBER = r"[-+]?\d*[.,]?\d+([eE][-+]?\d+)?"
 
 
 class TableError(ValueError):
-    """A file, a table or a choice of which nothing can be made; the message says what to do."""
+    """An unusable file, table or choice; the message says what to do."""
 
 
 def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: list[str] | None = None) -> Table:
@@ -71,7 +71,7 @@ def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: lis
 
 
 def as_table(table: Any) -> Table:
-    """Return a pandas table with texts as names; TypeError where it is none.
+    """Return a pandas table with texts as names; TypeError for anything else.
 
     Example:
         >>> import pandas

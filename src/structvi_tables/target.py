@@ -14,7 +14,7 @@ from .reading import Table, TableError, Values, listed, pandas_module
 TASKS = ("auto", "regression", "classification")
 #: rows that a table needs, classes that it may have, rows that each class needs
 FEWEST_ROWS, MOST_CLASSES, FEWEST_OF_CLASS = 30, 50, 5
-#: whole numbers 0, 1, .. or 1, 2, .. up to so many are taken for classes, where each has rows enough for one
+#: the most whole numbers 0, 1, .. or 1, 2, .. that are taken for classes, if each has rows enough for one
 FEW_NUMBERS = 10
 
 

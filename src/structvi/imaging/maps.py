@@ -107,7 +107,7 @@ def predict_maps(
     pad: bool = True,
     **options: Any,
 ) -> Maps:
-    """Return the maps of one volume, tile by tile: only the maps have its size, the draws have that of a tile.
+    """Return the maps of one volume, tile by tile: only the maps have its size, draws have a tile's.
 
     Args:
         posterior: of a network from [B, channels, ..] to outputs [B, .., ..] of the same spatial shape.
