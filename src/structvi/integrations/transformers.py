@@ -105,7 +105,7 @@ class PosteriorTrainer(Trainer):
                 self.model = model
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         self.posterior.save(folder / POSTERIOR, network="hash")
         if self.processing_class is not None:
