@@ -209,7 +209,7 @@ class TrainedNetwork:
         placed = self.placed(self.narrow if one.is_network else self.form(one.width, log_factor))
         model.prior = self.prior(DEFAULT_WIDTH if one.is_network else one.width)
         if "family" in posterior.left_open:
-            posterior.family = placed
+            posterior.family = copy.deepcopy(placed)  # the copied family is set again for other candidates
         else:
             posterior.family.load_state_dict(placed.state_dict())
         if "linearise" in posterior.left_open and not one.is_network:
