@@ -1,6 +1,7 @@
 """The linearised network in function space, the default of linearised posteriors: against dense truth and draws."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from math import pi
 
 import pytest
@@ -426,3 +427,31 @@ def test_batches_of_a_users_own_form_are_refused():
     )
     with pytest.raises(ValueError, match="forward="):
         bayes.output_moments(torch.zeros(2, 2))
+
+
+def test_a_dict_batch_is_predicted_as_its_tensor_is():
+    """With paths, labels and headers beside the image, as loaders of medical images give it."""
+    batch = {"image": X, "label": torch.zeros(7), "path": ["a"] * 7, "header": {"spacing": [1.0] * 7}}
+    bayes = fitted(network(), keys=("image", "label"))
+    pred, expected = bayes.predict(batch), fitted(network()).predict(X)
+    assert pred.note == expected.note == "in function space"
+    assert torch.equal(pred.mean, expected.mean)
+
+
+def test_what_a_forward_is_given_is_said():
+    bayes = fitted(network(), forward=lambda net, batch: (net(batch[0]) * batch[1], batch[2]))
+    x, factor, t = X, torch.ones(7, 1, dtype=torch.float64), torch.zeros(7, dtype=torch.long)
+    assert bayes.predict((x, factor, t)).mean.shape == (7, 2)
+    with pytest.raises(IndexError) as caught:
+        bayes.predict((x, factor))
+    assert "predict((x, age, t))" in caught.value.__notes__[0]
+
+
+def test_predictions_are_the_same_in_other_threads_calls_and_batches():
+    bayes = fitted(network(outputs=5))
+    expected = bayes.predict(X).mean
+    with ThreadPoolExecutor(2) as pool:
+        found = [one.result() for one in [pool.submit(lambda: bayes.predict(X).mean) for _ in range(4)]]
+    assert all(torch.equal(one, expected) for one in found)
+    parts = torch.cat([bayes.predict(x).mean for x in X.split(3)])
+    torch.testing.assert_close(parts, expected, rtol=1e-9, atol=1e-12)

@@ -6,7 +6,7 @@ this does not tell. It is for few outputs: an input takes a backward pass for ea
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.gaussian import Gaussian
 from ..families.mixture import weighted_normals
-from ..models.bayesian_model import BayesianModel
+from ..models.bayesian_model import BayesianModel, arguments_of, plain, taken
 from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.call import alone_with
 from ..networks.plain_kernels import PlainKernels
@@ -142,6 +142,7 @@ def is_normal(posterior: "Posterior", inputs: Any) -> bool:
         P = density.P
         if not has_centre or not weighted_normals(density) or not P == model.space.size == model.net_space.size:
             return False
+        inputs = network_inputs(model, inputs)
         theta, leaves = _theta(posterior, density.mean), tree_leaves(inputs)
         if not leaves or not all(isinstance(x, Tensor) and x.ndim and len(x) == len(leaves[0]) > 0 for x in leaves):
             return False
@@ -176,7 +177,7 @@ def jacobians(posterior: "Posterior", theta: Tensor, x: Any) -> Iterator[tuple[T
         raise ValueError("with forward= the network's inputs are not known apart from its batch: use predict")
     if posterior.mixes_rows:
         raise ValueError("batch norm with a batch's own statistics makes an output depend on all of it: use predict")
-    x = on_device(x, theta.device)
+    x = on_device(network_inputs(model, x), theta.device)
     tensors = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
         raise ValueError(f"expected inputs [B, ..] of one B, got {[tuple(leaf.shape) for leaf in tensors]}")
@@ -187,6 +188,14 @@ def jacobians(posterior: "Posterior", theta: Tensor, x: Any) -> Iterator[tuple[T
         for start in range(0, len(tensors[0]), chunk):
             rows = tree_map(lambda leaf, start=start: leaf[start : start + chunk], x)
             yield _at_once(model, theta, rows)
+
+
+def network_inputs(model: BayesianModel, x: Any) -> Any:
+    """Return the inputs that the network is called with, a tuple or keywords: of a dict batch without all else."""
+    if model.keys is not None and isinstance(x, Mapping):
+        x = taken(x, model.keys[0])
+    arguments, keywords = arguments_of(model.net, plain(x))
+    return dict(keywords) or tuple(arguments)
 
 
 def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:

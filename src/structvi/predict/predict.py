@@ -290,7 +290,14 @@ def _outputs_at(posterior: "Posterior", draws: Draws, inputs: Any, generator: to
             named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
             return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, inputs)[0]
 
-        return model.at_draws(call, draws.theta, inputs, draws.fixed, "prediction")
+        try:
+            return model.at_draws(call, draws.theta, inputs, draws.fixed, "prediction")
+        except Exception as error:  # whatever the user's function raises goes on its way, with what it was given
+            error.add_note(
+                "with forward= predict gives your function its argument as it is: a whole batch, with a target in its "
+                "place, which is not used. If forward takes (x, age, t), then write predict((x, age, t))"
+            )
+            raise
 
 
 def _centre(posterior: "Posterior", density: Density) -> Tensor:
