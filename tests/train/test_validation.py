@@ -79,3 +79,25 @@ def test_data_that_are_fitted_are_no_held_out_data():
     halves = (torch.utils.data.SubsetRandomSampler(range(*ends)) for ends in ((0, 10), (10, 20)))
     fitted, held_out = (DataLoader(data, batch_size=5, sampler=half) for half in halves)
     bayes.fit(fitted, steps=2, validation=held_out, progress=False)  # no warning, which would be an error
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows with noise that is new in every reading, if `noise` is above zero."""
+
+    def __init__(self, noise):
+        self.noise = noise
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        x = torch.linspace(-1.0, 1.0, 40)[index].reshape(1)
+        return x + self.noise * torch.randn(1), torch.sin(x)
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.1, True), (0.0, False)])
+def test_random_augmentation_of_held_out_rows_is_noted(noise, said):
+    bayes = vi.variationalize(nn.Linear(1, 1), vi.likelihoods.Gaussian("point"))
+    train, held_out = (DataLoader(Augmented(each), batch_size=20) for each in (0.1, noise))
+    result = bayes.laplace(train, validation=held_out, progress=False)
+    assert any("the held-out rows differ between two readings" in note for note in result.notes) == said

@@ -26,6 +26,10 @@ RANDOM = (
     "the network draws random numbers in its forward, though dropout is off: candidates are compared with noise. "
     "F.dropout(x, p) is always on, F.dropout(x, p, self.training) is not"
 )
+AUGMENTED = (
+    "the held-out rows differ between two readings: random augmentation? Candidates are compared on rows that training "
+    "changed; give validation= the data set without augmentation"
+)
 
 
 def remember_choice(posterior: "Posterior", validation: Iterable[Any] | None, seed: int) -> None:
@@ -53,8 +57,12 @@ def notes_on_data(
     if items is None:
         return notes
     batch = items[0]
-    if validation is not None and (held_out := Batches(validation, device=batches.device).first_items()) is not None:
-        _check_held_out(posterior, batch, held_out[0])
+    held_out = None if validation is None else Batches(validation, device=batches.device)
+    if held_out is not None and (first := held_out.first_items()) is not None:
+        _check_held_out(posterior, batch, first[0])
+        again = held_out.first_items(seed=1)
+        if again is not None and not _are_equal(first[0], again[0]):
+            notes.append(AUGMENTED)
     try:
         names = unreached(posterior, batch) if gradients else []
         random = posterior.dropout == "off" and draws_random_numbers(posterior, batch)
@@ -68,6 +76,12 @@ def notes_on_data(
             stacklevel=2,
         )
     return [*notes, RANDOM] if random else notes
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two batches hold the same tensors."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(not isinstance(a, Tensor) or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
 
 def set_num_data(posterior: "Posterior", batches: Batches) -> list[str]:

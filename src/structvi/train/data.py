@@ -201,14 +201,20 @@ class Batches:
             indices = torch.cat([parts[k * len(parts) // count] for k in range(count)])
         yield from self._read(indices.split(multiple * -(-self._order.size // multiple)))
 
-    def first_items(self) -> tuple[Any, int] | None:
-        """Return a batch of at most two items and how many, or the first batch of a list; None for streams."""
+    def first_items(self, seed: int = 0) -> tuple[Any, int] | None:
+        """Return a batch of at most two items and how many, or the first batch of a list; None for streams.
+
+        Args:
+            seed: of the random numbers that the data set draws.
+        """
         loader = self.loader
         if isinstance(loader, list | tuple):
             return (self._moved(loader[0]), -1) if loader else None
         if self._order is None or getattr(loader, "collate_fn", None) is None:
             return None
-        with borrowed_stream(torch.Generator().manual_seed(0)):  # by the workers too: files may be readable there alone
+        with borrowed_stream(
+            torch.Generator().manual_seed(seed)
+        ):  # by the workers too: files may be readable there alone
             return next(self._read([self.indices[:2]])), len(self.indices[:2])
 
     def _moved(self, batch: Any) -> Any:
