@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import structvi as vi
+from structvi.density.importance import psis
 
 
 def seeded(seed=0):
@@ -109,3 +110,29 @@ def test_the_table_as_a_frame():
     assert list(frame.index) == ["a", "b[0]", "b[1]"]
     assert list(frame.columns) == ["mean", "sd", "5%", "50%", "95%", "mcse"]
     assert frame.loc["b[1]", "mean"] == summary["b[1]"].mean
+
+
+def test_a_table_names_the_numbers_that_it_may_have_wrong():
+    """Two classes apart with Cauchy priors: sds of the posterior are infinite, and the table was off without a word."""
+    x = torch.linspace(-2, 2, 20, dtype=torch.float64)
+
+    def log_density(p):
+        prior = -torch.log1p((p["a"] / 10).square()) - torch.log1p((p["b"] / 2.5).square()) - 0.5 * p["c"].square()
+        return prior + torch.nn.functional.logsigmoid((x - 0.3).sign() * (p["a"] + p["b"] * x)).sum()
+
+    names = dict.fromkeys("abc", torch.zeros((), dtype=torch.float64))
+    result = vi.fit_density(vi.LogDensity(log_density, vi.Parameters(names)), vi.FullNormal(), progress=False)
+    table = result.summary()
+    assert table.k is not None
+    assert table.k < 0.7
+    assert "Mean, sd and quantiles may be off, too few draws are in the tails: a, b." in table.notes
+    assert "may be off" not in str(result.summary(corrected=False, select="c"))
+
+
+def test_impossible_draws_leave_k_as_it_is():
+    """Weights of zero were taken for weights that are all equal, with k̂ = 0."""
+    values = 3 * torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = psis(values)[1]
+    values[values.argmin()] = -torch.inf
+    assert psis(values)[1] == pytest.approx(expected)
+    assert expected > 0.7

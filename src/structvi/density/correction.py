@@ -118,7 +118,8 @@ def _found(density: Density, own: list[Place], run: Search) -> list[Place]:
     with torch.no_grad():
         drawn = density.draw(64, generator=torch.Generator(density.mean.device).manual_seed(run.seed))
         over = run.target.log_joint(drawn.theta) - density.log_prob(drawn.theta)
-    mass, allowed = (drawn.weight @ over / drawn.weight.sum()).item(), run.target.limit
+    weight = drawn.weight.double()
+    mass, allowed = (weight @ over.double() / weight.sum()).item(), run.target.limit
     if not abs(mass) < inf:
         return []
     known = [Place(place.normal, place.log_mass + mass) for place in own]

@@ -14,9 +14,7 @@ from .lowrank import Approximation, between_scales
 
 #: scales of its space that a normal may be wide or away: it is followed no further
 FAR = 1e8
-#: scales of its space: a normal this narrow has fallen onto an edge, beside which there is no density
-NARROW = 1e-14
-#: width of a direction, relative to the others, below which rounding loses it
+#: width of a direction, relative to the others or to its space, below which rounding loses it
 SINGULAR = 1e-14
 #: least eigenvalue of a precision, relative to the greatest
 LEAST = 1e-12
@@ -97,7 +95,7 @@ def is_far(normal: Normal, space: Parameters) -> bool:
     """Return whether a normal has left or outgrown the space by more than a posterior does, or shrunk to a point."""
     scale, wide = space.scale.double(), normal.root.norm(dim=-1)
     reach = torch.maximum((normal.mean - space.initial.double()).abs(), wide) / scale
-    return not bool((reach < FAR).all()) or bool((wide < NARROW * scale).any())
+    return not bool((reach < FAR).all()) or bool((wide < SINGULAR * scale).any())
 
 
 class Shape:

@@ -65,7 +65,8 @@ def psis(log_weights: Tensor) -> tuple[Tensor, float]:
         raise NonFiniteError(
             f"the log weights have a maximum of {highest}: look at where the log density is not finite"
         )
-    if highest - values.min().item() <= 1e-6 * (1 + values.abs().max().item()):
+    lowest = values.min().item()
+    if -torch.inf < lowest and highest - lowest <= 1e-6 * (1 + max(abs(highest), abs(lowest))):
         return torch.softmax(values, 0).to(log_weights.device), 0.0
     with warnings.catch_warnings():  # it takes 1/∞ for the zero that it is
         warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)

@@ -9,8 +9,10 @@ from torch import Tensor
 from ..families.normal import Diagonal, LowRank
 from .lbfgs import ascend
 
-#: least 1 + v of a matrix, its inverse the greatest
-LEAST = 1e-10
+#: least eigenvalue of I + U diag(v) Uᵀ, its inverse the greatest
+LEAST = 1e-9
+#: eigenvalue in place of one that is negative: a normal with this precision, relative to q's, is wider than q
+WIDER = 0.25
 #: squared length of a column, relative to the others, below which it depends on them
 DEPENDENT = 1e-9
 #: eigenvectors beyond those that are asked for
@@ -19,8 +21,6 @@ SPARE = 8
 RESIDUAL = 1e-6
 #: rounds of a search for eigenvectors, at most
 ROUNDS = 12
-#: least eigenvalue that a factor is made for, its inverse the greatest
-LEAST_FACTOR = 1e-9
 #: least squared column of a factor, so that a gradient can still move it
 SMALL = 1e-4
 #: weight of the penalty on (log s − log s₀)², which keeps scales finite at optima on the boundary
@@ -53,7 +53,7 @@ class LowRankMatrix(NamedTuple):
         inner = triangle @ inner @ triangle.mT
         values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
         values = 1 + values
-        values = torch.where(values > 0, values.clamp(LEAST, 1 / LEAST), values.abs().clamp(1e-2, 0.25))
+        values = torch.where(values > 0, values.clamp(LEAST, 1 / LEAST), WIDER)
         most = (values - 1 - values.log()).topk(min(rank, len(values))).indices
         return LowRankMatrix(a, basis @ vectors[:, most], values[most] - 1)
 
@@ -197,7 +197,7 @@ class Approximation:
             pairs = [self._low_rank_pairs(row, one, precision) for row, one in enumerate(scale)]
             values, vectors = (torch.stack(x) for x in zip(*pairs, strict=True))
             sound = values.isfinite().all(-1)
-        held = values.clamp(1.0, 1 / LEAST_FACTOR)
+        held = values.clamp(1.0, 1 / LEAST)
         known = held if self.of_precision else 1 / held
         kl = (diagonal - 1 - 2 * log_scale).sum(-1) - log_det - (known - 1 - known.log()).sum(-1)
         gradient = diagonal - 1 - torch.einsum("npk,nk->np", vectors.square(), known - 1)

@@ -30,7 +30,7 @@ from ..families.normal import Diagonal, NormalForm, Triangle
 from ..models.target import Target
 from ..parameters import Parameters
 from .fixed_draws import FixedDraws, fresh_draws, least_draws
-from .gaussian import NARROW, Normal, normal_of, triangular
+from .gaussian import SINGULAR, Normal, normal_of, triangular
 from .lbfgs import ascend, tangent
 from .lowrank import LowRankMatrix
 from .newton import ascend_normals, full, local
@@ -132,7 +132,7 @@ def _views(target: Target, family: Family, curvature: LowRankMatrix | None) -> I
     if not isinstance(form.root, Triangle) and space.size > DENSE:
         own = LowRankMatrix.precision_of(form.root).inverse()
         made = [View(target, mean, one) for one in ([] if curvature is None else [curvature.inverse()]) + [own]]
-    elif bool((form.variance.sqrt() > NARROW * space.scale).all()):  # or it has fallen onto an edge, and sees nothing
+    elif bool((form.variance.sqrt() > SINGULAR * space.scale).all()):  # or it has fallen onto an edge, and sees nothing
         normal, P = normal_of(form), space.size
         noise = FixedDraws(least_draws(P), seed=0)(1, P, 0, dtype=mean.dtype, device=mean.device).diagonal
         at = local(target, normal, noise)

@@ -18,7 +18,7 @@ from ..result import Result, Status
 from ..util.checks import check_integer, check_seed
 from .correction import LEAST, MOST, TIMES, Correction, correct
 from .fit_file import save_fit
-from .gaussian import NARROW
+from .gaussian import SINGULAR
 from .importance import K_LIMIT, Unavailable
 from .mixture import Mode
 from .properness import Runaway
@@ -342,4 +342,4 @@ def judge(
 def _is_on_an_edge(family: Family) -> bool:
     """Whether it is narrower than any posterior: a normal that no draw of leaves the support is a point."""
     sd, scale = family().variance.sqrt(), family.bound_space().scale
-    return len(sd) == len(scale) and bool((sd < NARROW * scale).any())
+    return len(sd) == len(scale) and bool((sd < SINGULAR * scale).any())
