@@ -114,7 +114,7 @@ def test_a_part_of_the_way_leaves_the_optimum_of_a_smaller_family_where_it_is(sh
 
     best = mean_field(Normal(torch.zeros(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64)))
     at = Local(best, 0.0, 0.0, best.mean, A)
-    torch.testing.assert_close(part_of_the_way(at, mean_field, share).root, best.root)
+    torch.testing.assert_close(part_of_the_way(at, mean_field, 1e-8, share).root, best.root)
 
 
 @pytest.mark.parametrize("of_precision", [False, True])

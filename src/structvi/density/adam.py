@@ -73,7 +73,7 @@ class Weighted:
 
 
 class Fitted(NamedTuple):
-    """Where the steps ended."""
+    """The end of the steps."""
 
     family: Family
     elbo: Estimate

@@ -11,7 +11,7 @@ from ..families.family import Density, Family
 from ..models.target import Target
 from .gaussian import Place
 from .importance import K_LIMIT, ROUNDS, Unavailable, normals_of, psislw_of_arviz, weigh
-from .mixture import DENSE, GROUPS, Modes, is_at
+from .mixture import COVERED, DENSE, GROUPS, Modes, is_at
 from .schedule import Search
 from .targets import Counted, Limit
 
@@ -23,10 +23,8 @@ SEARCHING = 0.3
 MOST = 40_000
 #: share of q's mass from which on mass beside it counts
 COUNTS = 1e-3
-#: nats by which p must be above q there
-OVER = 2.0
-#: share of the draws for it, at least and at most
-SHARES = (0.05, 0.95)
+#: share of the draws for it, and for q, at least
+LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Correction:
 
     @property
     def trusted(self) -> bool:
-        """Whether k̂ allows to correct by these weights."""
+        """True if k̂ allows to correct by these weights."""
         return self.k < K_LIMIT
 
     @property
@@ -100,8 +98,8 @@ def correct(family: Family, target: Target, evaluations: int, generator: torch.G
 def beside(density: Density, target: Counted, seed: int) -> list[Place]:
     """Return q's normals and those around what climbs find of p without them, with shares of the mass; [] if none.
 
-    Draws of q, also with tails, do not meet a mode that is far away or narrow, and weights of what is not drawn
-    correct nothing.
+    Draws of q, also with tails, do not meet a mode that is far away or narrow, and weights correct nothing without
+    draws.
 
     Args:
         density: q, a mixture of normals of at most 512 numbers; of others nothing is found.
@@ -136,17 +134,18 @@ def _found(density: Density, own: list[Place], run: Search) -> list[Place]:
             point = point.unsqueeze(0).to(density.mean)
             above = run.target.log_joint(point) - density.log_prob(point) - mass
         is_own = any(is_at(one.normal, place.normal) or _is_among(one, place) for one in own)
-        if not is_own and place.log_mass - mass > log(COUNTS) and above.item() > OVER:
+        if not is_own and place.log_mass - mass > log(COUNTS) and above.item() > COVERED:
             places.append(place)
     if not places:
         return []
-    share = torch.tensor([mass, *(place.log_mass for place in places)], dtype=torch.float64).softmax(0).clamp(*SHARES)
+    share = torch.tensor([mass, *(place.log_mass for place in places)], dtype=torch.float64).softmax(0)
+    share = share.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
     made = [Place(one.normal, one.log_mass + share[0].log().item()) for one in own]
     return made + [Place(one.normal, s.log().item()) for one, s in zip(places, share[1:], strict=True)]
 
 
 def _is_among(part: Place, mode: Place) -> bool:
-    """Return whether draws of a part go to a mode that is no spike among them: that of a skewed posterior is aside."""
+    """Return whether draws of a part reach a mode that is no spike among them: skewed posteriors have it aside."""
     P = len(mode.normal.mean)
     wider = (part.normal.root.diagonal().log().sum() - torch.linalg.slogdet(mode.normal.root).logabsdet).item()
     return float(part.normal.distance(mode.normal.mean.unsqueeze(0))) < P**0.5 + 1 and wider < P * log(3)

@@ -1,7 +1,7 @@
 """A fitted log density as one file, without code: the family, what the fit came to, and of which parameters.
 
 The log density itself is a function and is not in the file: `load_fit` is given it again. Its parameters and its value
-at the mean of q tell whether it is the one that was fitted. What a file says is checked before anything is made of it.
+at the mean of q tell whether it is the one that was fitted. A file is checked before anything is made of it.
 """
 
 import os
@@ -89,7 +89,7 @@ def load_fit(
 
     Raises:
         CheckpointError: the file is missing, damaged, of another version or of another kind.
-        ValueError: the log density, or what you gave, is not what was saved.
+        ValueError: the log density, the loader or the family is another one than was saved.
 
     Example:
         >>> import tempfile

@@ -18,7 +18,7 @@ from .gaussian import Normal, Place
 
 #: k̂ from which on importance weights cannot be trusted at any practical number of draws
 K_LIMIT = 0.7
-#: draws below which there is no tail to fit a Pareto distribution to
+#: least draws whose tail a Pareto distribution is fitted to
 FEWEST = 25
 #: degrees of freedom of draws with tails
 NU = 5
@@ -65,8 +65,8 @@ def psis(log_weights: Tensor) -> tuple[Tensor, float]:
         raise NonFiniteError(
             f"the log weights have a maximum of {highest}: look at where the log density is not finite"
         )
-    lowest = values.min().item()
-    if -torch.inf < lowest and highest - lowest <= 1e-6 * (1 + max(abs(highest), abs(lowest))):
+    possible = values[values > -torch.inf]
+    if highest - possible.min().item() <= 1e-6 * (1 + possible.abs().max().item()):
         return torch.softmax(values, 0).to(log_weights.device), 0.0
     with warnings.catch_warnings():  # it takes 1/∞ for the zero that it is
         warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
@@ -96,7 +96,7 @@ class Moments:
 
     @property
     def shift(self) -> Tensor:
-        """How far the corrected mean is from q's, in corrected standard deviations."""
+        """The distance of the corrected mean from q's, in corrected standard deviations."""
         return (self.mean - self.q_mean) / self.sd
 
     @property
@@ -113,7 +113,7 @@ class Importance:
         log_weights: log p(data, θ_s) − log q(θ_s) at the draws of q, [S], float64, unsmoothed.
         weights: smoothed, they sum to one: [S]; with R rounds of tails [(1 + R)S], of p over the even mixture of all.
         k: k̂ of `log_weights`; see `psis`.
-        k_weights: k̂ of `weights`; without tails the same.
+        k_weights: k̂ of `weights`, with tails the larger of the last two rounds; without tails the same.
         space: the tensors.
         draws: the θ_s of q, made again when they are asked for.
         tails: rounds of as many more draws, with tails, [S, P] each.
@@ -246,7 +246,7 @@ def weigh(
     result = Importance(log_weights, weights, k, k, space, sample)
     if not own or tails is False:
         return result
-    parts, theta, rounds, proposals = list(around or own), result.theta, [], []
+    parts, theta, rounds, proposals, before = list(around or own), result.theta, [], [], k
     for _ in range(ROUNDS):
         new = tailed_draws(parts, draws, generator).to(theta.dtype)
         more_p, more_q = _at(log_joint, density, new.split(sample.sizes))
@@ -255,9 +255,10 @@ def weigh(
         proposals.append(parts)
         each = [each_log_prob(one, theta).logsumexp(0) for one in proposals]
         log_weights = log_p - torch.stack([log_q, *each]).logsumexp(0)
+        before = k
         weights, k = psis(torch.where(log_weights.isnan(), -torch.inf, log_weights))
         parts = _moved(parts, theta.double(), weights)
-    raw = log_weights.softmax(0)
+    raw, k = log_weights.softmax(0), max(before, k)  # by chance one of them is low now and then
     if raw.max().item() * len(raw) <= BOUND:
         weights, k = raw, min(k, 0.0)
     return Importance(
@@ -285,7 +286,7 @@ def _log_shares(parts: Sequence[Place]) -> Tensor:
 def tailed_draws(parts: Sequence[Place], n: int, generator: torch.Generator) -> Tensor:
     """Return draws of normals chosen by weight, with a multivariate Student-t's tails: [n, P].
 
-    A Gaussian hardly draws where a posterior has longer tails, and weights of what is not drawn correct nothing. In an
+    A Gaussian hardly draws from the longer tails of a posterior, and weights correct nothing without draws. In an
     even mixture of R such proposals and q no weight is more than R + 1 times its weight under q alone.
     """
     mean = torch.stack([part.normal.mean for part in parts])

@@ -18,7 +18,6 @@ from ..families.normal import Diagonal, LowRank, NormalForm
 from ..objective import NonFiniteError
 from .gaussian import set_form
 from .lowrank import WIDER, Approximation, LowRankMatrix, between_scales, independent
-from .newton import LEAST
 from .schedule import ENOUGH, Found, Search
 from .targets import Limit
 
@@ -58,6 +57,8 @@ LENGTH = 3**0.5
 ROUNDS = 4
 #: factor by which one round changes the model's diagonal, at most
 LIMIT = 3.0
+#: least curvature along a direction that is believed, relative to q's
+LEAST = 1e-8
 #: least diagonal of the model, relative to that of q's precision
 FLOOR = 1e-3
 
@@ -72,7 +73,7 @@ class At(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What mirrored draws tell: the ELBO with its standard error, E ∇log p, and products with the mean curvature."""
+    """Findings of mirrored draws: the ELBO with its standard error, E ∇log p, products with the mean curvature."""
 
     elbo: float
     error: float
@@ -237,7 +238,7 @@ class LargeSearch:
     # ---- the search
 
     def search(self, starts: int, goes_on: bool) -> tuple[At, float, float, bool]:
-        """Return where it ended, the ELBO there, what is left, and whether that is next to nothing."""
+        """Return the end, the ELBO there, the nats that are left, and whether these are next to nothing."""
         root = LowRank(self.root.scale.double(), self.root.factor.double(), self.root.of_precision)
         at = self.at(self.mean, root) if goes_on else self.begin(starts)
         self.run.stage, before, best = "family", None, None
@@ -286,7 +287,7 @@ class LargeSearch:
 
 
 def _is_noise(promises: list[float], elbos: list[float]) -> bool:
-    """Return whether the promise no longer halves and what was promised was not gained."""
+    """Return whether the promise no longer halves, and less than half of the promises was gained."""
     if len(promises) <= 2 * WINDOW:
         return False
     slow = min(promises[-WINDOW:]) > 0.5 * min(promises[-2 * WINDOW : -WINDOW])
@@ -294,10 +295,10 @@ def _is_noise(promises: list[float], elbos: list[float]) -> bool:
 
 
 def updated_model(at: At, seen: Seen, steps: Tensor, curved: Tensor, rank: int) -> LowRankMatrix:
-    """Return the model of what is now known: block BFGS along the directions, from a diagonal that draws correct.
+    """Return the next model of the curvature: block BFGS along the directions, from a diagonal that draws correct.
 
     With steps T and products Y = AT the curvature is B − BT(TᵀBT)⁻¹TᵀB + Y(TᵀY)⁻¹Yᵀ for B = diag(a): right along the
-    directions, and positive. For draws δ of N(m, Λ⁻¹) the diagonal of what is left is E (y − Âδ)∘Λδ; it is believed as
+    directions, and positive. For draws δ of N(m, Λ⁻¹) the diagonal of the rest is E (y − Âδ)∘Λδ; it is believed as
     far as it is above its noise (James and Stein). As B holds the diagonal both are repeated.
 
     Args:

@@ -22,7 +22,7 @@ WINDOW = 4
 
 
 class Ascent(NamedTuple):
-    """Where rows ended: points [n, P], values [n], and whether a further step promises less than the tolerance [n]."""
+    """The ends of rows: points [n, P], values [n], and whether a further step promises less than the tolerance [n]."""
 
     z: Tensor
     value: Tensor
@@ -163,8 +163,8 @@ def _search(
 ) -> Point:
     """Return a step of every active row that gains enough.
 
-    A step is made longer where the slope is still there at its end. Where it gains too little it is made shorter: by a
-    parabola or, where there is no value, to a tenth.
+    If the slope at a step's end is nearly that of its beginning, the step is made longer. If the step gains too little,
+    a parabola makes it shorter; if its end has no value, it becomes a tenth.
     """
     z, value, gradient = (x.clone() for x in at)
     step, left, grown = torch.ones_like(slope), active.nonzero().squeeze(-1), torch.zeros_like(active)

@@ -4,9 +4,9 @@ climbs of log p ─▶ a normal at each end ─▶ rounds of climbs from where p
        ▲                                                                                                │
        └── for components="auto" also at what the fit leaves of p, while that gains ◀── the mixture on S, 4S, .. draws
 
-A round draws points at 1 to 40 standard deviations of the known normals. Some climb log p. Others climb what is left
-of p when the normals are taken off it: a mode beside a wider one has a small basin of log p, and a large one there.
-Where such a climb ends below no mode of log p that is new, its end is a shoulder: mass that no mode's normal has.
+A round draws points at 1 to 40 standard deviations of the known normals. Some climb log p. Others climb the rest
+of p, without the normals: a mode beside a wider one has a small basin of log p, and a large one of the rest. If such a
+climb leads to no new mode of log p, its end is a shoulder: mass that no mode's normal has.
 """
 
 import copy
@@ -31,9 +31,7 @@ from .targets import Limit, View
 
 #: numbers up to which modes are looked for
 DENSE = 512
-#: standard deviations of the first points, in units of the space's scale
-FIRST = (0.1, 0.3, 1.0, 3.0, 10.0)
-#: first points of each
+#: first points of each size: 0.1, 0.3, 1, 3 and 10 of the space's scales
 EACH = 32
 #: points of a round
 POINTS = 8192
@@ -41,11 +39,11 @@ POINTS = 8192
 CLIMBERS = 128
 #: greatest distance of a round's points from known modes, in standard deviations; a fifth goes farther
 FAR, FARTHEST = 16.0, 40.0
-#: nats that p must have over the known normals where what is left of it is climbed
+#: nats that p must have over the known normals at points that climb the rest
 LEFT = (1e-9, 0.3)
 #: rounds, at most
 ROUNDS = 12
-#: rounds without anything new after which there is no other; more with fewer modes than parts
+#: rounds without a find after which the search ends; more if there are fewer modes than parts
 QUIET, LONGER = 2, 6
 #: two ends of climbs are one mode within so many standard deviations
 NEAR = 0.7
@@ -67,10 +65,8 @@ WIDER = (1.5, 2.5, 4.0)
 STEPS = 30
 #: fits of a given number of parts, and further parts of "auto", at most
 FITS, MORE = 3, 8
-#: nats that a further part must gain
-GAIN = 0.05
-#: nats of mass beside a fit whose draws do not go there
-BESIDE = 0.02
+#: nats that a further part must gain, and of mass beside a fit whose draws do not go there
+GAIN, BESIDE = 0.05, 0.02
 #: nats by which p at a mode may be above q
 COVERED = 2.0
 #: share of the mass at modes without a part from which on a fit has not converged
@@ -146,7 +142,7 @@ class Modes:
     def search(self, wanted: int = 1) -> None:
         """Make rounds until some find nothing that counts, more of them with fewer places than are wanted."""
         # not the start itself, which may be a saddle between modes
-        self.climb(torch.cat([FIRST[0] * self.noise(1) / 10, *(size * self.noise(EACH) for size in FIRST)]))
+        self.climb(torch.cat([0.01 * self.noise(1), *(10 ** (k / 2) * self.noise(EACH) for k in range(-2, 3))]))
         quiet = 0
         for _ in range(ROUNDS if self.places else 0):
             quiet = 0 if self.round(self.places) else quiet + 1
@@ -261,7 +257,7 @@ class Modes:
         return len(self.modes) - 1, True
 
     def climb_residual(self, masses: Masses, z: Tensor, least: float, around: list[Place]) -> bool:
-        """Climb what the normals leave of p, then log p above the ends; return whether mass that counts was new.
+        """Climb the rest of p, then log p from the ends; return whether mass that counts was new.
 
         Mass around one of the normals has no end of a climb: for those in `around` wider normals are weighed.
         """
@@ -303,7 +299,7 @@ class Modes:
         return new
 
     def mass_left(self, left: RowFunction, normal: Normal, value: float) -> float:
-        """Return the log of what is left of p around a normal, by importance sampling; `value` is at its mean."""
+        """Return the log mass of the rest of p around a normal, by importance sampling; `value` is at its mean."""
         noise = self.noise(WEIGHED)
         drawn = left(self.view.z(normal.mean + noise @ normal.root.mT))[0] - self.view.log_det
         log_normal = -noise.square().sum(-1) / 2 - noise.shape[1] / 2 * log(2 * pi) - half_log_det(normal.root)
@@ -323,7 +319,7 @@ def is_at(one: Normal, other: Normal) -> bool:
 
 
 class Mixed(NamedTuple):
-    """Where the search of a mixture ended, and what it has seen."""
+    """The end of a mixture's search, and the modes that it has seen."""
 
     found: Found
     modes: list[Mode]
@@ -332,7 +328,7 @@ class Mixed(NamedTuple):
     notes: list[str]
 
     def verdict(self, status: Status, words: str) -> tuple[Status, str]:
-        """Return status and words as they are, but for a fit that has converged without some of the modes."""
+        """Return status and words; others if the fit has converged without some of the modes."""
         if status is not Status.CONVERGED or self.missed < MISSED:
             return status, words
         return Status.MISSED_MODES, (

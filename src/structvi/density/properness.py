@@ -1,20 +1,20 @@
 """Can the log density be normalised? Rays away from the fit, far beyond what a posterior reaches, and a verdict.
 
-Where log p does not fall as θ goes to infinity, neither its integral nor the ELBO has an end: two classes that a plane
+If log p does not fall as θ goes to infinity, neither its integral nor the ELBO has an end: two classes that a plane
 separates, a flat direction, a scale without a prior. A search stops somewhere on the way, and its optimum means
-nothing. So, after the fit:
+nothing. The check after a fit has four steps:
 
 1. Gradients at draws of q give the mean curvature of log p (Stein), and a normal that has it: the units.
 2. Every number θ_i is led away from the fit, up and down, to R = 10, 32, 100, .. 10⁶ of that normal's standard
-   deviations, and the others follow: of all points with θ_i = mean ± R sd the highest is searched. Where the normal is
+   deviations, and the others follow: of all points with θ_i = mean ± R sd the highest is searched. If the normal is
    right it has that point already, at the first radius, 50 nats down: a Gaussian costs two points for each number.
 3. A ray on which log p falls by `FALL` nats is closed.
-4. A ray that stays open may be a ridge that narrows faster than it rises, such as the neck of a funnel. So the mass on
-   the planes is bounded from below, by the ELBO of a normal there. Where R times the mass does not fall as R grows,
-   the integral has no end.
+4. A ray that stays open may be a ridge that narrows faster than it rises, such as the neck of a funnel. The ELBO of a
+   normal on a plane bounds the mass there from below. If R times the mass does not fall as R grows, the integral has
+   no end.
 
-A radius counts where log p is finite and rounding of θ changes it by less than a nat. What falls along every ray and
-still has no end, for there are so many rays, is not noticed: (1 + |θ|²)^(−P/2).
+A radius counts where log p is finite and rounding of θ changes it by less than a nat. The check does
+not notice densities that fall along every ray and still have no end, such as (1 + |θ|²)^(−P/2).
 """
 
 from collections.abc import Iterator
@@ -168,7 +168,7 @@ def _is_sound(view: View) -> bool:
 
 
 class Rays(NamedTuple):
-    """Where ways begin: log p at the centre and at one standard deviation along the normals of numbers, up and down."""
+    """The starts of ways: log p at the centre, and at one standard deviation along each normal, up and down."""
 
     view: View
     numbers: list[int]  # n

@@ -38,7 +38,7 @@ FRESH = 1024
 #: a mean this far from zero, or an ELBO this high, is a fit that found no end
 FAR = 1e12
 
-#: What to do after a fit that ended so.
+#: the next step after each status
 NEXT = {
     Status.CONVERGED: "print(result.summary()): the values, and k̂, which says whether to trust them",
     Status.OVER_FITTED: "fit again with more draws=",
@@ -134,8 +134,8 @@ class DensityFit(Result):
         Corrected ones are weighted draws of `correction`, resampled. If k̂ is 0.7 or more there are none, and the error
         says what to do. If fewer than n are effective some are the same.
 
-        Where weights cannot bridge what is between them, `corrected="annealed"` leads q to the posterior step by step,
-        by Hamiltonian Monte Carlo (`density/smc.py`), and warns where that may have missed some of it.
+        If q is too far from the posterior for weights, `corrected="annealed"` leads q to the posterior step by step, by
+        Hamiltonian Monte Carlo (`density/smc.py`). It warns if it may have missed some mass.
 
         Args:
             n: how many.
@@ -295,7 +295,7 @@ def judge(
     stage: str,
     is_normal: bool,
 ) -> tuple[Status, str]:
-    """Status and words, from where the last search ended, the ELBO on draws it has not seen, and the check."""
+    """Return status and words: from the end of the last search, the ELBO on fresh draws, and the check."""
     if runaway is not None:
         return Status.DIVERGED, runaway.words()
     if max(found.family().mean.abs().max().item(), fresh.value) > FAR:
@@ -340,6 +340,6 @@ def judge(
 
 @torch.no_grad()
 def _is_on_an_edge(family: Family) -> bool:
-    """Whether it is narrower than any posterior: a normal that no draw of leaves the support is a point."""
+    """Return whether the fit is narrower than any posterior: it has shrunk to a point inside the support."""
     sd, scale = family().variance.sqrt(), family.bound_space().scale
     return len(sd) == len(scale) and bool((sd < SINGULAR * scale).any())

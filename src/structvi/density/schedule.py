@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..families.family import Family
-from ..families.normal import NormalForm
+from ..families.normal import Diagonal, NormalForm
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
@@ -26,29 +26,39 @@ from .fixed_draws import FixedDraws, fixed_elbo, least_draws
 from .gaussian import Normal, Shape, is_far, normal_of, set_form, triangular
 from .lbfgs import Pairs, ascend
 from .lowrank import LowRankMatrix
-from .newton import Local, Project, ascend_normals, full, local, part_of_the_way, stepped
+from .newton import TRIES, Local, Project, ascend_normals, full, local, part_of_the_way, stepped
 from .targets import Counted, Limit, View
 
 #: most draws that a fit takes at once by itself
 MAX_DRAWS = 1 << 12
+#: most draws that an average over sets of draws takes
+MOST_AVERAGED = 1 << 13
 #: draws are multiplied by this from one level to the next
 GROWTH = 4
 #: up to so many draws there is a next level whatever it gains, and it must gain less
 FEW = 512
 #: tolerances that new draws may gain
 ENOUGH = 10
-#: share of these that may be left
-LEFT = 0.2
-#: nats, of climbs and of searches that only choose between starts
+#: share of these that may be left, on few draws and on many
+LEFT_FEW, LEFT = 0.2, 0.5
+#: nats that new draws may promise a fit that goes only part of the way to them
+AVERAGED = 0.1
+#: nats, of searches that only choose between starts
 ROUGH = 0.1
+#: nats that four steps of a climb must gain
+CLIMB = 0.2
 #: steps of a climb
 STEPS = 60
 #: draws that choose between points of a climb
 HANDFUL = 8
+#: steps after which points come into question beside a climb's end
+EARLIER = (0, 4, 8, 12, 16, 24, 32, 48)
+#: steps and gradients from which a climb's covariance is learned
+LEARNED = 40
 #: nats that log p falls between two hills
 VALLEY = 1.0
-#: times that a normal is made ten times narrower, until log p is finite at all draws and not far below the climb's end
-NARROWER = 8
+#: factors of a normal's width that are tried until log p is finite at all draws, and not far below the climb's end
+SHRINK = (1.0, 0.5, 0.1, 1e-2, 1e-4, 1e-6, 1e-8)
 #: nats for each number that log p may fall from the climb's end
 FALL = 20.0
 #: Newton's steps from a second and further climbs, to see whether they are better than the first
@@ -69,9 +79,9 @@ class SearchStep(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a search ended: ELBO on its draws, what it gained last, and whether it is an optimum.
+    """The end of a search: family, ELBO on its draws, the last gain, and whether the end is an optimum.
 
-    Of many numbers, also the mean curvature of the log density there, as far as it was learned.
+    A search over many numbers adds the mean curvature of the log density that it has learned.
     """
 
     family: Family
@@ -88,7 +98,7 @@ class Climbs(NamedTuple):
     path: list[tuple[Tensor, Tensor, Tensor]]
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Return θ [n, P] and log p [n]; −∞ where there is none."""
+        """Return θ [n, P] and log p [n], −∞ if log p is not finite."""
         z, value, _ = self.path[-1]
         return self.view.theta(z), value - self.view.log_det
 
@@ -97,7 +107,7 @@ class Climbs(NamedTuple):
 
         As in Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 23:306, 2022).
         """
-        pairs = Pairs(STEPS)
+        pairs = Pairs(LEARNED)
         steps = [(z[row], gradient[row]) for z, _, gradient in self.path[: last % len(self.path) + 1]]
         for (z, gradient), (new, then) in pairwise(steps):
             if bool((new != z).any()):
@@ -123,8 +133,8 @@ class Search:
 
     # ---- where a normal begins
 
-    def climb(self, points: Tensor, tolerance: float = ROUGH, iterations: int = STEPS) -> Climbs | None:
-        """Return climbs of log p from points [n, P]; None if there is no evaluation for a first step."""
+    def climb(self, points: Tensor, tolerance: float = CLIMB, iterations: int = STEPS) -> Climbs | None:
+        """Return climbs of log p from points [n, P]; None if no evaluation is left for a first step."""
         view, path = View(self.target, self.space.initial.double(), self.space.scale.double()), []
         with suppress(Limit):
             ascend(view, view.z(points.double()), tolerance=tolerance, iterations=iterations, path=path)
@@ -179,7 +189,7 @@ class Search:
         end = int((z_row.diff(dim=0) != 0).any(-1).sum())
         best, highest = climbs.normal(row), -inf
         with suppress(Limit), torch.no_grad():
-            for step in (end, *(step for step in (0, 4, 8, 16, 32) if step < end)):
+            for step in (end, *(step for step in EARLIER if step < end)):
                 normal = climbs.normal(row, step)
                 values = self.target.log_joint((normal.mean + z @ normal.root.mT).to(self.space.initial)).double()
                 elbo = torch.nan_to_num(values, nan=-inf).mean().item() + normal.entropy()
@@ -200,9 +210,9 @@ class Search:
 
     def around(self, normal: Normal, noise: Tensor, project: Project, least: float = -inf) -> Local | None:
         """Return what draws of the normal tell or, if log p is not finite or too low, of the widest narrower one."""
-        for times in range(NARROWER + 1):
+        for shrink in SHRINK:
             try:
-                new = project(Normal(normal.mean, 0.1**times * normal.root)) if times else normal
+                new = normal if shrink == 1 else project(Normal(normal.mean, shrink * normal.root))
                 at = local(self.target, new, noise)
             except Limit:
                 return None
@@ -217,21 +227,31 @@ class Search:
         """Return the family at the best normal of its shape, on more and more draws."""
         stages, trusted = self.first(starts)
         shape = Shape(form, self.noise)
+        if not trusted and not isinstance(form.root, Diagonal):
+            stages += [normal for normal in [self.mean_field(stages)] if not is_far(normal, self.space)]
         return self.newton(recipe, shape, [*stages[:-1], shape(stages[-1])], draws, trusted)
 
     def go_on(self, family: Family, form: NormalForm, draws: int | None) -> Found:
         """Return a bound family at the best normal of its shape, from where it is."""
         return self.newton(family, Shape(form, self.noise), [normal_of(form)], draws, True)
 
+    def mean_field(self, stages: list[Normal]) -> Normal:
+        """Return the best mean field near the stages, for a full normal that fits few draws too well."""
+        self.stage = "mean field"
+        scale = Diagonal(torch.ones_like(stages[-1].mean))
+        shape, noise = Shape(NormalForm(stages[-1].mean, scale), self.noise), self.draws_of(FEW, seed=-1)
+        at = self.best_stage([shape(stage) for stage in stages], inf, noise, shape)
+        return stages[-1] if at is None else ascend_normals(self.target, at, noise, shape, ROUGH, self.record).normal
+
     def newton(self, recipe: Family, shape: Shape, stages: list[Normal], draws: int | None, trusted: bool) -> Found:
         """Return the end of Newton's steps on more and more draws, until new draws no longer move it.
 
-        Each set of draws begins where the one before ended or, if that is a wreck, at the best of the stages before;
-        so does the first if the last stage is not to be trusted.
+        Each set of draws begins at the end of the one before. If that end is a wreck on the new draws, the best of the
+        stages before is taken. The first set does so too if the last stage is not trusted.
         """
         self.stage = "family"
         S, before = draws or 2 * least_draws(self.space.size), 2 * self.space.size
-        settled, promise, elbo, length = False, inf, -inf if trusted else inf, 1.0
+        settled, promise, elbo, first = False, inf, -inf if trusted else inf, 0
         for level in count(1):
             noise = self.draws_of(S, level)
             at = self.best_stage(stages, elbo, noise, shape)
@@ -242,14 +262,18 @@ class Search:
             # noise costs c/S: from a fit on S′ draws c/S′ + c/S are promised; S/(S + S′) of the way c/(S + S′) is left
             share = S / (S + before)
             left = promise * (1 - share) * (1.0 if few else share) / (ENOUGH * self.tolerance)
-            enough = (settled and abs(left) < LEFT) or abs(promise) < self.tolerance
-            if enough:
-                stages.append(part_of_the_way(at, shape, min(length, share if settled else 1.0)))
+            enough = (settled and abs(left) < (LEFT_FEW if few else LEFT)) or abs(promise) < self.tolerance
+            if enough or (settled and not few and not draws and promise < AVERAGED):
+                floor, most = TRIES[first]
+                stages.append(part_of_the_way(at, shape, floor, min(most, share if settled else 1.0)))
+                S, before = _more_draws(S + before, left), S + before
+                if not enough and before < MOST_AVERAGED:
+                    continue
                 settled = True
                 break
             tolerance = max(0.25 * ENOUGH * self.tolerance, 0.1 * promise if settled and S < MAX_DRAWS else 0.0)
-            ended = ascend_normals(self.target, at, noise, shape, tolerance, self.record, length)
-            settled, length, far = ended.settled, ended.share, is_far(ended.normal, self.space)
+            ended = ascend_normals(self.target, at, noise, shape, tolerance, self.record, first)
+            settled, first, far = ended.settled, ended.first, is_far(ended.normal, self.space)
             if not (far and few):
                 stages.append(ended.normal)
                 elbo, promise = ended.at.elbo, ended.promise
@@ -386,3 +410,9 @@ class Search:
         self.trace.append(SearchStep(self.stage, self.target.evaluations, self.draws, value))
         self.bar.n = self.target.evaluations
         self.bar.set_postfix_str(f"{self.stage}, {self.draws} draws: ELBO {value:.6g}")
+
+
+def _more_draws(before: int, left: float) -> int:
+    """Return how many more draws, a power of two, leave enough of what an average over `before` of them leaves."""
+    wanted = max(0.0, before * (left / LEFT - 1))
+    return min(MAX_DRAWS, max(2 * FEW, 1 << int(wanted).bit_length()))

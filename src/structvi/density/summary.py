@@ -1,4 +1,4 @@
-"""What a fit of a log density says of its parameters, as a table."""
+"""The table of a fit of a log density: means, standard deviations and quantiles of the parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,8 +79,8 @@ class Summary:
     Args:
         draws: name → values at S draws, [S, *shape].
         weights: of the draws, summing to one, [S]; equal if None.
-        k: k̂ of importance weights towards the posterior; None where there are none.
-        notes: what is printed below the table.
+        k: k̂ of importance weights towards the posterior; None without weights.
+        notes: lines that are printed below the table.
 
     Example:
         >>> draws = torch.linspace(-1, 1, 2001, dtype=torch.float64)
@@ -127,13 +127,13 @@ class Summary:
         return self._each(lambda x: torch.tensordot(square, (x - self._average(x)).square(), dims=1).sqrt())
 
     def quantile(self, p: float) -> dict[str, Tensor]:
-        """Below which a part p of the weight is."""
+        """Return the values below which a part p of the weight is."""
         if not 0 < p < 1:
             raise ValueError(f"a quantile is of a part between 0 and 1, got {p!r}")
         return self._each(lambda x: _quantile(x, self._w, p))
 
     def interval(self, p: float = 0.9) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The ends between which a part p of the weight is, with as much below as above."""
+        """Return the ends between which a part p of the weight is, with as much below as above."""
         if not 0 < p < 1:
             raise ValueError(f"an interval holds a part between 0 and 1, got {p!r}")
         return self.quantile((1 - p) / 2), self.quantile((1 + p) / 2)
@@ -150,7 +150,7 @@ class Summary:
         )
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """The table, one row a number, with its name as the index. Needs pandas."""
+        """Return the table as a pandas frame, one row a number, with its name as the index."""
         try:
             import pandas
         except ImportError:
