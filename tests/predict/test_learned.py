@@ -110,7 +110,10 @@ def test_what_labels_tell_of_themselves_adds_up():
     torch.testing.assert_close(pred.entropy, pred.expected_entropy + pred.mutual_information)
     assert bool((pred.mutual_information > 0).all())
     exact = bayes.predict(x, variance="exact")
-    assert exact.note == "in function space"
+    assert exact.note == "exact variance"
+    covariance = bayes.output_moments(x).covariance
+    expected = (covariance.diagonal(dim1=1, dim2=2).sum(1) - covariance.sum((1, 2)) / 5) / 4
+    torch.testing.assert_close(exact.within.reshape(-1), expected)
     correlation = torch.corrcoef(torch.stack([pred.mutual_information, exact.mutual_information]))[0, 1]
     assert correlation > 0.9
     assert torch.equal(p.argmax(1), bayes.net(x).argmax(1))

@@ -122,7 +122,7 @@ class HeldOut:
 
 @dataclass
 class Selection:
-    """What was selected on a validation set, and what was tried."""
+    """The selected candidate, and all candidates that were tried."""
 
     selected: Candidate
     tried: dict[Candidate, HeldOut]
@@ -304,7 +304,7 @@ def _of_learned(
     some: Sequence[Any],
     grid: Tensor,
 ) -> Selection:
-    """Return what is selected with learned variances, and with those of draws if the learned ones lose too much."""
+    """Return what is selected with learned variances, and with variances of draws if these are better."""
     noises = grid.tolist()
 
     def predict(network: TrainedNetwork, batch: Any) -> tuple[list[list[Predictive]], Any]:

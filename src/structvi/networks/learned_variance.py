@@ -1,9 +1,9 @@
-"""The variance of a linearised network's outputs, learned from what one forward pass tells.
+"""The variance of a linearised network's outputs, learned from the features of one forward pass.
 
 The exact variance takes a backward pass for each output. Its logarithm is nearly linear in the outputs and in the
-features that come to the last layer: a ridge regression on rows with known variance predicts it for others. Of classes
-only differences between logits count: all of them have one variance, and predictions keep the network's label. The
-learned variance does not see what the features do not show, and beyond their range it stays constant.
+features that come to the last layer: a ridge regression on rows with known variance predicts it for others. Only
+differences between the logits of classes count: all classes have one variance, and predictions keep the network's
+label. The learned variance does not see what the features do not show, and beyond their range it stays constant.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ SMALLEST = 1e-6
 
 
 class OnePass(NamedTuple):
-    """What one forward pass tells: outputs, and features by position, which is an input or a pixel of it."""
+    """Outputs and features of one forward pass. Features are by position: an input, or a pixel of it."""
 
     output: Tensor  # [B, ..]
     features: Tensor  # [B, .., F]

@@ -11,6 +11,7 @@ from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.last_layer import LAYERS
 from ..networks.learned_variance import OnePass
 from ..networks.out_of_distribution import OutOfDistribution
+from .linearised import output_moments
 from .predictive import Predictive, PredictiveDraws, evenly_spread, on_device
 
 if TYPE_CHECKING:
@@ -90,6 +91,16 @@ def variance_of_draws(posterior: "Posterior", deviations: Tensor) -> Tensor:
     return centred.square().sum(2, keepdim=True).mean(0) / (deviations.shape[2] - 1)
 
 
+def variance_of(posterior: "Posterior", output: Tensor, covariance: Tensor) -> Tensor:
+    """Return the same of covariances [B, O, O] of outputs [B, ..]."""
+    if not isinstance(posterior.model.likelihood, Categorical):
+        return covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).reshape(output.shape)
+    B, C = output.shape[:2]
+    own = covariance.reshape(B, C, -1, C, output[0, 0].numel()).diagonal(dim1=2, dim2=4)  # [B, C, C, n]
+    found = (own.diagonal(dim1=1, dim2=2).sum(-1) - own.sum((1, 2)) / C) / (C - 1)
+    return found.clamp(min=0.0).reshape(B, 1, *output.shape[2:])
+
+
 def predictive_of(output: Tensor, variance: Tensor, likelihood: Any, note: str = "") -> Predictive:
     """Return the predictive of normal outputs [B, ..] with known variances, those of `LearnedVariance`.
 
@@ -125,3 +136,17 @@ class LearnedDraws(PredictiveDraws):
         with torch.inference_mode(False), torch.no_grad():
             one = one_pass(self.posterior, self.theta, on_device(inputs, self.device), self.learned.layer)
             return predictive_of(one.output, self.learned(one), self.posterior.model.likelihood, self.note)
+
+
+class ExactDraws(LearnedDraws):
+    """The same predictive with exact variances, so that one temperature suits both."""
+
+    def __init__(self, posterior: "Posterior"):
+        super().__init__(posterior)
+        self.note = "exact variance"
+
+    def mixture(self, inputs: Any) -> Predictive:
+        with torch.inference_mode(False), torch.no_grad():
+            moments = output_moments(self.posterior, on_device(inputs, self.device))
+            variance = variance_of(self.posterior, moments.mean, moments.covariance)
+            return predictive_of(moments.mean, variance, self.posterior.model.likelihood, self.note)

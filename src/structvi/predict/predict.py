@@ -17,7 +17,7 @@ from ..families.family import Density, Draws
 from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
 from .last_layer import LastLayerDraws, known_layer
-from .learned import LearnedDraws, ood_scores
+from .learned import ExactDraws, LearnedDraws, ood_scores
 from .linearised import POINTS, LinearisedDraws, is_normal
 from .predictive import Predictive, PredictiveDraws, on_device, split
 
@@ -62,7 +62,7 @@ def predict(
             False for the network at the drawn weights; None for what the posterior was fitted with. The other one is
             not the predictive of the posterior that was fitted, and often the better prediction.
         variance: of the outputs of a linearised posterior: "learned" from the features of one forward pass, "exact", or
-            "auto" for the learned one if `laplace` has learned it. Exact variances of many outputs are those of draws.
+            "auto" for the learned one if `laplace` has learned it. If outputs are many, "exact" draws weights.
         calibrated: False for the mixture without what `calibrate` put on top of it; `note` tells which.
 
     Example:
@@ -121,6 +121,8 @@ def draws_for(
         )
     if has_learned and variance != "exact":
         found = [LearnedDraws(one) for one in members]
+    elif has_learned and all(is_normal(one, inputs) for one in members):
+        found = [ExactDraws(one) for one in members]
     elif in_function_space and linearise is None and all(known_layer(one, inputs) for one in members):
         found = [LastLayerDraws(one, generator) for one in members]
     elif in_function_space and all(linearised) and all(is_normal(one, inputs) for one in members):
