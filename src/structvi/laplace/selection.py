@@ -73,7 +73,8 @@ class HeldOut:
     def fitted(self) -> tuple[float, Tensor]:
         """Return the log temperature, or log noise factor, of all rows; and the cross-fitted log p of each row [n].
 
-        A temperature stays at one if rows are few, if it does not gain on left-out rows, or if they set it no bound.
+        A temperature stays at one if rows are few or set it no bound; one below one also if it does not gain on
+        left-out rows: few rows may call a network too careful by chance, and that costs most where it is wrong.
         """
         losses, best, is_many = self.losses, int(self.losses.sum(0).argmin()), len(self.losses) >= FEWEST
         value, log_p = float(self.grid[best]), -losses[:, best]
@@ -83,7 +84,8 @@ class HeldOut:
         if self.one is None:
             return value, log_p
         plain, is_inside = -losses[:, self.one], float(GRID[0]) < value < float(GRID[-1])
-        is_better = is_many and is_inside and bool(losses.isfinite().all()) and float((log_p - plain).sum()) > 0
+        is_known = is_many and is_inside and bool(losses.isfinite().all())
+        is_better = is_known and (value > 0 or float((log_p - plain).sum()) > 0)
         return (value, log_p) if is_better else (0.0, plain)
 
     @property
