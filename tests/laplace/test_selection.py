@@ -12,6 +12,7 @@ from structvi.laplace import selection
 from structvi.laplace.curvature import Curvature
 from structvi.laplace.place import NETWORK, Candidate, TrainedNetwork
 from structvi.laplace.selection import HeldOut, of_draws, of_linearised, of_networks
+from structvi.models.calibration import Adjustment
 from structvi.predict.temperature import GRID, ONE
 
 F64 = torch.float64
@@ -129,3 +130,17 @@ def test_rows_that_only_one_has_read_do_not_count():
     one, two = held_out(torch.zeros(10)), held_out(torch.full((6,), -1.0))
     assert one.gain_over(two) == (1.0, 0.0)
     assert two.gain_over(one) == (-1.0, 0.0)
+
+
+@pytest.mark.parametrize(("sign", "applied"), [(1.0, True), (-1.0, False)])
+def test_a_temperature_above_one_needs_no_gain_on_left_out_rows(sign, applied):
+    """One row of ten asks for e^±2, the others for e^∓0.1: the optimum of all rows loses on left-out ones."""
+    wanted = sign * torch.tensor([2.0] + [-0.1] * 9, dtype=torch.float64)
+    found = HeldOut((GRID - wanted.unsqueeze(1)).square(), torch.ones(10, dtype=torch.float64), GRID, ONE)
+    assert (found.value != 0) == applied
+    if applied:
+        assert found.value == pytest.approx(float(wanted.mean()), abs=0.03)  # a step of the grid is 0.05
+        assert found.gain_over(found.plain)[0] < 0
+        assert Adjustment("temperature", 1.1, -0.1, 0.1, 10).is_applied
+    else:
+        assert not Adjustment("temperature", 0.9, -0.1, 0.1, 10).is_applied

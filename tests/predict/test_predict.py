@@ -481,3 +481,12 @@ def test_a_likelihood_of_ones_own():
 def test_bad_inputs(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(("scale", "draws"), [(1e-9, 1), (0.1, 64)])
+def test_a_posterior_narrower_than_rounding_takes_one_draw(scale, draws):
+    """`laplace` leaves such a posterior if the validation set selects the network."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(initial_scale=scale))
+    assert len(bayes.predict(torch.randn(5, 2)).weights) == draws

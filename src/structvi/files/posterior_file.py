@@ -6,6 +6,7 @@ Then it reads the tensors, and checks their SHA-256 and values.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -40,6 +41,8 @@ FIELDS = {
 }  # fmt: skip
 #: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
+#: at most 512 hashes of held-out rows, see `predict/calibration.py`
+FINGERPRINT = re.compile(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?")
 #: lines of differences in a message
 LINES = 20
 
@@ -137,8 +140,9 @@ def load(
             model = BayesianModel(net, parts["likelihood"], parts["prior"], parameters=space, **options)
             decode(saved["forward"].get("value"))
             status = None if saved["fit_status"] is None else Status(saved["fit_status"])
-            if not isinstance(saved["chosen_on"], str | None):
-                raise ValueError(f"chosen_on must be null or a text, got {brief(saved['chosen_on'])}")
+            chosen_on = saved["chosen_on"]
+            if chosen_on is not None and not (isinstance(chosen_on, str) and FINGERPRINT.fullmatch(chosen_on)):
+                raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(chosen_on)}")
             expected = _expected(saved["calibration"], parts, model, stored.table)
             learned = _without_numbers(LearnedVariance, saved["variance"], space)
             ood = _without_numbers(OutOfDistribution, saved["ood"], space)
@@ -162,7 +166,7 @@ def load(
                 module.load_state_dict(under(part, tensors), assign=True)  # with the dtypes of the file
                 module.to(space.device)
         posterior = kind(model, parts["family"], **decode(saved["modes"]))
-    posterior.calibration, posterior.chosen_on, posterior.fit_status = calibration, saved["chosen_on"], status
+    posterior.calibration, posterior.chosen_on, posterior.fit_status = calibration, chosen_on, status
     for part, module in {"variance": learned, "ood": ood}.items():
         if module is not None:
             module.load_state_dict(under(part, tensors), assign=True)

@@ -50,7 +50,9 @@ class Adjustment:
 
     @property
     def is_applied(self) -> bool:
-        return self.is_bounded and self.gain > 0
+        """True if predictions use it: it gains on left-out cases, or it is a temperature above one."""
+        is_careful = self.kind == "temperature" and self.value > 1
+        return self.is_bounded and (is_careful or self.gain > 0)
 
     def __str__(self) -> str:
         why = f"held-out gain {self.gain:.3g} ± {self.error:.2g} nats over {self.cases} cases"

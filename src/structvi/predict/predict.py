@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..couplings import naive
 from ..families.family import Density, Draws
+from ..families.normal import LowRank, Triangle
 from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
 from .last_layer import LastLayerDraws, known_layer
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 Variance = Literal["auto", "exact", "learned"]
 #: draws of weights where no number is asked for
 DRAWS = 64
+#: standard deviations, in units of the initialisation's, below which draws are equal up to rounding; `laplace` sets
+#: 1e-9 if it selects the network itself
+NEGLIGIBLE = 1e-8
 #: numbers of drawn weights that are held at once
 DRAWN_NUMBERS = 2**26
 #: draws at which the network is evaluated at once
@@ -129,7 +133,8 @@ def draws_for(
         points = max(64, POINTS // 2 ** (len(members) - 1).bit_length())
         found = [LinearisedDraws(one, generator, points) for one in members]
     else:
-        each = ceil((DRAWS if draws is None else draws) / len(members))
+        enough = DRAWS if not all(map(is_narrow, members)) else len(members)
+        each = ceil((enough if draws is None else draws) / len(members))
         options: Any = {"reference": reference, "generator": generator, "linearise": linearise}
         found = [WeightDraws(one, each, **options) for one in members]
     whole = found[0] if posterior is members[0] else MemberDraws(posterior, found)  # pyright: ignore
@@ -141,6 +146,15 @@ def draws_for(
         else:
             whole.note += f"{', ' if whole.note else ''}not calibrated: with linearise= it is another function"
     return whole
+
+
+def is_narrow(posterior: "Posterior") -> bool:
+    """Return whether all draws predict the same up to rounding, as if `laplace` has selected the network itself."""
+    form = posterior.family.normal()
+    if form is None or isinstance(form.root, Triangle) or posterior.dropout == "on":
+        return False
+    widest = float((form.root.scale / posterior.space.scale.to(form.root.scale)).max())
+    return widest <= NEGLIGIBLE and not (isinstance(form.root, LowRank) and bool(form.root.factor.any()))
 
 
 class WeightDraws(PredictiveDraws):
