@@ -60,6 +60,6 @@ def test_adapters_are_random_and_the_base_is_held(example, tmp_path):
     bayes.save(tmp_path / "q", network="hash")
     torch.manual_seed(0)
     same = example["adapted"](example["bert"](hidden=16, layers=1), rank=2)
-    loaded = vi.load(tmp_path / "q", same, forward=example["logits"])
+    loaded = vi.load(tmp_path / "q", same)
     again = loaded.predict({"input_ids": batch["input_ids"]}, draws=4, generator=draw(0))
     assert torch.equal(pred.mean, again.mean)

@@ -387,3 +387,19 @@ def test_what_is_refused_says_what_to_do(name, dense):
     bayes = vi.variationalize(make(dense), CATEGORICAL(ignore_index=-1))
     with pytest.raises(ValueError, match=words):
         bayes.laplace(loader(train), validation=loader(held_out), progress=False)
+
+
+def test_learned_variances_are_never_surer_than_the_tempered_network():
+    """Every largest probability is at most that of the network with the temperature of the validation set."""
+    torch.manual_seed(0)
+    train, held_out = data(300, 5, outputs=5), data(1000, 6, outputs=5)
+    net = trained(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 5)), train, 400)
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical())
+    result = bayes.laplace(loader(train), validation=loader(held_out), progress=False)
+    assert result.selected.startswith("linearised")
+    assert bayes.learned_variance.least > 0
+    temperature = float(next(name for name in result.candidates if name.startswith("the network")).split()[-1])
+    for x in (TEST[0], 10 * TEST[0], torch.zeros(5, 2)):
+        with torch.no_grad():
+            limit = (net(x) / temperature).softmax(1).amax(1)
+        assert bool((bayes.predict(x).mean.amax(1) <= limit + 2e-3).all())  # three digits are shown

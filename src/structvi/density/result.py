@@ -150,8 +150,8 @@ class DensityFit(Result):
             >>> target = LogDensity(lambda p: 2 * p["s"].log() - p["s"], Parameters({"s": positive(1.0)}))  # Γ(3, 1)
             >>> result = fit_density(target, FullNormal(), progress=False)
             >>> draws = result.sample(20000, corrected=True, generator=torch.Generator().manual_seed(0))
-            >>> draws["s"].mean().round(decimals=1)
-            tensor(3., dtype=torch.float64)
+            >>> (draws["s"].mean() - 3).abs() < 0.1
+            tensor(True)
         """
         check_integer("n", n)
         space = self.target.space

@@ -57,6 +57,7 @@ def encode(value: Any) -> Any:
     """Return a value as JSON from which `decode` makes it again.
 
     Example:
+        >>> from structvi.models.priors import NormalPrior
         >>> encode(NormalPrior({"head.*": 0.1}))["structvi"][0]
         'NormalPrior'
     """
@@ -96,6 +97,7 @@ def decode(value: Any, kind: Kind | None = None, patterns: int = 100) -> Any:
         ValueError: it describes nothing, something of another kind, or more than the bounds allow.
 
     Example:
+        >>> from structvi import MeanField
         >>> decode(encode(MeanField(initial_scale=0.2)), "family")
         MeanField(initial_mean='current', initial_scale=0.2, unbound)
     """

@@ -9,7 +9,7 @@ training data, and gains where they are not.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, exp, inf, log, sqrt
+from math import ceil, exp, inf, log, pi, sqrt
 from typing import Any
 
 import torch
@@ -333,7 +333,21 @@ def _of_learned(
     (gain, _), (loss, error) = exact.gain_over(alone), exact.gain_over(found)
     if loss - error > max(LOST * gain, MARGIN):
         return Selection(selected, tried | {selected: exact}, lost=(loss, error))
-    return Selection(selected, tried, [learned[id(one)].of_width[k] for one in networks], (loss, error))
+    chosen = [learned[id(one)].of_width[k] for one in networks]
+    for variance in chosen:
+        variance.least.fill_(least_variance(tried[NETWORK], tried[selected]))
+    return Selection(selected, tried, chosen, (loss, error))
+
+
+def least_variance(alone: HeldOut, found: HeldOut) -> float:
+    """Return the least variance v of logits at which predictions are no surer than the network with its temperature.
+
+    Predictions are softmax(y/(T√(1 + πv/8))), those of the network softmax(y/T₀): v ≥ 8((T₀/T)² − 1)/π. Where inputs
+    are unlike the data, a learned variance can be too small, and then the temperature of the network is the better one.
+    """
+    if found.one is None:
+        return 0.0
+    return max(0.0, 8 / pi * (exp(2 * (alone.value - found.value)) - 1))
 
 
 # ------------------------------------------------------------------------------- held-out losses of candidates

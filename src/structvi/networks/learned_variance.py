@@ -64,7 +64,7 @@ def _by_position(values: Tensor, axis: int | None) -> Tensor:
 
 
 class LearnedVariance(nn.Module):
-    """log v(x) = slope · φ(x) + constant, with features φ held between `low` and `high`.
+    """log v(x) = slope · φ(x) + constant, with features φ held between `low` and `high`, and v at least `least`.
 
     Args:
         layer: the name of the layer whose inputs are among the features.
@@ -76,6 +76,7 @@ class LearnedVariance(nn.Module):
     constant: Tensor
     low: Tensor
     high: Tensor
+    least: Tensor
 
     def __init__(self, layer: str, features: int, variances: int):
         super().__init__()
@@ -84,6 +85,7 @@ class LearnedVariance(nn.Module):
         self.register_buffer("constant", torch.zeros(variances))
         self.register_buffer("low", torch.zeros(features))
         self.register_buffer("high", torch.zeros(features))
+        self.register_buffer("least", torch.zeros(()))
 
     @classmethod
     def fitted(cls, layer: str, features: Tensor, variance: Tensor) -> "LearnedVariance":
@@ -111,11 +113,12 @@ class LearnedVariance(nn.Module):
         constant = mean - centre @ slope
         constant = constant + (Y - X @ slope - constant).exp().mean(0).log()
         parts = {"slope": slope, "constant": constant, "low": X.amin(0), "high": X.amax(0)}
-        found.load_state_dict({name: tensor.to(features.dtype) for name, tensor in parts.items()}, assign=True)
+        own = {name: tensor.to(features.dtype) for name, tensor in parts.items()}
+        found.load_state_dict({**own, "least": features.new_zeros(())}, assign=True)
         return found
 
     def forward(self, one: OnePass) -> Tensor:
         """Return variances in the shape of the outputs, or [B, 1, ..] of classes."""
         held = torch.maximum(torch.minimum(one.features, self.high), self.low)
-        v = (held @ self.slope + self.constant).exp()
+        v = (held @ self.slope + self.constant).exp().clamp(min=self.least)
         return v.squeeze(-1) if one.axis is None else v.movedim(-1, one.axis)

@@ -148,5 +148,5 @@ class ExactDraws(LearnedDraws):
     def mixture(self, inputs: Any) -> Predictive:
         with torch.inference_mode(False), torch.no_grad():
             moments = output_moments(self.posterior, on_device(inputs, self.device))
-            variance = variance_of(self.posterior, moments.mean, moments.covariance)
+            variance = variance_of(self.posterior, moments.mean, moments.covariance).clamp(min=self.learned.least)
             return predictive_of(moments.mean, variance, self.posterior.model.likelihood, self.note)
