@@ -17,7 +17,8 @@ from ..families.family import Family
 from ..families.normal import Diagonal, LowRank, NormalForm
 from ..objective import NonFiniteError
 from .gaussian import set_form
-from .lowrank import WIDER, Approximation, LowRankMatrix, between_scales, independent
+from .lbfgs import ascend
+from .lowrank import Approximation, LowRankMatrix, between_scales, independent
 from .schedule import ENOUGH, Found, Search
 from .targets import Limit
 
@@ -27,6 +28,10 @@ LARGE = 256
 LEAST_LIMIT = 4096
 #: points at which the log density is computed at once
 CHUNK = 128
+#: steps of the climb
+CLIMB = 150
+#: times that a first normal is made ten times narrower
+NARROWER = 12
 #: rounds that make the rows of the Hessian equal
 EQUAL = 12
 #: pairs of draws of such a round
@@ -53,14 +58,22 @@ MOST_SHARE, LEAST_SHARE = 0.95, 1e-3
 WINDOW = 3
 #: length of the steps along chosen directions: the outer points of Gauss and Hermite's three
 LENGTH = 3**0.5
+#: nats, of the search for the family's best
+TOLERANCE = 1e-3
 #: rounds between diagonal and low-rank part of the model
 ROUNDS = 4
 #: factor by which one round changes the model's diagonal, at most
 LIMIT = 3.0
 #: least curvature along a direction that is believed, relative to q's
 LEAST = 1e-8
+#: curvature, relative to q's, in place of one that is not positive: q is made wider
+WIDER = 0.25
 #: least diagonal of the model, relative to that of q's precision
 FLOOR = 1e-3
+#: median of the square of a normal number
+MEDIAN = 0.455
+#: squared standard errors that make a correction by itself certain
+CERTAIN = 4.0
 
 
 class At(NamedTuple):
@@ -73,7 +86,7 @@ class At(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Findings of mirrored draws: the ELBO with its standard error, E ∇log p, products with the mean curvature."""
+    """What mirrored draws tell: the ELBO with its standard error, E ∇log p, and products with the mean curvature."""
 
     elbo: float
     error: float
@@ -149,7 +162,7 @@ class LargeSearch:
     def begin(self, starts: int) -> At:
         """Return a diagonal normal after a climb."""
         self.run.stage = "climb"
-        climbs = self.run.climb(torch.stack([self.run.start(i).initial for i in range(starts)]))
+        climbs = self.run.climb(torch.stack([self.run.start(i).initial for i in range(starts)]), iterations=CLIMB)
         if climbs is None or not climbs.ends()[1].max() > -inf:
             raise NonFiniteError(
                 f"the log density is not finite around any of {starts} starts; give the parameters values at which "
@@ -159,13 +172,24 @@ class LargeSearch:
         mean, scale = theta[values.argmax()], self.space.scale.double()
         self.run.stage = "start"
         with suppress(Limit):
-            scale = self.equal(mean, scale)
+            scale = self.equal(mean, self.width(mean))
         return self.at(mean, LowRank(scale, scale.new_zeros(len(scale), 0), self.root.of_precision))
 
     def at(self, mean: Tensor, root: LowRank) -> At:
         """Return a normal whose own precision is the model of the curvature."""
         precision = LowRankMatrix.precision_of(root)
         return At(mean, root, precision, precision)
+
+    def width(self, mean: Tensor) -> Tensor:
+        """Return the multiple of the space's scales with the highest ELBO on a handful of draws, [P]."""
+        scale, best, z = self.space.scale.double(), (-inf, self.space.scale.double()), self.noise(4)
+        for k in range(NARROWER):
+            found = self.mirrored(mean, 0.1**k * scale * z)
+            elbo = -inf if found is None else found[0].mean().item() - k * len(mean) * log(10)
+            if elbo < best[0]:
+                break
+            best = max(best, (elbo, 0.1**k * scale), key=lambda one: one[0])
+        return best[1]
 
     def equal(self, mean: Tensor, scale: Tensor) -> Tensor:
         """Return scales s with s_i²(ASSA)_ii = 1: draws and scores of that diagonal have the same moments."""
@@ -228,17 +252,46 @@ class LargeSearch:
             middle = between_scales(whole.diagonal().rsqrt(), whole.inverse().diagonal().sqrt(), 2, self.noise(2))[1:]
             starts = torch.cat([starts, middle])
         self.moves += 1
-        root, _ = self.approximation.best(whole, starts, self.run.tolerance, 50)
+        root, _ = self.approximation.best(whole, starts, TOLERANCE, 50)
         new = At(mean, root, LowRankMatrix.precision_of(root), model)
         here, there, way = at.precision.inverse(), new.precision.inverse(), (mean - at.mean).unsqueeze(0)
         quadratic = (way @ seen.slope).item() - 0.5 * (way * model.product(way)).sum().item()
         spread = model.trace_of(there) - model.trace_of(here)
         return new, quadratic - 0.5 * spread + 0.5 * (there.log_det() - here.log_det())
 
+    def better_mean(self, at: At) -> tuple[Tensor, float]:
+        """Return the mean by L-BFGS on a few mirrored draws, in units of q, and the nats that are left.
+
+        Along directions that q is narrow in and log p is wide in, slopes are small and ways long. The new mean is
+        taken if it gains two standard errors on other draws.
+        """
+        covariance = at.precision.inverse()
+        steps, path = covariance.root(self.noise(4)), []
+        steps = torch.cat([steps, -steps])
+
+        def function(x: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.score(at.mean + covariance.root(x) + steps)
+            if found is None:
+                return x.new_full((1,), -inf), torch.zeros_like(x)
+            return found[0].mean().view(1), covariance.root_transposed(found[1].mean(0, keepdim=True))
+
+        start = torch.zeros_like(at.mean).unsqueeze(0)
+        ended = ascend(function, start, tolerance=1e-9, iterations=200, memory=50, path=path)
+        new = at.mean + covariance.root(ended.z).squeeze(0)
+        steps = covariance.root(self.noise(self.pairs))
+        before, after = (self.mirrored(centre, steps) for centre in (at.mean, new))
+        if before is None or after is None:
+            return at.mean, 0.0
+        gains = after[0] - before[0]
+        if gains.mean().item() < 2 * gains.std().item() / len(gains) ** 0.5:
+            return at.mean, 0.0
+        values = [value.item() for _, value, _ in path]
+        return new, 0.0 if bool(ended.converged) else values[-1] - values[len(values) // 2]
+
     # ---- the search
 
     def search(self, starts: int, goes_on: bool) -> tuple[At, float, float, bool]:
-        """Return the end, the ELBO there, the nats that are left, and whether these are next to nothing."""
+        """Return where it ended, the ELBO there, what is left, and whether that is next to nothing."""
         root = LowRank(self.root.scale.double(), self.root.factor.double(), self.root.of_precision)
         at = self.at(self.mean, root) if goes_on else self.begin(starts)
         self.run.stage, before, best = "family", None, None
@@ -271,6 +324,8 @@ class LargeSearch:
                 promises.append(promise / share)
                 left = abs(promise if averaged else promise / share)
                 if left < (enough if averaged else ENOUGH * self.run.tolerance):
+                    mean, more = self.better_mean(at)
+                    at, left = at._replace(mean=mean), left + more
                     break
                 if averaged or _is_noise(promises, elbos):
                     averaged += 1
@@ -287,7 +342,7 @@ class LargeSearch:
 
 
 def _is_noise(promises: list[float], elbos: list[float]) -> bool:
-    """Return whether the promise no longer halves, and less than half of the promises was gained."""
+    """Return whether the promise no longer halves and what was promised was not gained."""
     if len(promises) <= 2 * WINDOW:
         return False
     slow = min(promises[-WINDOW:]) > 0.5 * min(promises[-2 * WINDOW : -WINDOW])
@@ -295,10 +350,10 @@ def _is_noise(promises: list[float], elbos: list[float]) -> bool:
 
 
 def updated_model(at: At, seen: Seen, steps: Tensor, curved: Tensor, rank: int) -> LowRankMatrix:
-    """Return the next model of the curvature: block BFGS along the directions, from a diagonal that draws correct.
+    """Return the model of what is now known: block BFGS along the directions, from a diagonal that draws correct.
 
     With steps T and products Y = AT the curvature is B − BT(TᵀBT)⁻¹TᵀB + Y(TᵀY)⁻¹Yᵀ for B = diag(a): right along the
-    directions, and positive. For draws δ of N(m, Λ⁻¹) the diagonal of the rest is E (y − Âδ)∘Λδ; it is believed as
+    directions, and positive. For draws δ of N(m, Λ⁻¹) the diagonal of what is left is E (y − Âδ)∘Λδ; it is believed as
     far as it is above its noise (James and Stein). As B holds the diagonal both are repeated.
 
     Args:
@@ -331,12 +386,13 @@ def _inverse(steps: Tensor, a: Tensor) -> Tensor:
 
 
 def _correction(left: Tensor, steps: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-    """Return the factor [P] of the diagonal, which is believed as far as it is above its noise (James and Stein)."""
+    """Return the factor [P] of the diagonal: believed as far as all numbers are above their noise, or one by itself."""
     n, each = len(left), left * weight
     found = each.sum(0) / (steps * weight).sum(0).clamp(min=0.5 * n) / a
-    noise = each.var(0) / n / a.square()
-    gain = 1 - noise / found.square().clamp(min=1e-300)
-    return (1 + gain.clamp(min=0.0) * found).clamp(1 / LIMIT, LIMIT)
+    noise, square = each.var(0) / n / a.square(), found.square().clamp(min=1e-300)
+    all_of_them = 1 - noise.median() / (square.median() / MEDIAN)
+    gain = torch.maximum(1 - CERTAIN * noise / square, all_of_them).clamp(min=0.0)
+    return (1 + gain * found).clamp(1 / LIMIT, LIMIT)
 
 
 def fit_large(run: Search, family: Family, starts: int, goes_on: bool) -> Found:
