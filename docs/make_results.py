@@ -38,6 +38,12 @@ def networks(path: Path) -> Table:
     return table
 
 
+def pretrained(path: Path) -> Table:
+    """Return the table that the command printed into a file."""
+    rows = [line.strip("| \n").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
+    return [row for row in rows if not set(row[0]) <= set("- ")]
+
+
 def families(path: Path) -> Table:
     """Return the table that the tutorial prints."""
     printed = re.search(r"^ +family +learned.*?(?=\n```)", path.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -116,6 +122,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Table], str]] = {
         networks,
         'python -m benchmarks.networks --data DIR --sets digits,breastmnist,nuclei '
         '--methods "temperature scaling;ours, default call" --out PATH',
+    ),
+    "pretrained": (
+        pretrained,
+        "python -m benchmarks.pretrained --data DIR --train 4000 --validation 2000 --test 1500 > PATH",
     ),
     "families": (families, "python docs/make_tutorials.py choosing_a_family"),
     "posteriordb": (posteriordb, "python -m benchmarks.posteriordb --data DIR --out PATH"),
