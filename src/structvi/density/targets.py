@@ -139,8 +139,9 @@ class View:
     def __init__(self, target: Target, centre: Tensor, root: Tensor | LowRankMatrix):
         self.target, self.centre, self.root = target, centre, root
         self.space = target.space.at(torch.zeros_like(target.space.initial))
+        self.scale: Tensor  # [P]
         if isinstance(root, LowRankMatrix):
-            self.scale, log_det = root.diagonal().sqrt(), root.log_det() / 2  # [P]
+            self.scale, log_det = root.diagonal().sqrt(), root.log_det() / 2
         elif root.ndim == 1:
             self.scale, log_det = root.abs(), root.abs().log().sum().item()
         else:

@@ -73,7 +73,9 @@ class Ranks:
         self.rank, self.size, self.mode = 0, 1, None
         self.family = family if isinstance(family, Sharded) else None
         #: names of the tensors that are sharded: each rank has its rows
-        self.sharded = frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
+        self.sharded: frozenset[str] = (
+            frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
+        )
         self._interrupts = Interrupts()
         #: whether any rank was asked to stop
         self.stopping = False

@@ -253,7 +253,7 @@ def under(part: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
 
 
-def differences(saved: Mapping[str, tuple], here: Mapping[str, tuple]) -> list[str]:
+def differences(saved: Mapping[str, tuple[Any, ...]], here: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """Return a line for each entry that differs between two tables, name → tuple.
 
     Example:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +99,8 @@ class PosteriorTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # columns of the data that the network does not take are left out
             net: Any = self.posterior.net
-            model, self.model = self.model, net
-            try:
-                super()._set_signature_columns_if_needed()
-            finally:
-                self.model = model
+            base = net.get_base_model() if hasattr(net, "get_base_model") else net
+            self._signature_columns = [*signature(base.forward).parameters, "label", "label_ids", *self.label_names]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir or ".")

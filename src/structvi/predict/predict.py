@@ -205,7 +205,7 @@ class WeightDraws(PredictiveDraws):
         self.note = "" if self.draws == draws else f"{draws} asked for, {taken}"
         if generator is None:
             own = torch.Generator().manual_seed(0)
-            self.seeds = torch.randint(2**62, (len(self.groups),), generator=own).tolist()
+            self.seeds: list[int] = torch.randint(2**62, (len(self.groups),), generator=own).tolist()
         else:
             self.seeds = seed_from(generator, len(self.groups))
         self._kept: list[Draws] | None = None

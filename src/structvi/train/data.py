@@ -79,7 +79,7 @@ class Batches:
         #: why the order cannot be repeated exactly; None if it can
         self.inexact: str | None = "the loader is no DataLoader: its order is its own"
         #: the distinct observations that the loader can give, [N]; empty if unknown
-        self.indices = torch.empty(0, dtype=torch.int64)
+        self.indices: Tensor = torch.empty(0, dtype=torch.int64)
         #: whether the order is made here, and every batch can be split into parts
         self.splits = False
         #: whether reading may draw random numbers from the global streams

@@ -23,7 +23,7 @@ def is_live() -> bool:
 
 def progress_bar(
     items: Iterable[Any] | None = None, *, total: int | None, label: str, show: bool, unit: str = "batch"
-) -> tqdm:
+) -> "tqdm[Any]":
     """Return the items, or a counter without any, with a bar that goes when they are read, if there is a live line.
 
     Example:

@@ -33,7 +33,7 @@ SHORT = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
 )  # fmt: skip
 #: the steepest slopes of other activations, of GELU the exact one
-SLOPES = {nn.Sigmoid: 0.25, nn.GELU: 1.128904145185155, nn.SiLU: 1.0998393201288668}
+SLOPES: dict[type[nn.Module], float] = {nn.Sigmoid: 0.25, nn.GELU: 1.128904145185155, nn.SiLU: 1.0998393201288668}
 
 
 class _Layer(NamedTuple):
