@@ -86,7 +86,7 @@ class At(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What mirrored draws tell: the ELBO with its standard error, E ∇log p, and products with the mean curvature."""
+    """Findings of mirrored draws: the ELBO with its standard error, E ∇log p, and products with the mean curvature."""
 
     elbo: float
     error: float

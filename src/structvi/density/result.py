@@ -1,4 +1,4 @@
-"""What `vi.fit_density` hands back, and how it judges what a search came to."""
+"""The result of `vi.fit_density`, and the verdict on a search."""
 
 import os
 import warnings
@@ -54,7 +54,7 @@ NEXT = {
 
 @dataclass(repr=False, kw_only=True)
 class DensityFit(Result):
-    """What `fit` hands back. `print(result)` says what it came to, `print(result.summary())` what the parameters are.
+    """The result of `fit_density`. `print(result)` says what it came to, `print(result.summary())` what the parameters are.
 
     `family` is a distribution of θ, which holds free numbers where parameters are constrained; `sample`, `summary` and
     `to_arviz` give the values themselves.

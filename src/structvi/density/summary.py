@@ -205,7 +205,7 @@ def _labels(name: str, shape: torch.Size) -> list[str]:
 
 
 def _quantile(x: Tensor, weights: Tensor, p: float) -> Tensor:
-    """Of weighted values, [S, ..] → [..]: between two of them by their weights' middles."""
+    """Return a quantile of weighted values, [S, ..] → [..]: between two of them by their weights' middles."""
     flat, order = x.reshape(len(x), -1).sort(0)
     w = weights[order]
     middle = (w.cumsum(0) - 0.5 * w).mT.contiguous()  # [E, S]

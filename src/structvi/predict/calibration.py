@@ -113,7 +113,7 @@ def calibrate(
 def _checked(
     chosen_on: str | None, validation: Iterable[Any] | None, conformal: Iterable[Any] | None
 ) -> tuple[str, ...]:
-    """What there is to say of the data; conformal ones that are used for another choice are refused."""
+    """Return notes on the data; conformal ones that are used for another choice are refused."""
     mine = None if validation is None else fingerprint(validation)
     if conformal is not None:
         theirs = fingerprint(conformal)

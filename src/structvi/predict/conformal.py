@@ -20,7 +20,7 @@ SLACK = 1e-6
 
 
 def form_of(labels: bool, t: Tensor) -> Form:
-    """Of a target t [B, ..]."""
+    """Return the form of a target t [B, ..]."""
     if not labels:
         return "number"
     return "label" if t[:1].numel() == 1 else "mask"
@@ -43,7 +43,7 @@ def number_scores(mean: Tensor, std: Tensor, t: Tensor, observed: Tensor | None)
 
 
 def mask_losses(p: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
-    """Of each case that has something to miss the loss at every threshold: p [B, C, ..] or [B, ..] of 1 → [n, G]."""
+    """Return the loss at every threshold of each case with labels: p [B, C, ..] or [B, ..] of 1 → [n, G]."""
     B, G, binary = len(t), len(THRESHOLDS), p.shape == t.shape
     t = t.long()
     own = p if binary else p.gather(1, t.unsqueeze(1)).squeeze(1)  # of the label that came
@@ -74,12 +74,12 @@ def intervals(mean: Tensor, std: Tensor, conformal: Conformal, level: float) -> 
 
 
 def masks(p: Tensor, conformal: Conformal, level: float) -> Tensor:
-    """Where a label's probability reaches the threshold: [B, C, ..], or [B, ..] of 1."""
+    """Return a mask of the labels whose probability reaches the threshold: [B, C, ..], or [B, ..] of 1."""
     return p.double() >= conformal.threshold(level) * (1 - SLACK)
 
 
 def joined(form: Form, parts: list[Tensor]) -> Conformal:
-    """From the scores or losses of all cases."""
+    """Return the scores of all cases as one value."""
     values: Any = torch.cat(parts).double().cpu()
     if not bool(values.isfinite().all()):
         raise ValueError(

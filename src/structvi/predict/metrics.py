@@ -1,4 +1,4 @@
-"""How good predictions are, on a loader: likelihood, error, calibration, and what uncertainty is worth.
+"""Measures of predictions on a loader: likelihood, error, calibration, and what uncertainty is worth.
 
 Batches are predicted one after the other, all at the same draws; over batches only sums and histograms are kept.
 """
@@ -50,7 +50,7 @@ class RiskCoverage:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What `evaluate` measured; None where the likelihood has no such thing. `dict(metrics)` has the numbers only.
+    """The measures of `evaluate`; None where the likelihood has no such thing. `dict(metrics)` has the numbers only.
 
     Averages are over the observed elements of the target (labels, pixels, numbers). The standard error takes the rows
     of the batches to be independent, not their elements.

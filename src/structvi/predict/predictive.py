@@ -145,17 +145,17 @@ class Predictive:
 
     @property
     def is_function(self) -> bool:
-        """Whether the likelihood is a plain function (output, target) → log p, of which no distribution is known."""
+        """True if the likelihood is a plain function (output, target) → log p, of which no distribution is known."""
         return self._components is None
 
     @property
     def is_discrete(self) -> bool:
-        """Whether t is a label or a count, and p(t | y) a probability."""
+        """True if t is a label or a count, and p(t | y) a probability."""
         return isinstance(self._components, Bernoulli | Poisson | Categorical)
 
     @property
     def is_of_labels(self) -> bool:
-        """Whether t is a class label."""
+        """True if t is a class label."""
         return isinstance(self._components, Bernoulli | Categorical)
 
     def __repr__(self) -> str:
@@ -259,7 +259,7 @@ class Predictive:
 
     @property
     def ood_score(self) -> Tensor:
-        """How unlike the data an input is, [B]: out-of-distribution inputs have the largest, see `OutOfDistribution`.
+        """The distance of an input from the data, [B]: out-of-distribution inputs have the largest, see `OutOfDistribution`.
 
         It costs a forward pass of the network. `bayes.laplace(train, validation=held_out)` and `fit_head` learn it.
         """
@@ -267,7 +267,7 @@ class Predictive:
 
     @property
     def is_ood(self) -> Tensor:
-        """Whether the score is above that of 95 % of the validation inputs: [B]."""
+        """True where the score is above that of 95 % of the validation inputs: [B]."""
         score, threshold = self._scored()
         return score > threshold
 

@@ -106,7 +106,7 @@ def _mixture(draws: PredictiveDraws, x: Tensor, shape: tuple[int, ...]) -> Predi
 
 
 def _windows(size: int, tile: int, margin: int) -> list[tuple[slice, slice]]:
-    """What the network sees and what is kept of it along one axis: cores that meet; the last tile ends with the axis.
+    """The windows of the network and their cores along one axis: cores that meet; the last tile ends with the axis.
 
     Example:
         >>> [(w.start, w.stop, c.start, c.stop) for w, c in _windows(10, 6, 1)]
