@@ -54,7 +54,7 @@ NEXT = {
 
 @dataclass(repr=False, kw_only=True)
 class DensityFit(Result):
-    """The result of `fit_density`. `print(result)` says what it came to, `print(result.summary())` what the parameters are.
+    """The result of `fit_density`. `print(result)` shows the verdict, `print(result.summary())` the parameters.
 
     `family` is a distribution of θ, which holds free numbers where parameters are constrained; `sample`, `summary` and
     `to_arviz` give the values themselves.

@@ -259,9 +259,9 @@ class Predictive:
 
     @property
     def ood_score(self) -> Tensor:
-        """The distance of an input from the data, [B]: out-of-distribution inputs have the largest, see `OutOfDistribution`.
+        """The distance of an input from the data, [B]: the largest are out of distribution, see `OutOfDistribution`.
 
-        It costs a forward pass of the network. `bayes.laplace(train, validation=held_out)` and `fit_head` learn it.
+        It costs a forward pass of the network. `bayes.laplace(train, validation=held_out)` learns it.
         """
         return self._scored()[0]
 
