@@ -641,9 +641,12 @@ def test_fits_in_threads_are_inside_their_networks_at_the_same_time():
                 self.step = 3
             return super().forward(x)
 
+    # made here: random numbers of the global stream, drawn in one thread, look like the network's own in the other
+    nets = [Meeting(D, 1, dtype=torch.float64) for _ in range(2)]
+
     def fit(seed):
+        net = nets[seed]
         try:
-            net = Meeting(D, 1, dtype=torch.float64)
             posterior = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField())
             posterior.fit(
                 loader(),
