@@ -1,6 +1,6 @@
 """`bayes.calibrate`: a temperature or a scale from held-out cases, and the scores of conformal sets from others.
 
-A value is applied only if it gains on cases that took no part in fitting it, and does not
+A temperature above one is applied; another value only if it gains on left-out cases, and does not
 lie at the end of the search.
 """
 
@@ -61,7 +61,7 @@ def calibrate(
     Args:
         posterior: what `variationalize` returns, fitted.
         validation: held-out batches, as `fit` takes them, for the temperature or scale: read twice, so no generator. It
-            is applied only if it gains on cases that took no part in its fit. Without it, the one that there is
+            is applied if it gains on left-out cases, or is a temperature above one. Without it, the one that there is
             stays.
         conformal: other held-out batches, for `predict(x).conformal(level)`. They must be used for no other choice:
             those that are also in `validation`, or that a fit has chosen on, are refused.
