@@ -89,7 +89,7 @@ def test_members_are_single_fits():
         single.fit(loader(), seed=4 + c, validation=loader(40, 60), **given)
         torch.testing.assert_close(one.family.mean, single.family.mean, atol=1e-5, rtol=0)
     lines = str(result).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[0] == "3 networks, weights 0.333, 0.333, 0.333"
     assert result.held_out == pytest.approx(-ensemble.evaluate(loader(40, 60)).nlpd, abs=0.02)
     assert "they ended: 3 too short" in str(ensemble.fit(loader(), **given))
@@ -152,7 +152,7 @@ def test_an_ensemble_is_as_good_as_its_worst_member():
     with torch.no_grad():
         nets[1].weight.fill_(1e25)
     wide = vi.Ensemble.of(nets, vi.likelihoods.Gaussian(1.0), vi.MeanField(), vi.priors.NormalPrior(1e26))
-    with pytest.raises(ValueError, match="these diverged: 1"):
+    with pytest.raises(ValueError, match=r"these diverged: \[1\]"):
         wide.fit(data, steps=20, progress=False)
 
 
@@ -227,7 +227,6 @@ def test_saved_and_loaded(tmp_path):
             {"calibration.scores": torch.full((3,), 2.0).double()},
             {"adjustment": None, "conformal": ["label", 3], "draws": 1},
         ),
-        ({}, {"adjustment": ["scale", 2.0, 0.1, 0.01, 10], "conformal": None, "draws": 1}),
         ({}, "no calibration"),
     ],
 )
@@ -260,7 +259,6 @@ def test_what_is_no_ensemble():
         ([net], "a list of posteriors"),
         ([posterior, vi.variationalize(net, CATEGORICAL)], "a network of its own"),
         ([posterior, vi.variationalize(other, vi.likelihoods.Gaussian(1.0))], "share their likelihood"),
-        ([posterior, vi.variationalize(copy.deepcopy(net).double(), CATEGORICAL)], "share one dtype"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             vi.Ensemble(members)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..families.family import Family
 from ..files.describe import refusing
-from ..files.file import CheckpointError, opened, write
+from ..files.file import CheckpointError, read, write
 from ..files.posterior_file import SCORES, loaded_calibration
 from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
@@ -70,15 +70,17 @@ class EnsembleResult(Result):
     ensemble: "Ensemble"
 
     def headlines(self) -> list[str]:
-        lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
-        lines.append(f"ELBO of member and weights: {self.elbo}")
-        if self.held_out is None:
-            ended = Counter(one.status for one in self.members)
-            return [*lines, "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items())]
-        line = f"held-out log density: {self.held_out:.4f} nats"
+        weights, ended = ", ".join(f"{w:.3f}" for w in self.weights), Counter(one.status for one in self.members)
+        lines = [
+            f"{len(self.members)} networks, weights {weights}",
+            f"ELBO of member and weights: {self.elbo}",
+            "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items()),
+        ]
+        if self.held_out is not None:
+            lines.append(f"held-out log density: {self.held_out:.4f} nats")
         if self.gain is not None:
-            line += "; gain over the average of the networks {:+.4f} ± {:.4f}".format(*self.gain)
-        return [*lines, line]
+            lines.append("gain over the average of the networks {:+.4f} ± {:.4f}".format(*self.gain))
+        return lines
 
     @property
     def details(self) -> str:
@@ -123,10 +125,6 @@ class Ensemble(nn.Module):
             raise ValueError("two of the posteriors are of the same network: each member has a network of its own")
         if len({type(one.model.likelihood) for one in posteriors}) > 1:
             raise ValueError("the posteriors of an ensemble must share their likelihood")
-        if len({one.space.dtype for one in posteriors}) > 1:
-            raise ValueError(
-                "the networks of an ensemble must share one dtype: give net.float() or net.double() of all"
-            )
         self.members = nn.ModuleList(posteriors)
         #: found by `calibrate`, as for a posterior; calibrations of the members take no part
         self.calibration: Calibration | None = None
@@ -145,8 +143,8 @@ class Ensemble(nn.Module):
         """Return a posterior around each network; arguments as of `variationalize`, the likelihood copied for each."""
         if isinstance(networks, nn.Module) or not networks:
             raise TypeError("expected a list of networks, one for each member")
-        parts = likelihood, family, prior
-        return cls([variationalize(net, *(_copied(part) for part in parts), **options) for net in networks])
+        parts = likelihood, family, prior  # a copy for each member, which learns its own noise and scales
+        return cls([variationalize(net, *copy.deepcopy(parts), **options) for net in networks])
 
     @property
     def posteriors(self) -> list[Posterior]:
@@ -212,9 +210,8 @@ class Ensemble(nn.Module):
         lost = [c for c, one in enumerate(results) if one.status is Status.DIVERGED]
         if lost:
             raise NonFiniteError(
-                f"of {C} members these diverged: {', '.join(map(str, lost))} (counted from 0); "
-                f"{results[lost[0]].verdict}. The others are fitted: make an ensemble of them alone, or fit again with "
-                "a smaller lr="
+                f"of {C} members these diverged: {lost} (counted from 0). The others are fitted: make an ensemble of "
+                "them alone, or fit again with a smaller lr="
             )
         self.calibration, self.chosen_on = None, self.posteriors[0].chosen_on
         self.weights.fill_(1 / C)
@@ -311,11 +308,10 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
         **given: parts of your own, as in `load`.
     """
     path = Path(folder) / FILE
-    with opened(path) as stored:
-        count, described = stored.description.get("networks"), stored.description.get("calibration")
-        if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", SCORES}:
-            raise CheckpointError(f"{path} does not describe an ensemble")
-        tensors = stored.tensors()
+    tensors, saved = read(path)
+    count, described = saved.get("networks"), saved.get("calibration")
+    if saved.get("kind") != KIND or not {"weights"} <= set(tensors) <= {"weights", SCORES}:
+        raise CheckpointError(f"{path} does not describe an ensemble")
     weights = tensors["weights"]
     if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
@@ -326,7 +322,7 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on
     with refusing(path):
-        ensemble.calibration = loaded_calibration(described, tensors.get(SCORES), ensemble.model.likelihood)
+        ensemble.calibration = loaded_calibration(described, tensors.get(SCORES))
     return ensemble
 
 
@@ -352,8 +348,3 @@ def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
         share = (log_weights.unsqueeze(-1) + log_probs).softmax(0)  # [C, n]
         log_weights = ((share.sum(-1) + rows / C) / (n + rows)).clamp(min=1e-300).log()
     return log_weights.exp() / log_weights.exp().sum()
-
-
-def _copied(part: Any) -> Any:
-    """Return a copy of a module: each member learns its own noise and scales."""
-    return copy.deepcopy(part) if isinstance(part, nn.Module) else part
