@@ -107,25 +107,24 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         raise CheckpointError(f"cannot read {path}: it is a directory, a pipe or a device, not a file")
     try:
         with safe_open(path, framework="pt") as file:
-            envelope = (file.metadata() or {}).get("structvi")
-            if envelope is None:
-                raise CheckpointError(f'{path} was not written by structvi: its metadata lack the entry "structvi"')
+            envelope = json.loads((file.metadata() or {}).get("structvi", "{}"))
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        envelope = json.loads(envelope)
-        description, version, sha = envelope["description"], envelope["format"], envelope["sha256"]
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    except (SafetensorError, KeyError, TypeError, RecursionError) as error:
+    except (SafetensorError, ValueError, KeyError, RecursionError) as error:
         said = brief(str(error), 200)
         raise CheckpointError(
             f"{path} is damaged, or no safetensors file ({said}); structvi does not unpickle what torch.save writes"
         ) from None
-    if version != FORMAT:
+    if not isinstance(envelope, dict) or "format" not in envelope:
+        raise CheckpointError(f'{path} was not written by structvi: its metadata have no description in "structvi"')
+    if envelope["format"] != FORMAT:
         raise CheckpointError(
-            f"{path} has format version {brief(version)}, this structvi reads {FORMAT}: read it with the structvi that "
-            "wrote it"
+            f"{path} has format version {brief(envelope['format'])}, this structvi reads {FORMAT}: read it with the "
+            "structvi that wrote it"
         )
-    if not isinstance(description, dict) or digest(tensors, description) != sha:
+    description = envelope.get("description")
+    if not isinstance(description, dict) or digest(tensors, description) != envelope.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its content does not have the SHA-256 that was written with it")
     return tensors, description
 

@@ -144,11 +144,12 @@ def _check_network(
     """Return the network's random tensors and its others; raise if it is not the network that was saved."""
     with refusing(path):
         there = {str(name): (tuple(shape), str(dtype)) for name, shape, dtype in saved["random"]}
+        sha = saved["hash"]
     random, held = _tensors_of(net, there)
-    here = table(held) if saved["hash"] is None else {}
+    here = table(held) if sha is None else {}
     if different := differences({**there, **table(stored)}, {**table(random), **here}):
         raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
-    if saved["hash"] not in (None, digest(held)):
+    if sha not in (None, digest(held)):
         raise ValueError(
             f"{path} holds the hash of the network's tensors that are not random, and here they have other values: "
             "give the network as it was when the posterior was saved"
