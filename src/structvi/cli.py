@@ -52,7 +52,7 @@ def _parser() -> ArgumentParser:
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="command")
 
-    def command(run: Callable[[Namespace], int | None]) -> Callable[..., None]:
+    def command(run: Callable[[Namespace], int | None]) -> Callable[..., object]:
         own = commands.add_parser(
             run.__name__, help=run.__doc__, description=run.__doc__, formatter_class=ArgumentDefaultsHelpFormatter
         )

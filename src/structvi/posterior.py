@@ -4,12 +4,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from .couplings import Coupling, paired
+from .diagnostics.arviz import to_arviz
+from .diagnostics.diagnosis import diagnose
 from .distributed.sharding import Sharded
 from .families.family import Family
 from .families.full import FullNormal
@@ -46,11 +48,6 @@ from .train.grow import grow
 from .train.step import stepper
 from .util.checks import check_one_of, with_hints
 from .util.random_streams import borrowed_stream
-
-if TYPE_CHECKING:
-    from xarray import DataTree
-
-    from .diagnostics import Report
 
 
 class Posterior(nn.Module):
@@ -222,18 +219,8 @@ class Posterior(nn.Module):
     sample = sample
     sample_network = sample_network
     mean_network = mean_network
-
-    def diagnose(self, loader: Iterable[Any], **options: Any) -> "Report":
-        """Return how near it is to the posterior and how good its fit: see `structvi.diagnostics.diagnose`."""
-        from .diagnostics import diagnose  # loaded when asked for, as are its plots
-
-        return diagnose(self, loader, **options)
-
-    def to_arviz(self, loader: Iterable[Any] | None = None, draws: int = 1000, **options: Any) -> "DataTree":
-        """Return draws as the xarray `DataTree` of arviz: see `structvi.diagnostics.to_arviz`."""
-        from .diagnostics import to_arviz
-
-        return to_arviz(self, loader, draws, **options)
+    diagnose = diagnose
+    to_arviz = to_arviz
 
     def elbo(
         self,

@@ -227,7 +227,6 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
     [
         ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer or scheduler is your own"),
         ({}, {"accumulate": 2}, "accumulate=2"),
-        ({"forward": lambda net, batch: (net(batch[0]), batch[1])}, {}, "which rows are padding"),
         ({"net": lambda: nn.Sequential(mlp(), nn.Dropout()), "dropout": "on"}, {}, "random"),
         ({"linearise": True}, {}, "linearised"),
         ({"net": lambda: nn.Sequential(nn.Linear(3, 2**16), nn.Linear(2**16, 1))}, {}, "a draw takes"),
@@ -251,7 +250,6 @@ def test_forms_are_told_apart():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"checkpoint": vi.Checkpoint("somewhere")}, "checkpoint= is for one fit"),
         ({"each": {"seed": [1]}}, "one value for each of the 2"),
         ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "then not given for all"),
     ],

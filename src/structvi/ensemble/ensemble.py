@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..families.family import Family
 from ..files.describe import refusing
 from ..files.file import CheckpointError, read, write
-from ..files.posterior_file import SCORES, loaded_calibration
+from ..files.posterior_file import SCORES, describe_calibration, loaded_calibration
 from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
@@ -36,11 +36,6 @@ from .many import fit_many
 KIND = "ensemble"
 #: files of a folder
 FILE, MEMBER = "ensemble.safetensors", "network-{}.safetensors"
-#: an ensemble has the worst status of its members, the first of these
-WORST_FIRST = (
-    Status.DIVERGED, Status.STOPPED, Status.TOO_SHORT, Status.IMPROVING, Status.UNCLEAR, Status.CONVERGED,
-    Status.PLACED,
-)  # fmt: skip
 #: iterations of expectation maximisation over the weights; each gains
 ITERATIONS = 500
 #: observations that all members share equally in stacking: they hold the weights together where data are few
@@ -89,8 +84,6 @@ class EnsembleResult(Result):
 
     @property
     def next_step(self) -> str:
-        if self.status in (Status.IMPROVING, Status.TOO_SHORT):
-            return "fit longer: print(result.details) has each network's verdict; ensemble.predict(x) works already"
         return "ensemble.predict(x), .evaluate(test_loader), .calibrate(other_loader)"
 
 
@@ -265,7 +258,7 @@ class Ensemble(nn.Module):
         return float((self.weights.cpu().log().unsqueeze(-1) + log_probs).logsumexp(0).mean())
 
     def _result(self, results: Sequence[FitResult | LaplaceResult], **found: Any) -> EnsembleResult:
-        status = min((one.status for one in results), key=WORST_FIRST.index)
+        status = max((one.status for one in results), key=list(Status).index)  # the worst
         return EnsembleResult(
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results),
             members=results, weights=self.weights.tolist(), ensemble=self, **found,
@@ -284,10 +277,8 @@ class Ensemble(nn.Module):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors, found = {"weights": self.weights}, self.calibration
-        if found is not None and found.conformal is not None:
-            tensors[SCORES] = found.conformal.values
-        described = None if found is None else found.described()
+        described, tensors = describe_calibration(self.calibration)
+        tensors["weights"] = self.weights
 
         def make(hidden: Path) -> None:
             for c, member in enumerate(self.posteriors):

@@ -18,7 +18,6 @@ from ..couplings import Noise
 from ..distributed.ranks import Ranks
 from ..families.numerics import unread
 from ..models.bayesian_model import batch_size, rows, split_batch
-from ..models.likelihoods import Likelihood
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
@@ -61,7 +60,7 @@ def fit_many(
         loaders: the data of each, or one for all.
         each: options of `posterior.fit` that differ, one value for each: `each={"kl_weight": [1.0, 0.3]}`, or
             `each={"validation": [..]}`. "seed" is `range(len(posteriors))` if not given.
-        **options: of `posterior.fit`, the same for all; `checkpoint=` and `callback=` belong to one fit.
+        **options: of `posterior.fit`, the same for all; `checkpoint=` belongs to one fit: give it with `each`.
 
     Example:
         >>> import torch
@@ -106,9 +105,6 @@ def _options(M: int, each: Mapping[str, Sequence[Any]], options: dict[str, Any])
                 f"each={{{name!r}: ..}} must be a list with one value for each of the {M} posteriors, and {name}= is "
                 "then not given for all"
             )
-    for name in ("checkpoint", "callback"):
-        if options.get(name) is not None:
-            raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
     known = {one.name: one.default for one in signature(fit).parameters.values() if one.kind is one.KEYWORD_ONLY}
     rows = zip(*own.values(), strict=True)
     return [Options(**known | options | dict(zip(own, row, strict=True))) for row in rows]
@@ -134,6 +130,7 @@ def _reason_against(job: Job) -> str | None:
     computing = options.computing
     reasons = {
         "the optimizer or scheduler is your own": options.optimizer is not None or options.scheduler is not None,
+        "checkpoint= and callback= are for one fit": options.checkpoint is not None or options.callback is not None,
         f"accumulate={options.accumulate}": options.accumulate != 1,
         "mixed precision or compilation": computing.precision is not None or computing.compile,
         "the work is shared with other ranks": Ranks(computing.parallel).size > 1,
@@ -296,8 +293,6 @@ class StackedFits:
         model, streams = self.objective.posterior.model, [one.generator.get_state() for one in self.fits]
         sizes = {(one.settings["num_data"], one.mean_rows) for one in self.fits}
         uneven = len(sizes) > 1 or None in next(iter(sizes))
-        if uneven and (model.user_forward is not None or not isinstance(model.likelihood, Likelihood)):
-            return "batches are of unequal sizes, and a function of your own does not know which rows are padding"
         noise = self.noise([torch.Generator(self.device).manual_seed(m) for m in range(len(self.fits))])
         try:
             self.read(range(len(self.fits)))

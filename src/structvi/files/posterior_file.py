@@ -44,8 +44,8 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
     check_one_of("network", network, ("store", "hash"))
-    model, calibration, status = posterior.model, posterior.calibration, posterior.fit_status
-    tensors: dict[str, Tensor] = {}
+    model, status = posterior.model, posterior.fit_status
+    calibration, tensors = describe_calibration(posterior.calibration)
     for part, module in _modules(posterior).items():
         tensors |= _prefixed(part, module.state_dict())
         if not all(map(all_finite, module.state_dict().values())):
@@ -56,8 +56,6 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
         tensors |= _prefixed("network", held)
     if model.linearised_at is not None:
         tensors[LINEARISED] = model.linearised_at
-    if calibration is not None and calibration.conformal is not None:
-        tensors[SCORES] = calibration.conformal.values
     variance, ood = posterior.learned_variance, posterior.ood
     options = {
         "num_data": model.known_num_data, "keys": model.keys, "evaluation": model.evaluation.mode,
@@ -74,7 +72,7 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
         "hash": digest(held) if network == "hash" else None,
         "model": encode(options),
         "modes": encode({"dropout": posterior.dropout, "batch_norm": posterior.batch_norm}),
-        "calibration": None if calibration is None else calibration.described(),
+        "calibration": calibration,
         "chosen_on": posterior.chosen_on,
         "variance": None if variance is None else [variance.layer, *variance.slope.shape],
         "ood": None if ood is None else [ood.layer, *ood.means.shape],
@@ -267,6 +265,14 @@ def differences(saved: Mapping[str, tuple[Any, ...]], here: Mapping[str, tuple[A
         if a != b:
             lines.append(f"  {brief(name)}: {a:.80} in the file, {b:.80} here")
     return lines[:LINES]
+
+
+def describe_calibration(calibration: Calibration | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Return what `loaded_calibration` takes: a description, and the scores of conformal sets, if there are some."""
+    if calibration is None:
+        return None, {}
+    scores = calibration.conformal
+    return calibration.described(), {} if scores is None else {SCORES: scores.values}
 
 
 def loaded_calibration(described: Any, scores: Tensor | None) -> Calibration | None:
