@@ -120,7 +120,6 @@ DRAWS = {
         vi.variationalize(net(), lk.Gaussian(1.0), vi.Mixture(vi.MeanField(), 2), generator=g).family().mean
     ),
     "predict": lambda g: posterior().predict(X, 4, generator=g).mean,
-    "predict mixture": lambda g: mixture().predict(X, 4, generator=g).mean,
     "predictor": lambda g: posterior().predictor(4, generator=g)(X).mean,
     "sample": lambda g: posterior().sample(3, generator=g)["weight"],
     "sample log density": lambda g: density_fit().sample(5, generator=g)["z"],
@@ -129,17 +128,14 @@ DRAWS = {
     ),
     "sample_network": lambda g: posterior().sample_network(generator=g).weight,
     "evaluate": lambda g: torch.tensor(posterior().evaluate(DATA, 4, generator=g).nlpd),
-    "evaluate mixture": lambda g: torch.tensor(mixture().evaluate(DATA, 4, generator=g).nlpd),
     "ood_auroc": lambda g: torch.tensor(
         vi.metrics.ood_auroc(posterior(), DATA, [(3 * X, X[:, :1])], score="variance", draws=4, generator=g)
     ),
     "elbo": lambda g: vi.elbo(wide(), TARGET, generator=g),
     "elbo posterior": lambda g: torch.tensor(posterior().elbo(DATA, groups=2, generator=g).value),
     "loss": lambda g: posterior().loss(DATA[0], generator=g),
-    "terms": lambda g: posterior().terms(DATA[0], generator=g).fit,
     "bind": lambda g: vi.Mixture(vi.MeanField(), 2).bind(vi.Parameters.of(net()), generator=g)().mean,
     "draw": lambda g: wide()().draw(generator=g).theta,
-    "fresh": lambda g: vi.Parameters.of(net()).fresh(g),
     "naive": lambda g: vi.couplings.naive(1, 2, 0, generator=g).diagonal,
     "paired": lambda g: vi.couplings.paired(1, 2, 0, generator=g).diagonal,
     "predict_tiles": lambda g: (
@@ -157,7 +153,6 @@ SEEDED = {
     "grow": lambda s: fresh().grow(DATA, rank=2, steps=2, seed=s, progress=False).elbo.value,
     "stepper": lambda s: fresh().stepper(seed=s)(DATA[0]),
     "calibrate": lambda s: str(fresh().calibrate(DATA, seed=s)),
-    "calibrate mixture": lambda s: str(copy.deepcopy(mixture()).calibrate(DATA, seed=s)),
     "diagnose": lambda s: fresh().diagnose(DATA, seed=s).verdict,
     "summary": lambda s: density_fit().summary(corrected=False, draws=200, seed=s).mean["z"],
     "to_arviz": lambda s: density_fit().to_arviz(5, seed=s).posterior["z"].values,

@@ -113,14 +113,6 @@ def test_a_fault_leaves_the_old_file_or_none(path, tmp_path, monkeypatch, step, 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_and_its_target_is_written(path, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    write(link, {"x": torch.ones(3)}, {})
-    assert link.is_symlink()
-    assert list(read(path)[0]) == ["x"]
-
-
 def test_without_what_windows_lacks(path, tmp_path, monkeypatch):
     """Neither a flush of the directory nor flags of POSIX."""
     monkeypatch.setattr(os, "name", "nt")

@@ -1,12 +1,9 @@
 """A real Trainer: what it maximises is the ELBO, on the schedule of `fit`, and what it leaves is a posterior."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -204,22 +201,3 @@ def test_mixed_precision_is_for_the_network_alone(tmp_path):
 def test_a_stream_needs_its_length(tmp_path):
     with pytest.raises(ValueError, match="give num_data="):
         trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), DataLoader(Stream(), batch_size=8))
-
-
-def imported(monkeypatch, *missing):
-    """The module once more, where these packages are missing."""
-    for name in missing:
-        monkeypatch.setitem(sys.modules, name, None)
-    spec = importlib.util.find_spec("structvi.integrations.lightning")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_either_package_is_taken_and_none_is_named(monkeypatch):
-    from pytorch_lightning import LightningModule as Other
-
-    assert issubclass(BayesianModule, LightningModule)
-    assert issubclass(imported(monkeypatch, "lightning.pytorch").BayesianModule, Other)
-    with pytest.raises(ImportError, match=r'pip install "structvi\[lightning\]"'):
-        imported(monkeypatch, "lightning.pytorch", "pytorch_lightning")

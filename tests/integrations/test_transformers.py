@@ -130,9 +130,3 @@ def test_an_adapter_is_read_by_peft_and_with_its_posterior(tmp_path):
     loaded = load_adapter(tmp_path, bert())
     assert torch.equal(loaded.family.mean, bayes.family.mean)
     torch.testing.assert_close(loaded.predict(inputs).mean, bayes.predict(inputs).mean)
-
-
-def test_a_network_without_adapters_has_no_adapter_to_save(tmp_path):
-    bayes = vi.variationalize(bert(), vi.likelihoods.Categorical(), vi.MAP(), select="classifier*", num_data=1)
-    with pytest.raises(TypeError, match="save_adapter is for a PeftModel, and this network is a BertFor"):
-        save_adapter(bayes, tmp_path)
