@@ -1,5 +1,6 @@
 """The posterior does not depend on how the data are cut over processes either: against the conjugate truth."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -51,6 +52,7 @@ def fits_of_a_rank(rank, size):
     return out
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_does():
     """One test, for its processes are started once: workers of pytest would share out several, and start them again."""
     ranks = launch(fits_of_a_rank, 2, 2)

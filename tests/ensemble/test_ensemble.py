@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.ensemble.ensemble import stacking
-from structvi.files.file import write
 from structvi.models.calibration import Adjustment
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -202,27 +201,6 @@ def test_saved_and_loaded(tmp_path):
     (tmp_path / "ensemble" / "network-0.safetensors").rename(tmp_path / "ensemble" / "ensemble.safetensors")
     with pytest.raises(vi.CheckpointError, match="does not describe an ensemble"):
         vi.load(tmp_path / "ensemble", networks())
-
-
-@pytest.mark.parametrize(
-    ("tensors", "calibration"),
-    [
-        ({}, {"adjustment": None, "conformal": ["label", 3], "draws": 1}),
-        ({"calibration.scores": torch.zeros(3).double()}, None),
-        (
-            {"calibration.scores": torch.full((3,), 2.0).double()},
-            {"adjustment": None, "conformal": ["label", 3], "draws": 1},
-        ),
-        ({}, "no calibration"),
-    ],
-)
-def test_a_calibration_that_cannot_be_is_refused(tmp_path, tensors, calibration):
-    ensemble = vi.Ensemble.of(networks(2), CATEGORICAL, vi.MAP(), num_data=40)
-    ensemble.save(tmp_path)
-    description = {"kind": "ensemble", "networks": 2, "calibration": calibration}
-    write(tmp_path / "ensemble.safetensors", {"weights": ensemble.weights, **tensors}, description)
-    with pytest.raises(vi.CheckpointError, match=r"ensemble\.safetensors"):
-        vi.load(tmp_path, networks(2))
 
 
 def test_a_second_save_leaves_nothing_of_the_first(tmp_path, monkeypatch):

@@ -176,17 +176,6 @@ def test_tensors_that_are_not_learned_are_each_networks_own():
     assert_same(a, b, results, alone(b, [loader] * 2, steps=8))
 
 
-def test_what_is_held_is_not_learned_with_the_others():
-    loader, starts = data(40), made(4)
-    for held in starts[1:3]:
-        held.model.prior.log_scale.requires_grad_(False).fill_(-1.0)
-    a, b = copy.deepcopy(starts), copy.deepcopy(starts)
-    results = vi.fit_many(a, loader, steps=20, progress=False)
-    assert float(a[1].model.prior.log_scale.detach()) == -1.0
-    assert float(a[0].model.prior.log_scale.detach()) != 0.0
-    assert_same(a, b, results, alone(b, [loader] * 4, steps=20))
-
-
 # ------------------------------------------------------------------------------------------------ one after another
 
 
@@ -235,16 +224,6 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
 def test_what_cannot_be_at_once_says_so(posteriors, given, reason):
     results = vi.fit_many(made(2, **posteriors), [data(20), data(25)], steps=2, progress=False, **given)
     assert all("one after another" in result.details and reason in result.details for result in results)
-
-
-def test_forms_are_told_apart():
-    """Two of mean field and two of a low rank: two groups, each at once, results in the order that was asked for."""
-    a = [*made(2), *made(2, vi.LowRankNormal(1))]
-    results = vi.fit_many([a[0], a[2], a[1], a[3]], data(20), steps=3, progress=False, each={"seed": [0, 0, 1, 1]})
-    assert all("at once" in result.details for result in results)
-    single = made(1)[0]
-    single.fit(data(20), steps=3, progress=False, seed=0)
-    assert differ(single, a[0]) < 1e-12
 
 
 def test_what_is_refused():

@@ -42,16 +42,6 @@ def without_labels(batch):
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def test_an_output_with_logits_needs_no_forward():
-    """The mean network's probabilities are the model's own softmax."""
-    net = bert()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MAP(), select="classifier*")
-    batch = next(iter(DataLoader(sentences(), batch_size=24)))
-    with torch.no_grad():
-        expected = net(**without_labels(batch)).logits.softmax(1)
-    torch.testing.assert_close(bayes.predict(without_labels(batch)).mean, expected)
-
-
 def test_tokens_are_observations_and_those_without_a_label_do_not_count():
     net, data = bert(BertForTokenClassification), sentences(labels=(6,))
     for row in data:
@@ -107,12 +97,6 @@ def test_a_trainer_fits_evaluates_and_goes_on_from_its_checkpoint(tmp_path):
     other = PosteriorTrainer(again, arguments(tmp_path), train_dataset=data)
     other._load_from_checkpoint(str(tmp_path / "checkpoint"))
     assert torch.equal(again.family.mean, bayes.family.mean)
-
-
-def test_weight_decay_is_refused(tmp_path):
-    bayes = vi.variationalize(bert(), vi.likelihoods.Categorical(), vi.MeanField(), select="classifier*")
-    with pytest.raises(ValueError, match=r"weight_decay=0\.01 would change the posterior"):
-        PosteriorTrainer(bayes, arguments(tmp_path, weight_decay=0.01), train_dataset=sentences())
 
 
 def test_an_adapter_is_read_by_peft_and_with_its_posterior(tmp_path):
