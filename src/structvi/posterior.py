@@ -356,14 +356,6 @@ def variationalize_head(
     return posterior
 
 
-def load_posterior(
-    path: str | os.PathLike[str], net: nn.Module, *, device: torch.device | str | None = None, **given: Any
-) -> Posterior:
-    """Return the posterior of a file that `Posterior.save` wrote, see `structvi.loading.load`."""
-    posterior = posterior_file.load(Posterior, path, net, **given)
-    return posterior if device is None else posterior.to(device)
-
-
 def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
     """Warn if the last layer makes probabilities: the likelihood expects logits."""
     if not isinstance(likelihood, Categorical | Bernoulli):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
+from ..files import posterior_file
 from ..files.describe import refusing
 from ..files.file import CheckpointError, read, write
 from ..files.posterior_file import SCORES, describe_calibration, loaded_calibration
@@ -22,7 +23,7 @@ from ..models.calibration import Calibration
 from ..models.priors import Prior
 from ..objective import Estimate, NonFiniteError
 from ..parameters import Parameters
-from ..posterior import Posterior, load_posterior, variationalize
+from ..posterior import Posterior, variationalize
 from ..predict.calibration import calibrate
 from ..predict.metrics import evaluate
 from ..predict.predict import WeightDraws, predict
@@ -308,8 +309,9 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
-    members = [load_posterior(Path(folder) / MEMBER.format(c), net, **given) for c, net in enumerate(networks)]
-    ensemble = Ensemble(members)
+    paths = [Path(folder) / MEMBER.format(c) for c in range(count)]
+    pairs = zip(paths, networks, strict=True)
+    ensemble = Ensemble([posterior_file.load(Posterior, own, net, **given) for own, net in pairs])
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on
     with refusing(path):

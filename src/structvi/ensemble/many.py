@@ -290,7 +290,7 @@ class StackedFits:
         Networks may differ in code, and padded rows may change the others: every posterior is compared with itself
         alone, on its own rows.
         """
-        model, streams = self.objective.posterior.model, [one.generator.get_state() for one in self.fits]
+        model = self.objective.posterior.model
         sizes = {(one.settings["num_data"], one.mean_rows) for one in self.fits}
         uneven = len(sizes) > 1 or None in next(iter(sizes))
         noise = self.noise([torch.Generator(self.device).manual_seed(m) for m in range(len(self.fits))])
@@ -303,8 +303,7 @@ class StackedFits:
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             return f"vmap cannot run them: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         finally:
-            for one, stream in zip(self.fits, streams, strict=True):
-                one.generator.set_state(stream)
+            for one in self.fits:
                 one.index = 0
             self.begin_reading()
         tolerance = CLOSE * torch.finfo(alone.dtype).eps ** 0.5

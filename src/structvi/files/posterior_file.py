@@ -92,6 +92,7 @@ def load(
     prior: Prior | None = None,
     likelihood: Callable[[Any, Any], Tensor] | None = None,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    device: torch.device | str | None = None,
 ) -> AnyPosterior:
     """Return the posterior of a file, see `structvi.load`; `kind` is the class, made of a model and a family."""
     if family is not None and not isinstance(family, Family):
@@ -122,7 +123,7 @@ def load(
     with torch.no_grad():
         for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
-    return posterior
+    return posterior if device is None else posterior.to(device)
 
 
 def _check_own_parts(saved: dict[str, Any], given: Mapping[str, Any], path: Any) -> None:
