@@ -102,7 +102,7 @@ class Batches:
 
     def share(self, ranks: Ranks) -> None:
         """Count the observations of all ranks together, if each has a sampler of its own."""
-        if ranks.mode == "data" and not self.splits:
+        if ranks.size > 1 and not self.splits:
             indices = torch.cat(ranks.tell(self.indices)).unique()
             if len(indices):
                 self.indices, self.num_data = indices, None if self.question else len(indices)
@@ -320,8 +320,6 @@ def mean_rows(batches: Batches, accumulate: int, ranks: Ranks) -> float | None:
     """Return the observations a step over an epoch, on all ranks; None if not known before one was read."""
     own = batches.mean_rows(accumulate)
     if ranks.size == 1 or batches.splits:
-        return own
-    if ranks.mode == "draws":
         return own
     theirs = ranks.tell((batches.length, own))  # each has a loader of its own; the shortest ends the epoch
     known = [mean for length, mean in theirs if mean is not None and length == batches.length]

@@ -140,8 +140,7 @@ def _notes(fit: "Fit", bound: bool) -> list[str]:
     if kind == "cuda" and fit.make_step.reason is not None:
         notes.append(f"the step was not captured as a CUDA graph: {fit.make_step.reason}")
     if ranks.size > 1:
-        what = "its part of every batch" if ranks.mode == "data" else "its own draws for every batch"
-        notes.append(f"{ranks.size} ranks, each with {what}")
+        notes.append(f"{ranks.size} ranks, each with its part of every batch")
     if not bound:
         notes.append("point masses: no lower bound; their entropy is left out of the ELBO")
     notes += notes_on_bound(fit.posterior.model)

@@ -48,9 +48,8 @@ class Compute:
             whose gradient overflows in float16 is left out, and halves the factor of the loss.
         compile: run the network through `torch.compile`, one draw at a time: for many large steps.
         capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph if the network allows.
-        parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch, of
-            w times the loader's batch size. "draws": each draws its own weights for the same batch. None: they do not
-            share the work. "auto" is "data" if there is a group. A stepper knows no other ranks.
+        parallel: "auto": of w ranks of a `torch.distributed` process group each takes its part of every batch, of w
+            times the loader's batch size. None: they do not share the work. A stepper knows no other ranks.
     """
 
     precision: torch.dtype | None = None
@@ -254,7 +253,7 @@ class Step:
             with nullcontext() if alone else ranks.together():
                 with unread(), in_modes(self._net, self._modes):
                     density = posterior.family()
-                    draws, log_q = scored_draws(density, estimator, generator if alone else ranks.generator(generator))
+                    draws, log_q = scored_draws(density, estimator, generator)
                     self.draws = draws.weight.shape[0]
                     terms = terms_at(density, draws, log_q, model, batch, estimator)
                 loss = (terms.objective(kl_weight) * (weight * (-1.0 / model.num_data))).mean()
