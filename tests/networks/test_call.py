@@ -190,9 +190,8 @@ def test_a_call_that_fails_leaves_nothing_behind():
     net = nn.Sequential(nn.LSTM(3, 2, num_layers=2, dropout=0.5), nn.Linear(7, 1))  # its output is no tensor
     tensors = {name: parameter.detach() + 1 for name, parameter in net.named_parameters()}
     before = {name: (parameter, parameter._version) for name, parameter in net.named_parameters()}
-    with pytest.raises(TypeError) as caught, in_modes(net, lambda module: False):
+    with pytest.raises(TypeError), in_modes(net, lambda module: False):
         call_network(net, tensors, (torch.zeros(2, 5, 3, dtype=torch.float32),))
-    assert any("was called with inputs (2, 5, 3) of torch.float32" in note for note in caught.value.__notes__)
     assert all(before[name] == (parameter, parameter._version) for name, parameter in net.named_parameters())
     assert all(module.training for module in net.modules())
     assert net[0].dropout == 0.5
@@ -353,7 +352,7 @@ def test_a_thread_of_autograds_does_not_wait_for_the_one_that_waits_for_it():
     net, done, caller = nn.Linear(3, 1), [], threading.get_ident()
 
     def again():
-        with in_modes(net, [True], caller):
+        with alone_with(net, caller), in_modes(net, [True]):
             done.append(net.training)
 
     with alone_with(net):

@@ -292,20 +292,21 @@ class TestRule:
         model.log_joint(theta, (X, T), fixed)
         assert model.evaluation.choice == "vmap"
 
-    def test_a_large_draw_is_looped_and_what_draws_share_does_not_count(self):
+    def test_a_large_draw_is_looped_and_what_draws_share_does_not_count(self, monkeypatch):
         x = torch.randn(256, 3)
-        # product, bias and tanh make 3·256·2000 numbers
+        monkeypatch.setattr(module, "MEMORY", 4e6)
+        # for the gradient 256·2000 numbers are kept
         net = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1))
         whole = regression(net)
         whole.outputs(draws(whole, 2), x)
         assert whole.evaluation.choice == "loop"
-        assert "a draw takes 6.19 MB" in (whole.evaluation.reason or "")
+        assert "a draw takes 2.09 MB" in (whole.evaluation.reason or "")
         head = regression(net, parameters=Parameters.of(net, "2.*"))
         head.outputs(draws(head, 2), x)
         assert head.evaluation.choice == "vmap"
 
     def test_the_first_batch_does_not_decide_for_the_others(self):
-        """Product, bias and tanh make 24 kB of a row's: two rows go by vmap, a thousand do not."""
+        """For the gradient 8 kB of a row are kept: two rows go by vmap, a thousand do not."""
         few, many = torch.randn(2, 3), torch.randn(1000, 3)
         seen = []
         for batches in ((few, many, few), (many, few, many)):
@@ -322,8 +323,8 @@ class TestRule:
         said = []
         for rows in (100, 10, 100):
             model.outputs(draws(model, 2), torch.randn(rows, 3))
-            said.append(str(model.evaluation).split(":")[0])
-        assert said == ["vmap, at most 4 draws at once", "vmap, at most 35 draws at once", said[0]]
+            said.append(str(model.evaluation).split(", ")[-1])
+        assert said == ["at most 12 at once", "at most 87 at once", said[0]]
 
     def test_checkpointed_activations_are_looped(self):
         model = regression(mlp(), checkpoint_activations=True)
@@ -349,9 +350,9 @@ class TestChunk:
             assert model.evaluation.choice == "vmap"
         # product, bias and tanh make 3·100·50 numbers a draw, 60 kB: four draws at once of 64
         assert peaks[0] > 64 * 20_000
-        assert peaks[1] < 2 * 2**18
+        assert peaks[1] < 3 * 2**18
         torch.testing.assert_close(values[0], values[1])
-        assert re.match("vmap, at most 4 draws at once", str(model.evaluation))
+        assert "at most 12 at once" in str(model.evaluation)
 
 
 class TestForced:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.models.priors.lipschitz import _constant, operator_norm
+from structvi.models.priors.lipschitz import operator_norm
 
 
 def generator(seed=0):
@@ -87,7 +87,7 @@ def test_gradients_of_the_norms(layer):
 def small_convnet():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.SiLU(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2)
+        nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.Tanh(), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2)
     ).double().eval()  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_the_formula():
     ).double()
     space = vi.Parameters.of(net)
     theta = torch.randn(4, space.size, generator=generator(), dtype=torch.float64)
-    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 3, dtype=torch.float64), strength=0.7)
+    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 3, dtype=torch.float64), 0.7, {nn.Sigmoid: 0.25})
     named = space.unravel(theta)
     a, b, c = (torch.linalg.matrix_norm(named[f"{n}.weight"], ord=2) for n in ("0", "2.0", "3"))
     torch.testing.assert_close(prior(space, theta), -0.7 * (a + a / 4 * b + a / 4 * b * c))
@@ -127,21 +127,6 @@ def test_the_product_bounds_the_jacobian():
         jacobian = torch.autograd.functional.jacobian(net, x).reshape(2, 16)
         steepest = max(steepest, torch.linalg.matrix_norm(jacobian, ord=2).item())
     assert 0.2 * product < steepest <= product
-
-
-ACTIVATIONS = [
-    nn.ReLU(), nn.ReLU6(), nn.Tanh(), nn.Softplus(), nn.Softplus(beta=3.0), nn.Identity(), nn.Sigmoid(), nn.GELU(),
-    nn.SiLU(), nn.LeakyReLU(0.2), nn.LeakyReLU(1.5), nn.ELU(), nn.ELU(alpha=2.0),
-]  # fmt: skip
-
-
-def test_constants_of_activations_are_their_steepest_slopes():
-    for activation in ACTIVATIONS:
-        x = torch.linspace(-30, 30, 600_001, dtype=torch.float64, requires_grad=True)
-        (slope,) = torch.autograd.grad(activation(x).sum(), x)
-        # the grid has steps of 1e-4, and a smooth maximum is met to their square
-        error = 1e-4 if isinstance(activation, nn.ELU) else 1e-7
-        assert slope.abs().max().item() == pytest.approx(_constant(activation), abs=error)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +221,7 @@ UNKNOWN = {
     "LayerNorm": (chain(nn.LayerNorm(4)), LINE),
     "MaxPool2d": (nn.Sequential(nn.Conv2d(1, 1, 1), nn.MaxPool2d(3, stride=2)), IMAGE),
     "BatchNorm1d": (chain(nn.BatchNorm1d(4, track_running_stats=False)), LINE),
-    "GELU": (chain(nn.GELU("tanh")), LINE),
+    "GELU": (chain(nn.GELU()), LINE),
     "Residual": (chain(Residual(nn.Linear(4, 4))), LINE),
     "Strange": (chain(Strange(4, 4)), LINE),
 }
@@ -246,12 +231,6 @@ def test_bad_inputs():
     for kind, (net, x) in UNKNOWN.items():
         with pytest.raises(ValueError, match=rf"knows no norm of the layer '1' \({kind}.*give bounds="):
             vi.priors.LipschitzPrior(net, x, 1.0)
-    with pytest.raises(ValueError, match="no layer with weights"):
-        vi.priors.LipschitzPrior(nn.Sequential(nn.ReLU()), LINE, 1.0)
-    with pytest.raises(ValueError, match=r"bounds names \['7'\], but the network has no such module"):
-        vi.priors.LipschitzPrior(chain(), LINE, 1.0, bounds={"7": 1.0})
-    with pytest.raises(ValueError, match=r"none of the tensors .'z',. belongs to its network"):
-        vi.priors.LipschitzPrior(chain(), LINE, 1.0)(vi.Parameters({"z": torch.zeros(3)}), torch.zeros(1, 3))
 
 
 # -------------------------------------------------------------------------------------------------------- training
