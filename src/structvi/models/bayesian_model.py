@@ -246,9 +246,9 @@ class BayesianModel(nn.Module):
             fixed: the tensors that all draws share.
             what: tells functions apart that vmap may treat differently.
         """
+        if theta.shape[0] == 1:
+            return self.evaluation(one, theta)
         with alone_with(self.net) as turn:
-            if theta.shape[0] == 1:
-                return self.evaluation(one, theta)
             modes = tuple([module.training for module in turn.modules])
             against = ""
             if self.checkpoint_activations:

@@ -71,8 +71,6 @@ class Turn:
         self.modules: list[nn.Module] = []
         self._known: list[ref[nn.Module]] = []
         self._form: list[int] = []
-        #: of every tensor, by its first name: the positions of its modules, "_parameters" or "_buffers", and its key
-        self._places: dict[str, list[tuple[int, str, str]]] = {}
 
     def look(self, net: nn.Module) -> None:
         """Find the modules, and the places of all tensors if those have changed."""
@@ -81,35 +79,42 @@ class Turn:
             return
         named = dict(net.named_modules())
         self.modules = list(named.values())
-        self._known, self._form, self._places = [ref(module) for module in self.modules], _form(self.modules), {}
+        self._known, self._form = [ref(module) for module in self.modules], _form(self.modules)
+        #: every place of a tensor, by its first name
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self._parameters: set[str] = set()
+        #: the positions of the modules of buffers
+        self._buffers: dict[str, int] = {}
+        self._fused = [i for i, module in enumerate(self.modules) if isinstance(module, FUSED_IN_EVAL)]
         first: dict[int, str] = {}
         for i, (prefix, module) in enumerate(named.items()):
-            for kind in ("_parameters", "_buffers"):
-                for key, tensor in vars(module)[kind].items():
-                    if tensor is not None:
-                        name = first.setdefault(id(tensor), f"{prefix}.{key}".removeprefix("."))
-                        self._places.setdefault(name, []).append((i, kind, key))
+            for holder in (module._parameters, module._buffers):
+                for key, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    name = first.setdefault(id(tensor), f"{prefix}.{key}".removeprefix("."))
+                    self._places.setdefault(name, []).append((holder, key))
+                    if holder is module._parameters:
+                        self._parameters.add(name)
+                    else:
+                        self._buffers.setdefault(name, i)
 
     def others(self, given: Collection[str]) -> dict[str, Tensor]:
         """Return the tensors that a call holds, without a gradient, or may change, as copies, beside those given."""
-        others, graph = {}, torch.is_grad_enabled()
-        for name, ((i, kind, key), *_) in self._places.items():
-            module = self.modules[i]
-            if kind == "_parameters":
-                if graph and name not in given:
-                    others[name] = vars(module)[kind][key].detach()
-            elif module.training or not _of_torch(module):
-                others[name] = vars(module)[kind][key].clone()
+        others = {}
+        for name in self._parameters.difference(given) if torch.is_grad_enabled() else ():
+            holder, key = self._places[name][0]
+            others[name] = holder[key].detach()
+        for name, i in self._buffers.items():
+            if self.modules[i].training or not _of_torch(self.modules[i]):
+                holder, key = self._places[name][0]
+                others[name] = holder[key].clone()
         return others
 
     def call(self, net: nn.Module, tensors: Mapping[str, Tensor], arguments: Any = (), keywords: Any = None) -> Any:
         """As `torch.func.functional_call`, which looks for every place again at every call."""
-        entries = [
-            (vars(self.modules[i])[kind], key, tensor)
-            for name, tensor in tensors.items()
-            for i, kind, key in self._places[name]
-        ]
-        with _replaced(entries):
+        places = self._places
+        with _replaced([(holder, key, x) for name, x in tensors.items() for holder, key in places[name]]):
             return net(*arguments, **(keywords or {}))
 
     def unfused(self) -> AbstractContextManager[None]:
@@ -119,14 +124,13 @@ class Turn:
         graph.
         """
         entries = []
-        for layer in self.modules:
-            if isinstance(layer, FUSED_IN_EVAL):
-                own = vars(layer)
-                new = {name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own}
-                if not layer.training and _of_torch(layer):
-                    # of an encoder layer dropout is a module, in a mode of its own
-                    new |= {"training": True, "dropout": 0.0} if "dropout" in own else {"training": True}
-                entries += [(own, name, value) for name, value in new.items()]
+        for layer in (self.modules[i] for i in self._fused):
+            own = vars(layer)
+            new = {name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own}
+            if not layer.training and _of_torch(layer):
+                # of an encoder layer dropout is a module, in a mode of its own
+                new |= {"training": True, "dropout": 0.0} if "dropout" in own else {"training": True}
+            entries += [(own, name, value) for name, value in new.items()]
         return _replaced(entries) if entries else nullcontext()
 
 

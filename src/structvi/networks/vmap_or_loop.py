@@ -120,7 +120,9 @@ class Evaluation:
 
 def _loop(function: Callable[[Tensor], Any], theta: Tensor) -> Any:
     if len(theta) == 1:  # the backward passes of unbind and stack copy
-        return tree_map(lambda y: _checked(y).unsqueeze(0), function(theta.squeeze(0)))
+        output = function(theta.squeeze(0))
+        is_tensor = isinstance(output, Tensor)
+        return output.unsqueeze(0) if is_tensor else tree_map(lambda y: _checked(y).unsqueeze(0), output)
     outputs = [function(row) for row in theta.unbind(0)]
     return tree_map(lambda *rows: torch.stack(list(map(_checked, rows))), outputs[0], *outputs[1:])
 
