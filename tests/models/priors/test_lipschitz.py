@@ -25,21 +25,16 @@ def dense(module, shape):
 
 LAYERS = {
     "linear": (nn.Linear(5, 7), (5,)),
-    "wide linear": (nn.Linear(9, 3), (9,)),
     "linear on rows": (nn.Linear(3, 4), (2, 3)),
     "conv1d": (nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 9)),
     "conv2d": (nn.Conv2d(2, 3, 3), (2, 6, 5)),
     "conv2d, same": (nn.Conv2d(2, 3, 3, padding="same"), (2, 6, 5)),
     "conv2d, stride": (nn.Conv2d(3, 4, 3, stride=(2, 1), padding=1), (3, 7, 6)),
-    "conv2d, dilation": (nn.Conv2d(1, 2, 3, dilation=2, padding=2, bias=False), (1, 7, 7)),
     "conv2d, groups": (nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 5, 5)),
-    "conv2d, circular": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), (2, 6, 6)),
     "conv2d, reflect": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (2, 5, 6)),
     "conv3d": (nn.Conv3d(1, 2, 2, padding=1), (1, 4, 3, 4)),
     "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 4, 4)),
-    "one pixel": (nn.Conv2d(2, 2, 3, padding=1), (2, 1, 1)),
     "average": (nn.AvgPool2d(3, stride=2, padding=1), (2, 7, 6)),
-    "adaptive average": (nn.AdaptiveAvgPool2d(2), (2, 5, 5)),
 }
 
 
@@ -116,22 +111,7 @@ def test_the_formula():
     assert not list(prior.parameters())
 
 
-def test_the_product_bounds_the_jacobian():
-    net = small_convnet()
-    prior = vi.priors.LipschitzPrior(net, torch.zeros(1, 1, 4, 4, dtype=torch.float64), strength=1.0)
-    space = vi.Parameters.of(net)
-    product = torch.stack(list(prior.norms(space, space.initial[None]).values())).prod(0).item()
-    steepest = 0.0
-    for seed in range(50):
-        x = torch.randn(1, 1, 4, 4, generator=generator(seed), dtype=torch.float64)
-        jacobian = torch.autograd.functional.jacobian(net, x).reshape(2, 16)
-        steepest = max(steepest, torch.linalg.matrix_norm(jacobian, ord=2).item())
-    assert 0.2 * product < steepest <= product
-
-
-@pytest.mark.parametrize(
-    "pool", [nn.MaxPool1d(2), nn.MaxPool2d((2, 3)), nn.MaxPool2d(2, stride=3), nn.MaxPool3d(2)], ids=str
-)
+@pytest.mark.parametrize("pool", [nn.MaxPool1d(2), nn.MaxPool2d(2, stride=3)], ids=str)
 def test_max_pooling_without_overlap_does_not_stretch(pool):
     shape = (1, *[6] * int(type(pool).__name__[7]))
     net = nn.Sequential(
@@ -234,45 +214,3 @@ def test_bad_inputs():
 
 
 # -------------------------------------------------------------------------------------------------------- training
-
-
-def steepest_slope(net, inputs):
-    inputs = inputs.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(net(inputs).sum(), inputs)
-    return gradient.norm(dim=-1).max().item()
-
-
-@pytest.mark.parametrize("family", [vi.MAP(), vi.LowRankNormal(2)], ids=["MAP", "LowRankNormal"])
-@pytest.mark.slow
-def test_a_network_trained_with_it_is_flatter(family):
-    """Same start, same draws, same budget: the largest input gradient over the data's range, at the mean weights.
-
-    The truth sin x has slope 1, so the data do not ask for a steeper function than the regularised ones.
-    """
-    x = torch.linspace(-2, 2, 40).unsqueeze(-1)
-    data = (x, torch.sin(x) + 0.3 * torch.randn(x.shape, generator=generator(1)))
-    grid = torch.linspace(-2, 2, 401).unsqueeze(-1)
-    slopes, errors = [], []
-    for strength in (None, 3.0, 10.0):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
-        prior = (
-            vi.priors.NormalPrior(1.0)
-            if strength is None
-            else vi.priors.NormalPrior(1.0) + vi.priors.LipschitzPrior(net, x, strength)
-        )
-        model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.3), prior, 40)
-        q = family.bind(model.space, generator(2))
-        optimizer = torch.optim.Adam(q.parameters(), lr=0.01)
-        draw = generator(3)
-        for _ in range(200):
-            optimizer.zero_grad()
-            (-vi.elbo(q, model, data, generator=draw) / 40).backward()
-            optimizer.step()
-        fitted = copy.deepcopy(net)
-        fitted.load_state_dict(model.space.unravel(q().mean.detach()))
-        slopes.append(steepest_slope(fitted, grid))
-        errors.append((fitted(grid) - torch.sin(grid)).square().mean().sqrt().item())
-    assert slopes[1] < 0.95 * slopes[0]
-    assert slopes[2] < 0.8 * slopes[0]
-    assert max(errors) < 0.3, "flatter, and not by giving up the fit"
