@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -112,9 +111,10 @@ class BayesianModel(nn.Module):
             if known.get(name) != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
         self._padding = padding_rows(net, self.net_space.names)
-        convolutions = [name for name, one in net.named_modules() if isinstance(one, nn.modules.conv._ConvNd)]
+        convolutions = [one for one in net.modules() if isinstance(one, nn.modules.conv._ConvNd)]
+        kernels = {id(tensor) for one in convolutions for tensor in one.parameters()}
         #: the random tensors of convolutions
-        self._kernels = {name for name in self.net_space.names if name.rpartition(".")[0] in convolutions}
+        self._kernels = {name for name, x in net.named_parameters() if name in self.net_space and id(x) in kernels}
         #: θ₀ of the network's random tensors, [P]; None where it is not linearised
         self.linearised_at: Tensor | None
         self.register_buffer("linearised_at", self.net_space.initial.clone() if linearise else None)
@@ -226,8 +226,12 @@ class BayesianModel(nn.Module):
         check_theta(theta, self.space.without(fixed).size)
         if self.keys is not None and isinstance(inputs, Mapping):  # a batch as it comes, with or without its target
             inputs = taken(inputs, self.keys[0])
-        network = self._network(plain(inputs))
-        return self.at_draws(lambda row: network(self._tensors(row, fixed)[0]), theta, inputs, fixed, "outputs")
+        network, (arguments, keywords) = self._network(), arguments_of(self.net, plain(inputs))
+
+        def one(row: Tensor) -> Any:
+            return logits_of(network(self._tensors(row, fixed)[0], arguments, keywords))
+
+        return self.at_draws(one, theta, inputs, fixed, "outputs")
 
     def at_draws(
         self,
@@ -275,53 +279,35 @@ class BayesianModel(nn.Module):
 
     def on(self, batch: Any) -> Callable[[Mapping[str, Tensor]], tuple[Any, Any]]:
         """Return the function of the network's tensors, by name, that gives output and target of this batch."""
-        forward = self.user_forward
+        network = self._network()
+        forward: Any = self.user_forward
         if forward is None:
             inputs, target = self.split(batch)
             batch_size(target)  # an empty batch is named before the network meets it
-            network = self._network(inputs)
-            return lambda random: (network(random), target)
-        own, call = plain(batch), self._call()
+            arguments, keywords = arguments_of(self.net, inputs)
+            return lambda random: (logits_of(network(random, arguments, keywords)), target)
+        own = plain(batch)
 
         def by_user(random: Mapping[str, Tensor]) -> tuple[Any, Any]:
-            result = forward(_Bound(call, self.with_padding(random)), own)
+            result = forward(lambda *arguments, **keywords: network(random, arguments, keywords), own)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError("forward= must return a pair (output, target)")
             return result
 
         return by_user
 
-    def _network(self, inputs: Any) -> Callable[[Mapping[str, Tensor]], Any]:
-        """Return the function of the network's tensors, by name, that gives its output at these inputs."""
-        arguments, keywords = arguments_of(self.net, inputs)
-        call = self._call()
-        return lambda random: logits_of(call(self.with_padding(random), arguments, keywords))
-
-    def _call(self) -> Callable[..., Any]:
-        """Return `call_network` of this network with the present settings."""
+    def _network(self) -> Callable[[Mapping[str, Tensor], Any, Any], Any]:
+        """Return the function of the network's tensors, by name, and of its arguments and keywords."""
         at = self._around()
-        return partial(
-            call_network,
-            self.net,
-            precision=self.precision,
-            checkpointed=self.checkpoint_activations,
-            functional=self.compiled if at is None else Linearised(self.net_space.unravel(at)),
+        functional = self.compiled if at is None else Linearised(self.net_space.unravel(at))
+        options: Any = {"precision": self.precision, "checkpointed": self.checkpoint_activations}
+        return lambda random, arguments, keywords: call_network(
+            self.net, self.with_padding(random), arguments, keywords, functional=functional, **options
         )
 
     def with_padding(self, random: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""
         return with_padding(random, self._padding, self.net) if self._padding else random
-
-
-class _Bound(nn.Module):
-    """The network as a user's `forward=` sees it: a call uses the drawn weights."""
-
-    def __init__(self, call: Callable[..., Any], random: Mapping[str, Tensor]):
-        super().__init__()
-        self._call, self._random = call, random
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._call(self._random, arguments, keywords)
 
 
 def _check_arguments(net: Any, likelihood: Any, prior: Any, parameters: Any) -> None:
