@@ -100,23 +100,3 @@ def test_fitted_saved_loaded_and_resumed(family, tmp_path):
     x = pair[0]
     assert torch.equal(loaded.predict(x, generator=seeded()).mean, bayes.predict(x, generator=seeded()).mean)
     assert bayes.evaluate(loader(pair), generator=seeded()).nlpd > 0
-
-
-def test_a_prediction_may_be_linearised_or_not():
-    net, (x, _) = network(), data()
-    plain = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40)
-    linear = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    with torch.no_grad():
-        linear.family.load_state_dict(plain.family.state_dict())
-
-    def outputs(bayes, **options):
-        return bayes.predict(x, 64, generator=seeded(), **options).outputs
-
-    assert torch.equal(outputs(plain, linearise=True), outputs(linear))
-    assert torch.equal(outputs(plain), outputs(linear, linearise=False))
-    assert not torch.allclose(outputs(plain), outputs(linear))
-    with pytest.raises(ValueError, match="linearise must be True, False or None"):
-        plain.predict(x, linearise="yes")
-    mixture = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Mixture(vi.MeanField(), 2), num_data=40)
-    with pytest.raises(ValueError, match="a posterior around one mean"):
-        mixture.predict(x, linearise=True)

@@ -79,16 +79,8 @@ def batch_norm():
     )
 
 
-def with_dropout():
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-
-
 def images(n, generator):
     return torch.randn(n, 1, 6, 6, generator=generator)
-
-
-def rows(n, generator):
-    return torch.randn(n, 3, generator=generator)
 
 
 def sequences(n, generator):
@@ -154,23 +146,6 @@ def test_the_whole_way(tmp_path, name):
 
 
 # Dropout
-
-
-@pytest.mark.parametrize("make", [with_dropout, lambda: Recurrent(0.5), Attention])
-def test_dropout_off_is_deterministic_given_the_weights(make):
-    net = trained(make)
-    x = rows(6, generator()) if make is with_dropout else sequences(6, generator())
-    t = torch.randint(2, (6,), generator=generator())
-    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=6)
-    outputs = [posterior.predict(x, draws=3, generator=generator(seed)).outputs for seed in (0, 1)]
-    assert torch.equal(*outputs)
-    with torch.no_grad():
-        torch.testing.assert_close(outputs[0][0], copy.deepcopy(net).eval()(x))
-    losses = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        losses.append(posterior.loss((x, t)))
-    assert torch.equal(*losses)
 
 
 # Batch norm

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.integrations.export import export_predictive
 from structvi.networks.call import padding_rows
 
 PADDING = torch.zeros(2, 3, dtype=torch.long)
@@ -45,15 +44,6 @@ def test_draws_change_words_and_not_padding(linearise, evaluation):
             bayes.family.log_scale[bayes.space.slice(name)] = -30.0  # what is left to vary are the embeddings
     assert (bayes.predict(WORDS, draws=8).outputs.var(0) > 1e-4).all()
     assert (bayes.predict(PADDING, draws=8).outputs.var(0) < 1e-12).all()
-
-
-def test_networks_and_programs_have_the_networks_row():
-    bayes = posterior()
-    assert torch.equal(bayes.sample_network().words.weight[0], torch.zeros(4))
-    assert not torch.equal(bayes.sample_network().words.weight[1], bayes.net.words.weight[1])
-    seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
-    program = export_predictive(bayes, WORDS, draws=2, generator=seeds[0], dynamic_batch=False)
-    assert torch.allclose(program.module()(WORDS), bayes.predict(WORDS, draws=2, generator=seeds[1]).mean)
 
 
 @pytest.mark.parametrize("network", ["store", "hash"])
