@@ -39,7 +39,9 @@ class _Classes(Likelihood):
         if self.class_weights is None:
             return t, weight
         # labels out of range are told where the classes are known
-        of_class = torch.tensor(self.class_weights, device=t.device)[t.long().clamp(0, len(self.class_weights) - 1)]
+        of_class = torch.tensor(self.class_weights, dtype=torch.float64, device=t.device)[
+            t.long().clamp(0, len(self.class_weights) - 1)
+        ]
         return t, of_class if weight is None else of_class * weight
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
