@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from ...networks.call import alone_with, in_modes
+from ...networks.call import in_modes
 from ...parameters import Parameters
 from ...util.checks import check_positive
 from .separable import PriorModule
@@ -19,12 +19,10 @@ KRYLOV = 16
 
 Bound = float | Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 #: affine maps, if their class is torch's own
 AFFINE = (
     nn.Linear, nn.modules.conv._ConvNd, nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd,
-    *BATCH_NORMS,
+    nn.modules.batchnorm._BatchNorm,
 )  # fmt: skip
 #: layers without weights that never stretch their input; dropout as in eval mode
 SHORT = (
@@ -115,7 +113,7 @@ class LipschitzPrior(PriorModule):
         net, S = self._net[0], len(theta)
         every = {name: p.detach().unsqueeze(0) for name, p in net.named_parameters()} | parameters.unravel(theta)
         found = {}
-        with alone_with(net):
+        with in_modes(net, lambda module: False):
             for layer in self._layers:
                 own = {local: every[name].expand(S, *every[name].shape[1:]) for local, name in layer.tensors.items()}
                 norm = torch.as_tensor(self._norm(layer, own, S), dtype=theta.dtype, device=theta.device)
@@ -130,9 +128,6 @@ class LipschitzPrior(PriorModule):
             return torch.stack([bound(module, {local: x[s] for local, x in own.items()}).reshape(()) for s in range(S)])
         if bound is not None:
             return bound
-        if isinstance(module, BATCH_NORMS):
-            scale = (module.running_var + module.eps).rsqrt()  # pyright: ignore[reportOptionalOperand]
-            return (own["weight"] * scale if module.affine else scale).abs().amax(-1)
         if type(module) is nn.Linear:
             return torch.linalg.matrix_norm(own["weight"], ord=2)
         return operator_norm(module, own, shape, S)
@@ -140,23 +135,19 @@ class LipschitzPrior(PriorModule):
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         if not bool(torch.isfinite(theta).all()):
             return theta.new_full(theta.shape[:1], torch.nan)  # singular values of such weights would fail to converge
-        product = theta.new_ones(theta.shape[0])
-        total = torch.zeros_like(product)
-        for layer, norm in zip(self._layers, self.norms(parameters, theta).values(), strict=True):
-            product = product * norm
-            if layer.tensors:
-                total = total + product
-        return -self.strength * total
+        norms = torch.stack(list(self.norms(parameters, theta).values()))  # [layers, S]
+        has_weights = [bool(layer.tensors) for layer in self._layers]
+        return -self.strength * norms.cumprod(0)[has_weights].sum(0)
 
 
 def _is_affine(module: nn.Module) -> bool:
     is_torchs = isinstance(module, AFFINE) and type(module).__module__.startswith("torch.nn.")
-    return is_torchs and not (isinstance(module, BATCH_NORMS) and module.running_var is None)
+    return is_torchs and not (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None)
 
 
 def _never_stretches(module: nn.Module) -> bool:
     """Return whether a layer without weights has a Lipschitz constant of one."""
-    if not isinstance(module, MAX_POOLS):
+    if not isinstance(module, nn.modules.pooling._MaxPoolNd):
         return isinstance(module, SHORT)
     size, stride, dilation = (torch.as_tensor(getattr(module, x)) for x in ("kernel_size", "stride", "dilation"))
     return bool((size <= stride).all() and (dilation == 1).all())
@@ -168,11 +159,11 @@ def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch
     Its right singular vector v is the best of a Krylov space of AᵀA, again and again from the last one; then σ = ‖Av‖,
     whose gradient at fixed v is the gradient of uᵀAv.
     """
-    tensors = {name: torch.zeros_like(x) if name == "bias" else x for name, x in tensors.items()}
     fixed = {name: x.detach().double() for name, x in tensors.items()}
 
     def image(own: Mapping[str, Tensor], v: Tensor) -> Tensor:
-        return vmap(lambda own, x: functional_call(module, own, (x.unsqueeze(0),)))(own, v.view(S, *shape)).flatten(1)
+        call = vmap(lambda own, x: functional_call(module, own, (x.unsqueeze(0),)).flatten())
+        return call(own, v.view(S, *shape)) - call(own, v.new_zeros(S, *shape))
 
     device = next((x.device for x in fixed.values()), torch.device("cpu"))
     start = torch.randn(shape.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
