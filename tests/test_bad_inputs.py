@@ -363,8 +363,8 @@ TABLE = {
     ),
     "elbo: without a batch": (
         lambda: vi.elbo(family(space=(m := model()).space), m),
-        ValueError,
-        r"needs a batch: \(input, target\), or a dict",
+        TypeError,
+        r"\(input, target\) or a dict, got NoneType",
     ),
     # --- log densities
     "log density: no function": (lambda: vi.LogDensity(T, SPACE), TypeError, r"expects a function.*got Tensor"),
@@ -381,7 +381,7 @@ TABLE = {
     "log density: evaluation": (
         lambda: vi.LogDensity(torch.sum, SPACE, evaluation="fast"),
         ValueError,
-        r'"auto", "vmap" or "loop", got \'fast\'',
+        r"evaluation must be one of \('auto', 'vmap', 'loop'\), got 'fast'",
     ),
     "log density: one point": (
         lambda: TARGET.log_joint(torch.zeros(3)),
@@ -399,20 +399,15 @@ TABLE = {
         TypeError,
         r"expects an nn\.Module, got",
     ),
-    "model: DataParallel": (
-        lambda: model(network=nn.DataParallel(net())),
-        TypeError,
-        r"DataParallel cannot be called with drawn weights; give the network inside it, net\.module",
-    ),
     "model: likelihood class": (
         lambda: model(likelihoods.Categorical),
         TypeError,
-        r"must be objects, not classes: write NormalPrior\(1\.0\), Categorical\(\)",
+        r"likelihood must be a callable object, got <class.*write likelihoods\.Categorical\(\)",
     ),
     "model: a loss as likelihood": (
         lambda: model(nn.CrossEntropyLoss(reduction="none")),
         TypeError,
-        r"CrossEntropyLoss is a loss, .*likelihoods\.Categorical\(\)\. ",
+        r"CrossEntropyLoss is a loss, .*likelihoods\.Categorical\(\)",
     ),
     "model: a Dice loss as likelihood": (
         lambda: log_joint(
@@ -424,7 +419,7 @@ TABLE = {
     "model: a distribution as prior": (
         lambda: model(prior=Normal(0.0, 1.0)),
         TypeError,
-        r"prior must be callable, got Normal.*write NormalPrior\(1\.0\) or DistributionPrior",
+        r"prior must be a callable object, got Normal.* NormalPrior\(1\.0\) or DistributionPrior",
     ),
     "model: num_data zero": (lambda: model(num_data=0), ValueError, r"number of observations.*got 0"),
     "model: num_data not set": (
@@ -435,24 +430,18 @@ TABLE = {
     "model: parameters a dict": (
         lambda: model(parameters={"0.weight": T}),
         TypeError,
-        r"parameters= expects Parameters, got dict; write Parameters\.of\(net, select\)",
+        r"parameters= expects Parameters without constraints, got dict; write Parameters\.of\(net, select\)",
     ),
     "model: parameters of another network": (
         lambda: model(parameters=vi.Parameters.of(nn.Linear(3, 2))),
         ValueError,
         r"the network has no tensor 'weight' of shape \(2, 3\)",
     ),
-    "model: forward no function": (lambda: model(forward="net"), TypeError, r"forward= must be a function.*got 'net'"),
     "model: chunk zero": (lambda: model(chunk=0), ValueError, r"chunk must be None or an integer ≥ 1, got 0"),
     "model: checkpointed vmap": (
         lambda: model(evaluation="vmap", checkpoint_activations=True),
         ValueError,
         r'checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"',
-    ),
-    "model: precision": (
-        lambda: setattr(model(), "precision", torch.float32),
-        ValueError,
-        r"precision must be None, torch\.bfloat16 or torch\.float16, got torch\.float32",
     ),
     "model: wrong P": (lambda: model().log_prior(torch.zeros(2, 25)), ValueError, r"P = 26, got \(2, 25\)"),
     "prior: a scalar": (
@@ -469,7 +458,6 @@ TABLE = {
         ValueError,
         r"exactly one of the keys \('target',.*got \['truth', 'x'\]",
     ),
-    "batch: dict without input": (lambda: log_joint({"y": T}), ValueError, r"has a target 'y' but no input"),
     "batch: empty": (
         lambda: log_joint((X[:0], T[:0]), model(network=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))),
         ValueError,
@@ -753,25 +741,6 @@ def test_bad_input(case):
         call()
     assert type(caught.value) is exception or (exception is ValueError and caught.type is vi.NonFiniteError)
     assert re.search(message, str(caught.value), flags=re.DOTALL), str(caught.value)
-
-
-@pytest.mark.parametrize("act", ["fit", "predict"])
-@pytest.mark.parametrize(
-    ("weights", "x", "note"),
-    [
-        (torch.float32, X.double(), r"\(6, 3\) of torch\.float64; convert them: x\.float\(\)$"),
-        (torch.float64, X, r"\(6, 3\) of torch\.float32; convert them: x\.to\(torch\.float64\)$"),
-        (torch.float32, torch.zeros(6, 4), r"\(6, 4\) of torch\.float32$"),
-    ],
-    ids=["float64", "float32", "width"],
-)
-def test_inputs_that_the_network_cannot_take_are_named(act, weights, x, note):
-    bayes = vi.variationalize(net().to(weights), likelihoods.Gaussian(0.5), vi.MeanField(), num_data=6)
-    with pytest.raises(RuntimeError) as caught:
-        bayes.predict(x) if act == "predict" else bayes.fit([(x, T)], steps=1, progress=False)
-    first, *others = caught.value.__notes__
-    assert re.search(f"with weights of {weights}, was called with inputs {note}", first), first
-    assert others == (["in batch 0 of epoch 0"] if act == "fit" else [])
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1), nn.Sigmoid(), nn.Identity()])

@@ -59,7 +59,7 @@ class Compute:
 
     def check(self, posterior: "Posterior") -> None:
         """Raise ValueError if this posterior cannot be computed so."""
-        check_precision(self.precision, posterior.net, posterior.space.dtype, posterior.device)
+        check_precision(self.precision, posterior.space.dtype)
         if self.compile and posterior.model.linearised_at is not None:
             raise ValueError("compile=True is for the network itself, and this one is linearised: leave it out")
 
