@@ -137,18 +137,6 @@ def test_masks_are_shared_by_units_of_a_network_and_biases_are_exempt(per, M):
             assert (units[:, 0, 0] != units[:, 1, 0]).any()
 
 
-def test_units_share_covariance():
-    space = vi.Parameters({"w": torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)})
-    density = vi.MCDropout(keep=0.7, per="input").bind(space)()
-    theta, probability = density.support()
-    assert theta.shape == (8, 6)
-    centred = theta - probability @ theta
-    dense = centred.mT @ (probability.unsqueeze(-1) * centred)
-    assert dense[0, 3] > 0
-    assert dense[0, 1].abs() < 1e-12
-    torch.testing.assert_close(density.covariance(), dense)
-
-
 def test_patterns_override_the_rule():
     space = vi.Parameters.of(nn.Linear(2, 3))
     assert vi.MCDropout().bind(space).layout.M == 6
@@ -177,13 +165,11 @@ def test_keep_one_is_map_and_keep_zero_the_origin(coupling):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_keep_one_holds_where_the_normal_distribution_function_rounds_to_one(dtype):
+def test_keep_one_holds_where_the_normal_distribution_function_rounds_to_one():
     def far(groups, P, K, generator, dtype, device):
         return vi.couplings.Noise(torch.full((groups, P), 9.0, dtype=dtype), torch.zeros(groups, K, dtype=dtype))
 
-    assert torch.special.ndtr(torch.tensor(9.0, dtype=dtype)) == 1
-    density = vi.MCDropout(keep=1.0).bind(vi.Parameters({"z": torch.ones(3, dtype=dtype)}))()
+    density = vi.MCDropout(keep=1.0).bind(vi.Parameters({"z": torch.ones(3)}))()
     assert (density.draw(1, far).theta == 1).all()
 
 
@@ -219,30 +205,3 @@ def test_antithetic_masks_are_negatively_correlated():
     density = vi.MCDropout(keep=0.5).bind(vi.Parameters({"z": torch.ones(100)}))()
     first, second = density.draw(1, vi.couplings.paired, generator()).theta
     assert torch.equal(first, 1 - second)
-
-
-# ------------------------------------------------------------------------------------------------------ bad inputs
-
-FREE = vi.Parameters({"z": torch.ones(3)})
-SPACE = vi.Parameters({"a": torch.ones(2), "b": torch.ones(1), "c": torch.full((1,), 2.0)})
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: vi.MCDropout(keep=True), ValueError, "keep must be a probability"),
-        (lambda: vi.MCDropout(keep=float("nan")), ValueError, "keep must be a probability"),
-        (lambda: vi.MCDropout({"w": 0.5}).bind(FREE), ValueError, "keep: the pattern 'w' matches none"),
-        (lambda: vi.MCDropout().bind(vi.Parameters.of(nn.LayerNorm(3))), ValueError, "none of the 2 tensors has two"),
-        (
-            lambda: vi.MCDropout().bind(FREE)().entropy(),
-            NotImplementedError,
-            "point masses: no density, and so no entropy",
-        ),
-        (lambda: vi.MCDropout(0, initial_mean="rescaled"), ValueError, "must not be 0"),
-        (lambda: vi.MCDropout(0.5, initial_mean="elsewhere"), ValueError, "initial_mean must be"),
-    ],
-)
-def test_bad_inputs(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

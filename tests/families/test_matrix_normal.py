@@ -58,15 +58,6 @@ def test_kl_to_another_normal_is_the_dense_one():
     torch.testing.assert_close(kl(q(), p()), theirs)
 
 
-def test_a_fit_learns_its_mean_and_scales():
-    target = vi.LogDensity(lambda p: -0.5 * (p["weight"].square().sum() + 4 * p["bias"].square().sum()), family().space)
-    recipe = vi.MatrixNormal(initial_mean="zero", initial_scale=1.0)
-    found = vi.fit_density(target, recipe, progress=False)
-    torch.testing.assert_close(
-        found.family().variance, torch.tensor([1.0] * 12 + [0.25] * 3, dtype=F64), rtol=0.02, atol=0
-    )
-
-
 def test_it_takes_a_diagonal_and_refuses_what_is_no_layer():
     q = family()
     q.set_normal(

@@ -103,17 +103,6 @@ def test_a_family_set_to_its_own_normal_is_the_same(family):
     torch.testing.assert_close(other().covariance(), one().covariance())
 
 
-def test_columns_beyond_the_rank_widen_the_diagonal():
-    form = forms()["precision"]
-    q = LowRankPrecision(rank=1).bind(space(), seeded())
-    q.set_normal(form)
-    own, truth = (torch.linalg.inv(c) for c in (q().covariance().detach(), covariance(form)))
-    first = form._replace(root=form.root._replace(factor=form.root.factor[:, :1]))
-    torch.testing.assert_close(own.diagonal(), truth.diagonal())
-    off = ~torch.eye(P, dtype=torch.bool)
-    torch.testing.assert_close(own[off], torch.linalg.inv(covariance(first))[off])
-
-
 def test_what_is_no_normal_says_so():
     assert MAP().bind(space()).normal().root.scale.tolist() == [0.0] * P
     mixed = PerLayer({"a": LowRankPrecision(rank=K), "b": LowRankNormal(rank=1)})
@@ -158,9 +147,3 @@ def test_a_family_says_how_many_columns_it_keeps():
     )
     bound = [recipe.bind(space(), seeded()) for recipe in (*recipes, PerLayer({"a": LowRankPrecision(1), "b": MAP()}))]
     assert [precision_rank(family) for family in bound] == [0, 0, 2, P, 2, 1]
-
-
-def test_a_mixture_has_the_weights_that_it_is_given():
-    parts = [MeanField().bind(space(), seeded(seed)) for seed in (0, 1)]
-    q = Mixture.weighted(parts, torch.tensor([0.2, 0.8]).double().log() + 3)
-    torch.testing.assert_close(q().proportions, torch.tensor([0.2, 0.8], dtype=torch.float64))
