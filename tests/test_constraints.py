@@ -1,6 +1,5 @@
 """Constraints: bijections and their log Jacobians against automatic differentiation, torch's own, and far from zero."""
 
-import re
 from math import inf, nan
 
 import pytest
@@ -222,26 +221,24 @@ def test_a_log_density_of_values_has_the_jacobian_added():
 
 
 BAD = {
-    "negative": (lambda: vi.constraints.positive(-1.0), "positive: values must begin above zero, got -1"),
-    "not finite": (lambda: vi.constraints.positive(nan), "expected finite numbers, got nan"),
-    "shape of values": (
-        lambda: vi.constraints.positive(torch.ones(2), shape=3),
-        r"values of shape \(2,\) do not fill shape=3",
-    ),
-    "ends": (lambda: vi.constraints.interval(1, 0), "low must be below high, got 1 and 0"),
-    "outside": (lambda: vi.constraints.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),
-    "sum": (lambda: vi.constraints.simplex([0.5, 0.4]), r"sum to one, got \[0.5, 0.4\]"),
-    "equal": (lambda: vi.constraints.ordered([1.0, 1.0]), r"no two equal, got \[1, 1\]"),
-    "no triangle": (lambda: vi.constraints.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
+    "negative": lambda: vi.constraints.positive(-1.0),
+    "not finite": lambda: vi.constraints.positive(nan),
+    "ends": lambda: vi.constraints.interval(1, 0),
+    "one end": lambda: vi.constraints.interval(0, inf),
+    "outside": lambda: vi.constraints.interval(0, 1, 1.0),
+    "sum": lambda: vi.constraints.simplex([0.5, 0.4]),
+    "no vector": lambda: vi.constraints.simplex(3.0),
+    "equal": lambda: vi.constraints.ordered([1.0, 1.0]),
+    "falling": lambda: vi.constraints.ordered([2.0, 1.0]),
+    "no triangle": lambda: vi.constraints.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]),
+    "long rows": lambda: vi.constraints.cholesky_correlation([[2.0, 0.0], [0.0, 1.0]]),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_refused(case):
-    call, words = BAD[case]
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call()
-    assert re.search(words, str(caught.value)), caught.value
+def test_values_that_do_not_obey_are_refused(case):
+    with pytest.raises(ValueError, match="expected finite values that obey it, got"):
+        BAD[case]()
 
 
 def test_a_number_is_a_scalar_that_begins_there():

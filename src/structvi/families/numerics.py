@@ -96,6 +96,11 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
     return blocks.sum(0, dtype=torch.float64) + (x_rest @ columns_rest.mT).double()
 
 
+def plus(x: Tensor, k: Tensor, factor: Tensor, r: Tensor) -> Tensor:
+    """Return x + kGᵀ, G = r∘F: [S, P], [S, K], [P, K], [P] → [S, P]."""
+    return torch.addcmul(x, k.to(x.dtype) @ factor.mT, r) if factor.shape[-1] else x
+
+
 def capacitance(G: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Return the lower Cholesky factor of I_K + GᵀG in float64: [P, K] → [K, K]."""
     gram = project(G.mT, G)
@@ -141,61 +146,44 @@ class _Drawn(torch.autograd.Function):
         precision = precision and z.shape[-1] > 0  # without a factor the forms are the same
         kernels = _kernels(factor)
         if kernels is not None:
-            scale, *of_noise, theta = kernels.project(precision, factor, mean, log_scale, unit, epsilon, z)
-            sums = [kernels.gram(precision, factor, scale, unit), *of_noise]
-            G = factor
+            scale, *sums, theta = kernels.project(precision, factor, mean, log_scale, unit, epsilon, z)
+            sums = [kernels.gram(precision, factor, scale, unit), *sums]
+            r = ratio(scale, unit, precision)
         else:
-            scale, theta = log_scale.exp(), None
-            G = factor * ratio(scale, unit, precision).unsqueeze(-1)
+            scale = log_scale.exp()
+            r = ratio(scale, unit, precision)
+            G = factor * r.unsqueeze(-1)
             sums = [project(G.mT, G), project(epsilon, G), sum_squares(epsilon), sum_weights(log_scale)]
         if reduce is not None:
             sums = [reduce(x) for x in sums]
         u, log_q, inverse = _solve(*sums, z, precision, P)
-        if kernels is None:
-            y = torch.addmm(epsilon, u if precision else z, G.mT) if z.shape[-1] else epsilon
-            theta = torch.addcmul(mean, scale, y)
-        elif precision:
-            theta = kernels.place(factor, mean, scale, unit, epsilon, u)
-        ctx.save_for_backward(scale, G, unit, epsilon, z, u, inverse)
+        if kernels is None or precision:
+            theta = torch.addcmul(mean, scale, plus(epsilon, u if precision else z, factor, r))
+        ctx.save_for_backward(scale, factor, unit, epsilon, z, u, inverse)
         ctx.precision, ctx.reduce, ctx.kernels = precision, reduce or (lambda x: x), kernels
         return theta, log_q
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g_q: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scale, G, unit, epsilon, z, u, inverse = ctx.saved_tensors
+        scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
+        if ctx.kernels is not None and not ctx.precision:
+            return *ctx.kernels.back(False, factor, scale, unit, epsilon, u, z, g, g_q), *[None] * 6
+        r = ratio(scale, unit, ctx.precision)
+        t = plus(epsilon, z if ctx.precision else u, factor, r)
+        pulled = torch.addcmul(g, t / scale, g_q.unsqueeze(-1), value=-1)
+        if not ctx.precision:
+            to_factor = (z.mT @ (pulled * unit)).mT if ctx.needs_input_grad[2] else None
+            return _summed(pulled), _summed(pulled * epsilon).mul_(scale), to_factor, *[None] * 6
+        own = pulled * scale
+        v = (ctx.reduce(project(own * r, factor)) @ inverse).to(u.dtype)
         if ctx.kernels is not None:
-            gradients = _back_by_kernels(ctx, g, g_q)
-        else:
-            t = z if ctx.precision else u
-            t = torch.addmm(epsilon, t, G.mT) if t.shape[-1] else epsilon
-            pulled = torch.addcmul(g, t * scale.reciprocal(), g_q.unsqueeze(-1), value=-1)
-            if ctx.precision:
-                rest = _back_precision(pulled * scale, scale / unit, G, epsilon, u, inverse, ctx.reduce)
-            else:
-                to_factor = (z.mT @ (pulled * unit)).mT if ctx.needs_input_grad[2] else None
-                rest = _summed(pulled * epsilon).mul_(scale), to_factor
-            gradients = _summed(pulled), *rest
-        return *gradients, *[None] * 6
-
-
-def _back_precision(
-    own: Tensor, r: Tensor, G: Tensor, epsilon: Tensor, u: Tensor, inverse: Tensor, reduce: Reduce
-) -> tuple[Tensor, Tensor]:
-    v = (reduce(project(own, G)) @ inverse).to(u.dtype)
-    Gu, Gv = u @ G.mT, v @ G.mT
-    w, y = own - Gv, epsilon + Gu
-    to_scale = _summed((own * y).addcmul_(w, Gu).addcmul_(y, Gv, value=-1))
-    return to_scale, (torch.cat([u, -v]).mT @ torch.cat([w, y]).mul_(r)).mT
-
-
-def _back_by_kernels(ctx: Any, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
-    if not ctx.precision:
-        return ctx.kernels.back(False, factor, scale, unit, epsilon, u, z, g, g_q)
-    pulled, projection = ctx.kernels.pull(factor, scale, unit, epsilon, z, g, g_q)
-    v = (ctx.reduce(projection) @ inverse).to(u.dtype)
-    return ctx.kernels.back(True, factor, scale, unit, epsilon, u, v, pulled)
+            return *ctx.kernels.back(True, factor, scale, unit, epsilon, u, v, pulled), *[None] * 6
+        Gu, Gv = r * (u @ factor.mT), r * (v @ factor.mT)
+        w, y = own - Gv, epsilon + Gu
+        to_scale = _summed((own * y).addcmul_(w, Gu).addcmul_(y, Gv, value=-1))
+        to_factor = (torch.cat([u, -v]).mT @ torch.cat([w, y]).mul_(r)).mT
+        return _summed(pulled), to_scale, to_factor, *[None] * 6
 
 
 def _summed(x: Tensor) -> Tensor:

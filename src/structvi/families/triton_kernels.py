@@ -55,22 +55,6 @@ def project(
     return scale, projection.view(S, K), squares, total.view(()), theta
 
 
-def place(factor: Tensor, mean: Tensor, scale: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor) -> Tensor:
-    """Return θ = μ + s∘(ε + G u) of the precision form, [S, P]."""
-    theta = epsilon.new_empty(epsilon.shape)
-    _run(_place, factor, len(u), (scale, unit, mean, epsilon, u), (theta,))
-    return theta
-
-
-def pull(
-    factor: Tensor, scale: Tensor, unit: Tensor, epsilon: Tensor, z: Tensor, g: Tensor, g_q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return g' = g + c∇ log q in the precision form [S, P], and Gᵀ(s∘g') [S, K] in float64."""
-    pulled, partial = epsilon.new_empty(epsilon.shape), factor.new_empty(*_programs(factor), *z.shape)
-    _run(_pull, factor, len(z), (scale, unit, epsilon, z, g, g_q), (pulled, partial))
-    return pulled, partial.sum(0, dtype=torch.float64)
-
-
 def back(precision: bool, factor: Tensor, scale: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of μ, log s and F; given are s₀, ε, u, z, g and c, or of a precision s₀, ε, u, v and g'."""
     found = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(factor)
@@ -175,20 +159,6 @@ def _project(
 
 
 @triton.jit
-def _place(
-    factor, scale, unit, mean, epsilon, u, theta, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    p, inside, s, s0 = _weights(scale, unit, P, BLOCK)
-    _, _, F = _rows(factor, p, inside, along, across, K, KP)
-    m = tl.load(mean + p, mask=inside, other=0.0)
-    for draw in tl.range(0, S, loop_unroll_factor=8):
-        at = draw * P.to(tl.int64) + p
-        y = tl.load(epsilon + at, mask=inside, other=0.0) + s / s0 * tl.sum(F * _row(u, draw, K, KP)[None, :], 1)
-        tl.store(theta + at, m + s * y, mask=inside)
-
-
-@triton.jit
 def _back_covariance(
     factor, scale, unit, epsilon, u, z, g, g_q, to_mean, to_scale, to_factor, P, along, across,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
@@ -212,23 +182,6 @@ def _back_covariance(
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, s * scale_gradient, mask=inside)
     tl.store(to_factor + places, gradient, mask=mask)
-
-
-@triton.jit
-def _pull(
-    factor, scale, unit, epsilon, z, g, g_q, pulled_out, out, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    p, inside, s, s0 = _weights(scale, unit, P, BLOCK)
-    _, _, F = _rows(factor, p, inside, along, across, K, KP)
-    G, k = F * (s / s0)[:, None], tl.arange(0, KP)
-    for draw in tl.range(0, S, loop_unroll_factor=8):
-        at = draw * P.to(tl.int64) + p
-        t = tl.load(epsilon + at, mask=inside, other=0.0) + tl.sum(G * _row(z, draw, K, KP)[None, :], 1)
-        pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
-        tl.store(pulled_out + at, pulled, mask=inside)
-        projected = tl.sum(G * (s * pulled)[:, None], 0)
-        tl.store(out + (tl.program_id(0).to(tl.int64) * S + draw) * K + k, projected, mask=k < K)
 
 
 @triton.jit
