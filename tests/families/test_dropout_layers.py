@@ -68,19 +68,6 @@ def test_whole_channels_before_a_convolution():
         assert probabilities[state].item() == pytest.approx((0.25 + 0.5 * z).prod().item(), rel=1e-12)
 
 
-def test_it_learns_and_comes_back_from_a_file(tmp_path):
-    net = mlp()
-    x = torch.randn(8, 2, dtype=torch.float64)
-    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MCDropout.from_network(net), num_data=8)
-    posterior.loss((x, x[:, :1])).backward()
-    assert posterior.family.point.grad.abs().sum() > 0
-    posterior.save(tmp_path / "q")
-    loaded = vi.load(tmp_path / "q", mlp())
-    assert loaded.family.keep == {"1.weight": 0.8, "3.weight": 0.5}
-    for one, other in zip(loaded.family().support(), posterior.family().support(), strict=True):
-        assert torch.equal(one, other)
-
-
 # Which layers
 
 

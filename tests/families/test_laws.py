@@ -9,7 +9,7 @@ from torch.distributions import Independent, Normal, StudentT
 
 import structvi as vi
 from structvi.couplings import naive
-from structvi.families import Diagonal, NormalForm
+from structvi.families import Diagonal, Gaussian, NormalForm
 from structvi.testing import LAWS, check_family
 
 
@@ -42,6 +42,29 @@ class UserNormal(vi.Family):
     def set_normal(self, form):
         self.mean.copy_(form.mean)
         self.log_scale.copy_(form.diagonal().scale.log())
+
+
+class OwnDensity(Gaussian):
+    """A shape of covariance of one's own: a location and three methods."""
+
+    def __init__(self, mean, log_scale):
+        self.location, self.log_scale = mean, log_scale
+
+    def transform(self, diagonal, low_rank):
+        return self.log_scale.exp() * diagonal
+
+    def precision_product(self, x):
+        return x * (-2 * self.log_scale).exp()
+
+    def half_log_det(self):
+        return self.log_scale.double().sum()
+
+
+class UserGaussian(UserNormal):
+    """The same parameters with a Gaussian density: draws are coupled, entropies exact."""
+
+    def forward(self):
+        return OwnDensity(self.mean, self.log_scale)
 
 
 class LogNormalPushforward(vi.Density):
@@ -133,6 +156,7 @@ FAMILIES = {
     "Rotated LowRankPrecision(1)": turned(vi.LowRankPrecision(1)),
     "MCDropout": vi.MCDropout(keep=0.8),
     "a user's normal": UserNormal(),
+    "a user's Gaussian": UserGaussian(),
     "a user's Student-t": UserStudentT(),
     "a user's pushforward": UserPushforward(),
 }
@@ -172,3 +196,37 @@ def test_law(name, law):
         assert verdict.startswith("not applicable: ")
     else:
         assert verdict == "held"
+
+
+@pytest.mark.parametrize("family", [UserNormal, UserGaussian])
+def test_a_search_finds_the_optimum_of_a_users_mean_field(family):
+    """Coordinates and curvature are used: mean field's optimum, 1/√Λ_ii, is found, not only improved on."""
+    A = torch.tensor([[1.0, 0, 0, 0], [0.5, 1, 0, 0], [0, 0.3, 1, 0], [0, 0, 0.7, 1]], dtype=torch.float64)
+    root = torch.tensor([0.1, 1.0, 3.0, 10.0], dtype=torch.float64).unsqueeze(-1) * A
+    precision = torch.linalg.inv(root @ root.mT)
+    space = vi.Parameters({"z": torch.zeros(4, dtype=torch.float64)})
+    target = vi.LogDensity(lambda p: -0.5 * (p["z"] - 5) @ precision @ (p["z"] - 5), space)
+    result = vi.fit_density(target, family(), seed=0, progress=False)
+    assert result.status is vi.Status.CONVERGED
+    scale = precision.diagonal().rsqrt()
+    # the ELBO of a quadratic is exact on the fixed draws: what is left is the search's tolerance of 1e-3 nats
+    assert ((result.family().mean - 5).abs() / scale).max() < 0.02
+    assert (result.family().variance.sqrt() / scale - 1).abs().max() < 0.02
+
+
+class WiderThanItSays(OwnDensity):
+    """N(m, s²) by its log_prob; its draws are a fifth wider."""
+
+    def transform(self, diagonal, low_rank):
+        return 1.2 * super().transform(diagonal, low_rank)
+
+
+class Biased(UserNormal):
+    def forward(self):
+        return WiderThanItSays(self.mean, self.log_scale)
+
+
+@pytest.mark.parametrize("law", ["unbiased", "dense"])
+def test_draws_that_are_wider_than_the_density_says_break_the_laws(law):
+    with pytest.raises(AssertionError, match=r"standard errors from the truth|off by"):
+        check_family(Biased(), laws=[law])

@@ -53,12 +53,6 @@ class TestDensity:
         truth = (q.proportions.unsqueeze(-1) * torch.stack(parts).exp()).sum(0).log()
         torch.testing.assert_close(q().log_prob(theta), truth, rtol=1e-10, atol=0)
 
-    def test_score_far_from_all_parts_is_finite(self):
-        density = mixed()()
-        theta = torch.full((1, 3), 1e6, dtype=torch.float64)
-        assert bool(torch.isfinite(density.score(theta)).all())
-        assert bool(torch.isfinite(density.log_prob(theta)).all())
-
     def test_moments_by_the_law_of_total_variance(self):
         q = mixed(P=4)
         density, weights = q(), q.proportions.detach()
@@ -80,28 +74,6 @@ class TestDensity:
 
 
 class TestDraws:
-    def test_stratified_and_group_major(self):
-        q = mixed()
-        draws = q().draw(5, vi.couplings.paired, generator())
-        assert draws.theta.shape == (5 * 4 * 2, 3)
-        weight = draws.weight.reshape(5, 4, 2)
-        expected = (q.proportions / 10).reshape(1, 4, 1).expand(5, 4, 2)
-        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=0)
-        # antithetic pairs: in every group and stratum the draws average to the part's mean
-        centres = draws.theta.reshape(5, 4, 2, 3).mean(2)
-        means = torch.stack([part().mean for part in q.part]).expand(5, 4, 3)
-        torch.testing.assert_close(centres, means, rtol=1e-12, atol=1e-12)
-
-    def test_parts_of_different_rank_have_draws_of_different_number(self):
-        recipes = [vi.LowRankNormal(1), vi.LowRankNormal(3), vi.MeanField()]
-        q = vi.Mixture(recipes).bind(space(), generator())
-        draws = q().draw(2, vi.couplings.unscented, generator())
-        sizes = [4, 12, 2]
-        assert draws.theta.shape[0] == 2 * sum(sizes)
-        for group in draws.weight.reshape(2, -1):
-            for stratum, size in zip(group.split(sizes), sizes, strict=True):
-                torch.testing.assert_close(stratum, torch.full_like(stratum, 1 / 3 / 2 / size))
-
     def test_weights_carry_the_gradient_of_the_proportions(self):
         q = mixed()
         weight = q().draw(3, vi.couplings.naive, generator()).weight.reshape(3, 4)

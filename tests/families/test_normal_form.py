@@ -16,7 +16,7 @@ from structvi import (
     PerLayer,
     Rotated,
 )
-from structvi.families.low_rank import factors, hold_factors, precision_rank, release_factors
+from structvi.families.low_rank import precision_rank
 from structvi.families.normal import Diagonal, LowRank, NormalForm, Triangle
 
 P, K = 5, 2
@@ -111,15 +111,6 @@ def test_what_is_no_normal_says_so():
         assert family.normal() is None
     with pytest.raises(TypeError, match="set_normal"):
         Mixture(MeanField()).bind(space(), seeded()).set_normal(forms()["diagonal"])
-
-
-def test_factors_are_held_and_started_in_all_parts():
-    q = Mixture(PerLayer({"a": LowRankNormal(rank=1), "b": LowRankPrecision(rank=2)})).bind(space(), seeded())
-    assert [tuple(factor.shape) for factor in factors(q)] == [(3, 1), (2, 2)] * 2
-    hold_factors(q)
-    assert not any(factor.requires_grad or factor.any() for factor in factors(q))
-    release_factors(q, seeded(), size=0.01)
-    assert all(factor.requires_grad and 0 < factor.abs().max() < 0.05 for factor in factors(q))
 
 
 @pytest.mark.parametrize("name", forms())
