@@ -215,7 +215,7 @@ def _starts(parameters: Parameters, components: int, generator: torch.Generator 
     if components == 1:
         return [parameters]
     starts = [parameters.fresh(generator) for _ in range(components)]
-    if torch.equal(starts[0], parameters.initial):  # no layer to ask
+    if starts[0] is parameters.initial or torch.equal(starts[0], parameters.initial):  # no layer to ask
         shape = (components + 1) // 2, parameters.size
         half = parameters.scale * standard_noise(shape, parameters.initial, generator)
         starts = list(parameters.initial + torch.stack([half, -half], dim=1).flatten(0, 1))[:components]
