@@ -509,11 +509,6 @@ TABLE = {
     "mixture: no component": (lambda: vi.Mixture(vi.MeanField(), 0), ValueError, r"integer ≥ 1, got 0"),
     "mixture: not a family": (lambda: vi.Mixture(3), TypeError, r"a family or a list of families, got 3"),
     "mixture: bound part": (lambda: vi.Mixture(family(), 2), ValueError, r"bound already.*copies would coincide"),
-    "mixture: other spaces": (
-        lambda: vi.Mixture([family(vi.MAP()), family(vi.MAP(), OTHER)]),
-        ValueError,
-        r"must share their tensors",
-    ),
     "mixture: points and densities": (
         lambda: density(vi.Mixture([vi.MAP(), vi.MeanField()])),
         ValueError,

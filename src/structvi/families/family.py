@@ -195,10 +195,10 @@ class DistributionDensity(Density):
         return self.distribution.entropy()
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        if isinstance(self.distribution, MultivariateNormal):
-            return self.distribution.covariance_matrix[rows, columns]
         if isinstance(self.distribution, Independent):
             return torch.diag(self.variance)[rows, columns]
+        if isinstance(self.distribution, MultivariateNormal):
+            return self.distribution.covariance_matrix[rows, columns]
         raise self._refusal("covariance_block")
 
 

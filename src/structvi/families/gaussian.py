@@ -34,6 +34,8 @@ class Gaussian(Density):
     location: Tensor
     #: K, how many low-rank directions the draws use
     rank: int = 0
+    #: P of all ranks where each holds a slice
+    P_whole: int | None = None
 
     @abstractmethod
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
@@ -73,11 +75,6 @@ class Gaussian(Density):
         return self.location
 
     @property
-    def count(self) -> int:
-        """P, of all ranks where each holds a slice."""
-        return self.P
-
-    @property
     def noise_size(self) -> int:
         return self.P + self.rank
 
@@ -105,14 +102,16 @@ class Gaussian(Density):
 
     def log_prob(self, theta: Tensor) -> Tensor:
         x = check_theta(theta, self.P) - self.mean
-        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * self.count * log(2 * pi)).to(x.dtype)
+        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * (self.P_whole or self.P) * log(2 * pi)).to(
+            x.dtype
+        )
 
     def score(self, theta: Tensor) -> Tensor:
         with torch.no_grad():
             return self.precision_product(self.mean - check_theta(theta, self.P))
 
     def entropy(self) -> Tensor:
-        return (self.half_log_det() + 0.5 * self.count * (1 + log(2 * pi))).to(self.mean.dtype)
+        return (self.half_log_det() + 0.5 * (self.P_whole or self.P) * (1 + log(2 * pi))).to(self.mean.dtype)
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         return torch.cat([self.covariance_product(unit)[:, columns] for unit in self._unit_rows(rows)])
@@ -157,17 +156,12 @@ class LowRankDensity(Gaussian):
         of_precision: the form.
     """
 
-    #: where ranks hold slices of the weights: the sum over ranks, and P of all of them
+    #: where ranks hold slices of the weights: the sum over ranks
     reduce: numerics.Reduce | None = None
-    P_whole: int | None = None
 
     def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, of_precision: bool = False):
         self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
         self.rank, self.of_precision = factor.shape[-1], of_precision
-
-    @property
-    def count(self) -> int:
-        return self.P if self.P_whole is None else self.P_whole
 
     # values that are kept have a graph, whoever asks first
 
@@ -205,7 +199,7 @@ class LowRankDensity(Gaussian):
     def state(self) -> numerics.State:
         """Return the parameters for the fused passes."""
         parts = self.location, self.log_scale, self.factor, self.unit
-        return numerics.State(*parts, self.of_precision, self.count, self.reduce)
+        return numerics.State(*parts, self.of_precision, self.P_whole or self.P, self.reduce)
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         if self.rank:

@@ -141,7 +141,7 @@ class Mixture(Family):
         self.components: int | str = AUTO if components == AUTO else len(parts)
         self.inner = nn.ModuleList(parts)
         if self.is_bound:
-            self.space = _shared_space([own.space for own in parts])
+            self.space = parts[0].space
             self.raw_logits = nn.Parameter(next(self.inner.parameters()).new_zeros(len(parts)))
 
     @classmethod
@@ -175,7 +175,7 @@ class Mixture(Family):
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         if self.components == AUTO:
-            raise ValueError('only fit_density looks for as many modes as components="auto" needs: give their number')
+            raise ValueError('components="auto" takes as many parts as there are modes, in fit_density alone')
         C = len(self.part)
         spaces = _starts(parameters, C, generator)
         self.inner = nn.ModuleList(part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True))
@@ -200,14 +200,6 @@ def _as_parts(part: Family | Sequence[Family], components: int | str | None) -> 
     if len({one.is_bound for one in part}) > 1:
         raise ValueError("the parts of a mixture must be all recipes or all bound")
     return list(part)
-
-
-def _shared_space(spaces: Sequence[Parameters | None]) -> Parameters | None:
-    first = spaces[0]
-    for space in spaces:
-        if space and first and (space.names, space.shapes) != (first.names, first.shapes):
-            raise ValueError(f"the parts of a mixture must share their tensors, got\n{first!r}\nand\n{space!r}")
-    return first
 
 
 def _starts(parameters: Parameters, components: int, generator: torch.Generator | None) -> list[Parameters]:

@@ -33,8 +33,8 @@ def check_family(
 
     Example:
         >>> from structvi import MeanField
-        >>> check_family(MeanField(), laws=["draws", "state_dict"])
-        {'draws': 'held', 'state_dict': 'held'}
+        >>> check_family(MeanField(), laws=["draws", "normal"])
+        {'draws': 'held', 'normal': 'held'}
     """
     case = Case(_maker(family, seed), seed, torch.device(device), dtype)
     verdicts = {}
