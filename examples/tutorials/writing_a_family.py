@@ -197,5 +197,5 @@ for recipe in (vi.MeanField(), Plain()):
 # `form.diagonal()` and `form.low_rank(rank, of_precision)` are the nearest roots of your family's shape. The law
 # "normal" of `check_family` compares `normal` and `set_normal` with the density.
 #
-# A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: `location` and six methods, and draws,
+# A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: `location` and three methods, and draws,
 # score, entropy, covariances and `kl` follow. A flow from zuko is the short way again: `examples/flow.py`.

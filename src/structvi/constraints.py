@@ -239,7 +239,8 @@ def interval(low: Values, high: Values, initial: Values | None = None, *, shape:
     """
     ends = [torch.as_tensor(end, dtype=torch.float64) for end in (low, high)]
     middle = (ends[0] + ends[1]) / 2
-    return _constrained(Interval(*ends), middle if initial is None else initial + 0 * middle, shape)
+    value = middle if initial is None else torch.as_tensor(initial, dtype=torch.float64) + 0 * middle
+    return _constrained(Interval(*ends), value, shape)
 
 
 def simplex(initial: Values, *, shape: Shape = ()) -> Constrained:

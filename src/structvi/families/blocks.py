@@ -52,7 +52,7 @@ class BlockLayout:
         return result
 
 
-def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters
-from ..util.checks import check_integer, check_theta, is_integer
+from ..util.checks import check_theta, is_integer
 from .family import Density, Draws, Family, check_draw, standard_noise
 from .gaussian import Gaussian
 from .rotated import rotation
@@ -190,9 +190,10 @@ def _as_parts(part: Family | Sequence[Family], components: int | str | None) -> 
     if isinstance(part, Family):
         if part.is_bound:
             raise ValueError(f"this {type(part).__name__} is bound already, and copies would coincide: give a recipe")
-        number = {None: 2, AUTO: 1}.get(components, components)
-        check_integer("components", number)
-        return [copy.deepcopy(part) for _ in range(number)]
+        components = 1 if components == AUTO else 2 if components is None else components
+        if not is_integer(components):
+            raise ValueError(f"components must be an integer ≥ 1, got {components!r}")
+        return [copy.deepcopy(part) for _ in range(components)]
     if not isinstance(part, Sequence) or not part or not all(isinstance(one, Family) for one in part):
         raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
     if components not in (None, len(part)):

@@ -56,8 +56,8 @@ def _maker(family: Family | Make, seed: int) -> Make:
 
     def make(space: Parameters) -> Family:
         generator = torch.Generator(space.device)
-        is_recipe = isinstance(family, Family)
-        bound = family.bind(space, generator.manual_seed(seed)) if is_recipe else family(space)
+        generator.manual_seed(seed)
+        bound = family.bind(space, generator) if isinstance(family, Family) else family(space)
         generator.manual_seed(seed + 1)
         with torch.no_grad():
             for parameter in bound.parameters():
