@@ -9,12 +9,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Bernoulli, Independent, Normal
+from torch.distributions import Independent, Normal
 
 import structvi as vi
 from structvi import diagnostics, likelihoods, plots
 from structvi.families.family import MAX_DENSE
-from structvi.families.gaussian import LowRankDensity
 
 SPACE = vi.Parameters({"a": torch.zeros(2), "b": torch.zeros(1)})
 OTHER = vi.Parameters({"a": torch.zeros(5)})
@@ -143,14 +142,9 @@ TABLE = {
     "parameters: mixed dtypes": (
         lambda: vi.Parameters({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2).double()}),
         ValueError,
-        r"share one dtype; most are like 'a', but \{'torch\.float64': 'c'\}",
+        r"share one dtype and device, got .*torch\.float64 on cpu': 'c'",
     ),
     "parameters: nothing trainable": (lambda: vi.Parameters.of(frozen()), ValueError, r"no trainable parameter"),
-    "parameters: lazy": (
-        lambda: vi.Parameters.of(nn.LazyLinear(2)),
-        ValueError,
-        r"uninitialised lazy parameters \['weight', 'bias'\]: run one forward pass",
-    ),
     "select: no match": (
         lambda: vi.Parameters.of(net(), "head.*"),
         ValueError,
@@ -163,12 +157,12 @@ TABLE = {
     "ravel: missing and extra": (
         lambda: SPACE.ravel({"a": torch.zeros(2), "c": torch.zeros(1)}),
         ValueError,
-        r"missing \['b'\], extra \['c'\]",
+        r"expected the tensors a, b, got a, c",
     ),
     "ravel: wrong shape": (
         lambda: SPACE.ravel({"a": torch.zeros(3), "b": torch.zeros(1)}),
         ValueError,
-        r"a: expected shape \[\.\., 2\], got \(3,\)",
+        r"a: expected shape \(\.\., 2,\), got \(3,\)",
     ),
     "slice: unknown name": (lambda: SPACE.slice("c"), ValueError, r"no tensor named 'c'; the random ones are a, b"),
     "fresh: a seed": (lambda: vi.Parameters.of(net()).fresh(0), TypeError, r"must be a torch\.Generator, got int"),
@@ -177,7 +171,7 @@ TABLE = {
     "rank: more than P": (
         lambda: vi.LowRankNormal(rank=4).bind(SPACE),
         ValueError,
-        r"rank 4 is larger than the number of weights P = 3; take at most 3",
+        r"rank 4 is larger than the number of weights P = 3",
     ),
     "initial_mean": (lambda: vi.MeanField("prior"), ValueError, r"one of .'current', 'fresh', 'zero'., got 'prior'"),
     "initial_scale: zero": (lambda: vi.FullNormal(initial_scale=0), ValueError, r"initial_scale must be a positive"),
@@ -189,40 +183,30 @@ TABLE = {
     "bind: a dict": (
         lambda: vi.MeanField().bind({"z": torch.zeros(2)}),
         TypeError,
-        r"bind expects Parameters, got dict; write Parameters\.of",
+        r"bind expects Parameters, such as Parameters\.of\(net\), got dict",
     ),
-    "bind: twice": (lambda: family().bind(SPACE), ValueError, r"LowRankNormal is bound already; bind a recipe"),
+    "bind: twice": (lambda: family().bind(SPACE), ValueError, r"LowRankNormal is bound already: bind a recipe"),
     "call: a recipe": (lambda: vi.MeanField()(), ValueError, r"MeanField is a recipe.*call \.bind\(parameters\) first"),
     "call: FullNormal too large": (
         lambda: vi.FullNormal().bind(LARGE),
         ValueError,
-        rf"needs {MAX_DENSE + 1}² numbers and refuses beyond P = {MAX_DENSE}; use LowRankNormal",
+        rf"refuses P = {MAX_DENSE + 1} beyond {MAX_DENSE}: use LowRankNormal",
     ),
     # --- a family of the user's own
-    "forward: junk": (lambda: Returns("junk")(), TypeError, r"Returns\.forward must return a Density.*got str"),
+    "forward: junk": (lambda: Returns("junk")(), TypeError, r"Returns\.forward must return a Density.*got .junk"),
     "forward: the wrong size": (
         lambda: Returns(Independent(Normal(torch.zeros(4), 1.0), 1)).bind(SPACE)(),
         ValueError,
-        r"density over 4 numbers; its parameters have P = 3",
+        r"gave P = 4, expected 3",
     ),
     "distribution: a batch shape": (
         lambda: Returns(Normal(torch.zeros(3), 1.0))(),
         ValueError,
         r"event shape \[P\] and no batch shape, got event \(\) and batch \(3,\); wrap it: .*Independent\(d, 1\)",
     ),
-    "distribution: no rsample": (
-        lambda: Returns(Independent(Bernoulli(torch.full((3,), 0.5)), 1))(),
-        ValueError,
-        r"no rsample: gradients cannot pass",
-    ),
     # --- draws and couplings
     "groups: zero": (lambda: density().draw(groups=0), ValueError, r"groups must be an integer ≥ 1, got 0"),
     "coupling: a string": (lambda: density().draw(1, "paired"), TypeError, r"callable such as naive.*got 'paired'"),
-    "coupling: returns nothing": (
-        lambda: density().draw(1, lambda *args: None),
-        TypeError,
-        r"must return Noise\(diagonal \[S, P\], low_rank \[S, K\]\), got NoneType",
-    ),
     "coupling: wrong P": (
         lambda: density().draw(1, coupling((4, 2), (4, 2))),
         ValueError,
@@ -244,13 +228,6 @@ TABLE = {
         r"directions=3 but the family has rank 2; take at most 2, or None for all",
     ),
     "generator: a seed": (lambda: density().draw(generator=0), TypeError, r"must be a torch\.Generator, got int"),
-    "generator: on another device": (
-        lambda: LowRankDensity(*torch.ones(2, 3, device="meta"), torch.ones(3, 0), torch.ones(3)).draw(
-            generator=GENERATOR
-        ),
-        ValueError,
-        r"generator is on cpu, the weights on meta; make one there: torch\.Generator\(\"meta\"\)",
-    ),
     # --- densities
     "log_prob: one point": (
         lambda: density().log_prob(torch.zeros(3)),
@@ -276,7 +253,7 @@ TABLE = {
     "kl: families": (
         lambda: vi.kl(family(), family()),
         TypeError,
-        r"q is LowRankNormal\. Call the families \(q = family\(\)\)",
+        r"q = family\(\), got LowRankNormal",
     ),
     # --- the objective
     "elbo: a density": (
@@ -520,11 +497,6 @@ TABLE = {
     "mixture: no component": (lambda: vi.Mixture(vi.MeanField(), 0), ValueError, r"integer ≥ 1, got 0"),
     "mixture: not a family": (lambda: vi.Mixture(3), TypeError, r"a family or a list of families, got 3"),
     "mixture: bound part": (lambda: vi.Mixture(family(), 2), ValueError, r"bound already.*copies would coincide"),
-    "mixture: other spaces": (
-        lambda: vi.Mixture([family(vi.MAP()), family(vi.MAP(), OTHER)]),
-        ValueError,
-        r"must share their tensors",
-    ),
     "mixture: points and densities": (
         lambda: density(vi.Mixture([vi.MAP(), vi.MeanField()])),
         ValueError,
@@ -544,9 +516,8 @@ TABLE = {
     "mixture: some bound": (
         lambda: vi.Mixture([vi.MeanField(), family()]),
         ValueError,
-        r"all recipes or all bound, got bound = \[False, True\]",
+        r"all recipes or all bound",
     ),
-    "mixture: one part twice": (lambda: vi.Mixture([family()] * 2), ValueError, r"in the list twice"),
     "blocks: unmatched": (lambda: family(vi.PerLayer({"a": vi.MAP()})), ValueError, r"matches b; add one"),
     "blocks: overlapping": (
         lambda: family(vi.PerLayer({"a": vi.MAP(), "[ab]": vi.MeanField()})),
@@ -559,16 +530,16 @@ TABLE = {
         r"\['c'\] are left without a tensor",
     ),
     "blocks: a mixture inside": (
-        lambda: density(vi.PerLayer({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})).draw(2),
-        ValueError,
-        r"weights its own draws",
+        lambda: density(vi.PerLayer({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})),
+        TypeError,
+        r"Gaussian families and MAP",
     ),
-    "dropout: keep above 1": (lambda: vi.MCDropout(keep=1.5), ValueError, r"in \[0, 1\], got 1\.5"),
+    "dropout: keep above 1": (lambda: vi.MCDropout(keep=1.5), ValueError, r"in \[0, 1\].*, got 1\.5"),
     "dropout: per layer": (lambda: vi.MCDropout(per="layer"), ValueError, r"'weight', 'input', 'output'"),
     "dropout: too many states": (
-        lambda: density(vi.MCDropout(), vi.Parameters({"z": torch.zeros(21)})).support(),
+        lambda: density(vi.MCDropout(), vi.Parameters({"z": torch.zeros(30)})).support(),
         ValueError,
-        r"2\^21 states.*at most 20",
+        r"2\^30 states",
     ),
     "prior: pattern without tensor": (
         lambda: model(prior=vi.priors.NormalPrior({"head.*": 1.0, "*": 1.0})),

@@ -66,19 +66,6 @@ def test_rotations_are_uniform_and_not_only_orthogonal():
     assert (q.var(0) - 1 / K).abs().max() < 0.02
 
 
-def test_without_low_rank_directions_unscented_is_paired():
-    generator = [torch.Generator().manual_seed(0) for _ in range(2)]
-    first = vi.couplings.unscented(4, 5, 0, generator[0], torch.float64, None)
-    second = vi.couplings.paired(4, 5, 0, generator[1], torch.float64, None)
-    assert torch.equal(first.diagonal, second.diagonal)
-
-
-def test_unscented_itself_is_the_default_configuration():
-    assert vi.couplings.unscented == vi.couplings.unscented()
-    assert vi.couplings.unscented != vi.couplings.unscented(crossed=False)
-    assert repr(vi.couplings.unscented(2)) == "unscented(directions=2, crossed=True, shared_diagonal=False)"
-
-
 def test_couplings_lower_the_variance_they_are_meant_to_lower():
     """A quadratic target at 32 evaluations, 150 gradients each: their variances are known to about a seventh."""
     space = vi.Parameters({"z": torch.zeros(8, dtype=torch.float64)})

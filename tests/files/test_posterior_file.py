@@ -26,7 +26,7 @@ FAMILIES = {
     "Mixture": lambda: vi.Mixture(vi.LowRankNormal(rank=1), components=3),
     "Mixture of several": lambda: vi.Mixture([vi.MAP(), vi.MAP(initial_mean="zero")]),
     "PerLayer": lambda: vi.PerLayer({"*": vi.MAP(), "0.*": vi.LowRankNormal(rank=2)}),
-    "PerLayer of others": lambda: vi.PerLayer({"2.*": vi.MCDropout(keep=0.5), "0.*": vi.FullNormal()}),
+    "PerLayer with a point": lambda: vi.PerLayer({"2.*": vi.MAP(), "0.*": vi.FullNormal()}),
     "Mixture of mixtures": lambda: vi.Mixture(vi.Mixture(vi.MeanField()), components=3),
     "Mixture of blocks": lambda: vi.Mixture(vi.PerLayer({"2.*": vi.MeanField(), "0.*": vi.LowRankPrecision(rank=1)})),
     "MCDropout": lambda: vi.MCDropout(keep={"0.weight": 0.7}, per="input"),
