@@ -12,7 +12,7 @@ from ..families.family import Density, Draws
 from ..networks.call import alone_with
 from ..util.checks import check_integer
 from ..util.random_streams import borrowed_stream, seed_from
-from .predict import DRAWN_NUMBERS
+from .predictive import DRAWN_NUMBERS
 
 if TYPE_CHECKING:
     from xarray import DataTree
