@@ -18,15 +18,7 @@ DRAWS = (1, 10)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def weights(S, dtype, kind):
-    """Equal ones, or those of chunks of three draws as `predict` joins them."""
-    if kind == "equal":
-        return torch.full((S,), 1 / S, dtype=dtype)
-    sizes = [min(3, S - start) for start in range(0, S, 3)]
-    return torch.cat([size / S * torch.full((size,), 1 / size, dtype=dtype) for size in sizes])
-
-
-def predictive(kind, S, dtype, weighting, agreed):
+def predictive(kind, S, dtype, agreed):
     """Outputs at S draws that all agree, or of which every other says the opposite."""
     rows = torch.tensor(LOG_RATES if kind == "count" else LOGITS)
     signs = torch.ones(S) if agreed else 1 - 2 * (torch.arange(S) % 2)
@@ -42,7 +34,7 @@ def predictive(kind, S, dtype, weighting, agreed):
         "number": lk.Gaussian(0.5), "head": lk.Gaussian("head"), "label": lk.Categorical(), "binary": lk.Bernoulli(),
         "count": lk.Poisson(),
     }[kind]  # fmt: skip
-    return Predictive(outputs.to(dtype), weights(S, dtype, weighting), likelihood)
+    return Predictive(outputs.to(dtype), torch.full((S,), 1 / S, dtype=dtype), likelihood)
 
 
 def targets(pred, kind):
@@ -52,12 +44,11 @@ def targets(pred, kind):
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("weighting", ["equal", "chunks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", DRAWS)
 @pytest.mark.parametrize("kind", ["number", "head", "label", "binary", "count"])
-def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, weighting, agreed):
-    pred = predictive(kind, S, dtype, weighting, agreed)
+def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, agreed):
+    pred = predictive(kind, S, dtype, agreed)
     for name in ("mean", "variance", "std", "epistemic", "aleatoric", "function_mean", "function_variance"):
         value = getattr(pred, name)
         # the square of a rate of e⁸⁰ is no number of float32; it overflows to infinity, never to NaN
@@ -84,13 +75,12 @@ def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, we
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("weighting", ["equal", "chunks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", DRAWS)
 @pytest.mark.parametrize("kind", ["label", "binary"])
-def test_entropies_of_labels(kind, S, dtype, weighting, agreed):
+def test_entropies_of_labels(kind, S, dtype, agreed):
     """0 ≤ I ≤ H ≤ log C, and H = 0 where all draws are certain of the same label; 1e-6 is rounding of float32."""
-    pred = predictive(kind, S, dtype, weighting, agreed)
+    pred = predictive(kind, S, dtype, agreed)
     classes = 3 if kind == "label" else 2
     p, entropy, mutual = pred.probabilities, pred.entropy, pred.mutual_information
     assert ((p >= 0) & (p <= 1)).all()

@@ -1,6 +1,5 @@
 """The linearised network in function space, the default of linearised posteriors: against dense truth and draws."""
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from math import pi
 
@@ -12,7 +11,7 @@ from torch.func import functional_call, jacrev
 
 import structvi as vi
 from structvi.families.mixture import weighted_normals
-from structvi.predict.linearised import is_normal, jacobians
+from structvi.predict.linearised import jacobians
 
 lk = vi.likelihoods
 NETS = {
@@ -277,40 +276,6 @@ def test_elsewhere_weights_are_drawn_as_before(case):
     assert "function space" not in pred.note
     torch.testing.assert_close(pred.outputs, expected.outputs, rtol=0.0, atol=0.0)
     assert pred.draws == expected.draws
-
-
-class Tokens(nn.Module):
-    """A small transformer: an encoder layer, then attention called as a function, causal or with a mask."""
-
-    def __init__(self, **how):
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
-        self.qkv, self.head, self.how = nn.Linear(8, 24), nn.Linear(8, 3), how
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.layer(self.embed(x))).unflatten(-1, (2, 12)).movedim(-2, -3).chunk(3, -1)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, **self.how)
-        return self.head(y.movedim(-3, -2).flatten(-2).mean(1))
-
-
-@pytest.mark.parametrize("how", [{}, {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()}])
-def test_attention_is_linearised_without_draws_and_by_vmap(how):
-    """torch's fused attention for a CPU has no batching rule: without plain kernels weights would be drawn."""
-    torch.manual_seed(0)
-    net, x = Tokens(**how).eval(), torch.randint(9, (6, 5))
-    ones = [
-        vi.variationalize(net, lk.Categorical(), vi.MeanField(initial_scale=0.01), num_data=6, linearise=linearise)
-        for linearise in (True, False)
-    ]
-    for one in ones:
-        one.warns_unfitted = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert is_normal(ones[0], x)
-        torch.testing.assert_close(ones[0].output_moments(x).mean, net(x).detach())
-        linear, drawn = (one.predict(x, draws=2000, generator=seeded()) for one in ones)
-    assert ones[1].model.evaluation.choice == "vmap"
-    torch.testing.assert_close(drawn.mean, linear.mean, rtol=0, atol=5e-3)
 
 
 def test_outputs_without_an_axis_and_linearise_asked_for():

@@ -181,7 +181,7 @@ def test_out_of_distribution_auroc():
     """Against the fraction of pairs in the right order; a linear posterior is less certain far out."""
     bayes = posterior(3, lk.Categorical())
     near, far = 0.3 * randn(30, 3), 3 * randn(40, 3, seed=1)
-    with pytest.raises(ValueError, match="learned by bayes.laplace"):
+    with pytest.raises(ValueError, match=r"learned by bayes\.laplace"):
         ood_auroc(bayes, [near], [far], "ood_score")
     for score in set(get_args(Score)) - {"ood_score"}:
         got = ood_auroc(bayes, [near[:10], near[10:]], [(far, torch.zeros(40))], score, draws=6, generator=seeded())

@@ -1,8 +1,11 @@
 """Predictions against closed forms, and the identities that hold exactly on the same draws."""
 
+import copy
+import gc
 import math
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -411,3 +414,18 @@ def test_a_posterior_narrower_than_rounding_takes_one_draw(scale, draws):
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(initial_scale=scale))
     assert len(bayes.predict(torch.randn(5, 2)).weights) == draws
+
+
+def test_what_is_kept_follows_the_posterior_and_lets_it_go():
+    """Also a change that torch does not count: of `.data` in place."""
+    for make in (classifier, lambda: classifier(linearise=True)):
+        bayes, x = make(), randn(4, 2)
+        first = bayes.predict(x)
+        assert torch.equal(bayes.predict(x).mean, first.mean)
+        bayes.family.log_scale.data.add_(1.0)
+        assert (bayes.predict(x).epistemic > first.epistemic).all()
+        assert torch.equal(bayes.predict(x).mean, copy.deepcopy(bayes).predict(x).mean)
+        gone = weakref.ref(bayes)
+        del bayes
+        gc.collect()
+        assert gone() is None

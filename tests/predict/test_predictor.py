@@ -32,11 +32,8 @@ LABELS = vi.likelihoods.Categorical()
 #: network, likelihood, family, further arguments
 CASES = {
     "labels": (mlp, LABELS, vi.LowRankNormal(2), {}),
-    "random noise": (lambda: mlp(1), vi.likelihoods.Gaussian("random"), vi.MeanField(), {}),
     "a point": (mlp, LABELS, vi.MAP(), {}),
-    "masks": (mlp, LABELS, vi.MCDropout(keep=0.8), {}),
     "a mixture": (mlp, LABELS, vi.Mixture(vi.MeanField(), 2), {}),
-    "a random head": (mlp, LABELS, vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}), {}),
     "linearised": (mlp, LABELS, vi.MeanField(), {"linearise": True}),
     "dropout": (mlp, LABELS, vi.MeanField(), {"dropout": "on"}),
     "batch norm": (normed, LABELS, vi.MeanField(), {}),

@@ -75,9 +75,7 @@ def calibrate(
         check_iterable(loader)
         if iter(loader) is loader:
             raise TypeError("calibrate reads its data several times: give a DataLoader or a list of batches")
-    inputs = next((posterior.model.split(batch)[0] for batch in loaders[0]), None)
-    if inputs is None:
-        raise ValueError("the loader gave no batch")
+    inputs = posterior.model.split(next(iter(loaders[0])))[0]
     generator = torch.Generator().manual_seed(seed)
     predict = draws_for(posterior, inputs, draws, reference=reference, generator=generator, calibrated=False)
     kind = _adjustable(predict.mixture(on_device(inputs, predict.device)))
@@ -145,10 +143,7 @@ def _adjustment(predict: PredictiveDraws, kind: Kind, batches: Iterable[Any], se
     if n < FEWEST:
         raise ValueError(f"a {kind} is fitted on at least {FEWEST} held-out cases with observed targets, got {n}")
     if not bool(table.isfinite().all()):
-        raise ValueError(
-            "the log probability of some held-out cases is not finite: look at the network's outputs there, "
-            "predict(x).outputs"
-        )
+        raise ValueError("the log probability of some held-out cases is not finite: look at predict(x).outputs there")
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     table, count = table[order], count[order]
     gains = table[:, ONE] - cross_fitted_losses(table)
@@ -183,9 +178,7 @@ def _conformal(predict: PredictiveDraws, batches: Iterable[Any]) -> Conformal:
             own = (scoring.label_scores if form == "label" else scoring.mask_losses)(pred.mean, t, observed)
         parts = [one for one in (*parts, own.cpu()) if len(one)]
     if form is None or not parts:
-        raise ValueError(
-            "the conformal data have no case with an observed target, or of masks none with a label to miss"
-        )
+        raise ValueError("the conformal data have no observed target, or of masks none with a label to miss")
     return scoring.joined(form, parts)
 
 

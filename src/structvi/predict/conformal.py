@@ -75,10 +75,7 @@ def joined(form: Form, parts: list[Tensor]) -> Conformal:
     """Return the scores of all cases as one value."""
     values = torch.cat(parts).double()
     if not bool(values.isfinite().all()):
-        raise ValueError(
-            f"{int((~values.isfinite()).sum())} conformal scores are not finite: look at the network's outputs there, "
-            "predict(x).outputs, and at predict(x).std"
-        )
+        raise ValueError("some conformal scores are not finite: look at predict(x).outputs there, and predict(x).std")
     if form == "mask":  # rounding of an average must not break its order
         return Conformal(form, values.mean(0).clamp(0, 1).cummax(0).values, len(values))
     return Conformal(form, values.clamp(min=0).sort().values, len(values))

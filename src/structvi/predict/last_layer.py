@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: numbers of a layer up to which a family other than `MatrixNormal` gives the covariance of the outputs
 LARGEST_DENSE = 2048
 #: layers whose output is the network's own; None for a posterior that is over no such layer
-_known: "WeakKeyDictionary[BayesianModel, LastLayer | None]" = WeakKeyDictionary()
+known_layers: "WeakKeyDictionary[BayesianModel, LastLayer | None]" = WeakKeyDictionary()
 
 
 class LastLayerDraws(PredictiveDraws):
@@ -37,7 +37,7 @@ class LastLayerDraws(PredictiveDraws):
     """
 
     def __init__(self, posterior: "Posterior", generator: torch.Generator | None = None):
-        layer = _known[posterior.model]
+        layer = known_layers[posterior.model]
         assert layer is not None
         self.posterior, self.layer, self.note = posterior, layer, "one pass of the network"
         with torch.inference_mode(False), torch.no_grad():
@@ -83,13 +83,15 @@ def known_layer(posterior: "Posterior", inputs: Any) -> LastLayer | None:
     It is looked at once, at these inputs and two values of the layer.
     """
     model, family = posterior.model, posterior.family
-    if model not in _known:
-        if model.likelihood_names or posterior.dropout == "on" or posterior.mixes_rows:
+    if model not in known_layers:
+        if posterior.dropout == "on" or posterior.mixes_rows:
             return None
         try:
             layer = layer_of(posterior)
         except ValueError:  # it is over other tensors
-            _known[model] = None
+            layer = None
+        if layer is None or model.likelihood_names:
+            known_layers[model] = None
             return None
         theta = family().mean.detach()
         try:
@@ -100,7 +102,7 @@ def known_layer(posterior: "Posterior", inputs: Any) -> LastLayer | None:
         remember(posterior, layer)
     density = family()
     is_small = matrix_normal(family) is not None or density.P <= LARGEST_DENSE
-    return _known[model] if isinstance(density, Gaussian) and is_small else None
+    return known_layers[model] if isinstance(density, Gaussian) and is_small else None
 
 
 def layer_of(posterior: "Posterior") -> LastLayer:
@@ -111,7 +113,7 @@ def layer_of(posterior: "Posterior") -> LastLayer:
 
 def remember(posterior: "Posterior", layer: LastLayer) -> None:
     """Keep a layer that was checked."""
-    _known[posterior.model] = layer
+    known_layers[posterior.model] = layer
 
 
 def _pass(posterior: "Posterior", layer: LastLayer, theta: Tensor, inputs: Any) -> Pass:

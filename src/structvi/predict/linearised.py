@@ -189,7 +189,9 @@ def _normals(posterior: "Posterior") -> tuple[Tensor, list[Weighted]]:
     density, at = posterior.family(), posterior.model.linearised_at
     parts = weighted_normals(density) if density.centred or at is not None else []
     mean = density.mean.detach()
-    return mean if at is None else torch.cat([at, mean[len(at) :]]), parts
+    if at is None or len(at) == len(mean):
+        return mean if at is None else at, parts
+    return torch.cat([at, mean[len(at) :]]), parts
 
 
 def _moments(posterior: "Posterior", theta: Tensor, parts: list[Weighted], x: Any) -> tuple[Tensor, Tensor]:

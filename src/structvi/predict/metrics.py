@@ -125,9 +125,7 @@ def evaluate(
         ['aurc', 'count', 'coverage', 'crps', 'draws', 'nlpd', 'nlpd_se', 'rmse']
     """
     if isinstance(loader, Tensor):
-        raise TypeError(
-            "evaluate expects batches (input, target), got a tensor: write evaluate([(x, t)]), or a DataLoader"
-        )
+        raise TypeError("evaluate expects batches (input, target), got a tensor: write evaluate([(x, t)])")
     check_iterable(loader)
     if not all(0 < level < 1 for level in levels):
         raise ValueError(f"levels must be probabilities inside (0, 1), got {levels!r}")
@@ -291,10 +289,7 @@ def _add(sums: Tensor, bins: Tensor, *values: Tensor) -> None:
 
 def _check_numbers(values: Tensor, what: str) -> None:
     if bad := int((~values.isfinite() if "finite" in what else values.isnan()).sum()):
-        raise ValueError(
-            f"{bad} of {len(values)} {what}: look at the network's outputs there, predict(x).outputs, for inputs or "
-            "weights that are not finite"
-        )
+        raise ValueError(f"{bad} of {len(values)} {what}: look at the network's outputs there, predict(x).outputs")
 
 
 def _sums(

@@ -19,7 +19,7 @@ from ..families.family import Draws
 from ..families.normal import LowRank, Triangle
 from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
-from .last_layer import LastLayerDraws, known_layer
+from .last_layer import LastLayerDraws, known_layer, known_layers
 from .learned import LearnedDraws, ood_scores
 from .linearised import LinearisedDraws, is_normal
 from .predictive import CHUNK, DRAWN_NUMBERS, DRAWS, Predictive, PredictiveDraws, on_device, split
@@ -124,8 +124,7 @@ def _sources(
     has_learned = in_function_space and all(one.learned_variance is not None for one in members)
     if variance == "learned" and not has_learned:
         raise ValueError(
-            'variance="learned" needs a posterior that `laplace` has linearised and whose exact variances cost more '
-            'than eight forward passes, and no draws=: leave it out, variance="auto"'
+            'variance="learned" needs a posterior that `laplace` gave one, as it does if exact ones cost more'
         )
     if has_learned and variance != "exact":
         return [LearnedDraws(one) for one in members]
@@ -140,7 +139,7 @@ def _sources(
 
 
 class _Kept(NamedTuple):
-    """What predicts, by the arguments of `predict` and the form of its inputs, while the family has these values."""
+    """What predicts, by the arguments of `predict`, while the family has these values."""
 
     values: list[Tensor]
     found: dict[Any, PredictiveDraws]
@@ -152,32 +151,35 @@ _KEPT: "WeakKeyDictionary[Posterior, _Kept]" = WeakKeyDictionary()
 def _kept(
     posterior: "Posterior", inputs: Any, draws: int | None, linearise: bool | None, variance: Variance
 ) -> PredictiveDraws:
-    """Return what predicted before at inputs of this form, if the posterior has not changed since.
+    """Return what predicted before, if the posterior has not changed since and the inputs are alike.
 
     A small posterior alone is compared, and its draws of the weights are held.
     """
-    at, options = posterior.model.linearised_at, (draws, linearise, variance)
-    values = [*posterior.family.state_dict().values(), *([] if at is None else [at])]
-    is_small = sum(value.numel() for value in values) * CHUNK <= DRAWN_NUMBERS
-    if not is_small or (posterior.learned_variance is not None and variance != "exact"):
+    model, options = posterior.model, (draws, linearise, variance)
+    if posterior.learned_variance is not None and variance != "exact":
         return _sources([posterior], inputs, *options)[0]
-    # whether rows mix is seen at four of them
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    forms = tuple([(leaf.shape[1:], min(len(leaf), 4), leaf.dtype, leaf.device) for leaf in leaves])
-    key = *options, forms, posterior.family, posterior.dropout, posterior.batch_norm
+    at = [] if model.linearised_at is None else [model.linearised_at]
+    values = [*posterior.family.state_dict().values(), *at]
+    if sum(value.numel() for value in values) * CHUNK > DRAWN_NUMBERS:
+        return _sources([posterior], inputs, *options)[0]
     kept = _KEPT.get(posterior)
     if kept is None or len(values) != len(kept.values) or not all(map(torch.equal, values, kept.values)):
         kept = _KEPT[posterior] = _Kept([value.clone() for value in values], {})
-    if key not in kept.found:
+    # outputs are known to be normal at inputs of one form; whether rows mix is seen at four of them
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    forms = tuple([(leaf.shape[1:], min(len(leaf), 4), leaf.dtype, leaf.device) for leaf in leaves])
+    key = *options, posterior.family, posterior.dropout, posterior.batch_norm
+    found = kept.found.get(key) or kept.found.get((key, forms))
+    if found is None:
         (found,) = _sources([posterior], inputs, *options)
         if isinstance(found, WeightDraws):
-            if linearise or at is not None:  # other inputs may tell more
+            if draws is None and (linearise or at or model not in known_layers):  # other inputs may tell more
                 return found
             if found.draws * found.density.P * CHUNK <= DRAWN_NUMBERS:
                 found.hold()
         del found.posterior  # which would never be forgotten
-        kept.found[key] = found
-    again = copy.copy(kept.found[key])
+        kept.found[(key, forms) if isinstance(found, LinearisedDraws) else key] = found
+    again = copy.copy(found)
     again.posterior = posterior
     return again
 
@@ -219,9 +221,8 @@ class WeightDraws(PredictiveDraws):
     ):
         if (posterior.batch_norm == "reestimated") != (reference is not None):
             raise ValueError(
-                'batch_norm="reestimated" takes the statistics of a batch, for every draw anew, and the inputs to be '
-                "predicted are not to be their own reference: give reference=, inputs of the training data. "
-                f"reference= is for that alone; here it is {posterior.batch_norm!r}"
+                'batch_norm="reestimated" takes statistics of a batch: give reference=, inputs of the training data; '
+                f"reference= is for that alone, and here it is {posterior.batch_norm!r}"
             )
         self.posterior, self.reference = posterior, reference
         with torch.no_grad():
@@ -232,10 +233,7 @@ class WeightDraws(PredictiveDraws):
         self.around = posterior.model.linearised_at if linearise is not False else None
         if linearise and self.around is None:
             if not self.density.centred:
-                raise ValueError(
-                    f"linearise=True is for a posterior around one mean; {type(self.density).__name__} has none: use "
-                    "linearise=False"
-                )
+                raise ValueError(f"linearise=True is for one mean; {type(self.density).__name__} has none")
             self.around = self.density.mean.detach()[: posterior.model.net_space.size]
         finite = self.density.finite and posterior.dropout == "off"
         groups = 1 if finite else ceil(draws / size)

@@ -61,8 +61,7 @@ def predict_tiles(
     margins = (margin,) * len(tile) if isinstance(margin, int) else tuple(margin)
     if not len(tile) == len(margins) == len(sizes) > 0:
         raise ValueError(
-            "expected a volume [channels, ..] and a tile and margin for each of its spatial axes, got a volume of "
-            f"shape {tuple(volume.shape)}, tile {tile} and margin {margins}"
+            f"expected a volume [channels, ..], a tile and a margin with {len(sizes)} axes, got {tile}, {margins}"
         )
     if any(cut < 0 or length <= 2 * cut for length, cut in zip(tile, margins, strict=True)):
         raise ValueError(f"a tile must be longer than its two margins, which must be ≥ 0: got {tile} and {margins}")
