@@ -186,12 +186,11 @@ def layer_outputs(density: Gaussian, outputs: int, order: Tensor) -> Callable[[T
         return lambda features: OutputNormals(left, (features @ right).square() @ square)
     d, V, core = density.low_rank()
     D = len(order) // outputs
-    d, V = d[order].view(outputs, D), V[order].view(outputs, D, V.shape[-1])
-    wide = V.movedim(1, 0).reshape(D, -1)
+    d, sides = d[order].view(outputs, D), [side[order].view(outputs, D, -1).movedim(1, 0) for side in (V, V @ core)]
 
     def dense(features: Tensor) -> OutputNormals:
-        columns = (features @ wide).view(len(features), outputs, V.shape[-1])
-        covariance = columns @ core @ columns.mT + torch.diag_embed(features.square() @ d.mT)
+        left, right = (torch.tensordot(features, side, dims=1) for side in sides)  # [n, C, K]
+        covariance = left @ right.mT + torch.diag_embed(features.square() @ d.mT)
         finite = covariance.isfinite().all(-1).all(-1)  # [n]: a row that is not has NaN, and no other
         along, axes = torch.linalg.eigh(torch.where(finite[:, None, None], covariance.double(), 0.0))
         along = torch.where(finite.unsqueeze(-1), along.clamp(min=0.0), torch.nan)
