@@ -14,7 +14,6 @@ from .diagnostics.arviz import to_arviz
 from .diagnostics.diagnosis import diagnose
 from .distributed.sharding import Sharded
 from .families.family import Family
-from .families.full import FullNormal
 from .families.low_rank import LowRankNormal
 from .families.matrix_normal import MatrixNormal
 from .files import posterior_file
@@ -34,7 +33,6 @@ from .objective import Estimate, Estimator, Terms, elbo_terms
 from .parameters import Parameters, Select
 from .predict.acquire import acquire
 from .predict.calibration import calibrate
-from .predict.last_layer import LARGEST_DENSE
 from .predict.linearised import output_moments
 from .predict.metrics import evaluate
 from .predict.predict import predict
@@ -331,8 +329,7 @@ def variationalize_head(
     """A posterior over the last layer of a trained network, of any size; the rest of the network is held.
 
     Fit it with `fit_head(loader, validation=held_out)`. It predicts from one pass of the network, without draws of
-    weights. A layer of at most 2,048 numbers has all covariances, `FullNormal`. A larger one has a Kronecker product of
-    axes, `MatrixNormal`: exact for Gaussian noise, and an approximation for labels.
+    weights. Its covariance has a Kronecker product of axes, `MatrixNormal`: exact for Gaussian noise.
 
     Args:
         net: a network whose output is that of a linear layer or convolution, up to its shape.
@@ -348,9 +345,7 @@ def variationalize_head(
         ('2.weight', '2.bias')
     """
     names = head_tensors(net, layer)
-    P = sum(tensor.numel() for name, tensor in net.named_parameters() if name in names)
-    family = FullNormal() if P <= LARGEST_DENSE else MatrixNormal()
-    posterior = variationalize(net, likelihood, family, prior, select=lambda name, _: name in names, **options)
+    posterior = variationalize(net, likelihood, MatrixNormal(), prior, select=lambda name, _: name in names, **options)
     given = {"prior": prior, "layer": layer, "family": None}
     posterior.left_open = frozenset(name for name, value in given.items() if value is None)
     return posterior

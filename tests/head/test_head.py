@@ -10,9 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi import likelihoods
-from structvi.head import climb
-from structvi.head.bound import quasi_normal
-from structvi.objective import Estimate
+from structvi.head import head, layer_data
 
 F64 = torch.float64
 
@@ -70,36 +68,15 @@ def test_gaussian_noise_gives_the_posterior_however_the_data_are_cut(size):
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
 
 
-def test_scales_and_noise_maximise_the_evidence(monkeypatch):
-    monkeypatch.setattr(climb, "TOLERANCE", 1e-9)
-    net, (x, t) = network(1), regression(1)
-    bayes = vi.variationalize_head(net, likelihoods.Gaussian("point"))
-    result = bayes.fit_head([(x, t)], progress=False)
-    phi = augmented(net, x)
-
-    def evidence(log_scales):  # of weight, bias and noise
-        s = torch.cat([log_scales[:1].expand(6), log_scales[1:2]]).exp()
-        covariance = (phi * s) @ (phi * s).mT + (2 * log_scales[2]).exp() * torch.eye(50, dtype=F64)
-        return MultivariateNormal(torch.zeros(50, dtype=F64), covariance).log_prob(t[:, 0])
-
-    scales = bayes.model.prior.scales(bayes.model.net_space)
-    noise = bayes.model.likelihood.log_noise.detach()
-    at = torch.tensor([scales["2.weight"], scales["2.bias"], float(noise.exp())], dtype=F64).log().requires_grad_()
-    value = evidence(at)
-    assert result.elbo.value == pytest.approx(float(value.detach()), abs=1e-6)
-    assert torch.autograd.grad(value, at)[0].abs().max() < 1e-3
-    assert any("scales were chosen" in note for note in result.notes)
-    assert any("noise was chosen" in note for note in result.notes)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkeypatch):
-    monkeypatch.setattr(climb, "TOLERANCE", 1e-5)
+@pytest.mark.parametrize(("count", "loss"), [(1, 0.01), (3, 1.0)])
+def test_labels_have_nearly_the_elbo_of_the_best_full_normal(count, loss, monkeypatch):
+    """One output has the best normal itself; several lose what Kronecker axes cannot tell."""
+    monkeypatch.setattr(head, "TOLERANCE", 1e-6)
+    monkeypatch.setattr(layer_data, "DRAWN", 50_000)
     net, (x, t) = network(count, width=4), classes(count)
     likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
     bayes = vi.variationalize_head(net, likelihood, vi.priors.NormalPrior(1.5))
-    loader = DataLoader(TensorDataset(x, t), batch_size=30)
-    result = bayes.fit_head(loader, progress=False)
+    result = bayes.fit_head(DataLoader(TensorDataset(x, t), batch_size=30), progress=False)
     phi = augmented(net, x)[:, :-1]
     prior = torch.distributions.Normal(0.0, 1.5)
 
@@ -108,58 +85,35 @@ def test_class_labels_agree_with_a_search_for_the_best_full_normal(count, monkey
         return likelihood(phi @ p["w"].mT + p["b"], t).sum() + own
 
     space = vi.Parameters({"w": torch.zeros(count, 4, dtype=F64), "b": torch.zeros(count, dtype=F64)})
-    target = vi.LogDensity(log_joint, space)
-    searched = vi.fit_density(target, vi.FullNormal(), progress=False)
-
-    def elbo(family, target, batch=None):
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            return Estimate.of(
-                vi.objective.elbo_terms(
-                    family, target, batch, estimator=vi.Estimator(groups=10_000), generator=generator
-                ).objective()
-            )
-
-    theirs, ours = elbo(searched.family, target), elbo(bayes.family, bayes.model, (x, t))
-    assert ours.value > theirs.value - 0.005  # on common draws
-    assert abs(ours.value - theirs.value) < 0.01
-    assert abs(result.elbo.value - ours.value) < 0.01 + 3 * result.elbo.standard_error
-    q, (mean, covariance) = searched.family(), moments(bayes)
-    scale = covariance.diagonal().sqrt()
-    assert ((q.mean - mean) / scale).abs().max() < 0.02
-    assert (q.variance.sqrt() / scale - 1).abs().max() < 0.02
+    searched = vi.fit_density(vi.LogDensity(log_joint, space), vi.FullNormal(), progress=False)
+    ours = bayes.elbo([(x, t)], groups=10_000)
+    assert ours.value > searched.elbo.value - loss - 3 * ours.standard_error
+    assert result.elbo.value == pytest.approx(ours.value, abs=0.02 + 3 * result.elbo.standard_error)
+    if count == 1:
+        q, (mean, covariance) = searched.family(), moments(bayes)
+        scale = covariance.diagonal().sqrt()
+        assert ((q.mean - mean) / scale).abs().max() < 0.02
+        assert (q.variance.sqrt() / scale - 1).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_bound_never_falls(count, monkeypatch):
-    monkeypatch.setattr(climb, "TOLERANCE", 1e-4)
-    net, (x, t) = network(count), classes(count)
-    with torch.no_grad():
-        net[-1].weight.mul_(100.0)  # a start that is far from the data and sure of itself
-    likelihood = likelihoods.Bernoulli() if count == 1 else likelihoods.Categorical()
-    result = vi.variationalize_head(net, likelihood).fit_head([(x, t)], progress=False)
-    assert result.converged
-    assert len(result.path) == result.steps + 1
-    assert result.path == sorted(result.path)
-    other = vi.variationalize_head(network(count), likelihood).fit_head([(x, t)], progress=False)
-    assert other.elbo.value == pytest.approx(result.elbo.value, abs=0.05)
+def test_what_was_not_observed_does_not_count(monkeypatch):
+    monkeypatch.setattr(layer_data, "DRAWN", 100_000)
+    (x, t), prior = classes(3), vi.priors.NormalPrior(1.0)
 
+    def fitted(likelihood, data, net):
+        bayes = vi.variationalize_head(net, likelihood, prior)
+        bayes.fit_head([data], progress=False)
+        return moments(bayes)
 
-def test_what_was_not_observed_does_not_count():
-    net, (x, t) = network(3), classes(3)
-    every = vi.variationalize_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0), num_data=80)
+    every = fitted(likelihoods.Categorical(), (x, t), network(3))
+    fewer = fitted(likelihoods.Categorical(), (x[:60], t[:60]), network(3))
     some = t.clone()
     some[60:] = 255
-    ignoring = vi.variationalize_head(net, likelihoods.Categorical(ignore_index=255), vi.priors.NormalPrior(1.0))
-    ignoring.fit_head([(x, some)], progress=False)
-    masked = vi.variationalize_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0))
-    masked.fit_head([(x, (t, torch.arange(80) < 60))], progress=False)
-    fewer = vi.variationalize_head(net, likelihoods.Categorical(), vi.priors.NormalPrior(1.0))
-    fewer.fit_head([(x[:60], t[:60])], progress=False)
-    for one in (ignoring, masked):
-        torch.testing.assert_close(moments(one), moments(fewer), atol=1e-3, rtol=1e-3)
-    every.fit_head([(x, t)], progress=False)
-    assert (moments(every)[0] - moments(fewer)[0]).abs().max() > 1e-3
+    ignoring = fitted(likelihoods.Categorical(ignore_index=255), (x, some), network(3))
+    masked = fitted(likelihoods.Categorical(), (x, (t, torch.arange(80) < 60)), network(3))
+    torch.testing.assert_close(ignoring, masked)
+    torch.testing.assert_close(ignoring[0], fewer[0], atol=0.01, rtol=0.01)  # other draws
+    assert (every[0] - fewer[0]).abs().max() > 0.05
 
 
 def test_masked_numbers_and_the_network_as_float32():
@@ -307,12 +261,6 @@ def test_bad_arguments_are_named():
     bayes = vi.variationalize(net, likelihoods.Categorical(), vi.MeanField(), select="2.*")
     with pytest.raises(ValueError, match="the family is MeanField"):
         bayes.fit_head([(x, t)])
-
-
-def test_quasi_random_normals_have_exact_second_moments():
-    z = quasi_normal(512, 5, 0)
-    torch.testing.assert_close(z.mean(0), torch.zeros(5, dtype=F64))
-    torch.testing.assert_close(z.mT @ z / 512, torch.eye(5, dtype=F64))
 
 
 def test_few_iterations_are_told(capsys):

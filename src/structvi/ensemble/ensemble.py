@@ -228,7 +228,7 @@ class Ensemble(nn.Module):
         gain, notes = found.held_out.gain_over(found.network), [f"placed for the ensemble: {results[0].selected}"]
         if found.calibration is not None:
             notes.append(f"predictions are calibrated on the held-out data: {found.calibration}")
-        return self._result(results, held_out=found.density, gain=gain, notes=notes)
+        return self._result(results, held_out=found.density(found.selected), gain=gain, notes=notes)
 
     def stack(self, validation: Iterable[Any], *, seed: int = 0) -> float:
         """Give the members the weights with the highest held-out log density, and return that density.

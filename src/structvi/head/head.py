@@ -1,21 +1,16 @@
-"""`fit_head`: the best normal over a network's last layer, in closed form, by Newton's method or by its fixed point.
-
-A layer of few numbers gets all covariances, see `climb.py`. A larger one, or one with a validation set, gets a
-Kronecker product of axes, see `kronecker.py`.
-"""
+"""`fit_head`: a normal over a network's last layer, around the maximum of its posterior."""
 
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from glob import escape
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..families.matrix_normal import MatrixNormal, matrix_normal
-from ..families.normal import Diagonal, NormalForm, Triangle
+from ..families.normal import Diagonal, NormalForm
 from ..laplace.place import (
     DEFAULT_WIDTH,
     NARROW,
@@ -27,31 +22,33 @@ from ..laplace.place import (
     trained_values,
     width_prior,
 )  # fmt: skip
-from ..laplace.selection import WIDTHS, HeldOut, Selection, score, widest
-from ..models.calibration import Calibration
-from ..models.likelihoods import Bernoulli, Gaussian
+from ..laplace.selection import WIDTHS, Selection, score
+from ..models.likelihoods import Gaussian
 from ..models.priors import NormalPrior
-from ..networks.last_layer import LastLayer, Pass
+from ..networks.last_layer import Pass
+from ..objective import Estimate
 from ..predict.last_layer import layer_of, predictive, remember
 from ..predict.predictive import Predictive
 from ..result import Result, Status
 from ..train.checks import remember_choice
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_integer, check_seed, with_hints
-from .bound import GaussianBound, LabelBound
-from .climb import TOLERANCE, Climb
-from .kronecker import Kronecker
-from .rows import Rows, check_head, log_noise_of, passes, rows_of
+from .layer_data import LayerData
+from .rows import check_head, log_noise_of, passes, rows_of
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: the validation set is read up to this many rows times outputs, and at least up to this many rows
-HELD_OUT_NUMBERS, FEWEST_ROWS = 2**18, 1000
-#: Newton's method, and the curvature where it ends, in turn
-ROUNDS = 2
-#: the least width of a prior that is learned, and the change of its logarithm below which it has converged
-LEAST, SETTLED = 1e-3, 1e-3
+#: rows of the validation set that are read
+HELD_OUT_ROWS = 2000
+#: the least width of a prior that is learned
+LEAST = 1e-3
+#: a change of the ELBO by less has converged, in nats for each observation
+TOLERANCE = 1e-4
+#: the step in which the axes of labels turn to the curvature's
+TURN = 4
+#: sets of draws for the ELBO of labels
+ELBO_SETS = 4
 
 
 @dataclass(repr=False, kw_only=True)
@@ -61,15 +58,13 @@ class HeadResult(Result):
     Without a validation set `selected` is empty, there are no candidates, and `gain` is None.
 
     Attributes:
-        steps: of the natural gradient, or of the prior's width.
-        path: the ELBO at the start and after every step; of a Kronecker product the final one alone.
+        steps: of mean, precision, and of a prior's width and a noise that are learned.
         selected: the candidate that the validation set selected.
         candidates: the held-out log density of every candidate in nats, each with its own temperature.
         gain: how much higher that of the selected one is than the network's, and its paired standard error over rows.
     """
 
     steps: int
-    path: list[float]
     selected: str = ""
     candidates: dict[str, float] = field(default_factory=dict[str, float])
     gain: tuple[float, float] | None = None
@@ -91,26 +86,25 @@ def fit_head(
     progress: bool = True,
     seed: int = 0,
 ) -> HeadResult:
-    """Fit the best normal over the last layer, all else fixed, and return its ELBO.
+    """Fit a normal over the last layer, all else fixed, and return its ELBO.
 
-    The network passes over the data once. For `Gaussian` noise N(μ, Σ) is the posterior itself. For `Bernoulli` and
-    `Categorical` it is the normal of the highest ELBO, if the layer has at most 2,048 numbers. A larger layer gets a
-    `MatrixNormal` around the maximum of the posterior, with the curvature there along Kronecker axes.
+    The network passes over the data once. The normal has Kronecker axes (`MatrixNormal`), and the highest ELBO along
+    these axes. For `Gaussian` noise that is the posterior itself.
 
-    If you left the prior open, each tensor's is N(0, s²), and s maximises the bound; so does a noise of
-    `Gaussian("point")`. A `MatrixNormal` of labels then stays at the trained weights, under a prior of a default width.
-    One of numbers takes the width and the noise with the highest evidence.
+    If you left the prior open, each tensor's is N(0, (w·rms)²), with rms the root mean square of its trained values.
+    The width w has the highest ELBO, and so has a noise of `Gaussian("point")`.
 
-    With a validation set the posterior is a `MatrixNormal`. The candidates are a grid of prior widths and the network
-    itself, each with its own temperature. The widest candidate that is as good as the best is selected.
+    With a validation set the candidates are a grid of prior widths and the network itself, each with its own
+    temperature. The widest candidate that is as good as the best is selected. Of labels whose prior you left open, the
+    mean then stays at the trained weights.
 
     Args:
         posterior: over one linear layer or convolution, as `variationalize_head` makes it.
         loader: a `DataLoader`, or any re-iterable of batches: every observation is read once.
         validation: data that took no part in the training.
-        iterations: the most steps, each a pass over the features.
+        iterations: the most steps.
         progress: print each step's ELBO to the standard error.
-        seed: of the quasi-random draws of class logits.
+        seed: of the draws by which the ELBO of labels is estimated.
 
     Raises:
         ValueError: a nonlinearity comes after the layer, or prior or likelihood have no closed form.
@@ -129,173 +123,98 @@ def fit_head(
     if validation is not None:
         warn_of_seen(loader, validation)
     with restored_on_error(posterior):
-        if validation is not None and "family" in posterior.left_open and matrix_normal(posterior.family) is None:
-            posterior.family = MatrixNormal().bind(posterior.space).to(posterior.device)
-        form, family = posterior.family.normal(), matrix_normal(posterior.family)
-        is_dense = form is not None and isinstance(form.root, Triangle)
-        if family is None and (validation is not None or not is_dense):
-            raise ValueError(
-                "fit_head makes a normal with all covariances, or with Kronecker axes as a validation set needs, and "
-                f"the family is {type(posterior.family).__name__}: use variationalize_head(net, likelihood), or the "
-                "family FullNormal() or MatrixNormal()"
-            )
-        layer, log_scale = layer_of(posterior), _prior_scales(posterior)
-        rows = rows_of(posterior, layer, Batches(loader, seed, posterior.device).everything())
-        calibration = None
+        family = matrix_normal(posterior.family)
         if family is None:
-            result = _climb(posterior, layer, log_scale, rows, iterations, progress, seed)
+            raise ValueError(
+                f"fit_head makes a MatrixNormal, and the family is {type(posterior.family).__name__}: use "
+                "variationalize_head(net, likelihood)"
+            )
+        fit = _Fit(posterior, family, Batches(loader, seed, posterior.device).everything())
+        if validation is None or fit.data.is_number or not fit.learns_prior:
+            fit.climb(iterations, progress, seed)
         else:
-            held_out = None if validation is None else held_out_batches(validation, seed, posterior.device)
-            fit = _KroneckerFit(posterior, family, layer, log_scale, rows)
-            fit.place(iterations, progress)
-            if held_out is not None:
-                calibration = fit.select(held_out)
-            result = fit.commit(seed)
-        remember(posterior, layer)
+            fit.width = DEFAULT_WIDTH
+        selection = None if validation is None else fit.select(held_out_batches(validation, seed, posterior.device))
+        fit.commit()
+        remember(posterior, fit.layer)
         remember_choice(posterior, validation, seed)
-        posterior.last_fit = result
-        posterior.calibration = calibration
+        posterior.last_fit = result = fit.result(selection, seed)
+        posterior.calibration = None if selection is None else selection.calibration
     return result
 
 
-def _count(posterior: "Posterior", N: int) -> float:
-    """Set the number of observations, if no one has said it; return it over the N that were read."""
-    model = posterior.model
-    if model.known_num_data is None or model.num_data_of_loader:
-        model.num_data, model.num_data_of_loader = N, True
-    return model.num_data / N
-
-
-def _prior_scales(posterior: "Posterior") -> Tensor | None:
-    """Return the logarithm of each tensor's prior scale; None if the prior was left open."""
-    model = posterior.model
-    if "prior" in posterior.left_open:
-        return None
-    if not isinstance(model.prior, NormalPrior) or model.prior.learn:
-        raise ValueError(
-            f"fit_head needs a NormalPrior of known scales, or prior= left out, got {model.prior!r}: use fit"
-        )
-    found = list(model.prior.scales(model.net_space).values())
-    return torch.tensor(found, dtype=torch.float64, device=posterior.device).log()
-
-
-def _notes(posterior: "Posterior", layer: LastLayer, learns_prior: bool, learns_noise: bool) -> list[str]:
-    model = posterior.model
-    notes = [f"of the network only {layer.name or 'its one layer'!r} is random: all else is fixed"]
-    if learns_prior and isinstance(model.prior, NormalPrior):
-        found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
-        notes.append(f"the prior's scales were chosen by the ELBO: {found}")
-    if learns_noise and isinstance(model.likelihood, Gaussian):
-        notes.append(f"the noise was chosen by the ELBO: {exp(log_noise_of(model.likelihood)):.4g}")
-    return notes
-
-
-# ------------------------------------------------------------------------------------------ all covariances
-
-
-def _climb(
-    posterior: "Posterior", layer: LastLayer, log_scale: Tensor | None, rows: Iterable[tuple[Rows, int]],
-    iterations: int, progress: bool, seed: int,
-) -> HeadResult:  # fmt: skip
-    model, N = posterior.model, 0
-    bound: GaussianBound | LabelBound = LabelBound(layer, isinstance(model.likelihood, Bernoulli), seed)
-    if isinstance(model.likelihood, Gaussian):
-        bound = GaussianBound(layer, model.likelihood)
-    for own, B in rows:
-        bound.add(own.double())
-        N += B
-    climb = Climb(posterior, layer, bound, _count(posterior, N), log_scale)
-    converged = climb.run(iterations, progress)
-    posterior.family.set_normal(climb.form())
-    if climb.learns_noise:
-        set_noise(model.likelihood, bound.log_noise)
-    if climb.learns_prior:
-        scales = zip(model.net_space.names, climb.log_scale.exp().tolist(), strict=True)
-        model.prior = NormalPrior({escape(name): value for name, value in scales})
-    steps = len(climb.path) - 1
-    verdict = f"the last of {steps} steps gained less than {TOLERANCE:g} nats"
-    if not converged:
-        verdict = f"after {steps} steps the ELBO still rises by more than {TOLERANCE:g} nats"
-    return HeadResult(
-        status=Status.CONVERGED if converged else Status.IMPROVING, verdict=verdict, elbo=climb.elbo(),
-        notes=_notes(posterior, layer, climb.learns_prior, climb.learns_noise), steps=steps, path=climb.path,
-    )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ Kronecker axes
-
-
-class _KroneckerFit:
-    """A posterior over a layer with Kronecker axes, on its way.
+class _Fit:
+    """A normal over a layer on its way.
 
     Args:
         posterior: over the layer.
         family: its family.
-        layer: the layer.
-        log_scale: of each tensor's prior; None if it was left open.
-        rows: of the training data.
+        batches: the training data.
     """
 
-    def __init__(
-        self, posterior: "Posterior", family: MatrixNormal, layer: LastLayer, log_scale: Tensor | None,
-        rows: Iterable[tuple[Rows, int]],
-    ):  # fmt: skip
-        self.posterior, self.family, self.layer = posterior, family, layer
-        model, read = posterior.model, list(rows)
-        factor = _count(posterior, sum(B for _, B in read))
-        self.learns_prior, self.learns_noise = log_scale is None, learned_noise(model.likelihood) is not None
-        prior = width_prior(posterior, trained_values(posterior), 1.0)
-        assert isinstance(prior, NormalPrior)
-        self.scales = prior.scales(model.net_space)
-        unit = torch.tensor(list(self.scales.values()), dtype=torch.float64).repeat_interleave(
-            torch.tensor(family.widths)
+    def __init__(self, posterior: "Posterior", family: MatrixNormal, batches: Iterable[Any]):
+        model, self.posterior, self.family, self.layer = posterior.model, posterior, family, layer_of(posterior)
+        self.learns_prior, self.learns_noise = (
+            "prior" in posterior.left_open,
+            learned_noise(model.likelihood) is not None,
         )
         theta = trained_values(posterior)
+        prior = width_prior(posterior, theta, 1.0)
+        if not isinstance(prior, NormalPrior) or prior.learn:
+            raise ValueError(
+                f"fit_head needs a NormalPrior of known scales, or prior= left out, got {prior!r}: use fit"
+            )
+        self.scales = prior.scales(model.net_space)
+        read = list(rows_of(posterior, self.layer, batches))
+        N = sum(B for _, B in read)
+        if model.known_num_data is None or model.num_data_of_loader:
+            model.num_data, model.num_data_of_loader = N, True
         self.T = family.forward().matrix(theta).detach()
-        self.data = Kronecker([own for own, _ in read], model.likelihood, unit.to(theta), factor)
-        self.width, self.steps, self.selection, self.converged = 1.0, 0, None, True
+        each = torch.tensor(list(self.scales.values()), dtype=torch.float64)
+        unit = each.repeat_interleave(torch.tensor(family.widths)).to(self.T)
+        self.data = LayerData([own for own, _ in read], model.likelihood, unit, model.num_data / N)
+        self.width, self.steps, self.converged, self.is_network = 1.0, 0, True, False
         self.axes = self.data.axes(self.T)
 
-    def place(self, iterations: int, progress: bool) -> None:
-        """Move to the maximum of the posterior, or stay at trained weights of labels whose prior was left open."""
-        if self.learns_prior and not self.data.is_number:
-            self.width = DEFAULT_WIDTH
-            return
-        for _ in range(1 if self.data.is_number else ROUNDS):
-            self.T = self.data.maximum(self.T, self.axes, self.width)
-            self.axes = self.axes if self.data.is_number else self.data.axes(self.T)
-        if self.learns_prior or self.learns_noise:
-            self._learn(iterations, progress)
-
-    def _learn(self, iterations: int, progress: bool) -> None:
-        """Maximise the evidence over the prior's width and the noise of numbers, by MacKay's updates."""
-        data, self.converged = self.data, False
+    def climb(self, iterations: int, progress: bool, seed: int) -> None:
+        """Move to the normal with the highest ELBO, of a width and noise with the highest evidence."""
+        data, elbo, self.converged = self.data, -inf, False
+        self.T = data.maximum(self.T, self.axes, self.width)
         while self.steps < iterations and not self.converged:
-            self.steps += 1
-            determined = float((1 - self.axes.scale(self.width).square()).sum())
-            width, log_noise = self.width, data.log_noise
-            if self.learns_prior:
-                size = float((self.T / data.unit).square().sum()) / max(determined, 1e-12)
-                self.width = max(sqrt(size), LEAST)
-            if self.learns_noise:
-                residual, count = data.residual(self.T)
-                rest = max(count - determined, 1e-3 * count)
-                data.log_noise = 0.5 * log(max(residual / rest, data.least_variance()))
+            self.steps, before = self.steps + 1, elbo
+            self._learn()
+            if not data.is_number:
+                data.draw(self.axes, self.width, seed)
+                if self.steps == TURN:
+                    self.axes = data.axes(self.T)
+                wanted = data.curvature(self.T, *self.axes[:2])  # the mean of both, or it goes up and down
+                self.axes = self.axes._replace(curvature=(self.axes.curvature + wanted) / 2)
+            self.T = data.maximum(self.T, self.axes, self.width)
+            elbo = self._elbo()
+            is_turned = data.is_number or self.steps > TURN
+            self.converged = is_turned and abs(elbo - before) < TOLERANCE * self.posterior.model.num_data
+            if progress:
+                print(f"fit_head: step {self.steps}, ELBO {elbo:.5g} nats", file=sys.stderr)
+
+    def _learn(self) -> None:
+        """Update the prior's width and the noise of numbers by MacKay's rule, if they are learned."""
+        data, log_noise = self.data, self.data.log_noise
+        determined = float((1 - self.axes.scale(self.width).square()).sum())
+        if self.learns_prior:
+            self.width = max(sqrt(float((self.T / data.unit).square().sum()) / max(determined, 1e-12)), LEAST)
+        if self.learns_noise:
+            residual, count = data.residual(self.T)
+            data.log_noise = 0.5 * log(max(residual / max(count - determined, 1e-3 * count), data.least_variance()))
             more = exp(2 * (log_noise - data.log_noise))
             self.axes = self.axes._replace(curvature=more * self.axes.curvature)
-            self.T = data.maximum(self.T, self.axes, self.width)
-            self.converged = max(abs(log(self.width / width)), abs(data.log_noise - log_noise)) < SETTLED
-            if progress:
-                print(f"fit_head: step {self.steps}, prior width {self.width:.3g}", file=sys.stderr)
 
-    def select(self, held_out: Reread) -> Calibration | None:
-        """Select the prior's width, or the network itself, on held-out data; return the temperature."""
-        posterior, layer = self.posterior, self.layer
-        likelihood, seen, rows = posterior.model.likelihood, [], 0
-        for here in passes(posterior, layer, held_out):
+    def select(self, held_out: Reread) -> Selection:
+        """Select the prior's width, or the network itself, on held-out data."""
+        layer, likelihood, seen, rows = self.layer, self.posterior.model.likelihood, list[Pass](), 0
+        for here in passes(self.posterior, layer, held_out):
             seen.append(here)
-            rows += len(here.features)
-            if rows >= max(FEWEST_ROWS, HELD_OUT_NUMBERS // layer.outputs):
+            rows += len(here.output)
+            if rows >= HELD_OUT_ROWS:
                 break
         if not seen:
             raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
@@ -303,58 +222,72 @@ class _KroneckerFit:
         means = [self.data.maximum(self.T, self.axes, w) if self.data.is_number else self.T for w in widths]
         set_noise(likelihood, self.data.log_noise)
 
-        def network(_: Any, here: Pass) -> tuple[list[list[Predictive]], Any]:
-            return [[Predictive(here.output.unsqueeze(0), here.output.new_ones(1), likelihood)]], here.target
-
-        def around(_: Any, here: Pass) -> tuple[list[list[Predictive]], Any]:
+        def predict(_: int, here: Pass) -> tuple[list[list[Predictive]], Any]:
             features = here.features.to(self.T)
-            found = []
+            found = [Predictive(here.output.unsqueeze(0), here.output.new_ones(1), likelihood)]
             for T, width in zip(means, widths, strict=True):
                 mean = layer.as_output(features @ T.mT, here.output)
-                found.append([predictive(likelihood, layer, mean, self.data.outputs(features, self.axes, width))])
-            return found, here.target
+                found.append(predictive(likelihood, layer, mean, self.data.outputs(features, self.axes, width)))
+            return [[one] for one in found], here.target
 
-        one: Any = [posterior]
-        grid = torch.zeros(1, dtype=torch.float64)
-        tried: dict[Candidate, HeldOut] = {NETWORK: score(one, seen, grid, network)[0]}
-        found = score(one, seen, grid, around)
-        names = [Candidate(width if self.learns_prior else None, linearised=True) for width in widths]
-        tried |= dict(zip(names, found, strict=True))
-        self.selection = Selection(selected := widest(tried), tried)
-        if not selected.is_network:
-            place = names.index(selected)
+        names = [NETWORK, *(Candidate(width if self.learns_prior else None, linearised=True) for width in widths)]
+        selection = Selection(dict(zip(names, score(1, seen, predict), strict=True)))
+        self.is_network = selection.selected.is_network
+        if not self.is_network:
+            place = names.index(selection.selected) - 1
             self.width, self.T = widths[place], means[place]
-        return self.selection.calibration
+        return selection
 
-    def commit(self, seed: int) -> HeadResult:
-        """Set the posterior's family, prior and noise; return the result."""
-        posterior, model, data, selection = self.posterior, self.posterior.model, self.data, self.selection
-        theta = self.family.forward().vector(self.T)
-        if selection is not None and selection.selected.is_network:
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Set the posterior's family, prior and noise."""
+        posterior, model, family = self.posterior, self.posterior.model, self.family
+        theta = family.forward().vector(self.T)
+        if self.is_network:
             scale = NARROW * posterior.space.scale.to(theta)
-            self.family.set_normal(NormalForm(trained_values(posterior), Diagonal(scale)))
+            family.set_normal(NormalForm(trained_values(posterior), Diagonal(scale)))
         else:
-            with torch.no_grad():
-                self.family.mean.copy_(theta)
-            self.family.set_axes(*self.axes[:2], self.width * data.unit, self.axes.scale(self.width))
+            family.mean.copy_(theta)
+            family.set_axes(*self.axes[:2], self.width * self.data.unit, self.axes.scale(self.width))
         if self.learns_prior:
             model.prior = NormalPrior({escape(name): self.width * value for name, value in self.scales.items()})
-        if self.learns_noise:
-            set_noise(model.likelihood, data.log_noise)
-        notes = _notes(posterior, self.layer, self.learns_prior, self.learns_noise)
-        if not data.is_exact:
-            notes.append("the precision is the curvature at the mean along Kronecker axes; the ELBO was not maximised")
-        elbo = data.elbo(self.T, self.axes, self.width, seed)
+        set_noise(model.likelihood, self.data.log_noise)
+
+    def result(self, selection: Selection | None, seed: int) -> HeadResult:
+        model, data = self.posterior.model, self.data
+        notes = [f"of the network only {self.layer.name or 'its one layer'!r} is random: all else is fixed"]
+        if self.learns_prior and isinstance(model.prior, NormalPrior):
+            found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
+            notes.append(f"the prior's scales were chosen: {found}")
+        if self.learns_noise and isinstance(model.likelihood, Gaussian):
+            notes.append(f"the noise was chosen: {exp(log_noise_of(model.likelihood)):.4g}")
+        if not data.is_number:
+            notes.append("the precision has Kronecker axes, and is the curvature along them")
         result = HeadResult(
-            status=Status.CONVERGED if self.converged else Status.IMPROVING, elbo=elbo, notes=notes, steps=self.steps,
-            verdict="placed along Kronecker axes" if self.converged else f"after {self.steps} steps the width moves",
-            path=[elbo.value],
+            status=Status.CONVERGED if self.converged else Status.IMPROVING, elbo=self._estimate(seed), notes=notes,
+            verdict="converged" if self.converged else f"after {self.steps} steps the ELBO still changes",
+            steps=self.steps,
         )  # fmt: skip
         if selection is not None:
-            network = selection.network
-            result.selected, result.gain = selection.selected.name, selection.held_out.gain_over(network)
-            result.candidates = {
-                one.name: network.mean + held.gain_over(network)[0] for one, held in selection.tried.items()
-            }
+            result.selected, result.gain = selection.selected.name, selection.held_out.gain_over(selection.network)
+            result.candidates = {one.name: selection.density(one) for one in selection.tried}
             result.verdict = f"the validation set selected {result.selected}"
         return result
+
+    @torch.no_grad()
+    def _elbo(self) -> float:
+        """Return the ELBO: in closed form for numbers, else on the present draws of the outputs."""
+        s2 = self.axes.scale(self.width).double().square()
+        square = (self.T.double() / (self.width * self.data.unit)).square().sum()
+        kl = 0.5 * float(s2.sum() + square - s2.numel() - s2.log().sum())
+        spread = float((self.width**2 * self.axes.curvature.double() * s2).sum()) if self.data.is_number else 0.0
+        return self.data.log_likelihood(self.T)[0] - 0.5 * spread - kl
+
+    def _estimate(self, seed: int) -> Estimate:
+        """Return the ELBO with its standard error; of labels on draws that the fit has not seen."""
+        values = []
+        for k in range(1 if self.data.is_number else ELBO_SETS):
+            self.data.draw(self.axes, self.width, seed + 1 + k)
+            values.append(self._elbo())
+        found = torch.tensor(values, dtype=torch.float64)
+        return Estimate(values[0], 0.0, found) if self.data.is_number else Estimate.of(found)

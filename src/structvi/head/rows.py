@@ -23,15 +23,6 @@ class Rows(NamedTuple):
     target: Tensor  # [n, C]; labels of classes as one-hot
     weight: Tensor  # [n, C], or [n, 1] of classes: zero if nothing was observed
 
-    def double(self) -> "Rows":
-        return Rows(*(part.double() for part in self))
-
-    def chunks(self, numbers: int) -> "Iterator[Rows]":
-        """Yield so many rows at a time that C and D of each are at most this many numbers."""
-        size = max(1, numbers // max(self.features.shape[1], self.target.shape[1]))
-        for start in range(0, len(self.features), size):
-            yield Rows(*(part[start : start + size] for part in self))
-
 
 def check_head(posterior: "Posterior", who: str) -> None:
     """Raise if the likelihood or the modes of a posterior are not those of a head."""

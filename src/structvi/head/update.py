@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from ..families.matrix_normal import MatrixNormal, matrix_normal
-from ..families.normal import NormalForm, Triangle
-from ..models.likelihoods import Bernoulli, Gaussian
-from ..networks.last_layer import LastLayer
 from ..predict.last_layer import layer_of
-from .bound import GaussianBound, LabelBound
-from .kronecker import Kronecker
-from .rows import Rows, check_head, rows_of
+from .layer_data import LayerData
+from .rows import check_head, rows_of
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -48,39 +44,18 @@ def update(posterior: "Posterior", batch: Any, *, remove: bool = False) -> None:
         40
     """
     check_head(posterior, "update")
-    form, family, model = posterior.family.normal(), matrix_normal(posterior.family), posterior.model
-    is_dense = form is not None and isinstance(form.root, Triangle)
-    if posterior.fit_status is None or (family is None and not is_dense):
+    family, model = matrix_normal(posterior.family), posterior.model
+    if posterior.fit_status is None or family is None:
         raise ValueError("update is for a posterior that fit_head made: call bayes.fit_head(loader) first")
-    layer, sign = layer_of(posterior), -1.0 if remove else 1.0
-    ((rows, B),) = rows_of(posterior, layer, [batch], posterior.family().mean.detach())
+    ((rows, B),) = rows_of(posterior, layer_of(posterior), [batch], posterior.family().mean.detach())
     if remove and B >= model.num_data:
         raise ValueError(f"the posterior is of {model.num_data} observations: {B} of them cannot be removed")
-    if family is not None:
-        _move(family, Kronecker([rows], model.likelihood, family.unit, 1.0), sign)
-    elif form is not None:
-        posterior.family.set_normal(_moved(form, layer, rows, model.likelihood, sign))
+    sign = -1.0 if remove else 1.0
+    _move(family, LayerData([rows], model.likelihood, family.unit, 1.0), sign)
     model.num_data += int(sign) * B
 
 
-def _moved(form: NormalForm, layer: LastLayer, rows: Rows, likelihood: Any, sign: float) -> NormalForm:
-    """Return a normal with all covariances after the rows."""
-    order = layer.order
-    back, root = torch.argsort(order), form.triangle().double()
-    covariance, mean = (root @ root.mT)[order][:, order], form.mean.double()[order]
-    bound: GaussianBound | LabelBound = LabelBound(layer, isinstance(likelihood, Bernoulli), 0)
-    if isinstance(likelihood, Gaussian):
-        bound = GaussianBound(layer, likelihood)
-    bound.add(rows.double())
-    found = bound.expect(mean, covariance)
-    precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance)) + sign * found.precision
-    lower = _root(precision)
-    mean = mean + torch.cholesky_solve(sign * found.gradient.unsqueeze(-1), lower).squeeze(-1)
-    covariance = torch.cholesky_inverse(lower)[back][:, back]
-    return NormalForm(mean[back].to(form.mean), Triangle(torch.linalg.cholesky(covariance).to(form.mean)))
-
-
-def _move(family: MatrixNormal, data: Kronecker, sign: float) -> None:
+def _move(family: MatrixNormal, data: LayerData, sign: float) -> None:
     """Add the rows to a normal with Kronecker axes; the axes turn only where the curvature has a Kronecker product."""
     density = family.forward()
     T, left, right = density.matrix(family.mean), family.left.double(), family.right.double()

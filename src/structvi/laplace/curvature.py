@@ -22,10 +22,8 @@ from ..models.priors.separable import Prior, log_prior
 GRADIENTS = 128
 #: rows of the training data that are read
 ROWS = 2048
-#: numbers of gradients that are held at once (1 GiB of float32); more are computed a second time
-MOST_NUMBERS = 2**28
-#: gradients that are taken in at a time, and directions beyond those asked for, where gradients are not held
-BLOCK = 8
+#: numbers of gradients that are held at once (1 GB of float32); more are computed a second time
+MOST_NUMBERS = 250_000_000
 #: random signs that estimate a prior's curvature where its Hessian is not diagonal
 PROBES = 64
 
@@ -39,22 +37,7 @@ class Curvature(NamedTuple):
     theta: Tensor  # [P]
     diagonal: Tensor  # [P], float64
     columns: Tensor  # W [P, K]
-
-
-class Stopwatch:
-    """Seconds that gradients take, and how many rows they have."""
-
-    def __init__(self) -> None:
-        self.seconds, self.rows = 0.0, 0
-
-    def of(self, gradients: Iterable[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, int]]:
-        """Yield the gradients; the clock runs while one is made."""
-        start = time.perf_counter()
-        for gradient, rows in gradients:
-            self.seconds += time.perf_counter() - start
-            self.rows += rows
-            yield gradient, rows
-            start = time.perf_counter()
+    seconds: float = 0.0  # that the gradients of one row took
 
 
 def curvature_of(theta: Tensor, gradients: Gradients, num_data: int, precision: Tensor, rank: int) -> Curvature:
@@ -67,42 +50,44 @@ def curvature_of(theta: Tensor, gradients: Gradients, num_data: int, precision: 
         precision: [P] of the prior; directions are those in which G is largest relative to diag G + precision.
         rank: K.
     """
-    stored: list[Tensor] | None = []
-    diagonal, rows = torch.zeros_like(theta, dtype=torch.float64), 0
+    room = max(MOST_NUMBERS // theta.numel(), 3 * rank)
+    stored: list[Tensor] | None = [] if rank else None
+    diagonal, rows, seconds = torch.zeros_like(theta, dtype=torch.float64), 0, 0.0
+    start = time.perf_counter()
     for gradient, own in gradients():
+        seconds, rows = seconds + time.perf_counter() - start, rows + own
         diagonal += gradient.double().square()
-        rows += own
-        if stored is not None and rank:
+        if stored is not None:
             stored.append(gradient)
-            if len(stored) * theta.numel() > MOST_NUMBERS:
-                stored = None
+            stored = stored if len(stored) <= room else None
+        start = time.perf_counter()
     share = num_data / max(1, rows)
     diagonal *= share
     columns = theta.new_empty(theta.numel(), 0)
     if rank:
-        scale = (diagonal + precision).rsqrt()
-        if stored is not None:
-            columns = _leading(torch.stack(stored, 1) * scale.to(theta).unsqueeze(-1), rank)
-        else:
-            columns = _incremental((gradient * scale.to(theta) for gradient, _ in gradients()), rank)
-        columns = columns * (share**0.5 / scale.to(theta)).unsqueeze(-1)
-    return Curvature(theta, diagonal, columns.to(theta))
+        scale = (diagonal + precision).rsqrt().to(theta)
+        again = stored if stored is not None else (gradient for gradient, _ in gradients())
+        columns = _leading((gradient * scale for gradient in again), rank, room) * (share**0.5 / scale).unsqueeze(-1)
+    return Curvature(theta, diagonal, columns, seconds / max(1, rows))
 
 
-def _leading(columns: Tensor, rank: int) -> Tensor:
-    """Return the leading left singular vectors of [P, n] times their singular values: [P, at most rank]."""
-    vectors = torch.linalg.eigh((columns.mT @ columns).double())[1].to(columns)
-    return columns @ vectors.flip(1)[:, :rank]
+def _leading(columns: Iterable[Tensor], rank: int, room: int) -> Tensor:
+    """Return the leading left singular vectors of columns [P] times their singular values: [P, at most rank].
 
+    If there are more than `room` columns, twice the rank of directions is held on the way.
+    """
 
-def _incremental(columns: Iterable[Tensor], rank: int) -> Tensor:
-    """Return the same of columns [P] that arrive one by one, some more directions held than asked for."""
+    def leading(some: list[Tensor], count: int) -> Tensor:
+        matrix = torch.stack(some, 1)
+        vectors = torch.linalg.eigh((matrix.mT @ matrix).double())[1].to(matrix)
+        return matrix @ vectors.flip(1)[:, :count]
+
     stored: list[Tensor] = []
     for column in columns:
-        stored.append(column.unsqueeze(-1))
-        if len(stored) > BLOCK:
-            stored = [_leading(torch.cat(stored, 1), rank + BLOCK)]
-    return _leading(torch.cat(stored, 1), rank)
+        if len(stored) == room:
+            stored = list(leading(stored, 2 * rank).unbind(1))
+        stored.append(column)
+    return leading(stored, rank)
 
 
 def simulated_gradients(
@@ -157,8 +142,8 @@ def _check_output(output: Any, rows: int) -> None:
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,):
             raise ValueError(
-                f"the network's output for {rows} {'row' if rows == 1 else 'rows'} has shape {tuple(leaf.shape)}, "
-                f"expected [{rows}, ..]: a squeeze() without an axis takes that of the batch too, write squeeze(-1)"
+                f"the network's output has shape {tuple(leaf.shape)}, expected [{rows}, ..], one for each row: a "
+                "squeeze() without an axis takes that of the batch too, write squeeze(-1)"
             )
         if isinstance(leaf, Tensor) and bool(leaf.isnan().any()):
             raise ValueError("the network's output is NaN on its training data: is there NaN in the inputs?")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..models.likelihoods import Likelihood
-from ..objective import Estimate, Estimator, NonFiniteError, full_terms, not_finite
+from ..objective import Estimate, NonFiniteError, not_finite
 from ..predict.learned import out_of_distribution
 from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
-from ..train.compare import Watched, notes_on_bound
+from ..train.compare import Watched, elbo_over, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_seed, with_hints
 from .place import TrainedNetwork, restored_on_error
-from .selection import MARGIN, HeldOut, Selection, learned_variance, of_networks, outputs_of, select
+from .selection import HeldOut, Selection, learned_variance, of_networks, outputs_of, select
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -154,30 +154,33 @@ def place_together(
     if validation is not None:
         warn_of_seen(loader, validation)
     with ExitStack() as stack:
-        networks, data, notes, doubts, held_out = [], [], [], [], None
+        networks, data, results = [], [], []
+        held_out = None if validation is None else held_out_batches(validation, seed, posteriors[0].device)
         for c, posterior in enumerate(posteriors):
             _check(posterior)
             stack.enter_context(restored_on_error(posterior))
             batches = Batches(loader, seed + c, posterior.device)
-            notes.append(notes_on_data(posterior, batches, validation))
-            if validation is not None and held_out is None:
-                held_out = held_out_batches(validation, seed, posterior.device)
+            data.append((batches, notes_on_data(posterior, batches, validation)))
             say("the curvature at the trained weights")
-            networks.append(TrainedNetwork.of(posterior, batches, seed + c))
-            data.append(batches)
-            doubts.append(_doubt(networks[-1], batches))
+            networks.append(TrainedNetwork.of(posterior, batches, held_out, seed + c))
+        doubts = [_doubt(network, batches) for network, (batches, _) in zip(networks, data, strict=True)]
         selection = None if held_out is None else select(networks, held_out, seed, say)
-        results = []
-        for c, (network, batches, own, doubt) in enumerate(zip(networks, data, notes, doubts, strict=True)):
+        for c, (network, (batches, notes)) in enumerate(zip(networks, data, strict=True)):
             posterior = network.posterior
-            learned = selection.learned[c] if selection and selection.learned else None
             if selection is None:
                 learned = learned_variance(network, Reread(batches), seed)
-            network.commit(*((selection.selected, selection.log_noise) if selection else (network.default, 0.0)))
+                network.commit(network.default, 0.0)
+            else:
+                learned = selection.learned[c] if selection.learned else None
+                network.commit(selection.selected, selection.log_noise)
             remember_choice(posterior, validation, seed)
-            result = _result(network, selection, own, _elbo(network, batches, seed))
-            result.doubt, result.seconds, result.bound = doubt, time.perf_counter() - start, posterior.family().bound
-            result.epochs = result.seconds / max(network.epoch, 1e-9)
+            result = _result(network, selection, notes, _elbo(network, batches, seed))
+            result.doubt, result.bound, result.seconds = (
+                doubts[c],
+                posterior.family().bound,
+                time.perf_counter() - start,
+            )
+            result.epochs = result.seconds / max(network.curvature.seconds * posterior.model.num_data, 1e-9)
             posterior.last_fit, posterior.learned_variance = result, learned
             if held_out is not None and network.is_function_of_inputs and outputs_of(network, next(iter(held_out))):
                 posterior.ood = out_of_distribution(posterior, network.theta, batches.everything(), held_out)
@@ -204,91 +207,62 @@ def _check(posterior: "Posterior") -> None:
         )
 
 
-def _few(batches: Batches) -> int:
-    """Return how many batches the ELBO is estimated on: at most a tenth of the data."""
-    return ELBO_BATCHES if batches.length is None else max(1, min(ELBO_BATCHES, batches.length // 10))
+def _some(batches: Batches) -> Iterable[Any]:
+    """Return the batches on which the ELBO is estimated: at most a tenth of the data."""
+    length = batches.length
+    return batches.everything(ELBO_BATCHES if length is None else max(1, min(ELBO_BATCHES, length // 10)))
 
 
 def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     """Return what to say of a network that is worse on its own data than an output that ignores the input."""
-    model = network.posterior.model
-    read = Watched(batches.everything(_few(batches)), model)
-    found = of_networks([network], read, torch.zeros(1, dtype=torch.float64))
-    constant = read.log_likelihood
-    rows = len(found.count)
-    if constant is not None and found.plain.mean * float(found.count.sum()) * model.num_data / rows < constant:
-        return (
-            "the network is worse on its own training data than an output that ignores the input: is it trained? A "
-            "posterior around untrained weights predicts no better; bayes.fit(loader, epochs=..) trains"
-        )
-    return ""
+    read = Watched(_some(batches), network.posterior.model)
+    found, constant = of_networks([network], read), read.log_likelihood
+    if constant is None or float(found.plain.mean()) * network.posterior.model.num_data >= constant:
+        return ""
+    return (
+        "the network is worse on its own training data than an output that ignores the input: is it trained? A "
+        "posterior around untrained weights predicts no better; bayes.fit(loader, epochs=..) trains"
+    )
 
 
 def _elbo(network: TrainedNetwork, batches: Batches, seed: int) -> Estimate:
     posterior = network.posterior
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
-    estimator = Estimator(groups=ELBO_GROUPS)
-    few = _few(batches)
     try:
-        with posterior.network_mode():
-            return full_terms(
-                posterior.family, posterior.model, batches.everything(few), estimator, generator
-            ).estimate()
+        return elbo_over(posterior, _some(batches), groups=ELBO_GROUPS, generator=generator)
     except NonFiniteError:
         return not_finite(ELBO_GROUPS)
 
 
 def _result(network: TrainedNetwork, selection: Selection | None, notes: list[str], elbo: Estimate) -> LaplaceResult:
-    model = network.posterior.model
-    notes = [*notes, *notes_on_bound(model)]
-    notes.append(
-        "the mean is at the trained weights, which have seen the data, and the precision is the curvature there: a "
-        "Laplace approximation. The ELBO was not maximised"
-    )
+    notes = [*notes, *notes_on_bound(network.posterior.model)]
     if network.obstacle:
         notes.append(f"weights are drawn, as with linearise=False: {network.obstacle}")
     if selection is None:
         name = network.default.name
-        return LaplaceResult(
-            status=Status.PLACED, verdict=f"placed around the network without a validation set: {name}", elbo=elbo,
-            notes=notes, selected=name,
-        )  # fmt: skip
+        verdict = f"placed around the network without a validation set: {name}"
+        return LaplaceResult(status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name)
     found, alone = selection.held_out, selection.network
-    notes.append(_resolution(selection))
+    worst = max(one.gain_over(alone)[1] for one in selection.tried.values())
+    notes.append(f"{len(alone.count)} validation rows show differences between candidates of {2 * worst:.2g} nats")
     if selection.lost is not None:
         kept = "" if selection.learned else ": too much, and predictions have exact variances"
         loss, error = selection.lost
         notes.append(f"learned variances lose {loss:.4f} ± {error:.4f} nats to those of draws{kept}")
-    name = selection.selected.name + _with(found)
-    verdict = f"placed around the network, as the validation set selected: {name}"
     if selection.selected.is_network:
-        verdict = f"the validation set selected {name}: no posterior around it is as good"
-        notes.append(
-            "the posterior is a normal so narrow that predictions are the network's own; its ELBO says nothing of it"
-        )
+        notes.append("no posterior around the network is as good: its normal is so narrow that the ELBO says nothing")
+    names = {one: one.name + _with(tried, selection.of_noise) for one, tried in selection.tried.items()}
+    name = names[selection.selected]
     return LaplaceResult(
-        status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name,
-        candidates={one.name + _with(tried): _density(tried, alone) for one, tried in selection.tried.items()},
-        network=alone.plain.mean, network_tempered=alone.mean, held_out=selection.density, gain=found.gain_over(alone),
-        lost=selection.lost,
+        status=Status.PLACED, verdict=f"placed around the network, as the validation set selected: {name}", elbo=elbo,
+        notes=notes, selected=name, candidates={names[one]: selection.density(one) for one in selection.tried},
+        network=alone.untempered.mean, network_tempered=alone.mean, held_out=selection.density(selection.selected),
+        gain=found.gain_over(alone), lost=selection.lost,
     )  # fmt: skip
 
 
-def _resolution(selection: Selection) -> str:
-    """Return how small a difference to the network the validation set can show."""
-    worst = max(one.gain_over(selection.network)[1] for one in selection.tried.values())
-    return (
-        f"{len(selection.network.count)} validation rows show differences between candidates of {2 * worst:.2g} nats; "
-        f"a wider posterior is selected only if it is at most {MARGIN:g} nats worse, one standard error included"
-    )
-
-
-def _density(tried: HeldOut, alone: HeldOut) -> float:
-    return alone.mean + tried.gain_over(alone)[0]
-
-
-def _with(found: HeldOut) -> str:
+def _with(found: HeldOut, of_noise: bool) -> str:
     """Return the words for a temperature or a noise."""
     if not found.value:
         return ""
-    return f", {'noise relative to the residuals' if found.one is None else 'temperature'} {exp(found.value):.3g}"
+    return f", {'noise relative to the residuals' if of_noise else 'temperature'} {exp(found.value):.3g}"

@@ -1,11 +1,11 @@
-"""A posterior placed around a trained network: N(θ₀, Λ⁻¹) with Λ = G/σ² + diag(π), π the prior's precision."""
+"""A posterior placed around a trained network: N(θ₀, Λ⁻¹) with Λ = G + diag(π), π the prior's precision."""
 
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from glob import escape
-from math import exp, inf, isfinite, log
+from math import isfinite, log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,16 +20,7 @@ from ..models.bayesian_model import BayesianModel
 from ..models.likelihoods import Gaussian, StudentT, split_mask
 from ..models.priors import NormalPrior, Prior
 from ..train.data import Batches
-from .curvature import (
-    GRADIENTS,
-    MOST_NUMBERS,
-    ROWS,
-    Curvature,
-    Stopwatch,
-    curvature_of,
-    prior_precision,
-    simulated_gradients,
-)  # fmt: skip
+from .curvature import GRADIENTS, ROWS, Curvature, curvature_of, prior_precision, simulated_gradients
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -59,11 +50,6 @@ class Candidate(NamedTuple):
         prior = "" if self.width is None else f", prior width {self.width:.3g}"
         return ("linearised" if self.linearised else "drawn weights") + prior
 
-    @property
-    def spread(self) -> tuple[float, bool]:
-        """Return a key that orders candidates from narrow to wide."""
-        return inf if self.width is None else self.width, self.linearised
-
 
 NETWORK = Candidate(0.0, linearised=False)
 
@@ -74,24 +60,22 @@ class TrainedNetwork:
 
     Attributes:
         posterior: over the network's weights.
-        likelihood: a copy, with the noise of the network's residuals on its own data.
+        likelihood: a copy, with the noise of the network's residuals on held-out data, or on its own.
         family: a copy of the posterior's family, or the default one if the user gave none.
-        curvature: of the data, at the trained weights.
+        curvature: of the data, at the trained weights and this noise.
         obstacle: why the network cannot be linearised; empty if it can.
-        epoch: seconds that one epoch of training takes, gradients alone, as those of the curvature took.
     """
 
     posterior: "Posterior"
     likelihood: Any
     family: Family
     curvature: Curvature
-    obstacle: str
-    epoch: float
-    _normals: dict[tuple[float | None, float], Normal] = field(default_factory=dict)
-    _likelihoods: dict[float, Any] = field(default_factory=dict)
+    obstacle: str = ""
 
     @classmethod
-    def of(cls, posterior: "Posterior", batches: Batches, seed: int) -> "TrainedNetwork":
+    def of(
+        cls, posterior: "Posterior", batches: Batches, held_out: Iterable[Any] | None, seed: int
+    ) -> "TrainedNetwork":
         """Measure the residuals and the curvature at the network's present weights."""
         model = posterior.model
         theta = trained_values(posterior)
@@ -101,7 +85,7 @@ class TrainedNetwork:
             family = LowRankPrecision(min(RANK, theta.numel() // 2)).bind(posterior.space).to(posterior.device)
         with posterior.network_mode(), model.linearised_around(None):
             if isinstance(likelihood, Gaussian | StudentT) and likelihood.noise in ("point", "random"):
-                log_noise = residual_noise(model, theta, batches.everything())
+                log_noise = residual_noise(model, theta, batches.everything() if held_out is None else held_out)
                 set_noise(likelihood, log_noise)
                 if "likelihood.log_noise" in model.space:
                     theta[model.space.slice("likelihood.log_noise")] = log_noise
@@ -118,22 +102,13 @@ class TrainedNetwork:
             rotated = rotation(family)
             if rotated is not None:  # its axes are those of the gradients
                 rotated.turn(rotated.basis.of_gradients(gradient for gradient, _ in gradients()))
-            watch = Stopwatch()
-            found = curvature_of(
-                theta, lambda: watch.of(gradients()), model.num_data, precision, precision_rank(family)
-            )
+            found = curvature_of(theta, gradients, model.num_data, precision, precision_rank(family))
         obstacle = _obstacle(posterior, theta, batches) if "linearise" in posterior.left_open else ""
-        return cls(posterior, likelihood, family, found, obstacle, model.num_data * watch.seconds / max(1, watch.rows))
+        return cls(posterior, likelihood, family, found, obstacle)
 
     @property
     def theta(self) -> Tensor:
         return self.curvature.theta
-
-    @property
-    def log_noise(self) -> float:
-        """Return the log of the residuals' root mean square, zero if the likelihood learns no noise."""
-        parameter = learned_noise(self.likelihood)
-        return 0.0 if parameter is None else float(parameter.detach())
 
     @property
     def is_linearised(self) -> bool:
@@ -146,56 +121,30 @@ class TrainedNetwork:
     def is_function_of_inputs(self) -> bool:
         """Return whether an output is a normal of one input: nothing else is random or in the batch."""
         posterior, model = self.posterior, self.posterior.model
-        is_normal = isinstance(self.placed(self.narrow)(), Normal)
+        is_normal = isinstance(self.placed(None)(), Normal)
         alone = model.user_forward is None and not posterior.mixes_rows and posterior.dropout == "off"
         return is_normal and alone and model.space.size == model.net_space.size
 
-    def prior(self, width: float | None) -> Prior:
-        """Return the prior of this width, or the user's."""
-        return width_prior(self.posterior, self.theta, width)
-
     def at_noise(self, log_factor: float) -> Any:
         """Return the likelihood with the noise at a factor of the network's residuals."""
-        if learned_noise(self.likelihood) is None:
+        log_noise = learned_noise(self.likelihood)
+        if log_noise is None:
             return self.likelihood
-        if log_factor not in self._likelihoods:
-            self._likelihoods[log_factor] = own = copy.deepcopy(self.likelihood)
-            set_noise(own, self.log_noise + log_factor)
-        return self._likelihoods[log_factor]
+        own = copy.deepcopy(self.likelihood)
+        set_noise(own, float(log_noise.detach()) + log_factor)
+        return own
 
-    def form(self, width: float | None, log_factor: float = 0.0) -> NormalForm:
-        """Return the normal under the prior of this width, if the noise is exp(log_factor) times the residuals.
-
-        More noise makes the data's curvature smaller by its square.
-        """
-        theta, diagonal, columns = self.curvature
-        precision = prior_precision(self.posterior.model, self.prior(width), theta)
-        shrunk = exp(-log_factor)
-        rest = (diagonal - columns.double().square().sum(1)).clamp(min=0.0) * shrunk**2 + precision
+    def placed(self, one: Candidate | None) -> Family:
+        """Return the copied family, set to a candidate's normal; None is the narrow one of the network itself."""
+        posterior, (theta, diagonal, columns, _) = self.posterior, self.curvature
+        if one is None or one.is_network:
+            self.family.set_normal(NormalForm(theta, Diagonal(NARROW * posterior.space.scale.to(theta))))
+            return self.family
+        precision = prior_precision(posterior.model, width_prior(posterior, theta, one.width), theta)
+        rest = (diagonal - columns.double().square().sum(1)).clamp(min=0.0) + precision
         scale = rest.rsqrt()
-        factor = columns.double() * shrunk * scale.unsqueeze(-1)
-        return NormalForm(theta, LowRank(scale.to(theta), factor.to(theta), of_precision=True))
-
-    @property
-    def narrow(self) -> NormalForm:
-        """Return a normal so narrow that predictions are the network's own."""
-        return NormalForm(self.theta, Diagonal(NARROW * self.posterior.space.scale.to(self.theta)))
-
-    def normal(self, width: float | None, log_factor: float) -> Normal:
-        """Return the density of `form` as the family holds it; it is kept while there is room."""
-        key = width, log_factor
-        if key not in self._normals:
-            family = copy.deepcopy(self.placed(self.form(width, log_factor)))
-            if (len(self._normals) + 1) * sum(x.numel() for x in family.parameters()) > MOST_NUMBERS:
-                self._normals.clear()
-            density = family()
-            assert isinstance(density, Normal)
-            self._normals[key] = density
-        return self._normals[key]
-
-    def placed(self, form: NormalForm) -> Family:
-        """Return the copied family, set to a normal."""
-        self.family.set_normal(form)
+        factor = columns.double() * scale.unsqueeze(-1)
+        self.family.set_normal(NormalForm(theta, LowRank(scale.to(theta), factor.to(theta), of_precision=True)))
         return self.family
 
     @property
@@ -205,35 +154,34 @@ class TrainedNetwork:
 
     def commit(self, one: Candidate, log_factor: float) -> None:
         """Set the posterior's family, prior, linearisation and noise."""
-        posterior, model = self.posterior, self.posterior.model
-        placed = self.placed(self.narrow if one.is_network else self.form(one.width, log_factor))
-        model.prior = self.prior(DEFAULT_WIDTH if one.is_network else one.width)
+        posterior, model, placed = self.posterior, self.posterior.model, self.placed(one)
+        model.prior = width_prior(posterior, self.theta, DEFAULT_WIDTH if one.is_network else one.width)
         if "family" in posterior.left_open:
-            posterior.family = copy.deepcopy(placed)  # the copied family is set again for other candidates
+            posterior.family = placed
         else:
             posterior.family.load_state_dict(placed.state_dict())
         if "linearise" in posterior.left_open and not one.is_network:
             model.linearised_at = self.theta[: model.net_space.size].clone() if one.linearised else None
-        set_noise(model.likelihood, self.log_noise + log_factor)
+        if (log_noise := learned_noise(self.at_noise(log_factor))) is not None:
+            set_noise(model.likelihood, float(log_noise.detach()))
 
 
 @contextmanager
 def restored_on_error(posterior: "Posterior") -> Iterator[None]:
     """Give the posterior back as it was, if anything is raised inside, an interrupt too."""
-    model, family = posterior.model, posterior.family
-    state = {name: tensor.detach().clone() for name, tensor in family.state_dict().items()}
-    prior, linearised_at, noise = model.prior, model.linearised_at, learned_noise(model.likelihood)
-    log_noise = 0.0 if noise is None else float(noise.detach())
-    names = ("_last_fit", "fit_status", "calibration", "chosen_on", "learned_variance", "ood")
-    known = {name: getattr(posterior, name) for name in names}
+    model = posterior.model
+    own = ("family", "_last_fit", "fit_status", "calibration", "chosen_on", "learned_variance", "ood")
+    known = [(posterior, name, getattr(posterior, name)) for name in own]
+    known += [(model, name, getattr(model, name)) for name in ("prior", "linearised_at")]
+    values = [(tensor, tensor.detach().clone()) for tensor in posterior.learned().values()]
     try:
         yield
     except BaseException:
-        family.load_state_dict(state)
-        posterior.family, model.prior, model.linearised_at = family, prior, linearised_at
-        set_noise(model.likelihood, log_noise)
-        for name, value in known.items():
-            setattr(posterior, name, value)
+        for owner, name, value in known:
+            setattr(owner, name, value)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
         raise
 
 
@@ -273,12 +221,12 @@ def learned_noise(likelihood: Any) -> Tensor | None:
     return likelihood.log_noise if is_learned else None
 
 
+@torch.no_grad()
 def set_noise(likelihood: Any, log_noise: float) -> None:
     """Set the noise that a likelihood learns; leave any other likelihood as it is."""
     parameter = learned_noise(likelihood)
     if parameter is not None:
-        with torch.no_grad():
-            parameter.fill_(log_noise)
+        parameter.fill_(log_noise)
 
 
 @torch.no_grad()
@@ -295,8 +243,8 @@ def residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) 
         size += float(y.double().square().sum())
     if not isfinite(square):
         raise ValueError(
-            f"the residuals of the network on its training data are not finite, their squares add up to {square}: is "
-            "there NaN in inputs or targets? Leave these rows out, or mask them"
+            f"the network's residuals are not finite, their squares add up to {square}: is there NaN in inputs or "
+            "targets? Leave these rows out, or mask them"
         )
     rounding = torch.finfo(theta.dtype).eps ** 2 * size
     log_noise = 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))

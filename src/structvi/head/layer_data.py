@@ -1,14 +1,15 @@
-"""The normal over a last layer of any size: a Kronecker product of axes for outputs and features, scales along them.
+"""The rows that come to a linear layer: log density, gradient, curvature and maximum, for a normal over the layer.
 
 The rows' curvature is G = Σ_n H_n ⊗ φ_n φ_nᵀ with H_n = −∂² log p/∂y². Its axes are the eigenvectors of the nearest
 Kronecker product B ⊗ A, found by alternating least squares. Along them the diagonal of G is exact:
 g_kj = Σ_n (a_kᵀ H_n a_k)(q_jᵀ φ_n)², and the normal with scales (1 + g)^(−½) has the least KL to N(μ, (G + π)⁻¹) of all
 with these axes. For Gaussian noise that all outputs share, G is a Kronecker product, and the normal the posterior.
+For labels everything is averaged over draws of the outputs y: then the fixed point has the highest ELBO.
 Everything is in units r of the prior, N(0, τ²r_d²) for column d: other τ need no new axes.
 """
 
 from collections.abc import Iterator
-from math import exp, log, pi
+from math import ceil, exp, log, pi
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +18,17 @@ from torch.nn.functional import logsigmoid
 
 from ..families.matrix_normal import OutputNormals
 from ..models.likelihoods import Categorical, Gaussian
-from ..objective import Estimate
 from .rows import Rows, log_noise_of
 
 #: rows times the larger of outputs and features that are held at once
-NUMBERS = 2**22
-#: rounds of least squares for the nearest Kronecker product
-ROUNDS = 2
-#: steps of Newton's method for the mean, the gain in nats at which it has converged, and its shortest step
-STEPS, CONVERGED, SHORTEST = 30, 1e-3, 1e-4
-#: sets of draws for the ELBO, and rows times squared outputs of each
-SETS, DRAWN = 16, 2**31
+NUMBERS = 4_000_000
+#: rows times pairs of draws of their outputs, at least
+DRAWN = 4_000
+#: rounds of least squares for the nearest Kronecker product: A of B, B of A, A of B
+ROUNDS = 3
+#: steps of Newton's method for the mean in a round; its gain in nats for each row at which it has converged; its
+#: shortest step
+STEPS, CONVERGED, SHORTEST = 5, 1e-5, 1e-4
 
 
 class Axes(NamedTuple):
@@ -42,8 +43,8 @@ class Axes(NamedTuple):
         return (1 + width**2 * self.curvature).rsqrt()
 
 
-class Kronecker:
-    """The rows that come to a linear layer: log density, gradient and curvature at any matrix [C, D] of it.
+class LayerData:
+    """The rows that come to a linear layer, at any matrix [C, D] of it.
 
     Args:
         rows: of one pass of the network.
@@ -58,8 +59,29 @@ class Kronecker:
         self.unit, self.factor = unit, factor
         self.log_noise = log_noise_of(likelihood) if isinstance(likelihood, Gaussian) else 0.0
 
-    def chunks(self) -> Iterator[Rows]:
-        return self.rows.chunks(NUMBERS)
+        self.off: Tensor | None = None  # draws of the outputs around their means, [S, n, C]
+
+    def draw(self, axes: Axes, width: float, seed: int) -> None:
+        """Average over draws of the outputs from now on, in pairs around their means; numbers need none."""
+        n, C = self.rows.target.shape
+        if not self.is_number:
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.randn(ceil(DRAWN / n), n, C, generator=generator, dtype=self.unit.dtype)
+            self.off = self.outputs(self.rows.features, axes, width).draw(noise.to(self.unit))
+
+    def chunks(self, T: Tensor) -> Iterator[tuple[Rows, Tensor]]:
+        """Yield some rows at a time with their outputs [n, C] at a matrix T, or with each draw of these."""
+        each = 1 if self.off is None else 2 * len(self.off)
+        size = max(1, NUMBERS // (each * max(T.shape)))
+        for start in range(0, len(self.rows.features), size):
+            rows = Rows(*(part[start : start + size] for part in self.rows))
+            y = rows.features @ T.mT
+            if self.off is not None:
+                off = self.off[:, start : start + size]
+                y = torch.cat([y + off, y - off]).flatten(0, 1)
+                rows = Rows(*(part.repeat(each, 1) for part in rows))
+                rows = rows._replace(weight=rows.weight / each)
+            yield rows, y
 
     def at(self, y: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ log p, its gradient in y [n, C], and what the curvature H_n is made of [n, C].
@@ -68,14 +90,10 @@ class Kronecker:
         """
         t, w = rows.target, rows.weight
         if self.is_number:
-            precision = exp(-2 * self.log_noise)
-            residual = w * (t - y)
+            precision, residual = exp(-2 * self.log_noise), w * (t - y)
             constant = float(w.sum(dtype=torch.float64)) * (self.log_noise + 0.5 * log(2 * pi))
-            return (
-                -0.5 * precision * residual.square().sum() - constant,
-                precision * residual,
-                precision * w.expand_as(y),
-            )
+            value = -0.5 * precision * residual.square().sum() - constant
+            return value, precision * residual, precision * w.expand_as(y)
         if self.is_class:
             log_p = y.log_softmax(-1)
             p = log_p.exp()
@@ -93,11 +111,11 @@ class Kronecker:
         """Return axes and curvature at a matrix T."""
         C, D = T.shape
         A, B = T.new_zeros(D, D), torch.eye(C).to(T)
-        for turn in range(2 * ROUNDS - 1):  # A of B, B of A, A of B
+        for turn in range(ROUNDS):
             found = torch.zeros_like(B if turn % 2 else A)
-            for rows in self.chunks():
+            for rows, y in self.chunks(T):
                 phi = rows.features * self.unit
-                *_, h = self.at(rows.features @ T.mT, rows)
+                *_, h = self.at(y, rows)
                 if turn % 2:
                     weight = ((phi @ A) * phi).sum(-1, keepdim=True) * (rows.weight if self.is_class else 1.0)
                     found += torch.diag((weight * h).sum(0))
@@ -108,16 +126,16 @@ class Kronecker:
                     if self.is_class:
                         inner = rows.weight.squeeze(-1) * (inner - ((h @ B) * h).sum(-1))
                     found += phi.mT @ (inner.unsqueeze(-1) * phi)
-            size = found.norm().clamp(min=torch.finfo(T.dtype).tiny)
-            A, B = (A, found / size) if turn % 2 else (found / size, B)
+            found = found / found.norm().clamp(min=torch.finfo(T.dtype).tiny)
+            A, B = (A, found) if turn % 2 else (found, B)
         left, right = (torch.linalg.eigh(one.double()).eigenvectors.to(T) for one in (B, A))
         return Axes(left, right, self.curvature(T, left, right))
 
     def curvature(self, T: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Return κ times the diagonal of the curvature along given axes: g [C, D]."""
         found = torch.zeros_like(T)
-        for rows in self.chunks():
-            *_, h = self.at(rows.features @ T.mT, rows)
+        for rows, y in self.chunks(T):
+            *_, h = self.at(y, rows)
             found += self.along(h, rows, left).mT @ ((rows.features * self.unit) @ right).square()
         return self.factor * found
 
@@ -128,16 +146,15 @@ class Kronecker:
 
     def residual(self, T: Tensor) -> tuple[float, float]:
         """Return κ Σ (t − y)² at a matrix T, and how many numbers were observed, κ times."""
-        square = sum(
-            float((rows.weight * (rows.target - rows.features @ T.mT).square()).sum()) for rows in self.chunks()
-        )
+        square = sum(float((rows.weight * (rows.target - y).square()).sum()) for rows, y in self.chunks(T))
         return self.factor * square, self.factor * float(self.rows.weight.sum(dtype=torch.float64))
 
     def least_variance(self) -> float:
         """Return the variance of residuals that are rounding."""
         t, w = self.rows.target, self.rows.weight
         mean = float((w * t.square()).sum() / w.sum().clamp(min=1.0))
-        return max(torch.finfo(t.dtype).eps ** 2 * mean, torch.finfo(torch.float32).tiny)
+        rounding = max(torch.finfo(t.dtype).eps ** 2, 10 * torch.finfo(torch.float64).eps)  # of the sums here
+        return max(rounding * mean, torch.finfo(torch.float32).tiny)
 
     @property
     def is_exact(self) -> bool:
@@ -145,33 +162,11 @@ class Kronecker:
         weight = self.rows.weight
         return self.is_number and bool((weight == weight[:, :1]).all())
 
-    def elbo(self, T: Tensor, axes: Axes, width: float, seed: int) -> Estimate:
-        """Return the ELBO: in closed form for numbers, else on draws of the outputs at some of the rows."""
-        s2 = axes.scale(width).double().square()
-        square = (T.double() / (width * self.unit)).square().sum()
-        kl = 0.5 * float(s2.sum() + square - s2.numel() - s2.log().sum())
-        if self.is_number:
-            spread = float((width**2 * axes.curvature.double() * s2).sum())
-            value = self.log_likelihood(T)[0] - 0.5 * spread - kl
-            return Estimate(value, 0.0, torch.tensor([value], dtype=torch.float64))
-        n, C = len(self.rows.features), len(T)
-        generator = torch.Generator().manual_seed(seed)
-        found = []
-        for _ in range(SETS):
-            few = torch.randperm(n, generator=generator)[: max(1, min(n, DRAWN // C**2))].to(T.device)
-            total = 0.0
-            for rows in Rows(*(part[few] for part in self.rows)).chunks(NUMBERS // 2):
-                z = torch.randn(1, len(rows.features), C, generator=generator, dtype=T.dtype).to(T.device)
-                off = self.outputs(rows.features, axes, width).draw(z)[0]
-                total += sum(float(self.at(rows.features @ T.mT + own, rows)[0]) for own in (off, -off)) / 2
-            found.append(self.factor * total * n / len(few) - kl)
-        return Estimate.of(torch.tensor(found, dtype=torch.float64))
-
     def log_likelihood(self, T: Tensor) -> tuple[float, Tensor]:
         """Return κ Σ log p and its gradient [C, D]."""
         value, gradient = 0.0, torch.zeros_like(T)
-        for rows in self.chunks():
-            own, slope, _ = self.at(rows.features @ T.mT, rows)
+        for rows, y in self.chunks(T):
+            own, slope, _ = self.at(y, rows)
             value += float(own)
             gradient += slope.mT @ rows.features
         return self.factor * value, self.factor * gradient
@@ -202,16 +197,16 @@ class Kronecker:
                     value, T = found, there
                     break
                 length /= 4
-            if decrement < 2 * CONVERGED or length <= SHORTEST:
+            if decrement < 2 * CONVERGED * len(self.rows.target) or length <= SHORTEST:
                 break
         return T
 
     def _bend(self, T: Tensor, direction: Tensor, width: float) -> float:
         """Return −∂² of the log joint along a direction."""
         bend = float((direction / (width * self.unit)).square().sum())
-        for rows in self.chunks():
+        for rows, y in self.chunks(T):
             along = rows.features @ direction.mT
-            *_, h = self.at(rows.features @ T.mT, rows)
+            *_, h = self.at(y, rows)
             square = (h * along.square()).sum(-1)
             if self.is_class:
                 square = rows.weight.squeeze(-1) * (square - (h * along).sum(-1).square())
