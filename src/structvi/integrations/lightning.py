@@ -44,7 +44,7 @@ class BayesianModule(LightningModule):
     the posterior has it. `posterior.fit` does more: it starts the factor late, averages the last steps, skips batches
     that are not finite and selects the best candidate. Use this if you need a Trainer.
 
-    Every step logs `elbo` and `kl`, in nats for the whole data set and at λ = 1. Validation and test log `nlpd`, in nats
+    Every step logs `elbo` and `kl` in nats for the whole data set, at λ = 1. Validation and test log `nlpd`, in nats
     per observation, and, of labels, `accuracy` and `brier`, of numbers `mse` and `crps`, with "val_" and "test_" in
     front. `Trainer(precision="bf16-mixed")` runs the network, and nothing else, in bfloat16.
 
