@@ -309,7 +309,7 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
-    paths = [Path(folder) / MEMBER.format(c) for c in range(count)]
+    paths = [Path(folder) / MEMBER.format(c) for c in range(len(networks))]
     pairs = zip(paths, networks, strict=True)
     ensemble = Ensemble([posterior_file.load(Posterior, own, net, **given) for own, net in pairs])
     ensemble.weights.copy_(weights)

@@ -1,41 +1,39 @@
-"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N, and a callback that records and saves it.
+"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N.
 
 Lightning is two packages: this takes `lightning` if it is installed, else `pytorch_lightning`. Import your Trainer from
 the same one, for neither knows the other's modules.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..models.bayesian_model import rows
-from ..objective import Estimate, Estimator
+from ..objective import Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
 from ..train.data import Batches
 from ..train.loop import KL_WARMUP, Schedule, rate_factor
-from ..train.result import History
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import LightningModule
 else:
     try:
-        from lightning.pytorch import Callback, LightningModule, Trainer
+        from lightning.pytorch import LightningModule
     except ImportError:
         try:
-            from pytorch_lightning import Callback, LightningModule, Trainer
+            from pytorch_lightning import LightningModule
         except ImportError:
             raise ImportError(
                 'structvi.integrations.lightning needs Lightning: pip install "structvi[lightning]"'
             ) from None
 
 
-__all__ = ["BayesianModule", "PosteriorCallback"]
+__all__ = ["BayesianModule"]
 
 
 class BayesianModule(LightningModule):
@@ -46,9 +44,9 @@ class BayesianModule(LightningModule):
     the posterior has it. `posterior.fit` does more: it starts the factor late, averages the last steps, skips batches
     that are not finite and selects the best candidate. Use this if you need a Trainer.
 
-    Validation and test log the predictive's `nlpd` (nats per observation) and, of labels, `accuracy` and `brier`, of
-    numbers `mse` and `crps`, with "val_" and "test_" in front. `Trainer(precision="bf16-mixed")` runs the network, and
-    nothing else, in bfloat16.
+    Every step logs `elbo` and `kl` in nats for the whole data set, at λ = 1. Validation and test log `nlpd`, in nats
+    per observation, and, of labels, `accuracy` and `brier`, of numbers `mse` and `crps`, with "val_" and "test_" in
+    front. `Trainer(precision="bf16-mixed")` runs the network, and nothing else, in bfloat16.
 
     Args:
         posterior: what `variationalize` returns.
@@ -114,16 +112,15 @@ class BayesianModule(LightningModule):
         rise = KL_WARMUP if self.schedule.kl_warmup == "auto" else self.schedule.kl_warmup
         return min(1.0, (self.global_step + 1) / (rise * self._steps + 1))
 
-    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor | float]:
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         with self._mixed_precision():
             terms = self.posterior.terms(batch, estimator=self.estimator)
         B = rows(batch)
         self._rows, self._batches = self._rows + B, self._batches + 1
         weight = B * self._batches / self._rows  # all observations count the same, those of a short last batch too
         loss = -weight * terms.objective(self.kl_weight).mean() / self.posterior.model.num_data
-        lr = self.trainer.optimizers[0].param_groups[0]["lr"]
-        elbo, kl = terms.objective().detach(), terms.complexity.detach().mean()
-        return {"loss": loss, "elbo": elbo, "kl": kl, "kl_weight": self.kl_weight, "lr": lr}
+        self.log_dict({"elbo": terms.objective().detach().mean(), "kl": terms.complexity.detach().mean()})
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
         self._evaluate(batch, "val")
@@ -157,38 +154,3 @@ class BayesianModule(LightningModule):
                 yield
         finally:
             model.precision = previous
-
-
-class PosteriorCallback(Callback):
-    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1), and saves the posterior.
-
-    Args:
-        save: a file to which `posterior.save` writes at the end of every epoch; None for none.
-
-    Attributes:
-        history: a `History` of the batches: `history.plot()`, `history.to_tensorboard(directory)`.
-
-    Example:
-        >>> callback = PosteriorCallback(save="posterior.safetensors")
-        >>> len(callback.history)
-        0
-    """
-
-    def __init__(self, save: str | os.PathLike[str] | None = None):
-        super().__init__()
-        self.save: str | os.PathLike[str] | None = save
-        self.history = History()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        estimate = Estimate.of(outputs["elbo"])
-        pl_module.log_dict({"elbo": estimate.value, "kl": outputs["kl"]})
-        self.history.append(
-            step=len(self.history), epoch=trainer.current_epoch, stage=0, elbo=estimate.value,
-            standard_error=estimate.standard_error, kl_weight=outputs["kl_weight"], lr=outputs["lr"],
-        )  # fmt: skip
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.save is not None and trainer.is_global_zero:
-            cast(BayesianModule, pl_module).posterior.save(self.save)
