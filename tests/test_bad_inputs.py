@@ -430,7 +430,7 @@ TABLE = {
     "model: parameters a dict": (
         lambda: model(parameters={"0.weight": T}),
         TypeError,
-        r"parameters= expects Parameters without constraints, got dict; write Parameters\.of\(net, select\)",
+        r"write parameters=Parameters\.of\(net, select\), without constraints, got \{",
     ),
     "model: parameters of another network": (
         lambda: model(parameters=vi.Parameters.of(nn.Linear(3, 2))),

@@ -57,8 +57,8 @@ class LastLayer:
         self.name = names[0].rpartition(".")[0]
         layer = net.get_submodule(self.name)
         own = {f"{self.name}.{key}".removeprefix(".") for key, _ in layer.named_parameters(recurse=False)}
-        is_plain = isinstance(layer, LAYERS) and type(layer).forward in [kind.forward for kind in LAYERS]
-        if not is_plain or own != {*names} or (isinstance(layer, CONVOLUTIONS) and layer.groups != 1):
+        is_plain = type(layer).forward in [kind.forward for kind in LAYERS] and getattr(layer, "groups", 1) == 1
+        if not isinstance(layer, LAYERS) or not is_plain or own != {*names}:
             raise ValueError(
                 "fit_head is for a posterior over the weight and bias of one linear layer or convolution of torch, of "
                 f"one group, that no other layer shares and whose bias, if any, is trainable; here {', '.join(names)} "
