@@ -469,6 +469,7 @@ TABLE = {
         ValueError,
         r"batch has 6 observations, more than num_data = 5",
     ),
+    "keys: no pair": (lambda: model(keys=((), "label")), TypeError, r"keys must be \(input, target\)"),
     "forward: no pair": (
         lambda: log_joint((X, T), model(forward=lambda net, batch: net(batch[0]))),
         TypeError,

@@ -113,9 +113,3 @@ def test_what_can_be_told_without_keys():
     # a second tensor may be meant for the network: it is asked about
     with pytest.raises(ValueError, match=r"does not take \['image', 'age'\]: tell which.*keys="):
         bayes.fit([{"image": image, "age": torch.zeros(4), "label": t}], steps=1, progress=False)
-
-
-@pytest.mark.parametrize("keys", ["image", ((), "label")])
-def test_wrong_keys_are_refused(keys):
-    with pytest.raises(TypeError, match=r"keys must be \(input, target\)"):
-        vi.variationalize(net(), lk.Categorical(), keys=keys)

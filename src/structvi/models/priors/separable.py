@@ -95,6 +95,7 @@ def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mappin
     if isinstance(prior, SumPrior):
         return torch.stack([log_prior(one, parameters, theta, fixed) for one in prior.priors]).sum(0)
     if isinstance(prior, SeparablePrior):
+        prior.check(parameters)
         shared = parameters.subset(fixed)
         value = prior(shared, shared.ravel(fixed).unsqueeze(0)).expand(S)
         return value + prior(parameters.without(fixed), theta) if some_drawn else value
