@@ -407,7 +407,7 @@ TABLE = {
     "model: parameters a dict": (
         lambda: model(parameters={"0.weight": T}),
         TypeError,
-        r"parameters= expects Parameters without constraints, got dict; write Parameters\.of\(net, select\)",
+        r"write parameters=Parameters\.of\(net, select\), without constraints, got \{",
     ),
     "model: parameters of another network": (
         lambda: model(parameters=vi.Parameters.of(nn.Linear(3, 2))),
@@ -446,6 +446,7 @@ TABLE = {
         ValueError,
         r"batch has 6 observations, more than num_data = 5",
     ),
+    "keys: no pair": (lambda: model(keys=((), "label")), TypeError, r"keys must be \(input, target\)"),
     "forward: no pair": (
         lambda: log_joint((X, T), model(forward=lambda net, batch: net(batch[0]))),
         TypeError,

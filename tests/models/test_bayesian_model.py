@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, LogDensity, Parameters, likelihoods
+from structvi import BayesianModel, likelihoods
 from structvi.models.priors import NormalPrior
 
 NOISE, PRIOR, N, B = 0.3, 0.7, 12, 6
@@ -70,24 +70,6 @@ class TestByHand:
             return N / B * log_prob.sum() + normal(row, PRIOR).sum()
 
         self.check(model, draws(model), (x, labels), by_hand)
-
-    def test_log_density_with_and_without_a_batch(self, evaluation):
-        space = Parameters({"a": torch.zeros(2, 2).double(), "b": torch.zeros(()).double()})
-
-        def fn(p, batch=1.0):
-            return (p["a"] @ p["a"].T).sum() * batch + p["b"].sin()
-
-        target = LogDensity(fn, space, evaluation=evaluation)
-        theta = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-        for batch in (None, 2.5):
-            self.check(
-                target,
-                theta,
-                batch,
-                lambda row, factor=batch or 1.0: (
-                    (row[:4].view(2, 2) @ row[:4].view(2, 2).T).sum() * factor + row[4].sin()
-                ),
-            )
 
 
 class TestMinibatches:

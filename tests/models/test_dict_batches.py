@@ -113,34 +113,3 @@ def test_what_can_be_told_without_keys():
     # a second tensor may be meant for the network: it is asked about
     with pytest.raises(ValueError, match=r"does not take \['image', 'age'\]: tell which.*keys="):
         bayes.fit([{"image": image, "age": torch.zeros(4), "label": t}], steps=1, progress=False)
-
-
-@pytest.mark.parametrize("keys", ["image", ((), "label")])
-def test_wrong_keys_are_refused(keys):
-    with pytest.raises(TypeError, match=r"keys must be \(input, target\)"):
-        vi.variationalize(net(), lk.Categorical(), keys=keys)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.slow
-def test_monai_itself():
-    from monai.data import DataLoader as MonaiLoader
-    from monai.data import Dataset as MonaiDataset
-    from monai.data import MetaTensor
-    from monai.transforms import Compose, EnsureChannelFirstd, EnsureTyped, RandFlipd, ScaleIntensityd
-
-    x = torch.randn(6, 8, 8, generator=torch.Generator().manual_seed(0))
-    items = [{"image": one.numpy(), "label": (one > 0).float().numpy(), "case": f"p{i}"} for i, one in enumerate(x)]
-    both = ["image", "label"]
-    transform = Compose([
-        EnsureChannelFirstd(both, channel_dim="no_channel"), ScaleIntensityd("image"), RandFlipd(both, prob=0.5),
-        EnsureTyped(both, track_meta=True),
-    ])  # fmt: skip
-    data = MonaiLoader(MonaiDataset(items, transform), batch_size=3, shuffle=True)
-    batch = next(iter(data))
-    assert isinstance(batch["image"], MetaTensor)
-    bayes = vi.variationalize(net(), lk.Categorical(), keys=("image", "label"))
-    result = bayes.laplace(data, validation=data, progress=False)
-    assert result.selected
-    assert bayes.evaluate(data, draws=2).count == 6 * 64
-    assert type(bayes.predict(batch["image"], draws=2).mean) is torch.Tensor

@@ -175,20 +175,3 @@ def test_reestimated_batch_norm_uses_the_statistics_of_the_reference():
         running = copy.deepcopy(net).eval()(x)
     torch.testing.assert_close(got, expected)
     assert not torch.allclose(got, running, atol=1e-2)
-
-
-# Ties
-
-
-def test_tied_weights_are_one_random_tensor():
-    net = trained(Tied)
-    posterior = vi.variationalize(net, CATEGORICAL, vi.MeanField(initial_scale=1.0), num_data=5)
-    assert posterior.space.names == ("embed.weight", "body.weight", "body.bias", "out.bias")
-    x = torch.arange(7)
-    theta = posterior.family().draw(3, generator=generator()).theta
-    outputs = posterior.model.outputs(theta, x)
-    for row, output in zip(theta, outputs, strict=True):
-        twin = copy.deepcopy(net)
-        twin.load_state_dict(posterior.space.unravel(row.detach()), strict=False)
-        assert twin.out.weight is twin.embed.weight
-        torch.testing.assert_close(output, twin(x))

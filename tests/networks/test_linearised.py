@@ -60,11 +60,6 @@ NETWORKS = {
         image(),
     ),
     "group norm": (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten()), image()),
-    "upsampling": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(1, 2, 2, stride=2), nn.PReLU(), nn.Upsample(scale_factor=2)),
-        image(side=2),
-    ),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.GELU()), lambda: torch.randn(4, 3)),
     "embedding": (
         lambda: Calls(lambda net, x: net.out(net.words(x).mean(1)), words=nn.Embedding(7, 3), out=nn.Linear(3, 2)),
         lambda: torch.randint(7, (4, 5)),
@@ -82,7 +77,6 @@ NETWORKS = {
         lambda: torch.randn(4, 3, 3),
     ),
     "grid_sample": (lambda: Calls(sampled, conv=nn.Conv2d(1, 2, 3, padding=1)), image()),
-    "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), lambda: torch.randn(4, 3)),
     "custom function": (
         lambda: Calls(lambda net, x: Sine.apply(net.out(x)), out=nn.Linear(3, 2)),
         lambda: torch.randn(4, 3),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import jvp, vmap
 
-from structvi import BayesianModel, LogDensity, Parameters, likelihoods
+from structvi import BayesianModel, Parameters, likelihoods
 from structvi.models.priors import NormalPrior
 from structvi.networks import vmap_or_loop as module
 from structvi.networks.plain_kernels import PlainKernels
@@ -67,16 +67,6 @@ class Attention(nn.Module):
         return self.head(self.layer(self.embed(x.unsqueeze(-1))).mean(1))
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        x = self.embed(x.unsqueeze(-1)).unsqueeze(1)  # one head
-        return self.head(nn.functional.scaled_dot_product_attention(x, x, x).squeeze(1).mean(1))
-
-
 class Branch(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
@@ -113,18 +103,6 @@ class WrongGradient(WrongRule):
         return x.detach().clone(), in_dims[0]
 
 
-class NoRule(torch.autograd.Function):
-    """A custom function in the older style."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
 class Custom(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]):
         super().__init__()
@@ -144,10 +122,8 @@ CASES = {
     "branch": (lambda: Branch(3, 1), "loop", "vmap cannot run it: .*data-dependent"),
     "wrong value": (lambda: Custom(WrongRule), "loop", "gives other values"),
     "wrong gradient": (lambda: Custom(WrongGradient), "loop", "gives other values"),
-    "no rule": (lambda: Custom(NoRule), "loop", "vmap cannot run it"),
     "a kernel for each draw": (conv, "loop", "kernel for each draw"),
     "attention": (lambda: Attention().eval(), "vmap", "proven equal"),
-    "fused attention": (Scaled, "vmap", "proven equal"),
     "recurrent": (Recurrent, "loop", ""),
 }
 
@@ -294,13 +270,3 @@ def test_chunks(chunk):
     (gradient,) = torch.autograd.grad(outputs["y"].sum(), theta)
     torch.testing.assert_close(gradient, theta.cos())
     assert len(seen) == -(-5 // chunk)  # one call of the function to a chunk
-
-
-def test_log_density_takes_the_same_way():
-    space, theta = Parameters({"z": torch.zeros(2)}), torch.randn(4, 2)
-    smooth = LogDensity(lambda p: -p["z"].square().sum(), space)
-    branch = LogDensity(lambda p: -p["z"].square().sum() if p["z"][0] > 0 else -p["z"].abs().sum(), space)
-    torch.testing.assert_close(smooth.log_joint(theta), -theta.square().sum(-1))
-    expected = torch.where(theta[:, 0] > 0, -theta.square().sum(-1), -theta.abs().sum(-1))
-    torch.testing.assert_close(branch.log_joint(theta), expected)
-    assert (smooth.evaluation.choice, branch.evaluation.choice) == ("vmap", "loop")

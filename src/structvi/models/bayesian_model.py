@@ -154,10 +154,7 @@ class BayesianModel(nn.Module):
     @property
     def num_data(self) -> int:
         if self._num_data is None:
-            raise ValueError(
-                "num_data, the number of observations in the whole data set, is not known yet: set it, give num_data= "
-                "to variationalize, or fit first, which takes it from the loader"
-            )
+            raise ValueError("num_data is not known yet: set it, give num_data= to variationalize, or fit first")
         return self._num_data
 
     @num_data.setter
@@ -321,15 +318,11 @@ def _check_arguments(net: Any, likelihood: Any, prior: Any, parameters: Any) -> 
             )
     if isinstance(likelihood, nn.modules.loss._Loss):
         raise TypeError(
-            f"{type(likelihood).__name__} is a loss, which training makes small. The likelihood is log p(t | y) of "
-            "each observation, which a fit makes large: give likelihoods.Categorical(), Bernoulli(), Poisson() or "
-            'Gaussian("point"). Dice and focal losses are the logarithm of no probability: train with them'
+            f"{type(likelihood).__name__} is a loss, which training makes small; the likelihood is log p(t | y) of "
+            'each observation: give likelihoods.Categorical(), Bernoulli(), Poisson() or Gaussian("point")'
         )
     if parameters is not None and (not isinstance(parameters, Parameters) or parameters.constraints):
-        raise TypeError(
-            f"parameters= expects Parameters without constraints, got {type(parameters).__name__}; write "
-            "Parameters.of(net, select)"
-        )
+        raise TypeError(f"write parameters=Parameters.of(net, select), without constraints, got {parameters!r}")
 
 
 def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
@@ -359,8 +352,8 @@ def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
         return batch[0], batch[1]
     came = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise TypeError(
-        f"a batch must be (input, target) or a dict, got {came}; for others give variationalize a function forward=, "
-        "such as lambda net, batch: (net(*batch[:-1]), batch[-1])"
+        f"a batch must be (input, target) or a dict, got {came}; for others write variationalize(.., forward=lambda "
+        "net, batch: (net(*batch[:-1]), batch[-1]))"
     )
 
 
@@ -445,8 +438,7 @@ def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[st
     raise ValueError(
         f"the batch is a dict with the inputs {list(inputs)}, which are passed to the network by name, and its "
         f"forward({', '.join(known)}) does not take {strange}: tell which entries count, variationalize(.., "
-        'keys=("image", "label")), or give it a function forward=, such as '
-        'lambda net, batch: (net(batch["image"], batch["age"]), batch["label"])'
+        'keys=(("image", "age"), "label")), or give it a function forward='
     )
 
 

@@ -65,10 +65,7 @@ class LogDensity:
         if not callable(fn):
             raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
         if not isinstance(parameters, Parameters):
-            raise TypeError(
-                f"LogDensity expects Parameters, got {type(parameters).__name__}; "
-                'write Parameters({"mu": torch.zeros(()), "sigma": positive(1.0)}), for example'
-            )
+            raise TypeError(f'expected Parameters({{"mu": torch.zeros(())}}), got {type(parameters).__name__}')
         self.fn: Callable[..., Tensor] = fn
         self.space = parameters
         self.evaluation = Evaluation(evaluation, chunk)
@@ -91,8 +88,7 @@ class LogDensity:
         except (KeyError, ValueError) as error:
             error.add_note(
                 f"the log density was given a dict of the parameters {few(self.space.names)}. A draw takes every value "
-                'unless its parameter is given as positive(1.0), interval(0, 1) or its like: Parameters({"sigma": '
-                "positive(1.0), ..})"
+                'unless its parameter is constrained: Parameters({"sigma": positive(1.0), ..})'
             )
             raise
 

@@ -75,7 +75,7 @@ class Turn:
     def look(self, net: nn.Module) -> None:
         """Find the modules, and the places of all tensors if those have changed."""
         self.modules = [module for one in self._known if (module := one()) is not None]
-        if self.modules and _form(self.modules) == self._form:
+        if len(self.modules) == len(self._known) > 0 and _form(self.modules) == self._form:
             return
         named = dict(net.named_modules())
         self.modules = list(named.values())

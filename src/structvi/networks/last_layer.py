@@ -57,8 +57,8 @@ class LastLayer:
         self.name = names[0].rpartition(".")[0]
         layer = net.get_submodule(self.name)
         own = {f"{self.name}.{key}".removeprefix(".") for key, _ in layer.named_parameters(recurse=False)}
-        is_plain = isinstance(layer, LAYERS) and type(layer).forward in [kind.forward for kind in LAYERS]
-        if not is_plain or own != {*names} or (isinstance(layer, CONVOLUTIONS) and layer.groups != 1):
+        is_plain = type(layer).forward in [kind.forward for kind in LAYERS] and getattr(layer, "groups", 1) == 1
+        if not isinstance(layer, LAYERS) or not is_plain or own != {*names}:
             raise ValueError(
                 "fit_head is for a posterior over the weight and bias of one linear layer or convolution of torch, of "
                 f"one group, that no other layer shares and whose bias, if any, is trainable; here {', '.join(names)} "
@@ -73,13 +73,9 @@ class LastLayer:
     @property
     def order(self) -> Tensor:
         """Return where in θ the weights and then the bias of output 0 lie, then those of output 1, ..: [C·D]."""
-        space, prefix = self.space, f"{self.name}." if self.name else ""
-        weight = torch.arange(self.outputs * (self.width - self.bias)).reshape(self.outputs, -1)
-        places = weight + space.slice(f"{prefix}weight").start
-        if self.bias:
-            bias = torch.arange(self.outputs).unsqueeze(-1) + space.slice(f"{prefix}bias").start
-            places = torch.cat([places, bias], -1)
-        return places.reshape(-1).to(space.device)
+        places = self.space.unravel(torch.arange(self.space.size))
+        weight_and_bias = [places[name].reshape(self.outputs, -1) for name in sorted(places, reverse=True)]
+        return torch.cat(weight_and_bias, -1).reshape(-1).to(self.space.device)
 
     def run(self, call: Callable[[], tuple[Any, Any]]) -> Pass:
         """Call the network, which gives its output and target; return these with the layer's features and output."""

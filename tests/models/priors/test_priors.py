@@ -5,7 +5,6 @@ from math import pi, sqrt
 
 import pytest
 import torch
-from torch import nn
 from torch.distributions import (
     Cauchy,
     Laplace,
@@ -108,14 +107,6 @@ def test_the_grouped_t_is_a_normal_with_a_shared_inverse_gamma_variance():
 
 
 # ------------------------------------------------------------------------------------------------ rules and sums
-
-
-def test_fan_in_of_layers():
-    net = nn.Sequential(nn.Conv2d(3, 8, (2, 5)), nn.Flatten(), nn.Linear(16, 4))
-    scales = vi.priors.NormalPrior(3.0, by_fan_in=True).scales(vi.Parameters.of(net))
-    assert scales == pytest.approx({"0.weight": 3 / sqrt(30), "0.bias": 3.0, "2.weight": 3 / 4, "2.bias": 3.0})
-    learned = vi.priors.LaplacePrior({"0.*": 3.0, "*": 1.0}, learn=True, by_fan_in=True).scales(vi.Parameters.of(net))
-    assert learned == pytest.approx({"0.weight": 3 / sqrt(30), "0.bias": 3.0, "2.weight": 1 / 4, "2.bias": 1.0})
 
 
 def test_sums():

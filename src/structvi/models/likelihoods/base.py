@@ -132,17 +132,22 @@ def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
             f"the likelihood must return log p(t | y) of each observation, [{B}, ..], got {came}; one number "
             "for the batch is a loss, and Dice losses are the logarithm of no probability: take Categorical()"
         )
-    sizes = [leaf.numel() for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
-    if log_prob.numel() > max(sizes):
+    leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
+    if log_prob.numel() > max(leaf.numel() for leaf in leaves):
         raise ValueError(
-            f"the likelihood returns {tuple(log_prob.shape)}, more numbers than output and target have: broadcasting "
-            "has compared every output with every target; give both the same shape"
+            f"the likelihood returns {tuple(log_prob.shape)}, more numbers than output and target have, "
+            f"{' and '.join(str(tuple(leaf.shape)) for leaf in leaves)}: broadcasting has compared every output with "
+            "every target; give both the same shape"
         )
 
 
-def check_same_shape(name: str, output: Any, target: Tensor) -> None:
+def check_output(name: str, output: Any) -> None:
     if not isinstance(output, Tensor):
         raise TypeError(f"{name}: the network's output must be a tensor, got {type(output).__name__}")
+
+
+def check_same_shape(name: str, output: Any, target: Tensor) -> None:
+    check_output(name, output)
     if output.shape != target.shape:
         raise ValueError(
             f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; they "

@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ...families.numerics import reads
-from .base import NO_VALUES, Likelihood, check_same_shape
+from .base import NO_VALUES, Likelihood, check_output, check_same_shape
 
 
 class _Classes(Likelihood):
@@ -97,8 +97,7 @@ class Categorical(_Classes):
     """
 
     def _classes(self, output: Any, target: Tensor) -> int:
-        if not isinstance(output, Tensor):
-            raise TypeError(f"Categorical: the network's output must be a tensor, got {type(output).__name__}")
+        check_output("Categorical", output)
         if output.ndim < 2 or output.shape[1] == 1 or target.shape != output.shape[:1] + output.shape[2:]:
             raise ValueError(
                 "Categorical expects a logit for each class, logits [B, C, ..] and labels [B, ..], got "
@@ -115,6 +114,7 @@ class Categorical(_Classes):
         return output.log_softmax(1).gather(1, labels.long().unsqueeze(1)).squeeze(1)
 
     def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
+        check_output("Categorical", output)
         if output.ndim < 3:
             raise ValueError(
                 f"Categorical expects logits [S, B, C, ..] of S draws, got {tuple(output.shape)}; for one input add a "

@@ -95,6 +95,7 @@ def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mappin
     if isinstance(prior, SumPrior):
         return torch.stack([log_prior(one, parameters, theta, fixed) for one in prior.priors]).sum(0)
     if isinstance(prior, SeparablePrior):
+        prior.check(parameters)
         shared = parameters.subset(fixed)
         value = prior(shared, shared.ravel(fixed).unsqueeze(0)).expand(S)
         return value + prior(parameters.without(fixed), theta) if some_drawn else value
@@ -134,7 +135,7 @@ class ScalePrior(SeparablePrior):
     #: whether a tensor is one random vector, not many independent numbers
     grouped: bool = False
 
-    def __init__(self, scale: Scale, learn: bool, by_fan_in: bool):
+    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
         super().__init__()
         name = type(self).__name__
         by_pattern = scale if isinstance(scale, Mapping) else {REST: scale}
@@ -203,9 +204,6 @@ class NormalPrior(ScalePrior):
         torch.Size([2])
     """
 
-    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
-        super().__init__(scale, learn, by_fan_in)
-
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
         return sum_squares(x) * (-0.5 / scale**2) - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
 
@@ -224,9 +222,6 @@ class LaplacePrior(ScalePrior):
         >>> LaplacePrior(0.5)(Parameters({"z": torch.zeros(2)}), torch.ones(1, 2))
         tensor([-4.])
     """
-
-    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
-        super().__init__(scale, learn, by_fan_in)
 
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
         return -sum_weights(x.abs()) / scale - x.shape[-1] * (log_scale + log(2))
