@@ -193,13 +193,9 @@ class LowRankDensity(Gaussian):
     def draw_scored(
         self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
     ) -> tuple[Draws, Tensor | None]:
-        theta, log_q = numerics.draw(self.state(), *self._noise(groups, coupling, generator))
+        own = self.location, self.log_scale, self.factor, self.unit, self.of_precision, self.P_whole or self.P
+        theta, log_q = numerics.draw(*own, self.reduce, *self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
-
-    def state(self) -> numerics.State:
-        """Return the parameters for the fused passes."""
-        parts = self.location, self.log_scale, self.factor, self.unit
-        return numerics.State(*parts, self.of_precision, self.P_whole or self.P, self.reduce)
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         if self.rank:
