@@ -88,7 +88,7 @@ class Gaussian(Density):
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta)))
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         P, K, like = self.P, self.rank, self.mean
         noise = coupling(groups, P, K, generator, like.dtype, like.device)
         came = [(tuple(x.shape), x.dtype, x.device) for x in noise]

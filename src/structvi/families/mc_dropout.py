@@ -94,7 +94,7 @@ class DroppedPoint(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Draw θ̂∘z, z = 1 where Φ(ε) < keep for a coupling's noise ε: masks of mirrored noise are antithetic."""
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         noise = coupling(groups, self.layout.M, 0, generator, self.point.dtype, self.point.device)[0]
         # on the scale of ε, where keep = 1 is +∞: Φ(ε) itself rounds to one
         z = (noise < torch.special.ndtri(self.keep.double()).to(noise.dtype)).to(noise.dtype)

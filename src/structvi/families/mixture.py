@@ -68,7 +68,7 @@ class MixtureDensity(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Return `groups` groups of the draws of all parts, part after part within a group."""
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         tape: dict[tuple[int, int, int], Noise] = {}
         thetas, weights = [], []
         for part, proportion in zip(self.parts, self.proportions, strict=True):
