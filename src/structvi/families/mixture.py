@@ -93,9 +93,10 @@ class MixtureDensity(Density):
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         deviations = self._means() - self.mean
-        within = torch.stack([part.covariance_block(rows, columns) for part in self.parts])
-        between = deviations[:, rows].unsqueeze(-1) * deviations[:, columns].unsqueeze(-2)
-        return torch.einsum("c,cij->ij", self.proportions, within + between)
+        covariance = deviations[:, rows].mT @ (self.proportions.unsqueeze(-1) * deviations[:, columns])
+        for proportion, part in zip(self.proportions, self.parts, strict=True):
+            covariance = covariance + proportion * part.covariance_block(rows, columns)
+        return covariance
 
     def _means(self) -> Tensor:
         return torch.stack([part.mean for part in self.parts])  # [C, P]
