@@ -18,7 +18,7 @@ g' = g + c∇ log q:
     precision   ∂μ = Σ g',  ∂log s = Σ s∘g'∘y + w∘Gu − y∘Gv,             ∂F = Σ r∘(w uᵀ − y vᵀ)
                 with y = ε + G u,  v = M⁻¹Gᵀ(s∘g'),  w = s∘g' − G v
 
-all sums over draws. The passes over the factor are Triton kernels on a GPU (`triton_kernels`), and torch elsewhere.
+all sums over draws. On a GPU the sums, and the gradients of all draws, are Triton kernels (`triton_kernels`).
 """
 
 import os

@@ -90,12 +90,13 @@ def _ratio(s, s0, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _rows(factor, p, inside, along, across, K: tl.constexpr, KP: tl.constexpr):
-    """Return where rows of the factor lie, where they are inside, and the rows."""
-    k = tl.arange(0, KP)
-    places = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-    mask = inside[:, None] & (k < K)[None, :]
-    return places, mask, tl.load(factor + places, mask=mask, other=0.0)
+def _places(p, along, across, KP: tl.constexpr):
+    return p[:, None].to(tl.int64) * along + tl.arange(0, KP)[None, :].to(tl.int64) * across
+
+
+@triton.jit
+def _mask(inside, K: tl.constexpr, KP: tl.constexpr):
+    return inside[:, None] & (tl.arange(0, KP) < K)[None, :]
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def _gram(
         inside = p < P
         s = tl.load(scale + p, mask=inside, other=1.0)
         s0 = tl.load(unit + p, mask=inside, other=1.0)
-        _, _, F = _rows(factor, p, inside, along, across, K, KP)
+        F = tl.load(factor + _places(p, along, across, KP), mask=_mask(inside, K, KP), other=0.0)
         G = F * _ratio(s, s0, PRECISION)[:, None]
         gram += tl.dot(tl.trans(G), G, input_precision="ieee")
     at = tl.program_id(0).to(tl.int64) * K * K + k[:, None] * K + k[None, :]
@@ -136,7 +137,7 @@ def _project(
     s = tl.exp(log_s)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
     m = tl.load(mean + p, mask=inside, other=0.0)
-    _, _, F = _rows(factor, p, inside, along, across, K, KP)
+    F = tl.load(factor + _places(p, along, across, KP), mask=_mask(inside, K, KP), other=0.0)
     G = F * _ratio(s, s0, PRECISION)[:, None]
     tl.store(scale + p, s, mask=inside)
     out += tl.program_id(0).to(tl.int64) * WIDTH
@@ -162,7 +163,7 @@ def _back(
     s = tl.load(scale + p, mask=inside, other=1.0)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
     r = _ratio(s, s0, PRECISION)
-    places, mask, F = _rows(factor, p, inside, along, across, K, KP)
+    F = tl.load(factor + _places(p, along, across, KP), mask=_mask(inside, K, KP), other=0.0)
     G = F * r[:, None]
     mean_gradient = tl.zeros((BLOCK,), tl.float32)
     scale_gradient = tl.zeros((BLOCK,), tl.float32)
@@ -186,4 +187,4 @@ def _back(
         mean_gradient += pulled
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, scale_gradient, mask=inside)
-    tl.store(to_factor + places, gradient, mask=mask)
+    tl.store(to_factor + _places(p, along, across, KP), gradient, mask=_mask(inside, K, KP))
