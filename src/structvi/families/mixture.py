@@ -297,6 +297,6 @@ def _move(family: Family, theta: Tensor) -> None:
     if turned is not None:
         _move(turned.part, turned.basis(theta, back=True))
     elif form is None:
-        raise TypeError(f"grow(components=) is for families with `normal()` and `set_normal(form)`, not for {type(family).__name__}")
+        raise TypeError(f"grow(components=) is for families with `set_normal(form)`, not for {type(family).__name__}")
     else:
         family.set_normal(form._replace(mean=theta))
