@@ -206,7 +206,6 @@ TABLE = {
     ),
     # --- draws and couplings
     "groups: zero": (lambda: density().draw(groups=0), ValueError, r"groups must be an integer ≥ 1, got 0"),
-    "coupling: a string": (lambda: density().draw(1, "paired"), TypeError, r"callable such as naive.*got 'paired'"),
     "coupling: wrong P": (
         lambda: density().draw(1, coupling((4, 2), (4, 2))),
         ValueError,

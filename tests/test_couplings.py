@@ -14,21 +14,6 @@ def noise(coupling, groups=G, seed=0, **options):
     return coupling(groups, P, K, generator, torch.float64, torch.device("cpu"), **options)
 
 
-def test_group_sizes():
-    sizes = {
-        vi.couplings.naive: 1,
-        vi.couplings.paired: 2,
-        vi.couplings.unscented: 4 * K,
-        vi.couplings.unscented(crossed=False): 2 * K,
-    }
-    sizes |= {vi.couplings.unscented(directions=2): 8}
-    for coupling, size in sizes.items():
-        assert noise(coupling).diagonal.shape == (G * size, P)
-        assert noise(coupling).low_rank.shape == (G * size, K)
-    assert vi.couplings.unscented.group_size(K) == 4 * K
-    assert vi.couplings.unscented(2, crossed=False).group_size(K) == 4
-
-
 @pytest.mark.parametrize(
     "coupling", [vi.couplings.paired, vi.couplings.unscented, vi.couplings.unscented(crossed=False)]
 )

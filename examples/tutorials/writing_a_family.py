@@ -61,7 +61,7 @@ class BentDensity(vi.Density):
         return self.scale.square() + 2 * self.bend.square() * self.scale[0] ** 4
 
     def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         noise = coupling(groups, self.P, 0, generator, self.location.dtype, self.location.device).diagonal  # [S, P]
         z = self.scale * noise
         theta = self.location + z + self.bend * (z[:, :1] ** 2 - self.scale[0] ** 2)

@@ -67,20 +67,6 @@ def test_interleaved_blocks_equal_the_dense_block_diagonal_gaussian():
     torch.testing.assert_close(vi.kl(other, q), reverse, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "coupling", [vi.couplings.naive, vi.couplings.paired, vi.couplings.unscented], ids=["naive", "paired", "unscented"]
-)
-def test_one_block_is_the_family_itself(coupling):
-    space = interleaved()
-    alone = vi.LowRankNormal(2).bind(space, generator())
-    block = vi.PerLayer({"*": vi.LowRankNormal(2)}).bind(space, generator())
-    assert torch.equal(alone().draw(3, coupling, generator(1)).theta, block().draw(3, coupling, generator(1)).theta)
-    theta = torch.randn(5, space.size, generator=generator(2), dtype=space.dtype)
-    assert torch.equal(alone().log_prob(theta), block().log_prob(theta))
-    assert torch.equal(alone().entropy(), block().entropy())
-    assert torch.equal(alone().covariance("a.weight", "b.bias"), block().covariance("a.weight", "b.bias"))
-
-
 # ------------------------------------------------------------------------------------------------- point estimates
 
 

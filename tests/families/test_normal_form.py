@@ -9,9 +9,7 @@ from structvi import (
     FullNormal,
     LowRankNormal,
     LowRankPrecision,
-    MCDropout,
     MeanField,
-    Mixture,
     Parameters,
     PerLayer,
     Rotated,
@@ -101,16 +99,6 @@ def test_a_family_set_to_its_own_normal_is_the_same(family):
     torch.testing.assert_close(covariance(form), one().covariance())
     torch.testing.assert_close(other().mean, one().mean)
     torch.testing.assert_close(other().covariance(), one().covariance())
-
-
-def test_what_is_no_normal_says_so():
-    assert MAP().bind(space()).normal().root.scale.tolist() == [0.0] * P
-    mixed = PerLayer({"a": LowRankPrecision(rank=K), "b": LowRankNormal(rank=1)})
-    for recipe in (Mixture(MeanField()), MCDropout(0.9), mixed, FAMILIES["full block"]):
-        family = recipe.bind(space(), seeded())
-        assert family.normal() is None
-    with pytest.raises(TypeError, match="set_normal"):
-        Mixture(MeanField()).bind(space(), seeded()).set_normal(forms()["diagonal"])
 
 
 @pytest.mark.parametrize("name", forms())

@@ -6,7 +6,6 @@ import torch
 import structvi as vi
 from structvi.families import LowRank, NormalForm
 from structvi.families.basis import Basis
-from structvi.families.full import FullNormalDensity
 from structvi.objective import log_q_at
 
 
@@ -88,29 +87,6 @@ def test_a_normal_chooses_the_axes_by_its_columns():
     family.set_normal(form)
     torch.testing.assert_close(family().mean, form.mean)
     torch.testing.assert_close(family().covariance(), form.triangle() @ form.triangle().mT)
-
-
-def test_a_matrix_normal_is_met_exactly():
-    """N(M, (A ⊗ B)⁻¹): in the eigenvectors of A and B its precision is diagonal. KL ≤ 1e-6 from a search."""
-    where = vi.Parameters({"w": torch.zeros(3, 4, dtype=torch.float64)})
-    roots = [torch.randn(n, n + 2, generator=generator(n), dtype=torch.float64) for n in (3, 4)]
-    A, B = (root @ root.mT for root in roots)
-    precision, centre = torch.kron(A, B), torch.linspace(-1, 1, 12, dtype=torch.float64)
-    target = vi.LogDensity(
-        lambda p: -0.5 * (p["w"].flatten() - centre) @ precision @ (p["w"].flatten() - centre), where
-    )
-    truth = FullNormalDensity(centre, torch.linalg.cholesky(torch.linalg.inv(precision)))
-    plain = vi.fit_density(target, vi.MeanField(), progress=False).family
-    assert vi.kl(plain(), truth) > 1
-    family = vi.Rotated(vi.MeanField()).bind(where)
-    gradients = torch.randn(4000, 12, generator=generator(), dtype=torch.float64) @ torch.linalg.cholesky(precision).mT
-    estimated = family.basis.of_gradients(gradients)
-    exact = {"q0_0": torch.linalg.eigh(A).eigenvectors.flip(1), "q0_1": torch.linalg.eigh(B).eigenvectors.flip(1)}
-    for name, Q in exact.items():  # 4000 gradients: angles of a few hundredths
-        assert (Q * estimated[name]).sum(0).abs().min() > 0.99
-    family.turn(exact)
-    result = vi.fit_density(target, family, tolerance=1e-8, progress=False)
-    assert vi.kl(result.family(), truth) < 1e-6
 
 
 @pytest.mark.parametrize("part", [vi.MeanField(), vi.LowRankPrecision(2), vi.LowRankNormal(2)], ids=repr)

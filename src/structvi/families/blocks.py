@@ -167,9 +167,6 @@ class PerLayer(Family):
     def __init__(self, blocks: Mapping[str, Family]):
         super().__init__()
         check_patterns(blocks, "PerLayer")
-        for pattern, family in blocks.items():
-            if not isinstance(family, Family) or family.space is not None or isinstance(family, PerLayer):
-                raise TypeError(f"PerLayer: {pattern!r} needs a recipe such as MAP(), got {family!r}")
         self.patterns = tuple(blocks)
         self.inner = nn.ModuleList(blocks.values())
         self.owners: tuple[int, ...] = ()

@@ -148,12 +148,10 @@ class Density(ABC):
             )
 
 
-def check_draw(groups: int, coupling: Coupling, generator: torch.Generator | None = None) -> None:
+def check_draw(groups: int, generator: torch.Generator | None = None) -> None:
     """The arguments of `draw`, before any noise is made."""
     check_integer("groups", groups)
     check_generator(generator)
-    if not callable(coupling):
-        raise TypeError(f"coupling must be a callable such as naive, paired or unscented, got {coupling!r}")
 
 
 class DistributionDensity(Density):
@@ -183,7 +181,7 @@ class DistributionDensity(Density):
         return self.distribution.event_shape[0]
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             theta = self.distribution.rsample((groups,))
         return Draws(theta, theta.new_full((groups,), 1 / groups))

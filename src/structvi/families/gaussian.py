@@ -88,7 +88,7 @@ class Gaussian(Density):
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta)))
 
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         P, K, like = self.P, self.rank, self.mean
         noise = coupling(groups, P, K, generator, like.dtype, like.device)
         came = [(tuple(x.shape), x.dtype, x.device) for x in noise]
@@ -193,13 +193,9 @@ class LowRankDensity(Gaussian):
     def draw_scored(
         self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
     ) -> tuple[Draws, Tensor | None]:
-        theta, log_q = numerics.draw(self.state(), *self._noise(groups, coupling, generator))
+        own = self.location, self.log_scale, self.factor, self.unit, self.of_precision, self.P_whole or self.P
+        theta, log_q = numerics.draw(*own, self.reduce, *self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
-
-    def state(self) -> numerics.State:
-        """Return the parameters for the fused passes."""
-        parts = self.location, self.log_scale, self.factor, self.unit
-        return numerics.State(*parts, self.of_precision, self.P_whole or self.P, self.reduce)
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         if self.rank:

@@ -172,7 +172,7 @@ def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
     """
     form = None if family.parts() else family.normal()
     if form is None or isinstance(form.root, Triangle) or not bool((form.variance > 0).all()):
-        raise TypeError(f"grow(rank=) needs a `normal()` of a diagonal or low rank, not {type(family).__name__}")
+        raise TypeError(f"grow(rank=) is for a `normal()` of a diagonal or low rank, not for {type(family).__name__}")
     present = form.rank
     if not is_integer(rank, present + 1):
         raise ValueError(f"the rank is {present} already: give an integer above that, got {rank!r}")

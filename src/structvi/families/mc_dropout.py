@@ -38,30 +38,27 @@ class Layout:
     """
 
     def __init__(self, parameters: Parameters, per: Per, keeps: Mapping[str, float]):
-        self.shapes = parameters.shapes
-        own = zip(parameters.names, parameters.shapes, strict=True)
-        #: per tensor the shape of its masks, which broadcasts to the tensor's; None if it is exempt
-        self.units = [_units(shape, per) if name in keeps else None for name, shape in own]
-        self.counts = [0 if units is None else prod(units) for units in self.units]
+        #: of each tensor its shape, that of its masks, which broadcasts to it (None: exempt), and their probability
+        self.tensors = [
+            (shape, _units(shape, per) if name in keeps else None, keeps.get(name, 1.0))
+            for name, shape in zip(parameters.names, parameters.shapes, strict=True)
+        ]
+        self.counts = [0 if units is None else prod(units) for _, units, _ in self.tensors]
         self.M = sum(self.counts)
         if self.M == 0:
             raise ValueError('a network\'s tensors of fewer than two axes are dropped on request: keep={"*": 0.9}')
-        self._keeps = [keeps.get(name, 1.0) for name in parameters.names]
 
     def keep(self, like: Tensor) -> Tensor:
         """Return the probability of each mask, [M]."""
-        pairs = zip(self.counts, self._keeps, strict=True)
-        return torch.cat([like.new_full((count,), keep) for count, keep in pairs])
+        own = zip(self.counts, self.tensors, strict=True)
+        return torch.cat([like.new_full((count,), keep) for count, (_, _, keep) in own])
 
     def spread(self, z: Tensor, exempt: float = 1) -> Tensor:
         """Return the mask of every weight, [.., M] → [.., P], and `exempt` for weights without one."""
-        lead = z.shape[:-1]
-        parts = []
-        for part, units, shape in zip(z.split(self.counts, dim=-1), self.units, self.shapes, strict=True):
-            if units is None:
-                parts.append(z.new_full((*lead, shape.numel()), exempt))
-            else:
-                parts.append(part.reshape(*lead, *units).expand(*lead, *shape).reshape(*lead, -1))
+        lead, parts = z.shape[:-1], []
+        for own, (shape, units, _) in zip(z.split(self.counts, dim=-1), self.tensors, strict=True):
+            masks = z.new_full((), exempt) if units is None else own.reshape(*lead, *units)
+            parts.append(masks.expand(*lead, *shape).reshape(*lead, -1))
         return torch.cat(parts, dim=-1)
 
 
@@ -97,7 +94,7 @@ class DroppedPoint(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Draw θ̂∘z, z = 1 where Φ(ε) < keep for a coupling's noise ε: masks of mirrored noise are antithetic."""
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         noise = coupling(groups, self.layout.M, 0, generator, self.point.dtype, self.point.device)[0]
         # on the scale of ε, where keep = 1 is +∞: Φ(ε) itself rounds to one
         z = (noise < torch.special.ndtri(self.keep.double()).to(noise.dtype)).to(noise.dtype)

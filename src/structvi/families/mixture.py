@@ -68,7 +68,7 @@ class MixtureDensity(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Return `groups` groups of the draws of all parts, part after part within a group."""
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         tape: dict[tuple[int, int, int], Noise] = {}
         thetas, weights = [], []
         for part, proportion in zip(self.parts, self.proportions, strict=True):
@@ -93,9 +93,10 @@ class MixtureDensity(Density):
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         deviations = self._means() - self.mean
-        within = torch.stack([part.covariance_block(rows, columns) for part in self.parts])
-        between = deviations[:, rows].unsqueeze(-1) * deviations[:, columns].unsqueeze(-2)
-        return torch.einsum("c,cij->ij", self.proportions, within + between)
+        covariance = deviations[:, rows].mT @ (self.proportions.unsqueeze(-1) * deviations[:, columns])
+        for proportion, part in zip(self.proportions, self.parts, strict=True):
+            covariance = covariance + proportion * part.covariance_block(rows, columns)
+        return covariance
 
     def _means(self) -> Tensor:
         return torch.stack([part.mean for part in self.parts])  # [C, P]
@@ -296,6 +297,6 @@ def _move(family: Family, theta: Tensor) -> None:
     if turned is not None:
         _move(turned.part, turned.basis(theta, back=True))
     elif form is None:
-        raise TypeError(f"grow(components=) needs `normal()` and `set_normal(form)`, not for {type(family).__name__}")
+        raise TypeError(f"grow(components=) is for families with `set_normal(form)`, not for {type(family).__name__}")
     else:
         family.set_normal(form._replace(mean=theta))

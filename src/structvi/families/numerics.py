@@ -18,7 +18,7 @@ g' = g + c∇ log q:
     precision   ∂μ = Σ g',  ∂log s = Σ s∘g'∘y + w∘Gu − y∘Gv,             ∂F = Σ r∘(w uᵀ − y vᵀ)
                 with y = ε + G u,  v = M⁻¹Gᵀ(s∘g'),  w = s∘g' − G v
 
-all sums over draws. The passes over the factor are Triton kernels on a GPU (`triton_kernels`), and torch elsewhere.
+all sums over draws. On a GPU the sums, and the gradients of all draws, are Triton kernels (`triton_kernels`).
 """
 
 import os
@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from math import log, pi
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,22 +122,20 @@ def half_log_det(cholesky: Tensor) -> Tensor:
     return cholesky.diagonal().log().sum()
 
 
-class State(NamedTuple):
-    """The parameters of a density that can be drawn here."""
+def draw(
+    mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, P: int, reduce: Reduce | None,
+    epsilon: Tensor, z: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return θ [S, P] and log q(θ) [S] for noise [S, P], [S, K]; the gradient of log q goes through θ alone.
 
-    mean: Tensor  # [P]
-    log_scale: Tensor  # [P]
-    factor: Tensor  # F [P, K]
-    unit: Tensor  # s₀ [P]
-    precision: bool  # the form
-    P: int  # of all ranks
-    #: set if the weights are split over ranks
-    reduce: Reduce | None = None
-
-
-def draw(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return θ [S, P] and log q(θ) [S] for noise [S, P], [S, K]; the gradient of log q goes through θ alone."""
-    return _Drawn.apply(*state, epsilon, z)  # pyright: ignore[reportReturnType]
+    Args:
+        mean, log_scale, factor, unit: [P], [P], F [P, K], s₀ [P].
+        precision: the form.
+        P: of all ranks.
+        reduce: the sum over ranks, where the weights are split over ranks.
+        epsilon, z: the noise.
+    """
+    return _Drawn.apply(mean, log_scale, factor, unit, precision, P, reduce, epsilon, z)  # pyright: ignore[reportReturnType]
 
 
 class _Drawn(torch.autograd.Function):
@@ -178,7 +176,7 @@ class _Drawn(torch.autograd.Function):
         own = pulled * scale
         v = (ctx.reduce(project(own * r, factor)) @ inverse).to(u.dtype)
         if ctx.kernels is not None:
-            return *ctx.kernels.back(True, factor, scale, unit, epsilon, u, v, pulled), *[None] * 6
+            return *ctx.kernels.back(True, factor, scale, unit, epsilon, u, v, pulled, g_q), *[None] * 6
         Gu, Gv = r * (u @ factor.mT), r * (v @ factor.mT)
         w, y = own - Gv, epsilon + Gu
         to_scale = _summed((own * y).addcmul_(w, Gu).addcmul_(y, Gv, value=-1))

@@ -29,7 +29,7 @@ class PointMass(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Return `groups` draws, all the same and of equal weight."""
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         return Draws(self.point.expand(groups, -1), self.point.new_full((groups,), 1 / groups))
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:

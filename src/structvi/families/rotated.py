@@ -88,8 +88,6 @@ class Rotated(Family):
 
     def __init__(self, part: Family):
         super().__init__()
-        if not isinstance(part, Family) or part.space is not None:
-            raise TypeError(f"Rotated expects a recipe such as MeanField(), got {part!r}")
         self.part = part
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:

@@ -55,10 +55,13 @@ def project(
     return scale, projection.view(S, K), squares, total.view(()), theta
 
 
-def back(precision: bool, factor: Tensor, scale: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of μ, log s and F; given are s₀, ε, u, z, g and c, or of a precision s₀, ε, u, v and g'."""
+def back(
+    precision: bool, factor: Tensor, scale: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, x: Tensor, g: Tensor,
+    g_q: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of μ, log s and F from x = z and g, or in the precision form from x = v and g'."""
     found = torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(factor)
-    _run(_back_precision if precision else _back_covariance, factor, len(given[1]), (scale, *given), found)
+    _run(_back, factor, len(u), (scale, unit, epsilon, u, x, g, g_q), found, PRECISION=precision)
     return found
 
 
@@ -87,21 +90,13 @@ def _ratio(s, s0, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _rows(factor, p, inside, along, across, K: tl.constexpr, KP: tl.constexpr):
-    """Return where rows of the factor lie, where they are inside, and the rows."""
-    k = tl.arange(0, KP)
-    places = p[:, None].to(tl.int64) * along + k[None, :].to(tl.int64) * across
-    mask = inside[:, None] & (k < K)[None, :]
-    return places, mask, tl.load(factor + places, mask=mask, other=0.0)
+def _places(p, along, across, KP: tl.constexpr):
+    return p[:, None].to(tl.int64) * along + tl.arange(0, KP)[None, :].to(tl.int64) * across
 
 
 @triton.jit
-def _weights(scale, unit, P, BLOCK: tl.constexpr):
-    """Return the weights of a program, where they are inside, and their s and s₀."""
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = p < P
-    s = tl.load(scale + p, mask=inside, other=1.0)
-    return p, inside, s, tl.load(unit + p, mask=inside, other=1.0)
+def _mask(inside, K: tl.constexpr, KP: tl.constexpr):
+    return inside[:, None] & (tl.arange(0, KP) < K)[None, :]
 
 
 @triton.jit
@@ -123,7 +118,7 @@ def _gram(
         inside = p < P
         s = tl.load(scale + p, mask=inside, other=1.0)
         s0 = tl.load(unit + p, mask=inside, other=1.0)
-        _, _, F = _rows(factor, p, inside, along, across, K, KP)
+        F = tl.load(factor + _places(p, along, across, KP), mask=_mask(inside, K, KP), other=0.0)
         G = F * _ratio(s, s0, PRECISION)[:, None]
         gram += tl.dot(tl.trans(G), G, input_precision="ieee")
     at = tl.program_id(0).to(tl.int64) * K * K + k[:, None] * K + k[None, :]
@@ -142,7 +137,7 @@ def _project(
     s = tl.exp(log_s)
     s0 = tl.load(unit + p, mask=inside, other=1.0)
     m = tl.load(mean + p, mask=inside, other=0.0)
-    _, _, F = _rows(factor, p, inside, along, across, K, KP)
+    F = tl.load(factor + _places(p, along, across, KP), mask=_mask(inside, K, KP), other=0.0)
     G = F * _ratio(s, s0, PRECISION)[:, None]
     tl.store(scale + p, s, mask=inside)
     out += tl.program_id(0).to(tl.int64) * WIDTH
@@ -159,53 +154,37 @@ def _project(
 
 
 @triton.jit
-def _back_covariance(
-    factor, scale, unit, epsilon, u, z, g, g_q, to_mean, to_scale, to_factor, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+def _back(
+    factor, scale, unit, epsilon, u, x, g, g_q, to_mean, to_scale, to_factor, P, along, across,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    p, inside, s, s0 = _weights(scale, unit, P, BLOCK)
-    places, mask, F = _rows(factor, p, inside, along, across, K, KP)
-    mean_gradient = tl.zeros((BLOCK,), tl.float32)
-    scale_gradient = tl.zeros((BLOCK,), tl.float32)
-    gradient = tl.zeros((BLOCK, KP), tl.float32)
-    for draw in tl.range(0, S, loop_unroll_factor=8):
-        at = draw * P.to(tl.int64) + p
-        e = tl.load(epsilon + at, mask=inside, other=0.0)
-        t = e
-        if K > 0:
-            t += s0 / s * tl.sum(F * _row(u, draw, K, KP)[None, :], 1)
-        pulled = tl.load(g + at, mask=inside, other=0.0) - tl.load(g_q + draw) * t / s
-        mean_gradient += pulled
-        scale_gradient += pulled * e
-        if K > 0:
-            gradient += (s0 * pulled)[:, None] * _row(z, draw, K, KP)[None, :]
-    tl.store(to_mean + p, mean_gradient, mask=inside)
-    tl.store(to_scale + p, s * scale_gradient, mask=inside)
-    tl.store(to_factor + places, gradient, mask=mask)
-
-
-@triton.jit
-def _back_precision(
-    factor, scale, unit, epsilon, u, v, g, to_mean, to_scale, to_factor, P, along, across,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    p, inside, s, s0 = _weights(scale, unit, P, BLOCK)
-    places, mask, F = _rows(factor, p, inside, along, across, K, KP)
-    r = s / s0
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = p < P
+    s = tl.load(scale + p, mask=inside, other=1.0)
+    s0 = tl.load(unit + p, mask=inside, other=1.0)
+    r = _ratio(s, s0, PRECISION)
+    F = tl.load(factor + _places(p, along, across, KP), mask=_mask(inside, K, KP), other=0.0)
     G = F * r[:, None]
     mean_gradient = tl.zeros((BLOCK,), tl.float32)
     scale_gradient = tl.zeros((BLOCK,), tl.float32)
     gradient = tl.zeros((BLOCK, KP), tl.float32)
     for draw in tl.range(0, S, loop_unroll_factor=8):
         at = draw * P.to(tl.int64) + p
-        U, V = _row(u, draw, K, KP), _row(v, draw, K, KP)
-        Gu, Gv = tl.sum(G * U[None, :], 1), tl.sum(G * V[None, :], 1)
+        U, X = _row(u, draw, K, KP), _row(x, draw, K, KP)
+        Gu = tl.sum(G * U[None, :], 1)
+        e = tl.load(epsilon + at, mask=inside, other=0.0)
         pulled = tl.load(g + at, mask=inside, other=0.0)
-        y = tl.load(epsilon + at, mask=inside, other=0.0) + Gu
-        w = s * pulled - Gv
+        if PRECISION:
+            Gv = tl.sum(G * X[None, :], 1)
+            y = e + Gu
+            w = s * pulled - Gv
+            scale_gradient += s * pulled * y + w * Gu - y * Gv
+            gradient += (r * w)[:, None] * U[None, :] - (r * y)[:, None] * X[None, :]
+        else:
+            pulled -= tl.load(g_q + draw) * (e + Gu) / s
+            scale_gradient += s * pulled * e
+            gradient += (s0 * pulled)[:, None] * X[None, :]
         mean_gradient += pulled
-        scale_gradient += s * pulled * y + w * Gu - y * Gv
-        gradient += (r * w)[:, None] * U[None, :] - (r * y)[:, None] * V[None, :]
     tl.store(to_mean + p, mean_gradient, mask=inside)
     tl.store(to_scale + p, scale_gradient, mask=inside)
-    tl.store(to_factor + places, gradient, mask=mask)
+    tl.store(to_factor + _places(p, along, across, KP), gradient, mask=_mask(inside, K, KP))
