@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.predict.learned import predictive_of, variance_of_draws
+from structvi.predict.learned import one_pass, predictive_of, variance_of_draws
 from structvi.predict.metrics import ood_auroc
 
 lk = vi.likelihoods
@@ -113,6 +113,35 @@ def test_what_labels_tell_of_themselves_adds_up():
     correlation = torch.corrcoef(torch.stack([pred.mutual_information, exact.mutual_information]))[0, 1]
     assert correlation > 0.9
     assert torch.equal(p.argmax(1), bayes.net(x).argmax(1))
+
+
+class Closed(nn.Module):
+    """A function that knows a layer of this network by itself."""
+
+    def __init__(self):
+        super().__init__()
+        layer, self.last = nn.Linear(3, 8), nn.Linear(8, 5)
+        self.layer, self.function = layer, lambda x: layer(x).tanh()
+
+    def forward(self, x):
+        return self.last(self.function(x))
+
+
+@pytest.mark.parametrize("make", [FORMS["classes"][0], Closed])
+def test_one_pass_is_that_of_the_posterior_whatever_becomes_of_the_network(make):
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(300, 3)
+    bayes = vi.variationalize(net, lk.Categorical())
+    bayes.laplace(DataLoader(TensorDataset(x, torch.randint(5, (300,))), 50), progress=False)
+    first = bayes.predict(x[:4])
+    with torch.no_grad():
+        for parameter in net.parameters():  # θ₀ is the posterior's own
+            parameter.add_(1.0)
+    assert torch.equal(bayes.predict(x[:4]).outputs, first.outputs)
+    bayes.model.linearised_at.mul_(1.1)
+    moved = bayes.predict(x[:4]).outputs[0]
+    assert not torch.equal(moved, first.outputs[0])
+    assert torch.equal(moved, one_pass(bayes, bayes.model.linearised_at, x[:4], bayes.learned_variance.layer).output)
 
 
 def test_exact_variances_are_kept_where_they_are_cheap():

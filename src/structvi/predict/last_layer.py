@@ -4,6 +4,7 @@ The network runs once at the mean, y = M φ. The features φ that come to the la
 input. Labels are averaged over evenly spread points of y, the same at every input.
 """
 
+import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from ..models.likelihoods import Categorical
 from ..networks.last_layer import LastLayer, Pass
 from ..util.random_streams import seed_from
 from .linearised import POINTS
+from .network_at import network_at
 from .predictive import DRAWS, Predictive, PredictiveDraws, evenly_spread, has_closed_form, on_device
 
 if TYPE_CHECKING:
@@ -51,7 +53,14 @@ class LastLayerDraws(PredictiveDraws):
     @torch.no_grad()
     def passed(self, inputs: Any) -> tuple[Pass, OutputNormals]:
         """Return one pass of the network at the mean, and the normals of its outputs at the inputs."""
-        here = _pass(self.posterior, self.layer, self.mean, inputs)
+        at = network_at(self.posterior, self.mean, inputs)
+        if at is None:
+            here = _pass(self.posterior, self.layer, self.mean, inputs)
+        else:
+            layer = copy.copy(self.layer)
+            layer.layer = at.net.get_submodule(layer.name)  # pyright: ignore[reportAttributeAccessIssue]
+            with at.lock:
+                here = layer.run(lambda: (at(inputs), None))
         return here, self.normals(here.features)
 
     def mixture(self, inputs: Any) -> Predictive:

@@ -1,15 +1,16 @@
 """Predictions with a learned variance: y is N(f(x), v(x)), and one forward pass of the network gives both."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.likelihoods import Bernoulli, Categorical
 from ..networks.last_layer import LAYERS
 from ..networks.learned_variance import OnePass
 from ..networks.out_of_distribution import OutOfDistribution
+from .network_at import network_at
 from .predictive import DRAWS, Predictive, PredictiveDraws, evenly_spread, has_closed_form, on_device
 
 if TYPE_CHECKING:
@@ -19,34 +20,38 @@ if TYPE_CHECKING:
 TYPICAL_ROWS = 5000
 
 
+def _called(net: nn.Module, name: str | None, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """Return the network's output, and pairs (name, input) of this layer, or of all linear ones in order."""
+    layers = dict(net.named_modules()) if name is None else {name: net.get_submodule(name)}
+    calls: list[Any] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given, own=own: calls.append((own, given[0])))
+        for own, layer in layers.items()
+        if isinstance(layer, LAYERS)
+    ]
+    try:
+        return call(), calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()
-def _called(posterior: "Posterior", theta: Tensor, inputs: Any, name: str | None) -> tuple[Any, list[Any]]:
-    """Return the network's output at θ [P], and pairs (name, input) of this layer, or of all linear ones in order."""
-    model, calls = posterior.model, []
-    with posterior.network_mode() as net, model.linearised_around(None):
-        layers = dict(net.named_modules()) if name is None else {name: net.get_submodule(name)}
-        hooks = [
-            layer.register_forward_pre_hook(lambda _, given, own=own: calls.append((own, given[0])))
-            for own, layer in layers.items()
-            if isinstance(layer, LAYERS)
-        ]
-        try:
-            return model.outputs(theta.unsqueeze(0), inputs), calls
-        finally:
-            for hook in hooks:
-                hook.remove()
+def _at(posterior: "Posterior", theta: Tensor, inputs: Any, name: str | None) -> tuple[Any, list[Any]]:
+    """As `_called`, of the network at θ [P]."""
+    with posterior.network_mode() as net, posterior.model.linearised_around(None):
+        return _called(net, name, lambda: posterior.model.outputs(theta.unsqueeze(0), inputs))
 
 
 def one_pass(posterior: "Posterior", theta: Tensor, inputs: Any, name: str) -> OnePass:
     """Return what the network's forward pass at θ [P] tells, with the features of a layer of this name."""
-    y, calls = _called(posterior, theta, inputs, name)
-    layer, is_classes = posterior.net.get_submodule(name), isinstance(posterior.model.likelihood, Categorical)
-    return OnePass.of(y[0], layer, calls[-1][1], is_classes)
+    y, calls = _at(posterior, theta, inputs, name)
+    return OnePass.of(y[0], posterior.net.get_submodule(name), calls[-1][1], _is_classes(posterior))
 
 
 def last_layer(posterior: "Posterior", theta: Tensor, inputs: Any) -> str | None:
     """Return the name of the linear layer or convolution that is called last; None if there is none."""
-    y, calls = _called(posterior, theta, inputs, None)
+    y, calls = _at(posterior, theta, inputs, None)
     return calls[-1][0] if calls and isinstance(y, Tensor) else None
 
 
@@ -67,7 +72,7 @@ def out_of_distribution(
                 break
         found.append(passes)
     first = found[0][0]
-    classes = first.output.shape[1] if isinstance(model.likelihood, Categorical) else 1
+    classes = first.output.shape[1] if _is_classes(posterior) else 1
     is_wide = first.pooled(classes)[0].shape[1] > TYPICAL_ROWS
     return None if is_wide else OutOfDistribution.fitted(layer or "", classes, *found)
 
@@ -85,7 +90,7 @@ def variance_of_draws(posterior: "Posterior", deviations: Tensor) -> Tensor:
 
     That of classes is the mean over pairs of half the variance of their difference.
     """
-    if not isinstance(posterior.model.likelihood, Categorical):
+    if not _is_classes(posterior):
         return deviations.square().mean(0)
     centred = deviations - deviations.mean(2, keepdim=True)
     return centred.square().sum(2, keepdim=True).mean(0) / (deviations.shape[2] - 1)
@@ -120,5 +125,16 @@ class LearnedDraws(PredictiveDraws):
 
     def mixture(self, inputs: Any) -> Predictive:
         with torch.inference_mode(False), torch.no_grad():
-            one = one_pass(self.posterior, self.theta, on_device(inputs, self.device), self.learned.layer)
+            inputs, name = on_device(inputs, self.device), self.learned.layer
+            at = network_at(self.posterior, self.theta, inputs)
+            if at is None:
+                one = one_pass(self.posterior, self.theta, inputs, name)
+            else:
+                with at.lock:
+                    y, calls = _called(at.net, name, lambda: at(inputs))
+                one = OnePass.of(y, at.net.get_submodule(name), calls[-1][1], _is_classes(self.posterior))
             return predictive_of(one.output, self.learned(one), self.posterior.model.likelihood, self.note)
+
+
+def _is_classes(posterior: "Posterior") -> bool:
+    return isinstance(posterior.model.likelihood, Categorical)
