@@ -375,7 +375,6 @@ REFUSED = {
     "NaN in inputs": (lambda net: net, NAN[0], HELD_OUT, "output is NaN on its training"),
     "NaN held out": (lambda net: net, TRAIN, NAN[1], "NaN for 1 of the 300 rows"),
     "no label held out": (lambda net: net, TRAIN, (TEST[0], torch.full((1000,), -1)), "no observation"),
-    "half precision": (lambda net: copy.deepcopy(net).half(), TRAIN, HELD_OUT, r"net.float\(\)"),
 }
 
 

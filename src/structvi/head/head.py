@@ -220,19 +220,19 @@ class _Fit:
             raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
         widths = list(WIDTHS) if self.learns_prior else [self.width]
         means = [self.data.maximum(self.T, self.axes, w) if self.data.is_number else self.T for w in widths]
-        set_noise(likelihood, self.data.log_noise)
+        likelihood = Gaussian(exp(self.data.log_noise)) if self.data.is_number else likelihood
 
-        def predict(_: int, here: Pass) -> tuple[list[list[Predictive]], Any]:
+        def predict(_: int, here: Pass) -> tuple[list[Predictive], Any]:
             features = here.features.to(self.T)
             found = [Predictive(here.output.unsqueeze(0), here.output.new_ones(1), likelihood)]
             for T, width in zip(means, widths, strict=True):
                 mean = layer.as_output(features @ T.mT, here.output)
                 found.append(predictive(likelihood, layer, mean, self.data.outputs(features, self.axes, width)))
-            return [[one] for one in found], here.target
+            return found, here.target
 
-        names = [NETWORK, *(Candidate(width if self.learns_prior else None, linearised=True) for width in widths)]
+        names = [NETWORK, *(Candidate(width if self.learns_prior else None) for width in widths)]
         selection = Selection(dict(zip(names, score(1, seen, predict), strict=True)))
-        self.is_network = selection.selected.is_network
+        self.is_network = selection.selected == NETWORK
         if not self.is_network:
             place = names.index(selection.selected) - 1
             self.width, self.T = widths[place], means[place]

@@ -9,6 +9,7 @@ from math import exp
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
@@ -18,8 +19,8 @@ from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, elbo_over, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_seed, with_hints
-from .place import TrainedNetwork, restored_on_error
-from .selection import HeldOut, Selection, learned_variance, of_networks, outputs_of, select
+from .place import NETWORK, TrainedNetwork, restored_on_error
+from .selection import HeldOut, Selection, learned_variance, of_posteriors, outputs_of, select
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -174,7 +175,7 @@ def place_together(
                 learned = selection.learned[c] if selection.learned else None
                 network.commit(selection.selected, selection.log_noise)
             remember_choice(posterior, validation, seed)
-            result = _result(network, selection, notes, _elbo(network, batches, seed))
+            result = _result(network, selection, notes, _elbo(posterior, batches, seed))
             result.doubt, result.bound, result.seconds = (
                 doubts[c],
                 posterior.family().bound,
@@ -182,7 +183,8 @@ def place_together(
             )
             result.epochs = result.seconds / max(network.curvature.seconds * posterior.model.num_data, 1e-9)
             posterior.last_fit, posterior.learned_variance = result, learned
-            if held_out is not None and network.is_function_of_inputs and outputs_of(network, next(iter(held_out))):
+            y = None if held_out is None else outputs_of(network, next(iter(held_out)))
+            if held_out is not None and network.is_function_of_inputs and isinstance(y, Tensor):
                 posterior.ood = out_of_distribution(posterior, network.theta, batches.everything(), held_out)
             results.append(result)
     return results, selection
@@ -191,32 +193,18 @@ def place_together(
 def _check(posterior: "Posterior") -> None:
     posterior.check_whole()
     if not isinstance(posterior.model.likelihood, Likelihood):
-        raise TypeError(
-            "the curvature needs labels drawn from the likelihood, and a plain function draws none: write a "
-            "Likelihood, whose distribution(output, values) is p(t | y)"
-        )
+        raise TypeError("the curvature needs drawn labels, and a plain function draws none: write a Likelihood")
     if posterior.fit_status not in (None, Status.PLACED):
         raise ValueError(
-            "laplace places a posterior around the network's own weights, and this one was fitted before: what the fit "
-            "has learned would be lost. Call fit(loader, epochs=) to go on, or variationalize the network again"
+            "this posterior was fitted before, and laplace would place it anew around the network's own weights: call "
+            "fit(loader, epochs=) to go on, or variationalize the network again"
         )
-    if posterior.space.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: give "
-            "net.float(), and inputs of that dtype"
-        )
-
-
-def _some(batches: Batches) -> Iterable[Any]:
-    """Return the batches on which the ELBO is estimated: at most a tenth of the data."""
-    length = batches.length
-    return batches.everything(ELBO_BATCHES if length is None else max(1, min(ELBO_BATCHES, length // 10)))
 
 
 def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     """Return what to say of a network that is worse on its own data than an output that ignores the input."""
-    read = Watched(_some(batches), network.posterior.model)
-    found, constant = of_networks([network], read), read.log_likelihood
+    read = Watched(batches.everything(ELBO_BATCHES), network.posterior.model)
+    found, constant = of_posteriors([network], NETWORK, read, 0, is_exact=False), read.log_likelihood
     if constant is None or float(found.plain.mean()) * network.posterior.model.num_data >= constant:
         return ""
     return (
@@ -225,11 +213,10 @@ def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     )
 
 
-def _elbo(network: TrainedNetwork, batches: Batches, seed: int) -> Estimate:
-    posterior = network.posterior
+def _elbo(posterior: "Posterior", batches: Batches, seed: int) -> Estimate:
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     try:
-        return elbo_over(posterior, _some(batches), groups=ELBO_GROUPS, generator=generator)
+        return elbo_over(posterior, batches.everything(ELBO_BATCHES), groups=ELBO_GROUPS, generator=generator)
     except NonFiniteError:
         return not_finite(ELBO_GROUPS)
 
@@ -249,7 +236,7 @@ def _result(network: TrainedNetwork, selection: Selection | None, notes: list[st
         kept = "" if selection.learned else ": too much, and predictions have exact variances"
         loss, error = selection.lost
         notes.append(f"learned variances lose {loss:.4f} ± {error:.4f} nats to those of draws{kept}")
-    if selection.selected.is_network:
+    if selection.selected == NETWORK:
         notes.append("no posterior around the network is as good: its normal is so narrow that the ELBO says nothing")
     names = {one: one.name + _with(tried, selection.of_noise) for one, tried in selection.tried.items()}
     name = names[selection.selected]
