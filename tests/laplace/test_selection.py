@@ -128,12 +128,6 @@ def test_the_rule_is_the_widest_that_is_not_worse_as_far_as_the_set_can_tell():
     assert selected(*known, (0.9, torch.nan, 0.0), network=base + 1) == 0.0
 
 
-def test_rows_that_only_one_has_read_do_not_count():
-    one, two = held_out(torch.zeros(10)), held_out(torch.full((6,), -1.0))
-    assert one.gain_over(two) == (1.0, 0.0)
-    assert two.gain_over(one) == (-1.0, 0.0)
-
-
 @pytest.mark.parametrize(("sign", "applied"), [(1.0, True), (-1.0, False)])
 def test_a_temperature_above_one_needs_no_gain_on_left_out_rows(sign, applied):
     """One row of ten asks for e^±2, the others for e^∓0.1: the optimum of all rows loses on left-out ones."""
