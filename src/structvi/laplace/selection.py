@@ -42,8 +42,8 @@ WEIGHT_DRAWS, VARIANCE_DRAWS = 8, 4
 SCORED_ROWS = 1000
 #: log factors of a regression's noise, relative to the network's residuals
 NOISES = GRID[::2]
-#: rows, or pixels, with known variances at least, and rows at most; and the batches from which they come
-FEWEST_KNOWN, MOST_KNOWN, KNOWN_BATCHES = 256, 600, 16
+#: rows, or pixels, whose variances are known to learn from; and the batches from which they come
+KNOWN_ROWS, KNOWN_BATCHES = 500, 16
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def learn(
         return [], [], []
     positions = y[0, 0].numel() if y.ndim > 2 else 1
     rows_of_an_epoch = model.num_data // (VARIANCE_DRAWS * len(candidates))
-    enough = min(MOST_KNOWN, max(rows_of_an_epoch, ceil(FEWEST_KNOWN / positions)))
+    enough = min(KNOWN_ROWS, max(rows_of_an_epoch, ceil(KNOWN_ROWS / positions)))
     size = ceil(enough / KNOWN_BATCHES)
     batches = [next(cut(one, size))[0] for one in Reread(data.batches, ceil(enough / size))]
     inputs = [model.split(batch)[0] for batch in batches]
