@@ -220,6 +220,7 @@ def _elbo(posterior: "Posterior", batches: Batches, seed: int) -> Estimate:
 def _result(network: TrainedNetwork, selection: Selection | None, notes: list[str], doubt: str) -> LaplaceResult:
     notes, name, measured = [*notes, *notes_on_bound(network.posterior.model)], network.default.name, {}
     verdict = f"placed around the network without a validation set: {name}"
+    notes.append("a Laplace approximation: the mean is at the trained weights, and the ELBO was not maximised")
     if network.obstacle:
         notes.append(f"weights are drawn, as with linearise=False: {network.obstacle}")
     if selection is not None:
