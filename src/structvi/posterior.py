@@ -334,7 +334,7 @@ def variationalize_head(
     Args:
         net: a network whose output is that of a linear layer or convolution, up to its shape.
         likelihood: `likelihoods.Gaussian(noise)`, `Gaussian("point")`, `Bernoulli()` or `Categorical()`.
-        prior: of independent normals; where none is given `fit_head` chooses a scale for each tensor, by the ELBO.
+        prior: of independent normals; where none is given `fit_head` chooses its width, by the ELBO.
         layer: its name in `net.named_modules()`; the last linear layer or convolution by default.
         **options: such as `num_data`, `forward` and `keys`, as in `variationalize`.
 

@@ -171,7 +171,6 @@ def test_around_trained_networks():
 
 
 def test_networks_of_several_forms():
-    """Each is called with its own weights; those whose outputs differ are refused."""
     torch.manual_seed(0)
     nets = [
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),

@@ -34,18 +34,6 @@ def test_rows_of_gaussian_noise_are_added_and_removed_exactly(cuts):
     assert bayes.model.num_data == cuts[0]
 
 
-def test_an_update_is_saved_and_predicted(tmp_path):
-    x, t = (part.float() for part in regression())
-    whole, bayes = (over_head(likelihoods.Gaussian(noise=0.5), dtype=torch.float32) for _ in (0, 1))
-    whole.fit_head([(x, t)], progress=False)
-    bayes.fit_head([(x[:30], t[:30])], progress=False)
-    bayes.save(tmp_path / "head.safetensors")
-    again = vi.load(tmp_path / "head.safetensors", network(3, dtype=torch.float32))
-    again.update((x[30:], t[30:]))
-    torch.testing.assert_close(moments(again), moments(whole), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(again.predict(x).mean, whole.predict(x).mean, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("likelihood", [likelihoods.Categorical(), likelihoods.Bernoulli()], ids=["classes", "binary"])
 def test_labels_move_towards_a_fit_to_all_rows(likelihood):
     x, t = classes(rows=400)

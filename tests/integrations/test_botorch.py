@@ -1,8 +1,5 @@
 """A posterior as a BoTorch model: its joint normal, conditioning as an update, and BoTorch's own loop."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from botorch.acquisition.analytic import LogExpectedImprovement
@@ -12,7 +9,6 @@ from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.optim import optimize_acqf
 from botorch.sampling.normal import SobolQMCNormalSampler
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi import likelihoods
@@ -32,32 +28,15 @@ def data(outputs, rows=30):
     return x, t[:, :outputs]
 
 
-def fitted(outputs=1, family=None, **head):
-    x, t = data(outputs)
-    if family is None:
-        bayes = vi.variationalize_head(network(outputs), likelihoods.Gaussian(noise=0.1), vi.priors.NormalPrior(1.0))
-    else:
-        bayes = vi.variationalize(
-            network(outputs), likelihoods.Gaussian(noise=0.1), family, vi.priors.NormalPrior(1.0), **head
-        )
-    if head or family is None:
-        bayes.fit_head([(x, t)], progress=False)
-    else:
-        bayes.fit(DataLoader(TensorDataset(x, t), batch_size=10), epochs=2, progress=False)
+def fitted(outputs=1):
+    bayes = vi.variationalize_head(network(outputs), likelihoods.Gaussian(noise=0.1), vi.priors.NormalPrior(1.0))
+    bayes.fit_head([data(outputs)], progress=False)
     return bayes
 
 
-HEADS = pytest.mark.parametrize("family", [None, vi.MatrixNormal()], ids=["FullNormal", "MatrixNormal"])
-
-
-def make(outputs, family):
-    return fitted(outputs) if family is None else fitted(outputs, family, select="2.*")
-
-
-@HEADS
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_the_joint_posterior_is_that_of_drawn_layers_with_gradients(outputs, family):
-    bayes = make(outputs, family)
+def test_the_joint_posterior_is_that_of_drawn_layers_with_gradients(outputs):
+    bayes = fitted(outputs)
     X = torch.rand(4, 3, 2, generator=torch.Generator().manual_seed(2), dtype=F64, requires_grad=True)
     found = PosteriorModel(bayes).posterior(X)
     assert found.mean.shape == found.variance.shape == (4, 3, outputs)
@@ -74,10 +53,9 @@ def test_the_joint_posterior_is_that_of_drawn_layers_with_gradients(outputs, fam
     assert torch.autograd.gradcheck(lambda X: PosteriorModel(bayes).posterior(X).variance, X, atol=1e-6)
 
 
-@HEADS
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_conditioning_is_the_update_of_the_posterior(outputs, family):
-    bayes = make(outputs, family)
+def test_conditioning_is_the_update_of_the_posterior(outputs):
+    bayes = fitted(outputs)
     X, more = torch.rand(4, 2, dtype=F64), (torch.rand(7, 2, dtype=F64), torch.rand(7, outputs, dtype=F64))
     model = PosteriorModel(bayes).condition_on_observations(more[0][:3], more[1][:3])
     found = model.condition_on_observations(more[0][3:], more[1][3:]).posterior(X)
@@ -91,15 +69,10 @@ def test_conditioning_is_the_update_of_the_posterior(outputs, family):
     assert (found.variance < before.variance).all()
 
 
-def test_outputs_are_chosen_and_scalarised():
+def test_outputs_are_scalarised():
     model, X = PosteriorModel(fitted(2)), torch.rand(3, 2, dtype=F64)
-    whole, second = model.posterior(X), model.subset_output([1])
-    assert second.num_outputs == 1
-    assert model.num_outputs == 2
-    torch.testing.assert_close(second.posterior(X).mean, whole.mean[:, 1:])
-    torch.testing.assert_close(model.posterior(X, output_indices=[1]).variance, whole.variance[:, 1:])
     summed = model.posterior(X, posterior_transform=ScalarizedPosteriorTransform(torch.ones(2, dtype=F64)))
-    torch.testing.assert_close(summed.mean.squeeze(-1), whole.mean.sum(1))
+    torch.testing.assert_close(summed.mean.squeeze(-1), model.posterior(X).mean.sum(1))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -131,7 +104,9 @@ def test_botorchs_own_loop_finds_the_top():
 
 
 def test_other_posteriors_are_ensembles():
-    model = PosteriorModel(fitted(2, vi.MeanField()), draws=16, num_outputs=2)
+    bayes = vi.variationalize(network(2), likelihoods.Gaussian(noise=0.1), vi.MeanField(), num_data=30)
+    bayes.fit([data(2)], epochs=2, progress=False)
+    model = PosteriorModel(bayes, draws=16, num_outputs=2)
     X = torch.rand(4, 3, 2, dtype=F64, requires_grad=True)
     found = model.posterior(X)
     assert found.values.shape == (4, 16, 3, 2)
@@ -144,9 +119,3 @@ def test_other_posteriors_are_ensembles():
 def test_what_is_no_regression_is_refused():
     with pytest.raises(ValueError, match="BoTorch optimises numbers"):
         PosteriorModel(vi.variationalize_head(network(3), likelihoods.Categorical()))
-
-
-def test_without_botorch_the_message_says_what_to_install():
-    code = "import sys; sys.modules['botorch'] = None\nimport structvi.integrations.botorch"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert 'pip install "structvi[botorch]"' in done.stderr

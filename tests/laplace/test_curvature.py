@@ -79,17 +79,6 @@ def test_the_diagonal_is_unbiased(case, size):
     torch.testing.assert_close(whole.diagonal, squares.mean(0))
 
 
-def test_a_random_noise_has_its_information():
-    """N(y, σ²) has the information 2 a number about log σ, whatever the network."""
-    likelihood = vi.likelihoods.Gaussian("random", initial=0.3)
-    model = BayesianModel(network(1), likelihood, vi.priors.NormalPrior(1.0), N)
-    batch = torch.randn(N, 3, dtype=F64), torch.randn(N, 1, dtype=F64)
-    found = gradients(model, [batch] * 100, 1)
-    assert curvature_of(model.space.initial, lambda: found, N, torch.ones(22), 0).diagonal[-1].item() == pytest.approx(
-        2 * N, rel=0.19
-    )
-
-
 @pytest.mark.parametrize("room", [2**28, 10])
 def test_leading_columns_are_those_of_the_same_gradients(room, monkeypatch):
     monkeypatch.setattr(curvature, "MOST_NUMBERS", room)

@@ -1,7 +1,6 @@
 """`bayes.laplace`: conjugate truth, what is selected and said, and what stays as it was."""
 
 import copy
-import time
 from math import log, pi
 
 import pytest
@@ -116,33 +115,6 @@ def test_it_is_better_than_an_over_fitted_network_and_says_so(dense, placed):
         " s",
     ):
         assert word in str(result)
-
-
-def test_the_seconds_are_those_of_epochs(monkeypatch):
-    """A network that sleeps: an epoch is a call for every 128th of the rows, and the placement is so many epochs."""
-
-    class Slow(nn.Linear):
-        def forward(self, x):
-            time.sleep(0.002)
-            return super().forward(x)
-
-    bayes = vi.variationalize(Slow(2, 3), vi.likelihoods.Categorical(), vi.MeanField(), evaluation="loop")
-    x = torch.randn(256, 2)
-    result = bayes.laplace(loader((x, torch.zeros(256, dtype=torch.long)), 256), progress=False)
-    epoch = result.seconds / result.epochs
-    assert 128 * 0.002 < epoch < result.seconds
-
-
-def test_selection_changes_nothing_of_a_candidate(dense):
-    """Other labels of the held-out rows change what is selected, and nothing of the posteriors themselves."""
-    x, t = HELD_OUT
-    found = []
-    for labels in (t, (t + 1) % 3):
-        bayes = vi.variationalize(dense, vi.likelihoods.Categorical(), prior=vi.priors.NormalPrior(0.1), linearise=True)
-        result = bayes.laplace(loader(TRAIN), validation=loader((x, labels)), progress=False)
-        found.append((result.selected, bayes.family().mean.detach()))
-        assert set(result.candidates) == {name for name in result.candidates if "width" not in name}
-    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_without_a_validation_set(dense):
@@ -268,18 +240,6 @@ def test_weights_before_a_normalisation_may_have_any_scale():
     assert (moments[0].covariance - moments[1].covariance).abs().amax() < 1e-3 * scale  # float32 through a batch norm
 
 
-def test_an_ensemble_has_one_width_and_one_temperature(dense):
-    torch.manual_seed(1)
-    other = trained(nn.Sequential(nn.Linear(2, 24), nn.ReLU(), nn.Linear(24, 3)))
-    ensemble = vi.Ensemble.of([dense, other], vi.likelihoods.Categorical())
-    result = ensemble.laplace(loader(TRAIN), validation=loader(HELD_OUT), progress=False)
-    assert all(one.calibration is None for one in ensemble.posteriors)
-    networks = torch.stack([net(HELD_OUT[0]).softmax(1) for net in (dense, other)]).mean(0)
-    own = networks[torch.arange(300), HELD_OUT[1]].log().mean().item()
-    assert result.held_out > own
-    assert nlpd(ensemble, HELD_OUT) == pytest.approx(-result.held_out, abs=0.02)
-
-
 # -------------------------------------------------------------------------------------- what must not happen
 
 
@@ -294,21 +254,8 @@ def test_a_fitted_posterior_is_not_placed_anew(dense, tmp_path):
         assert all(torch.equal(one.family.state_dict()[name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("prior", [vi.priors.LaplacePrior(1.0), vi.priors.StudentTPrior(3.0, 0.01)])
-def test_a_prior_without_curvature_around_a_dead_weight(prior):
-    torch.manual_seed(0)
-    net = trained(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)))
-    with torch.no_grad():
-        net[0].bias[0] = -100.0  # a unit that is never on: its weights have no curvature
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.LowRankPrecision(4), prior)
-    bayes.laplace(loader(TRAIN), progress=False)
-    assert bool(bayes.family().variance.isfinite().all())
-    assert bool(bayes.predict(TEST[0][:5]).mean.isfinite().all())
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["of_posteriors", "score", "_elbo"])
-def test_an_interrupted_placement_leaves_everything_as_it_was(where, error, monkeypatch):
+@pytest.mark.parametrize("where", ["selection.score", "laplace._elbo"])
+def test_an_interrupted_placement_leaves_everything_as_it_was(where, monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(60, 2)
     t = x[:, :1] + 0.1 * torch.randn(60, 1)
@@ -321,11 +268,10 @@ def test_an_interrupted_placement_leaves_everything_as_it_was(where, error, monk
         bayes.net.weight.mul_(2)  # trained on: the next placement would change all of it
 
     def interrupt(*arguments, **options):
-        raise error
+        raise KeyboardInterrupt
 
-    module = "laplace" if where == "_elbo" else "selection"
-    monkeypatch.setattr(f"structvi.laplace.{module}.{where}", interrupt)
-    with pytest.raises(error):
+    monkeypatch.setattr(f"structvi.laplace.{where}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         bayes.laplace(loader((x[:40], t[:40])), validation=loader((x[40:], t[40:])), progress=False)
     assert all(torch.equal(bayes.family.state_dict()[name], value) for name, value in state.items())
     assert model.prior is prior
@@ -361,30 +307,6 @@ def test_a_network_that_cannot_be_linearised_has_drawn_weights_and_a_note():
     result = bayes.laplace(loader((x[:60], x[:60, 0] % 3)), validation=held_out, progress=False)
     assert not any("linearised" in name for name in result.candidates)
     assert any("cannot be linearised" in note for note in result.notes)
-
-
-def test_a_plain_function_is_refused(dense):
-    bayes = vi.variationalize(dense, lambda y, t: -nn.functional.cross_entropy(y, t, reduction="none"))
-    with pytest.raises(TypeError, match="a plain function draws none: write a Likelihood"):
-        bayes.laplace(loader(TRAIN), progress=False)
-
-
-CATEGORICAL = vi.likelihoods.Categorical
-NAN = [(x.clone().index_fill_(0, torch.tensor([3]), torch.nan), t) for x, t in (TRAIN, HELD_OUT)]
-REFUSED = {
-    "NaN in inputs": (lambda net: net, NAN[0], HELD_OUT, "output is NaN on its training"),
-    "NaN held out": (lambda net: net, TRAIN, NAN[1], "NaN for 1 of the 300 rows"),
-    "no label held out": (lambda net: net, TRAIN, (TEST[0], torch.full((1000,), -1)), "no observation"),
-    "half precision": (lambda net: copy.deepcopy(net).half(), TRAIN, HELD_OUT, r"net.float\(\)"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_says_what_to_do(name, dense):
-    make, train, held_out, words = REFUSED[name]
-    bayes = vi.variationalize(make(dense), CATEGORICAL(ignore_index=-1))
-    with pytest.raises(ValueError, match=words):
-        bayes.laplace(loader(train), validation=loader(held_out), progress=False)
 
 
 def test_learned_variances_are_never_surer_than_the_tempered_network():

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from glob import escape
-from math import exp, inf, log, sqrt
+from math import ceil, exp, inf, log, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,8 @@ from ..laplace.place import (
     trained_values,
     width_prior,
 )  # fmt: skip
-from ..laplace.selection import WIDTHS, Selection, score
+from ..laplace.selection import SCORED_ROWS, WIDTHS, Selection, score
+from ..models.bayesian_model import rows
 from ..models.likelihoods import Gaussian
 from ..models.priors import NormalPrior
 from ..networks.last_layer import Pass
@@ -39,8 +40,6 @@ from .rows import check_head, log_noise_of, passes, rows_of
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: rows of the validation set that are read
-HELD_OUT_ROWS = 2000
 #: the least width of a prior that is learned
 LEAST = 1e-3
 #: a change of the ELBO by less has converged, in nats for each observation
@@ -68,12 +67,6 @@ class HeadResult(Result):
     selected: str = ""
     candidates: dict[str, float] = field(default_factory=dict[str, float])
     gain: tuple[float, float] | None = None
-
-    @property
-    def next_step(self) -> str:
-        if not self.converged:
-            return "call fit_head with more iterations="
-        return "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)"
 
 
 @with_hints
@@ -125,10 +118,7 @@ def fit_head(
     with restored_on_error(posterior):
         family = matrix_normal(posterior.family)
         if family is None:
-            raise ValueError(
-                f"fit_head makes a MatrixNormal, and the family is {type(posterior.family).__name__}: use "
-                "variationalize_head(net, likelihood)"
-            )
+            raise ValueError(f"fit_head makes a MatrixNormal, the family is {type(posterior.family).__name__}")
         fit = _Fit(posterior, family, Batches(loader, seed, posterior.device).everything())
         if validation is None or fit.data.is_number or not fit.learns_prior:
             fit.climb(iterations, progress, seed)
@@ -154,16 +144,12 @@ class _Fit:
 
     def __init__(self, posterior: "Posterior", family: MatrixNormal, batches: Iterable[Any]):
         model, self.posterior, self.family, self.layer = posterior.model, posterior, family, layer_of(posterior)
-        self.learns_prior, self.learns_noise = (
-            "prior" in posterior.left_open,
-            learned_noise(model.likelihood) is not None,
-        )
+        self.learns_prior = "prior" in posterior.left_open
+        self.learns_noise = learned_noise(model.likelihood) is not None
         theta = trained_values(posterior)
         prior = width_prior(posterior, theta, 1.0)
         if not isinstance(prior, NormalPrior) or prior.learn:
-            raise ValueError(
-                f"fit_head needs a NormalPrior of known scales, or prior= left out, got {prior!r}: use fit"
-            )
+            raise ValueError(f"fit_head needs a NormalPrior of known scales, or prior= left out, got {prior!r}")
         self.scales = prior.scales(model.net_space)
         read = list(rows_of(posterior, self.layer, batches))
         N = sum(B for _, B in read)
@@ -204,35 +190,31 @@ class _Fit:
             self.width = max(sqrt(float((self.T / data.unit).square().sum()) / max(determined, 1e-12)), LEAST)
         if self.learns_noise:
             residual, count = data.residual(self.T)
-            data.log_noise = 0.5 * log(max(residual / max(count - determined, 1e-3 * count), data.least_variance()))
+            data.log_noise = 0.5 * log(residual / max(count - determined, 1e-3 * count))
             more = exp(2 * (log_noise - data.log_noise))
             self.axes = self.axes._replace(curvature=more * self.axes.curvature)
 
     def select(self, held_out: Reread) -> Selection:
         """Select the prior's width, or the network itself, on held-out data."""
-        layer, likelihood, seen, rows = self.layer, self.posterior.model.likelihood, list[Pass](), 0
-        for here in passes(self.posterior, layer, held_out):
-            seen.append(here)
-            rows += len(here.output)
-            if rows >= HELD_OUT_ROWS:
-                break
-        if not seen:
+        layer, likelihood, first = self.layer, self.posterior.model.likelihood, next(iter(held_out), None)
+        if first is None:
             raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
+        seen = list(passes(self.posterior, layer, Reread(held_out.batches, ceil(SCORED_ROWS / rows(first)))))
         widths = list(WIDTHS) if self.learns_prior else [self.width]
         means = [self.data.maximum(self.T, self.axes, w) if self.data.is_number else self.T for w in widths]
-        set_noise(likelihood, self.data.log_noise)
+        likelihood = Gaussian(exp(self.data.log_noise)) if self.data.is_number else likelihood
 
-        def predict(_: int, here: Pass) -> tuple[list[list[Predictive]], Any]:
+        def predict(_: int, here: Pass) -> tuple[list[Predictive], Any]:
             features = here.features.to(self.T)
             found = [Predictive(here.output.unsqueeze(0), here.output.new_ones(1), likelihood)]
             for T, width in zip(means, widths, strict=True):
                 mean = layer.as_output(features @ T.mT, here.output)
                 found.append(predictive(likelihood, layer, mean, self.data.outputs(features, self.axes, width)))
-            return [[one] for one in found], here.target
+            return found, here.target
 
-        names = [NETWORK, *(Candidate(width if self.learns_prior else None, linearised=True) for width in widths)]
+        names = [NETWORK, *(Candidate(width if self.learns_prior else None) for width in widths)]
         selection = Selection(dict(zip(names, score(1, seen, predict), strict=True)))
-        self.is_network = selection.selected.is_network
+        self.is_network = selection.selected == NETWORK
         if not self.is_network:
             place = names.index(selection.selected) - 1
             self.width, self.T = widths[place], means[place]
@@ -248,26 +230,22 @@ class _Fit:
             family.set_normal(NormalForm(trained_values(posterior), Diagonal(scale)))
         else:
             family.mean.copy_(theta)
-            family.set_axes(*self.axes[:2], self.width * self.data.unit, self.axes.scale(self.width))
+            family.set_axes(self.axes.left, self.axes.right, self.width * self.data.unit, self.axes.scale(self.width))
         if self.learns_prior:
             model.prior = NormalPrior({escape(name): self.width * value for name, value in self.scales.items()})
         set_noise(model.likelihood, self.data.log_noise)
 
     def result(self, selection: Selection | None, seed: int) -> HeadResult:
-        model, data = self.posterior.model, self.data
+        model = self.posterior.model
         notes = [f"of the network only {self.layer.name or 'its one layer'!r} is random: all else is fixed"]
         if self.learns_prior and isinstance(model.prior, NormalPrior):
             found = ", ".join(f"{name} {s:.3g}" for name, s in model.prior.scales(model.net_space).items())
             notes.append(f"the prior's scales were chosen: {found}")
         if self.learns_noise and isinstance(model.likelihood, Gaussian):
             notes.append(f"the noise was chosen: {exp(log_noise_of(model.likelihood)):.4g}")
-        if not data.is_number:
-            notes.append("the precision has Kronecker axes, and is the curvature along them")
-        result = HeadResult(
-            status=Status.CONVERGED if self.converged else Status.IMPROVING, elbo=self._estimate(seed), notes=notes,
-            verdict="converged" if self.converged else f"after {self.steps} steps the ELBO still changes",
-            steps=self.steps,
-        )  # fmt: skip
+        status = Status.CONVERGED if self.converged else Status.IMPROVING
+        verdict = f"{status} after {self.steps} steps"
+        result = HeadResult(status=status, verdict=verdict, elbo=self._estimate(seed), notes=notes, steps=self.steps)
         if selection is not None:
             result.selected, result.gain = selection.selected.name, selection.held_out.gain_over(selection.network)
             result.candidates = {one.name: selection.density(one) for one in selection.tried}

@@ -145,16 +145,12 @@ class LayerData:
         return OutputNormals(axes.left, inner.square() @ axes.scale(width).square().mT)
 
     def residual(self, T: Tensor) -> tuple[float, float]:
-        """Return κ Σ (t − y)² at a matrix T, and how many numbers were observed, κ times."""
+        """Return κ Σ (t − y)² at a matrix T, at least that of rounding, and κ times how many numbers were observed."""
+        w, size = self.rows.weight, float((self.rows.weight * self.rows.target.square()).sum())
         square = sum(float((rows.weight * (rows.target - y).square()).sum()) for rows, y in self.chunks(T))
-        return self.factor * square, self.factor * float(self.rows.weight.sum(dtype=torch.float64))
-
-    def least_variance(self) -> float:
-        """Return the variance of residuals that are rounding."""
-        t, w = self.rows.target, self.rows.weight
-        mean = float((w * t.square()).sum() / w.sum().clamp(min=1.0))
-        rounding = max(torch.finfo(t.dtype).eps ** 2, 10 * torch.finfo(torch.float64).eps)  # of the sums here
-        return max(rounding * mean, torch.finfo(torch.float32).tiny)
+        rounding = max(torch.finfo(T.dtype).eps ** 2, 10 * torch.finfo(torch.float64).eps)  # of these sums
+        least = max(rounding * size, torch.finfo(torch.float32).tiny)
+        return self.factor * max(square, least), self.factor * float(w.sum(dtype=torch.float64))
 
     @property
     def is_exact(self) -> bool:

@@ -61,13 +61,12 @@ class PosteriorModel(Model, FantasizeMixin):
         self.bayes, self.draws, self._num_outputs = bayes, draws, num_outputs
         with suppress(ValueError):  # it is over more than one layer
             self._num_outputs = layer_of(bayes).outputs
-        self.indices: list[int] | None = None
         #: what the model is conditioned on, [.., n, d] and [.., n, m]
         self.observed: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_outputs(self) -> int:
-        return self._num_outputs if self.indices is None else len(self.indices)
+        return self._num_outputs
 
     @property
     def likelihood(self) -> Gaussian:
@@ -80,25 +79,18 @@ class PosteriorModel(Model, FantasizeMixin):
     def batch_shape(self) -> torch.Size:
         return torch.Size() if self.observed is None else self.observed[1].shape[:-2]
 
-    def subset_output(self, idcs: list[int]) -> Self:
-        model = self._copy()
-        model.indices = list(idcs) if self.indices is None else [self.indices[i] for i in idcs]
-        return model
-
     def posterior(
         self,
         X: Tensor,
-        output_indices: list[int] | None = None,
+        output_indices: None = None,
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
-        **kwargs: Any,
     ) -> Any:
         """Return the joint distribution of the outputs at X [.., q, d]."""
         X = self.transform_inputs(X)
         rows = X.reshape(-1, X.shape[-1])
         layer = known_layer(self.bayes, rows.detach().to(self.bayes.space.dtype))
-        chosen = self.indices if output_indices is None else self.subset_output(output_indices).indices
-        found = self._ensemble(X, chosen) if layer is None else self._normal(layer, X, chosen, observation_noise)
+        found = self._ensemble(X) if layer is None else self._normal(layer, X, observation_noise)
         return found if posterior_transform is None else posterior_transform(found)
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, **kwargs: Any) -> Self:
@@ -109,23 +101,18 @@ class PosteriorModel(Model, FantasizeMixin):
                 "only a posterior over the last layer can be conditioned in closed form: variationalize_head(net, "
                 "likelihood).fit_head(loader). Fit any other one to all data again"
             )
-        model, X = self._copy(), self.transform_inputs(X)
-        shape = torch.broadcast_shapes(X.shape[:-2], Y.shape[:-2])
-        if self.observed is not None:
-            before = self.observed
-            shape = torch.broadcast_shapes(shape, before[0].shape[:-2])
-            X = torch.cat([before[0].expand(*shape, -1, -1), X.expand(*shape, -1, -1)], -2)
-            Y = torch.cat([before[1].expand(*shape, -1, -1), Y.expand(*shape, -1, -1)], -2)
-        model.observed = X.expand(*shape, -1, -1), Y.expand(*shape, -1, -1)
-        return model
-
-    def _copy(self) -> Self:
+        X = self.transform_inputs(X)
+        shape = torch.broadcast_shapes(X.shape[:-2], Y.shape[:-2], self.batch_shape)
+        parts = [(X, Y)] if self.observed is None else [self.observed, (X, Y)]
         model = type(self)(self.bayes, self.draws, self._num_outputs)
-        model.indices, model.observed = self.indices, self.observed
+        model.observed = (
+            torch.cat([x.expand(*shape, -1, -1) for x, _ in parts], -2),
+            torch.cat([y.expand(*shape, -1, -1) for _, y in parts], -2),
+        )
         return model
 
-    def _normal(self, layer: LastLayer, X: Tensor, chosen: list[int] | None, noise: bool | Tensor) -> Any:
-        q, m, variance = X.shape[-2], layer.outputs, self._noise_variance().to(X)
+    def _normal(self, layer: LastLayer, X: Tensor, noise: bool | Tensor) -> Any:
+        q, m, variance = X.shape[-2], layer.outputs, X.new_tensor(exp(2 * log_noise_of(self.likelihood)))
         if self.observed is None:
             mean, covariance = self._joint(layer, X)
         else:
@@ -141,15 +128,11 @@ class PosteriorModel(Model, FantasizeMixin):
             whitened = torch.linalg.solve_triangular(root, residual, upper=False)
             mean = mean[..., here] + (cross.mT @ whitened).squeeze(-1)
             covariance = covariance[..., here, here] - cross.mT @ cross
-        if chosen is not None:
-            which = (m * torch.arange(q).unsqueeze(-1) + torch.tensor(chosen)).flatten().to(X.device)
-            mean, covariance, m = mean[..., which], covariance[..., which, :][..., which], len(chosen)
         identity = torch.eye(q * m).to(X)
         covariance = covariance + JITTER * covariance.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None] * identity
         if noise is not False:
-            given = torch.as_tensor(variance if noise is True else noise).to(X)
-            own = given.expand(*given.shape[:-2], q, m).flatten(-2) if given.ndim > 1 else given.expand(q * m)
-            covariance = covariance + torch.diag_embed(own)
+            given = variance if noise is True else torch.as_tensor(noise).to(X)
+            covariance = covariance + torch.diag_embed(given.expand(*mean.shape[:-1], q, m).flatten(-2))
         operator = to_linear_operator(covariance)
         if m == 1:
             return GPyTorchPosterior(MultivariateNormal(mean, operator))
@@ -172,14 +155,11 @@ class PosteriorModel(Model, FantasizeMixin):
         covariance = density.between(J, J)
         return here.own.reshape(*X.shape[:-2], -1).to(X), (0.5 * (covariance + covariance.mT)).to(X)
 
-    def _ensemble(self, X: Tensor, chosen: list[int] | None) -> Any:
+    def _ensemble(self, X: Tensor) -> Any:
         bayes, model = self.bayes, self.bayes.model
         drawn = WeightDraws(bayes, self.draws).every()
         rows = X.reshape(-1, X.shape[-1]).to(drawn.theta)
         with bayes.network_mode():
             y = model.outputs(drawn.theta.detach(), rows, drawn.fixed)
         values = y.reshape(len(y), *X.shape[:-1], -1).movedim(0, -3).to(X)
-        return EnsemblePosterior(values if chosen is None else values[..., chosen], drawn.weight.detach().to(X))
-
-    def _noise_variance(self) -> Tensor:
-        return torch.tensor(exp(2 * log_noise_of(self.likelihood)))
+        return EnsemblePosterior(values, drawn.weight.detach().to(X))

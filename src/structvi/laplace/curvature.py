@@ -103,28 +103,20 @@ def simulated_gradients(
         size: rows of a gradient; a batch that cannot be cut has one gradient.
         seed: of the labels.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, simulated = torch.Generator().manual_seed(seed), _Simulated(likelihood)
     for batch in batches:
         for part, rows in cut(batch, size):
             row = theta.detach().requires_grad_()
             with torch.enable_grad():
-                value, own = _simulated(model, likelihood, row, part, generator)
-                (gradient,) = torch.autograd.grad(value, row)
-            yield gradient, own if rows is None else rows
-
-
-def _simulated(
-    model: BayesianModel, likelihood: Likelihood, row: Tensor, batch: Any, generator: torch.Generator
-) -> tuple[Tensor, int]:
-    """Return Σ log p(t' | y) of labels that the network draws, and the number of rows."""
-    named = dict(model.space.unravel(row))
-    own = {name: named.pop(full) for full, name in model.likelihood_names.items()}
-    output, target = model.call(named, batch)
-    _check_output(output, batch_size(target))
-    values = {name: tensor.detach().unsqueeze(0) for name, tensor in own.items()}
-    tensors = {f"likelihood.{name}": tensor for name, tensor in own.items()}
-    log_prob = functional_call(_Simulated(likelihood), tensors, (output, target, values, generator))
-    return log_prob.sum(), log_prob.shape[0]
+                named = dict(model.space.unravel(row))
+                own = {name: named.pop(full) for full, name in model.likelihood_names.items()}
+                output, target = model.call(named, part)
+                _check_output(output, batch_size(target))
+                values = {name: tensor.detach().unsqueeze(0) for name, tensor in own.items()}
+                tensors = {f"likelihood.{name}": tensor for name, tensor in own.items()}
+                log_prob = functional_call(simulated, tensors, (output, target, values, generator))
+                (gradient,) = torch.autograd.grad(log_prob.sum(), row)
+            yield gradient, len(log_prob) if rows is None else rows
 
 
 class _Simulated(nn.Module):
@@ -168,23 +160,16 @@ def prior_precision(model: BayesianModel, prior: Prior, theta: Tensor) -> Tensor
     If the prior has no curvature at θ, as a Laplace prior, the tensor's initialisation scale stands for its width.
     """
     row = theta.detach().requires_grad_()
-    size = model.net_space.size
     with torch.enable_grad():
-        value = log_prior(prior, model.net_space, row[:size].unsqueeze(0), {}).sum()
-        if isinstance(model.likelihood, Likelihood) and model.likelihood_names:
+        value = log_prior(prior, model.net_space, row[: model.net_space.size].unsqueeze(0), {}).sum()
+        if model.likelihood_names and isinstance(model.likelihood, Likelihood):
             value = value + model.likelihood.log_prior(model.likelihood_values(row.unsqueeze(0))).sum()
         slope = torch.autograd.grad(value, row, create_graph=True, allow_unused=True)[0]
-    generator = torch.Generator().manual_seed(0)
-
-    def probe() -> Tensor:
+    generator, probes = torch.Generator().manual_seed(0), list[Tensor]()
+    while slope is not None and slope.requires_grad and len(probes) < PROBES:
         sign = torch.randint(2, theta.shape, generator=generator).to(theta) * 2 - 1
-        assert slope is not None
-        return -sign * torch.autograd.grad(slope, row, sign, retain_graph=True)[0]
-
-    found = torch.zeros_like(theta)
-    if slope is not None and slope.requires_grad:
-        found, other = probe(), probe()
-        if not torch.allclose(found, other, rtol=1e-4):
-            found = torch.stack([found, other, *(probe() for _ in range(PROBES - 2))]).mean(0)
-    found = found.double()
+        probes.append(-sign * torch.autograd.grad(slope, row, sign, retain_graph=True)[0])
+        if len(probes) == 2 and torch.allclose(*probes, rtol=1e-4):
+            break
+    found = torch.stack(probes).mean(0).double() if probes else torch.zeros_like(theta, dtype=torch.float64)
     return torch.where(found > 0, found, model.space.scale.to(found) ** -2)

@@ -18,8 +18,8 @@ from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, elbo_over, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
 from ..util.checks import check_seed, with_hints
-from .place import TrainedNetwork, restored_on_error
-from .selection import HeldOut, Selection, learned_variance, of_networks, outputs_of, select
+from .place import NETWORK, TrainedNetwork, restored_on_error
+from .selection import Selection, learned_variance, of_posteriors, select
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -46,8 +46,6 @@ class LaplaceResult(Result):
             and its paired standard error; None if nothing was learned.
         seconds: what it took.
         epochs: the same over the seconds of one epoch of training, as the gradients here tell them.
-        doubt: why the network looks untrained; empty if it does not.
-        bound: whether the ELBO is a lower bound on the evidence: False with point masses.
     """
 
     selected: str
@@ -59,11 +57,14 @@ class LaplaceResult(Result):
     lost: tuple[float, float] | None = None
     seconds: float = 0.0
     epochs: float = 0.0
-    doubt: str = ""
-    bound: bool = True
+
+    @property
+    def bound(self) -> bool:
+        """Whether the ELBO is a lower bound on the evidence: False with point masses."""
+        return self.elbo.bound
 
     def headlines(self) -> list[str]:
-        lines = [self.doubt, self.verdict] if self.doubt else [self.verdict]
+        lines = [self.verdict]
         if self.held_out is not None and self.gain is not None:
             gain, error = self.gain
             lines.append(
@@ -103,8 +104,8 @@ def laplace(
     its temperature, as far as the set can tell. The temperature is on top of predictions: `predict(x,
     calibrated=False)` is without it.
 
-    If a prediction with exact variances costs more than eight forward passes, variances are learned: a prediction then
-    costs one. `predict(x, variance="exact")` has the exact ones.
+    If an input has more than three outputs, their variances are learned: a prediction then costs one forward pass.
+    `predict(x, variance="exact")` has the exact ones.
 
     Without a validation set the prior is yours, or of a default width, and the network is linearised if it can be.
     That is also the warm start of a fit: `bayes.laplace(loader)`, then `bayes.fit(loader, epochs=20)`.
@@ -153,9 +154,9 @@ def place_together(
 
     if validation is not None:
         warn_of_seen(loader, validation)
+    held_out = None if validation is None else held_out_batches(validation, seed, posteriors[0].device)
     with ExitStack() as stack:
         networks, data, results = [], [], []
-        held_out = None if validation is None else held_out_batches(validation, seed, posteriors[0].device)
         for c, posterior in enumerate(posteriors):
             _check(posterior)
             stack.enter_context(restored_on_error(posterior))
@@ -163,10 +164,9 @@ def place_together(
             data.append((batches, notes_on_data(posterior, batches, validation)))
             say("the curvature at the trained weights")
             networks.append(TrainedNetwork.of(posterior, batches, held_out, seed + c))
-        doubts = [_doubt(network, batches) for network, (batches, _) in zip(networks, data, strict=True)]
         selection = None if held_out is None else select(networks, held_out, seed, say)
         for c, (network, (batches, notes)) in enumerate(zip(networks, data, strict=True)):
-            posterior = network.posterior
+            posterior, result = network.posterior, _result(network, selection, notes, _doubt(network, batches))
             if selection is None:
                 learned = learned_variance(network, Reread(batches), seed)
                 network.commit(network.default, 0.0)
@@ -174,15 +174,10 @@ def place_together(
                 learned = selection.learned[c] if selection.learned else None
                 network.commit(selection.selected, selection.log_noise)
             remember_choice(posterior, validation, seed)
-            result = _result(network, selection, notes, _elbo(network, batches, seed))
-            result.doubt, result.bound, result.seconds = (
-                doubts[c],
-                posterior.family().bound,
-                time.perf_counter() - start,
-            )
+            result.elbo, result.seconds = _elbo(posterior, batches, seed), time.perf_counter() - start
             result.epochs = result.seconds / max(network.curvature.seconds * posterior.model.num_data, 1e-9)
             posterior.last_fit, posterior.learned_variance = result, learned
-            if held_out is not None and network.is_function_of_inputs and outputs_of(network, next(iter(held_out))):
+            if held_out is not None and network.is_function_of_inputs:
                 posterior.ood = out_of_distribution(posterior, network.theta, batches.everything(), held_out)
             results.append(result)
     return results, selection
@@ -191,32 +186,21 @@ def place_together(
 def _check(posterior: "Posterior") -> None:
     posterior.check_whole()
     if not isinstance(posterior.model.likelihood, Likelihood):
-        raise TypeError(
-            "the curvature needs labels drawn from the likelihood, and a plain function draws none: write a "
-            "Likelihood, whose distribution(output, values) is p(t | y)"
-        )
+        raise TypeError("the curvature needs drawn labels, and a plain function draws none: write a Likelihood")
     if posterior.fit_status not in (None, Status.PLACED):
         raise ValueError(
-            "laplace places a posterior around the network's own weights, and this one was fitted before: what the fit "
-            "has learned would be lost. Call fit(loader, epochs=) to go on, or variationalize the network again"
+            "this posterior was fitted before, and laplace would place it anew around the network's own weights: call "
+            "fit(loader, epochs=) to go on, or variationalize the network again"
         )
+
     if posterior.space.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"the network's weights are {posterior.space.dtype}, and a posterior around them needs more digits: give "
-            "net.float(), and inputs of that dtype"
-        )
-
-
-def _some(batches: Batches) -> Iterable[Any]:
-    """Return the batches on which the ELBO is estimated: at most a tenth of the data."""
-    length = batches.length
-    return batches.everything(ELBO_BATCHES if length is None else max(1, min(ELBO_BATCHES, length // 10)))
+        raise ValueError("a posterior around a network needs more digits than half precision: give net.float()")
 
 
 def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     """Return what to say of a network that is worse on its own data than an output that ignores the input."""
-    read = Watched(_some(batches), network.posterior.model)
-    found, constant = of_networks([network], read), read.log_likelihood
+    read = Watched(batches.everything(ELBO_BATCHES), network.posterior.model)
+    found, constant = of_posteriors([network], NETWORK, read, 0, is_exact=False), read.log_likelihood
     if constant is None or float(found.plain.mean()) * network.posterior.model.num_data >= constant:
         return ""
     return (
@@ -225,44 +209,41 @@ def _doubt(network: TrainedNetwork, batches: Batches) -> str:
     )
 
 
-def _elbo(network: TrainedNetwork, batches: Batches, seed: int) -> Estimate:
-    posterior = network.posterior
+def _elbo(posterior: "Posterior", batches: Batches, seed: int) -> Estimate:
     generator = torch.Generator(posterior.device).manual_seed(seed + 1)
     try:
-        return elbo_over(posterior, _some(batches), groups=ELBO_GROUPS, generator=generator)
+        return elbo_over(posterior, batches.everything(ELBO_BATCHES), groups=ELBO_GROUPS, generator=generator)
     except NonFiniteError:
         return not_finite(ELBO_GROUPS)
 
 
-def _result(network: TrainedNetwork, selection: Selection | None, notes: list[str], elbo: Estimate) -> LaplaceResult:
-    notes = [*notes, *notes_on_bound(network.posterior.model)]
+def _result(network: TrainedNetwork, selection: Selection | None, notes: list[str], doubt: str) -> LaplaceResult:
+    notes, name, measured = [*notes, *notes_on_bound(network.posterior.model)], network.default.name, {}
+    verdict = f"placed around the network without a validation set: {name}"
+    notes.append("a Laplace approximation: the mean is at the trained weights, and the ELBO was not maximised")
     if network.obstacle:
         notes.append(f"weights are drawn, as with linearise=False: {network.obstacle}")
-    if selection is None:
-        name = network.default.name
-        verdict = f"placed around the network without a validation set: {name}"
-        return LaplaceResult(status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name)
-    found, alone = selection.held_out, selection.network
-    worst = max(one.gain_over(alone)[1] for one in selection.tried.values())
-    notes.append(f"{len(alone.count)} validation rows show differences between candidates of {2 * worst:.2g} nats")
-    if selection.lost is not None:
-        kept = "" if selection.learned else ": too much, and predictions have exact variances"
-        loss, error = selection.lost
-        notes.append(f"learned variances lose {loss:.4f} ± {error:.4f} nats to those of draws{kept}")
-    if selection.selected.is_network:
-        notes.append("no posterior around the network is as good: its normal is so narrow that the ELBO says nothing")
-    names = {one: one.name + _with(tried, selection.of_noise) for one, tried in selection.tried.items()}
-    name = names[selection.selected]
-    return LaplaceResult(
-        status=Status.PLACED, verdict=f"placed around the network, as the validation set selected: {name}", elbo=elbo,
-        notes=notes, selected=name, candidates={names[one]: selection.density(one) for one in selection.tried},
-        network=alone.untempered.mean, network_tempered=alone.mean, held_out=selection.density(selection.selected),
-        gain=found.gain_over(alone), lost=selection.lost,
-    )  # fmt: skip
-
-
-def _with(found: HeldOut, of_noise: bool) -> str:
-    """Return the words for a temperature or a noise."""
-    if not found.value:
-        return ""
-    return f", {'noise relative to the residuals' if of_noise else 'temperature'} {exp(found.value):.3g}"
+    if selection is not None:
+        factor = "noise relative to the residuals" if selection.of_noise else "temperature"
+        names = {
+            one: one.name + (f", {factor} {exp(found.value):.3g}" if found.value else "")
+            for one, found in selection.tried.items()
+        }
+        alone, name = selection.network, names[selection.selected]
+        verdict = f"placed around the network, as the validation set selected: {name}"
+        worst = max(one.gain_over(alone)[1] for one in selection.tried.values())
+        notes.append(f"{len(alone.count)} validation rows show differences between candidates of {2 * worst:.2g} nats")
+        if selection.lost is not None:
+            kept = "" if selection.learned else ": too much, and predictions have exact variances"
+            notes.append("learned variances lose {:.4f} ± {:.4f} nats to those of draws".format(*selection.lost) + kept)
+        if selection.selected == NETWORK:
+            notes.append("no posterior around it is as good: its normal is so narrow that the ELBO says nothing")
+        measured: dict[str, Any] = {
+            "candidates": {names[one]: selection.density(one) for one in selection.tried},
+            "network": alone.untempered.mean, "network_tempered": alone.mean,
+            "held_out": selection.density(selection.selected), "gain": selection.held_out.gain_over(alone),
+            "lost": selection.lost,
+        }  # fmt: skip
+    verdict = f"{doubt}\n{verdict}" if doubt else verdict
+    elbo = not_finite(ELBO_GROUPS)  # not known yet
+    return LaplaceResult(status=Status.PLACED, verdict=verdict, elbo=elbo, notes=notes, selected=name, **measured)

@@ -37,15 +37,11 @@ class Candidate(NamedTuple):
     """A posterior to be tried: a normal around the network under a prior of some width, or the network itself."""
 
     width: float | None  # in units of each tensor's root mean square; 0 for the network, None for the user's prior
-    linearised: bool
-
-    @property
-    def is_network(self) -> bool:
-        return self.width == 0
+    linearised: bool = True
 
     @property
     def name(self) -> str:
-        if self.is_network:
+        if self == NETWORK:
             return "the network"
         prior = "" if self.width is None else f", prior width {self.width:.3g}"
         return ("linearised" if self.linearised else "drawn weights") + prior
@@ -121,23 +117,14 @@ class TrainedNetwork:
     def is_function_of_inputs(self) -> bool:
         """Return whether an output is a normal of one input: nothing else is random or in the batch."""
         posterior, model = self.posterior, self.posterior.model
-        is_normal = isinstance(self.placed(None)(), Normal)
+        is_normal = isinstance(self.placed(NETWORK)(), Normal)
         alone = model.user_forward is None and not posterior.mixes_rows and posterior.dropout == "off"
         return is_normal and alone and model.space.size == model.net_space.size
 
-    def at_noise(self, log_factor: float) -> Any:
-        """Return the likelihood with the noise at a factor of the network's residuals."""
-        log_noise = learned_noise(self.likelihood)
-        if log_noise is None:
-            return self.likelihood
-        own = copy.deepcopy(self.likelihood)
-        set_noise(own, float(log_noise.detach()) + log_factor)
-        return own
-
-    def placed(self, one: Candidate | None) -> Family:
-        """Return the copied family, set to a candidate's normal; None is the narrow one of the network itself."""
+    def placed(self, one: Candidate) -> Family:
+        """Return the copied family, set to a candidate's normal; that of the network itself is very narrow."""
         posterior, (theta, diagonal, columns, _) = self.posterior, self.curvature
-        if one is None or one.is_network:
+        if one == NETWORK:
             self.family.set_normal(NormalForm(theta, Diagonal(NARROW * posterior.space.scale.to(theta))))
             return self.family
         precision = prior_precision(posterior.model, width_prior(posterior, theta, one.width), theta)
@@ -155,15 +142,14 @@ class TrainedNetwork:
     def commit(self, one: Candidate, log_factor: float) -> None:
         """Set the posterior's family, prior, linearisation and noise."""
         posterior, model, placed = self.posterior, self.posterior.model, self.placed(one)
-        model.prior = width_prior(posterior, self.theta, DEFAULT_WIDTH if one.is_network else one.width)
+        model.prior = width_prior(posterior, self.theta, DEFAULT_WIDTH if one == NETWORK else one.width)
         if "family" in posterior.left_open:
             posterior.family = placed
         else:
             posterior.family.load_state_dict(placed.state_dict())
-        if "linearise" in posterior.left_open and not one.is_network:
+        if "linearise" in posterior.left_open and one != NETWORK:
             model.linearised_at = self.theta[: model.net_space.size].clone() if one.linearised else None
-        if (log_noise := learned_noise(self.at_noise(log_factor))) is not None:
-            set_noise(model.likelihood, float(log_noise.detach()))
+        model.likelihood.load_state_dict(at_noise(self.likelihood, log_factor).state_dict())
 
 
 @contextmanager
@@ -224,9 +210,17 @@ def learned_noise(likelihood: Any) -> Tensor | None:
 @torch.no_grad()
 def set_noise(likelihood: Any, log_noise: float) -> None:
     """Set the noise that a likelihood learns; leave any other likelihood as it is."""
-    parameter = learned_noise(likelihood)
-    if parameter is not None:
+    if (parameter := learned_noise(likelihood)) is not None:
         parameter.fill_(log_noise)
+
+
+@torch.no_grad()
+def at_noise(likelihood: Any, log_factor: float) -> Any:
+    """Return a copy of the likelihood with a factor times the noise that it has learned."""
+    own = copy.deepcopy(likelihood)
+    if (parameter := learned_noise(own)) is not None:
+        parameter += log_factor
+    return own
 
 
 @torch.no_grad()
@@ -234,20 +228,19 @@ def residual_noise(model: BayesianModel, theta: Tensor, batches: Iterable[Any]) 
     """Return the log noise whose errors have the variance of the network's residuals, at least that of rounding."""
     named = model.space.unravel(theta)
     network = {name: tensor for name, tensor in named.items() if name not in model.likelihood_names}
-    square, size, count = 0.0, 0.0, 0
+    square, count, eps = 0.0, 0, torch.finfo(theta.dtype).eps
     for batch in batches:
         output, target = model.call(network, batch)
         t, mask = split_mask(target)
-        residual, y = (t - output, output) if mask is None else ((t - output)[mask], output[mask])
-        square, count = square + float(residual.double().square().sum()), count + residual.numel()
-        size += float(y.double().square().sum())
+        errors = (t - output).double().square() + (eps * output.double()).square()
+        errors = errors if mask is None else errors[mask]
+        square, count = square + float(errors.sum()), count + errors.numel()
     if not isfinite(square):
         raise ValueError(
             f"the network's residuals are not finite, their squares add up to {square}: is there NaN in inputs or "
             "targets? Leave these rows out, or mask them"
         )
-    rounding = torch.finfo(theta.dtype).eps ** 2 * size
-    log_noise = 0.5 * log(max((square + rounding) / max(count, 1), torch.finfo(theta.dtype).tiny))
+    log_noise = 0.5 * log(max(square / max(count, 1), torch.finfo(theta.dtype).tiny))
     if isinstance(model.likelihood, StudentT):  # σ²ν/(ν − 2) is the variance; of one near infinity a tenth
         log_noise += 0.5 * log(max(0.1, 1 - 2 / float(model.likelihood.df_value().detach())))
     return log_noise
@@ -258,10 +251,9 @@ def _obstacle(posterior: "Posterior", theta: Tensor, batches: Batches) -> str:
     """Return why the network cannot be linearised at θ; nothing if it can."""
     model = posterior.model
     at = theta[: model.net_space.size]
-    batch = next(iter(batches.everything(1)))
     try:
         with posterior.network_mode(), model.linearised_around(at):
-            model.call(model.net_space.unravel(at), batch)
+            model.call(model.net_space.unravel(at), next(iter(batches.everything(1))))
     except NotImplementedError as error:
         return str(error)
     return ""

@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, exp, inf, pi, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli
 
-from ..families.family import Draws
 from ..models.bayesian_model import rows
 from ..models.calibration import Adjustment, Calibration
-from ..networks.learned_variance import LearnedVariance, OnePass
+from ..networks.learned_variance import LearnedVariance
 from ..predict.learned import last_layer, one_pass, predictive_of, variance_of_draws
 from ..predict.linearised import LinearisedDraws, is_normal
-from ..predict.predict import WeightDraws, predictive_at
+from ..predict.predict import WeightDraws
 from ..predict.predictive import Predictive, PredictiveDraws, log_average, log_probabilities, observed_target
 from ..predict.temperature import FEWEST, FOLDS, GRID, each_temperature
 from ..train.data import Reread
 from .curvature import cut
-from .place import DEFAULT_WIDTH, NETWORK, Candidate, TrainedNetwork, learned_noise
+from .place import DEFAULT_WIDTH, NETWORK, Candidate, TrainedNetwork, at_noise, learned_noise
 
 #: nats for each observed number by which a candidate may be worse than another that it replaces
 MARGIN = 0.003
@@ -43,8 +42,8 @@ WEIGHT_DRAWS, VARIANCE_DRAWS = 8, 4
 SCORED_ROWS = 1000
 #: log factors of a regression's noise, relative to the network's residuals
 NOISES = GRID[::2]
-#: rows, or pixels, with known variances at least, and rows at most; and the batches from which they come
-FEWEST_KNOWN, MOST_KNOWN, KNOWN_BATCHES = 256, 600, 16
+#: rows, or pixels, whose variances are known to learn from; and the batches from which they come
+KNOWN_ROWS, KNOWN_BATCHES = 500, 16
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class Selection:
         if self.of_noise or not found.value:
             return None
         adjustment = Adjustment("temperature", exp(found.value), *found.gain_over(found.untempered), len(found.count))
-        draws = WEIGHT_DRAWS if not self.selected.is_network and not self.selected.linearised else 1
+        draws = 1 if self.selected.linearised or self.selected == NETWORK else WEIGHT_DRAWS
         note = "the temperature was fitted together with the posterior, on the validation data of bayes.laplace"
         return Calibration(adjustment, None, draws, (note,))
 
@@ -187,7 +186,7 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
     if batch is None:
         raise ValueError("validation= gives no batch: is its data set empty, or was it read to its end before?")
     say("the network on the validation set")
-    alone = of_networks(networks, validation)
+    alone = of_posteriors(networks, NETWORK, validation, seed, is_exact=False)
     if unknown := int(alone.losses.isnan().any(1).sum()):
         raise ValueError(
             f"the network's log density is NaN for {unknown} of the {len(alone.count)} rows of validation=, and "
@@ -198,12 +197,12 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
     widths = WIDTHS if "prior" in first.posterior.left_open else (None,)
     candidates = [Candidate(width, linearised) for width in widths]
     is_exact = linearised and all(has_few_outputs(one, batch) for one in networks)
-    if linearised and not is_exact and all(outputs_of(one, batch) for one in networks):
+    if linearised and not is_exact:
         say("the variance of the linearised network under priors of several widths")
         learned = _of_learned(networks, candidates, found, validation, seed)
-        if learned is not None and (learned.learned or learned.selected.is_network):
+        if learned.learned or (len(learned.tried) > 1 and learned.selected == NETWORK):
             return learned
-        found.lost = None if learned is None else learned.lost
+        found.lost = learned.lost
     some = Reread(validation.batches, ceil(SCORED_ROWS / rows(batch)))
     for candidate in candidates:
         say(candidate.name)
@@ -216,8 +215,8 @@ def select(networks: Sequence[TrainedNetwork], validation: Reread, seed: int, sa
 # ------------------------------------------------------------------------------- held-out losses of candidates
 
 
-#: of the c-th network and a batch: the predictives of every candidate, at every noise, and the target
-Predict = Callable[[int, Any], tuple[Sequence[Sequence[Predictive]], Any]]
+#: of the c-th network and a batch: the predictive of every candidate, and the target
+Predict = Callable[[int, Any], tuple[Sequence[Predictive], Any]]
 
 
 def score(networks: int, batches: Iterable[Any], predict: Predict) -> list[HeldOut]:
@@ -230,208 +229,160 @@ def score(networks: int, batches: Iterable[Any], predict: Predict) -> list[HeldO
     """
     losses: list[list[Tensor]] = []
     counts: list[Tensor] = []
-    grid = GRID
     for batch in batches:
         found, (target, *_) = zip(*(predict(c, batch) for c in range(networks)), strict=True)
-        mixtures = [[_mixed(parts) for parts in zip(*own, strict=True)] for own in zip(*found, strict=True)]
-        losses.append([_losses(own, target) for own in mixtures])
-        counts.append(_count(mixtures[0][0], target))
-        if not mixtures[0][0].is_of_labels:
-            grid = NOISES if len(mixtures[0]) > 1 else NOISES.new_zeros(1)
+        losses.append([_losses(parts, target) for parts in zip(*found, strict=True)])
+        t, observed = observed_target(found[0][0].likelihood, target)
+        counts.append(_of_rows(torch.ones_like(t, dtype=torch.float64) if observed is None else observed.double()))
     if not counts or not float(torch.cat(counts).sum()):
         raise ValueError(
             "validation= has no observation: it gave no batch, or every label is masked or ignored. Give held-out data "
             "with labels, as a loader that can be read again"
         )
-    return [HeldOut(torch.cat(own), torch.cat(counts), grid) for own in zip(*losses, strict=True)]
+    every = [torch.cat(own) for own in zip(*losses, strict=True)]
+    grid = {len(GRID): GRID, len(NOISES): NOISES}.get(every[0].shape[1], NOISES.new_zeros(1))
+    return [HeldOut(own, torch.cat(counts), grid) for own in every]
 
 
-def _mixed(parts: Sequence[Predictive]) -> Predictive:
-    return parts[0] if len(parts) == 1 else Predictive.joined(parts, [1 / len(parts)] * len(parts))
-
-
-def _losses(predictives: Sequence[Predictive], target: Any) -> Tensor:
-    """Return −log p of the rows at every temperature of labels, or at every noise: [B, G]."""
-    first = predictives[0]
-    if not first.is_of_labels:
-        return torch.stack([_of_rows(-one.log_prob(target).double()) for one in predictives], 1)
-    first.log_prob(target)  # its checks of the labels
-    t, observed = observed_target(first.likelihood, target)
-    t = t > 0.5 if isinstance(first.components, Bernoulli) else t
-    log_p = log_average(log_probabilities(first.components).double(), first.weights)  # [B, .., C]
+def _losses(parts: Sequence[Predictive], target: Any) -> Tensor:
+    """Return −log p of the rows under the mixture, at every temperature of labels or noise of a regression: [B, G]."""
+    shares, found = [1 / len(parts)] * len(parts), list[Tensor]()
+    if not parts[0].is_of_labels:
+        for u in NOISES.tolist() if learned_noise(parts[0].likelihood) is not None else [0.0]:
+            each = [_with(p, at_noise(p.likelihood, u)) for p in parts]
+            found.append(_of_rows(-Predictive.joined(each, shares).log_prob(target).double()))
+        return torch.stack(found, 1)
+    whole = Predictive.joined(parts, shares)
+    whole.log_prob(target)  # its checks of the labels
+    t, observed = observed_target(whole.likelihood, target)
+    t = t > 0.5 if isinstance(whole.components, Bernoulli) else t
+    log_p = log_average(log_probabilities(whole.components).double(), whole.weights)  # [B, .., C]
     known: Any = 1 if observed is None else observed
     return torch.stack([_of_rows(own * known) for own in each_temperature(log_p, t)], 1)
 
 
-def _count(predictive: Predictive, target: Any) -> Tensor:
-    """Return the number of observed elements of the rows: [B]."""
-    t, observed = observed_target(predictive.likelihood, target)
-    return _of_rows(torch.ones_like(t, dtype=torch.float64) if observed is None else observed.double())
+def _with(p: Predictive, likelihood: Any) -> Predictive:
+    return Predictive(p.outputs, p.weights, likelihood, p.values, within=p.within)
 
 
 def _of_rows(values: Tensor) -> Tensor:
     return values.reshape(len(values), -1).sum(1).cpu()
 
 
-# ---------------------------------------------------------------- predictives of a network and of posteriors around it
-
-
-def of_networks(networks: Sequence[TrainedNetwork], batches: Iterable[Any]) -> HeldOut:
-    """Return the held-out losses of the average over the networks themselves."""
-
-    def predict(c: int, batch: Any) -> tuple[list[list[Predictive]], Any]:
-        found, target = _at_trained_values(networks[c], batch)
-        return [_at_noises(networks[c], found)], target
-
-    return score(len(networks), batches, predict)[0]
-
-
-@torch.no_grad()
 def of_posteriors(
     networks: Sequence[TrainedNetwork], candidate: Candidate, batches: Iterable[Any], seed: int, is_exact: bool
 ) -> HeldOut:
     """Return the held-out losses of a candidate: of its normal outputs, or on draws of the weights."""
-    count, draws = ceil(WEIGHT_DRAWS / len(networks)), list[PredictiveDraws]()
-    for c, network in enumerate(networks):
-        posterior = network.posterior.with_family(network.placed(candidate))
-        if is_exact:
-            draws.append(LinearisedDraws(posterior))
-            continue
-        generator = torch.Generator().manual_seed(seed + c)
-        draws.append(WeightDraws(posterior, count, generator=generator, linearise=candidate.linearised))
+    draws = [_draws(one, candidate, len(networks), seed + c, is_exact) for c, one in enumerate(networks)]
 
-    def predict(c: int, batch: Any) -> tuple[list[list[Predictive]], Any]:
+    def predict(c: int, batch: Any) -> tuple[list[Predictive], Any]:
         inputs, target = draws[c].split(batch)
-        return [_at_noises(networks[c], draws[c].mixture(inputs))], target
+        return [_with(draws[c].mixture(inputs), networks[c].likelihood)], target
 
     return score(len(networks), batches, predict)[0]
 
 
-def _at_noises(network: TrainedNetwork, p: Predictive) -> list[Predictive]:
-    """Return a predictive at every noise of the grid; itself if no noise is learned."""
-    if learned_noise(network.likelihood) is None:
-        return [p]
-    each = [network.at_noise(u) for u in NOISES.tolist()]
-    return [Predictive(p.outputs, p.weights, one, p.values, p.note, p.by_input, p.within) for one in each]
+def _draws(network: TrainedNetwork, one: Candidate, networks: int, seed: int, is_exact: bool) -> PredictiveDraws:
+    posterior = network.posterior.with_family(network.placed(one))
+    if is_exact:
+        return LinearisedDraws(posterior)
+    count = 1 if one == NETWORK else ceil(WEIGHT_DRAWS / networks)
+    return WeightDraws(posterior, count, generator=torch.Generator().manual_seed(seed), linearise=one.linearised)
 
 
-@torch.no_grad()
-def _at_trained_values(network: TrainedNetwork, batch: Any) -> tuple[Predictive, Any]:
-    posterior, theta = network.posterior, network.theta
-    with posterior.network_mode(), posterior.model.linearised_around(None):
-        return predictive_at(posterior, Draws(theta.unsqueeze(0), theta.new_ones(1)), batch)
-
-
-def outputs_of(network: TrainedNetwork, batch: Any) -> int:
-    """Return how many numbers the network gives for one input; 0 if its output is no tensor."""
-    output = _at_trained_values(network, batch)[0].outputs
-    return output[0, 0].numel() if isinstance(output, Tensor) else 0
+def outputs_of(network: TrainedNetwork, batch: Any) -> Any:
+    """Return the network's outputs [B, ..]."""
+    draws = _draws(network, NETWORK, 1, 0, is_exact=False)
+    return draws.mixture(draws.split(batch)[0]).function_mean
 
 
 def has_few_outputs(network: TrainedNetwork, batch: Any) -> bool:
     """Return whether outputs are normal and so few that predictions have exact variances."""
-    few = network.is_function_of_inputs and 0 < outputs_of(network, batch) <= EXACT_OUTPUTS
-    posterior = network.posterior
-    return few and is_normal(posterior.with_family(network.family), posterior.model.split(batch)[0])
+    y, posterior = outputs_of(network, batch), network.posterior.with_family(network.placed(NETWORK))
+    few = isinstance(y, Tensor) and y[0].numel() <= EXACT_OUTPUTS
+    return few and is_normal(posterior, posterior.model.split(batch)[0])
 
 
 # ------------------------------------------------------------------------------------- variances that are learned
 
 
-class Learned(NamedTuple):
-    """The variances of one network's linearised outputs on some batches, from draws, and as they were learned."""
-
-    layer: str
-    passes: list[OnePass]
-    drawn: list[list[Tensor]]  # [width][batch]
-    variances: list[LearnedVariance]  # [width]
-
-
-def known_rows(network: TrainedNetwork, widths: int, data: Reread) -> list[Any]:
-    """Return batches, evenly spread, with few enough rows for draws of their outputs at several widths."""
-    output = _at_trained_values(network, next(iter(data)))[0].outputs[0]
-    positions = output[0, 0].numel() if output.ndim > 2 else 1
-    rows_of_an_epoch = network.posterior.model.num_data // (VARIANCE_DRAWS * widths)
-    enough = min(MOST_KNOWN, max(rows_of_an_epoch, ceil(FEWEST_KNOWN / positions)))
-    size = ceil(enough / min(KNOWN_BATCHES, enough))
-    return [next(cut(one, size))[0] for one in Reread(data.batches, ceil(enough / size))]
-
-
-@torch.no_grad()
 def learn(
-    network: TrainedNetwork, candidates: Sequence[Candidate], batches: Sequence[Any], seed: int
-) -> Learned | None:
-    """Return the learned variances of one network; None if they cannot be learned from its layers and outputs.
+    network: TrainedNetwork, candidates: Sequence[Candidate], data: Reread, seed: int
+) -> tuple[list[Any], list[LearnedVariance], list[list[Tensor]]]:
+    """Return held-out batches, the learned variance of each candidate, and those of draws on each batch.
+
+    There are none if the outputs are no tensor, or not known to be normal, or no layer is called last.
 
     Args:
         network: linearised.
         candidates: of several prior widths.
-        batches: on which outputs are drawn, each batch with its own draws of the weights.
+        data: from which batches are taken, evenly spread, each with its own draws of the weights.
         seed: of the draws.
     """
     posterior, model, theta = network.posterior, network.posterior.model, network.theta
     generator = torch.Generator(theta.device).manual_seed(seed)
-    inputs = [model.split(batch)[0] for batch in batches]
-    layer = last_layer(posterior, theta, inputs[0]) if network.is_function_of_inputs else None
+    first = next(iter(data))
+    y, layer = outputs_of(network, first), None
+    if network.is_function_of_inputs and isinstance(y, Tensor):
+        layer = last_layer(posterior, theta, model.split(first)[0])
     if layer is None:
-        return None
-    passes, found = [one_pass(posterior, theta, own, layer) for own in inputs], Learned(layer, [], [], [])
-    found.passes.extend(passes)
+        return [], [], []
+    positions = y[0, 0].numel() if y.ndim > 2 else 1
+    rows_of_an_epoch = model.num_data // (VARIANCE_DRAWS * len(candidates))
+    enough = min(KNOWN_ROWS, max(rows_of_an_epoch, ceil(KNOWN_ROWS / positions)))
+    size = ceil(enough / KNOWN_BATCHES)
+    batches = [next(cut(one, size))[0] for one in Reread(data.batches, ceil(enough / size))]
+    inputs = [model.split(batch)[0] for batch in batches]
+    passes = [one_pass(posterior, theta, own, layer) for own in inputs]
+    found, known = list[LearnedVariance](), list[list[Tensor]]()
     for candidate in candidates:
         density, drawn = network.placed(candidate)(), list[Tensor]()
         for own, one in zip(inputs, passes, strict=True):
-            with posterior.network_mode(), model.linearised_around(theta):
+            with torch.no_grad(), posterior.network_mode(), model.linearised_around(theta):
                 y = model.outputs(density.draw(VARIANCE_DRAWS, generator=generator).theta, own)
             drawn.append(variance_of_draws(posterior, y - one.output))
         features, variance = zip(*[one.rows(own) for one, own in zip(passes, drawn, strict=True)], strict=True)
-        found.drawn.append(drawn)
-        found.variances.append(LearnedVariance.fitted(layer, torch.cat(features), torch.cat(variance)))
-    return found
+        found.append(LearnedVariance.fitted(layer, torch.cat(features), torch.cat(variance)))
+        known.append(drawn)
+    return batches, found, known
 
 
 def learned_variance(network: TrainedNetwork, data: Reread, seed: int) -> LearnedVariance | None:
     """Return the learned variance of the default candidate, from training data; None if exact ones are cheap."""
-    batch = next(iter(data))
-    if not network.is_linearised or not outputs_of(network, batch) or has_few_outputs(network, batch):
+    if not network.is_linearised or has_few_outputs(network, next(iter(data))):
         return None
-    found = learn(network, [network.default], known_rows(network, 1, data), seed)
-    return None if found is None else found.variances[0]
+    _, found, _ = learn(network, [network.default], data, seed)
+    return found[0] if found else None
 
 
 def _of_learned(
     networks: Sequence[TrainedNetwork], candidates: Sequence[Candidate], alone: Selection, validation: Reread, seed: int
-) -> Selection | None:
-    """Return what is selected with learned variances, without these if they lose too much; None if there are none."""
-    some = known_rows(networks[0], len(candidates), validation)
-    known = [learn(network, candidates, some, seed) for network in networks]
-    learned = [own for own in known if own is not None]
-    if len(learned) < len(networks):
-        return None
+) -> Selection:
+    """Return what is selected with learned variances; without these if they lose too much, or there are none."""
+    learned = [learn(network, candidates, validation, seed) for network in networks]
+    if not all(variances for _, variances, _ in learned):
+        return alone
 
-    def around(c: int, one: OnePass, variance: Tensor) -> list[Predictive]:
-        return _at_noises(networks[c], predictive_of(one.output, variance, networks[c].likelihood))
+    def around(c: int, batch: Any, variances: Sequence[LearnedVariance | Tensor]) -> tuple[list[Predictive], Any]:
+        inputs, target = networks[c].posterior.model.split(batch)
+        one = one_pass(networks[c].posterior, networks[c].theta, inputs, learned[c][1][0].layer)
+        each = [v if isinstance(v, Tensor) else v(one) for v in variances]
+        return [predictive_of(one.output, v, networks[c].likelihood) for v in each], target
 
-    def predict(c: int, batch: Any) -> tuple[list[list[Predictive]], Any]:
-        posterior, own = networks[c].posterior, learned[c]
-        inputs, target = posterior.model.split(batch)
-        one = one_pass(posterior, networks[c].theta, inputs, own.layer)
-        return [around(c, one, variance(one)) for variance in own.variances], target
-
-    scored = score(len(networks), validation, predict)
+    scored = score(len(networks), validation, lambda c, batch: around(c, batch, learned[c][1]))
     found = replace(alone, tried=alone.tried | dict(zip(candidates, scored, strict=True)))
-    if found.selected.is_network:
+    if found.selected == NETWORK:
         return found
     k = candidates.index(found.selected)
 
-    def compare(c: int, numbered: Any) -> tuple[list[list[Predictive]], Any]:
-        index, batch = numbered
-        one, target = learned[c].passes[index], networks[c].posterior.model.split(batch)[1]
-        return [around(c, one, v) for v in (learned[c].drawn[k][index], learned[c].variances[k](one))], target
+    def compare(c: int, b: int) -> tuple[list[Predictive], Any]:
+        batches, variances, drawn = learned[c]
+        return around(c, batches[b], [drawn[k][b], variances[k]])
 
-    exact, approximate = score(len(networks), enumerate(some), compare)
+    exact, approximate = score(len(networks), range(len(learned[0][0])), compare)
     found.lost = loss, error = exact.gain_over(approximate)
     if loss - error <= max(LOST * found.held_out.gain_over(found.network)[0], MARGIN):
-        found.learned = [own.variances[k] for own in learned]
+        found.learned = [variances[k] for _, variances, _ in learned]
         for variance in found.learned:
             variance.least.fill_(0.0 if found.of_noise else least_variance(found.network.value, found.held_out.value))
     return found
