@@ -232,7 +232,7 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
 @pytest.mark.parametrize(
     ("posteriors", "given", "reason"),
     [
-        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer or scheduler is your own"),
+        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer is your own"),
         ({}, {"accumulate": 2}, "accumulate=2"),
         ({"forward": lambda net, batch: (net(batch[0]), batch[1])}, {}, "which rows are padding"),
         ({"net": lambda: nn.Sequential(mlp(), nn.Dropout()), "dropout": "on"}, {}, "random"),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi.integrations.lightning import BayesianModule, PosteriorCallback
-from structvi.train.loop import rate_factor
+from structvi.train.fit import rate_factor
 
 pytestmark = [  # Lightning's own
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
@@ -207,7 +207,7 @@ def test_mixed_precision_is_for_the_network_alone(tmp_path):
 def test_bad_input(tmp_path):
     with pytest.raises(TypeError, match="what variationalize returns, got Linear"):
         BayesianModule(nn.Linear(3, 1))
-    with pytest.raises(ValueError, match="kl_warmup is a fraction"):
+    with pytest.raises(ValueError, match="kl_warmup must be a fraction"):
         BayesianModule(posterior(), kl_warmup=1.0)
     with pytest.raises(ValueError, match="give num_data="):
         trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), DataLoader(Stream(), batch_size=8))

@@ -1,4 +1,4 @@
-"""What others have for predictions, draws and logs works on ours as it is: torchmetrics, ArviZ, TensorBoard."""
+"""What others have for predictions, draws and logs works on ours as it is: torchmetrics, ArviZ."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ import arviz_stats
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
@@ -49,14 +48,6 @@ def test_arviz():
     assert (np.abs(summary["mean"].to_numpy() - q.mean[at].detach().numpy()) < error).all()
     assert data.log_likelihood["t"].shape == (1, 4000, 60)
     assert np.isfinite(float(arviz_stats.loo(data).elpd))
-
-
-def test_tensorboard(tmp_path):
-    _, _, result = fitted()
-    result.history.to_tensorboard(tmp_path)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    values = [event.value for event in events.Scalars("fit/elbo")]
-    np.testing.assert_allclose(values, result.history["elbo"], rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")

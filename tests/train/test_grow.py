@@ -28,27 +28,12 @@ def bayes(family, net=None, prior=None):
     return vi.variationalize(network() if net is None else net, likelihood, family, prior, num_data=N)
 
 
-def values(net):
-    return torch.cat([tensor.detach().reshape(-1) for tensor in net.parameters()])
-
-
-def true_fisher(net):
-    """Σ_n (∂ log p_n)², one observation after the other."""
-    total = torch.zeros_like(values(net))
-    x, t = loader().dataset.tensors
-    for row, target in zip(x, t, strict=True):
-        net.zero_grad()
-        (-0.5 * ((net(row) - target) / NOISE).square()).sum().backward()
-        total += torch.cat([tensor.grad.reshape(-1) for tensor in net.parameters()]).square()
-    return total
-
-
 # ----------------------------------------------------------------------------------------------------------- grow
 
 
 @pytest.mark.parametrize(
     "family",
-    [vi.MeanField(), vi.LowRankNormal(0), vi.LowRankNormal(1), vi.LowRankPrecision(1)],
+    [vi.MeanField(), vi.LowRankPrecision(1)],
     ids=repr,
 )
 def test_grow_rank(family):
@@ -65,7 +50,7 @@ def test_grow_rank(family):
     expected = vi.LowRankPrecision if isinstance(old, vi.LowRankPrecision) else vi.LowRankNormal
     assert type(posterior.family) is expected
     g = torch.Generator().manual_seed(1)
-    assert posterior.elbo(loader(), groups=32, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
+    assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
 
 
 def test_growing_starts_where_the_fit_was():

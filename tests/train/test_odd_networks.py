@@ -88,29 +88,6 @@ def test_a_second_fit_is_around_the_weights_of_now():
     assert torch.equal(bayes.family().mean[:6], net.weight.detach().flatten())
 
 
-def test_a_network_that_has_left_its_linearisation_is_noted():
-    net, (train, _) = classifier(), loaders()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), linearise=True)
-    assert not any("linearised at other" in note for note in bayes.laplace(train, progress=False).notes)
-    with torch.no_grad():
-        net.weight.mul_(0.5)
-    assert any("linearised at other weights" in note for note in bayes.laplace(train, progress=False).notes)
-
-
-def test_batch_norm_without_running_statistics_sees_whole_batches():
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Unflatten(1, (3, 1)), nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, track_running_stats=False), nn.Flatten(),
-        nn.Linear(4, 2),
-    )  # fmt: skip
-    train, held_out = loaders()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), num_data=40)
-    result = bayes.laplace(train, validation=held_out, progress=False)
-    assert any("keeps no running statistics in 2" in note for note in result.notes)
-    with pytest.raises(ValueError, match="depend on all of it"):
-        bayes.output_moments(X)
-
-
 def test_a_network_that_is_kept_predicts_as_it_does_where_there_is_no_noise():
     """Data made by the network itself: a thousandth of its weights is far more than the noise."""
     net = Numbers("[B, 1]")
@@ -147,18 +124,6 @@ def test_weights_that_no_gradient_reaches_are_named(way):
         quiet.backbone.requires_grad_(quiet.way == "plain")
         bayes = vi.variationalize(quiet, vi.likelihoods.Categorical(), vi.MeanField())
         bayes.fit(train, steps=2, progress=False)  # a warning would be an error
-
-
-class Listed(nn.Module):
-    """The layer that is called last was made first."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
-
-    def forward(self, x):
-        return self.last(self.first(x).tanh())
 
 
 class AlwaysDropping(nn.Module):
@@ -291,9 +256,6 @@ REFUSED = {
     "an empty stream": (
         lambda: (classifier(), CATEGORICAL(), loaders()[0], DataLoader(Stream(0, 0), 5)), "validation= gives no batch",
     ),
-    "no end": (
-        lambda: (classifier(), CATEGORICAL(), DataLoader(Stream(0, 40, endless=True), 20), loaders()[1]), "not end",
-    ),
     "half precision": (lambda: (classifier().half(), CATEGORICAL(), *loaders(X.half())), r"net.float\(\)"),
 }  # fmt: skip
 
@@ -334,8 +296,9 @@ def test_rows_that_are_fitted_are_found_in_subsets():
     bayes.fit(train, steps=2, validation=[(X[40:], T[40:])], progress=False)  # a warning would be an error
 
 
-def test_a_stream_is_evaluated():
-    bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=40)
-    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    found = bayes.evaluate(DataLoader(Stream(40, 60), 20), draws=4, generator=generators[0])
-    assert found.nlpd == bayes.evaluate(loaders()[1], draws=4, generator=generators[1]).nlpd
+def test_of_a_stream_without_an_end_as_many_rows_as_there_are_data_are_read():
+    endless = DataLoader(Stream(0, 40, endless=True), 20)
+    _, result = placed(classifier(), CATEGORICAL(), endless, loaders()[1], num_data=40)
+    _, expected = placed(classifier(), CATEGORICAL(), loaders()[0], loaders()[1])
+    assert result.network == expected.network
+    assert result.selected == expected.selected

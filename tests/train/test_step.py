@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.optim.adam import make_optimizer
+from structvi.optim.adam import FACTOR_RATE, make_optimizer
 from structvi.train.step import Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -112,12 +112,6 @@ def test_labels_out_of_range_are_named_although_values_are_not_read():
         step([(torch.zeros(2, 3), torch.tensor([0, 2]))])
 
 
-def test_a_gradient_without_closure_or_capture_cannot_be_replayed():
-    bayes = posterior(vi.MeanField())
-    with pytest.raises(ValueError, match="no step has been captured: not on a CUDA device"):
-        Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(0)).replay()
-
-
 def test_a_compiled_network_gives_the_same(monkeypatch):
     """torch.compile without a compiler: the network's graph is traced and run as it is."""
     compile, asked = torch.compile, []
@@ -136,3 +130,41 @@ def test_a_compiled_network_gives_the_same(monkeypatch):
     torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-10)
     assert asked == [torch.func.functional_call]
     assert bayes.model.compiled is None
+
+
+def test_a_factor_learns_slower_the_more_weights_there_are():
+    for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
+        net = nn.Linear(size, 1, bias=False)
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(noise=1.0), vi.LowRankPrecision(2))
+        rates = {id(p): group["lr"] for group in make_optimizer(bayes, None, 0.1).param_groups for p in group["params"]}
+        assert rates[id(bayes.family.factor)] == pytest.approx(0.1 * rate)
+        assert rates[id(bayes.family.mean)] == rates[id(bayes.family.log_scale)] == 0.1
+
+
+def test_a_step_without_memory_is_explained_and_nothing_is_lost(tmp_path, monkeypatch):
+    """The posterior is that of the last step, and a fit resumed from the checkpoint ends as one never stopped."""
+    options = {"steps": 12, "progress": False, "schedule": vi.Schedule(stop=False)}
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, T), batch_size=4, shuffle=True)
+    whole, bayes, again, seen = *(posterior(vi.LowRankNormal(2)) for _ in range(3)), {}
+    for one in (whole, bayes, again):
+        one.model.num_data = 12
+    whole.fit(loader, **options)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    def fail_later(history):
+        if len(history) == 7:
+            seen["flat"] = flat(bayes)
+            monkeypatch.setattr(Step, "gradients", no_memory)
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        bayes.fit(loader, **options, checkpoint=vi.Checkpoint(tmp_path, every=5), callback=fail_later)
+    notes = "; ".join(caught.value.__notes__)
+    assert "with P = 21 weights, 2 draws and batches of 4." in notes
+    assert "after step 7; go on from" in notes
+    assert torch.equal(seen["flat"], flat(bayes))
+    monkeypatch.undo()
+    result = again.fit(loader, **options, checkpoint=vi.Checkpoint(tmp_path, resume=True))
+    assert any("resumed at step 5" in note for note in result.notes)
+    assert torch.equal(flat(whole), flat(again))

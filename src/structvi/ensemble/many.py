@@ -25,10 +25,10 @@ from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
+from ..train.checkpoint import assign, copied
+from ..train.compare import finish
 from ..train.data import Batches
-from ..train.finish import finish
-from ..train.fit import Options, fit, make_fit, release
-from ..train.loop import FAILURES, Fit, assign, copied
+from ..train.fit import FAILURES, Fit, Options, fit, release
 from ..train.result import FitResult
 from ..util.interrupts import Interrupts
 from ..util.progress import Progress
@@ -53,7 +53,7 @@ def fit_many(
     rounding, with two exceptions. A step that is not finite still ages Adam's moments, and held-out data are read only
     at the end.
 
-    Large networks, and options that cannot be stacked (an optimizer or scheduler of your own, `accumulate`, mixed
+    Large networks, and options that cannot be stacked (an optimizer of your own, `accumulate`, mixed
     precision, several ranks), are fitted one after another; `result.notes` says why.
 
     Args:
@@ -148,10 +148,10 @@ def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], 
 
 def _reason_against(job: Job) -> str | None:
     """Return what speaks against making this fit at once with others; what vmap cannot run is found out later."""
-    options, computing = job.options, job.options.computing
+    options, computing = job.options, job.options.compute
     is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     reasons = {
-        "the optimizer or scheduler is your own": options.optimizer is not None or options.scheduler is not None,
+        "the optimizer is your own": options.optimizer is not None,
         f"accumulate={options.accumulate}": options.accumulate != 1,
         "mixed precision or compilation": computing.precision is not None or computing.compile,
         "the work is shared with other ranks": (is_shared and computing.parallel is not None)
@@ -165,7 +165,7 @@ def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | Non
     """Return the results; or None and what speaks against it, the posteriors being as they were."""
     posteriors = [job.posterior for job in jobs]
     untouched = [copied(one.learned()) for one in posteriors]
-    fits = [make_fit(job.posterior, job.loader, job.options, Ranks(None)) for job in jobs]
+    fits = [Fit(job.posterior, job.loader, job.options, Ranks(None)) for job in jobs]
     stacked, stopped = StackedFits(fits, jobs[0].options), False
     try:
         reason = stacked.reason_against()
@@ -363,8 +363,7 @@ class StackedFits:
                 with Interrupts():
                     elbo = self.step(active)
                 if bar is not None:
-                    bar.update(fmean(elbo), nan)
-                    bar.shorten(max(one.end for one in self.fits))
+                    bar.update(fmean(elbo), nan, None, max(one.end for one in self.fits))
             return False
         except KeyboardInterrupt:
             return True

@@ -37,7 +37,7 @@ from ..predict.predictive import Predictive
 from ..result import Result, Status
 from ..train.checks import remember_choice
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
-from ..util.checks import check_integer, check_seed, with_hints
+from ..util.checks import check_integer, check_seed
 from .bound import GaussianBound, LabelBound
 from .climb import TOLERANCE, Climb
 from .kronecker import Kronecker
@@ -81,7 +81,6 @@ class HeadResult(Result):
         return "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)"
 
 
-@with_hints
 def fit_head(
     posterior: "Posterior",
     loader: Iterable[Any],

@@ -18,7 +18,7 @@ from ..objective import Estimate, Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
 from ..train.data import Batches
-from ..train.loop import KL_WARMUP, rate_factor
+from ..train.fit import KL_WARMUP, rate_factor
 from ..train.result import History
 from ..util.checks import check_fraction
 
@@ -177,7 +177,7 @@ class PosteriorCallback(Callback):
         save: a file to which `posterior.save` writes at the end of every epoch; None for none.
 
     Attributes:
-        history: a `History` of the batches: `history.plot()`, `history.to_tensorboard(directory)`. With validation data
+        history: a `History` of the batches: `history.plot()`, `history.to_dataframe()`. With validation data
             its column `held_out`, logged under this name too, is their log density at the end of each epoch, −val_nlpd.
 
     Example:

@@ -17,7 +17,7 @@ from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
-from ..util.checks import check_seed, with_hints
+from ..util.checks import check_seed
 from .place import TrainedNetwork, restored_on_error
 from .selection import MARGIN, HeldOut, Selection, learned_variance, of_networks, outputs_of, select
 
@@ -84,7 +84,6 @@ class LaplaceResult(Result):
         return "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)"
 
 
-@with_hints
 def laplace(
     posterior: "Posterior",
     loader: Iterable[Any],
