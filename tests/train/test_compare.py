@@ -1,7 +1,5 @@
 """Candidates are compared by the objective that was maximised, and the result says what came out."""
 
-import builtins
-
 import matplotlib
 import pytest
 import torch
@@ -207,20 +205,6 @@ def test_dataframe_and_plot():
     assert [line.get_label() for line in axes.get_lines()] == ["each step", "mean of 1 steps"]
     assert axes.get_ylim()[0] > -20  # the first steps do not flatten the rest
     assert history(3).plot(axes) is axes
-
-
-@pytest.mark.parametrize(("method", "module"), [("plot", "matplotlib"), ("to_dataframe", "pandas")])
-def test_missing_extras_are_named(method, module, monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *arguments, **keywords):
-        if name.startswith(module):
-            raise ImportError(name)
-        return real(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match="pip install"):
-        getattr(history(), method)()
 
 
 def a_result(**changes):

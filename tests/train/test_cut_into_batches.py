@@ -194,13 +194,6 @@ def test_torchs_samplers_that_give_all():
         assert Batches(DataLoader(whole, batch_size=7, sampler=some)).num_data == 50
 
 
-def test_the_users_stream_is_not_read_to_count():
-    loader = DataLoader(SMALL, batch_size=7, sampler=OwnSampler(SOME, shuffle=True))
-    before = torch.get_rng_state()
-    Batches(loader)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 class Changing(OwnSampler):
     def __iter__(self):
         return iter(torch.randperm(101)[:20].tolist())

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.families.mixture import with_components
 
 N, D, NOISE = 40, 3, 0.5
 
@@ -110,12 +109,3 @@ def test_bad_growth(family, options, error, message):
 
 
 # ------------------------------------------------------------------------------------------------------ ensembles
-
-
-def test_new_parts_of_a_mixture_weigh_a_tenth_together():
-    space = vi.Parameters({"z": torch.zeros(3)})
-    generator = torch.Generator().manual_seed(0)
-    two = with_components(vi.MeanField().bind(space), 2, generator)
-    torch.testing.assert_close(two.proportions, torch.tensor([0.9, 0.1]))
-    four = with_components(two, 4, generator)
-    torch.testing.assert_close(four.proportions, torch.tensor([0.81, 0.09, 0.05, 0.05]))

@@ -88,15 +88,6 @@ def test_a_second_fit_is_around_the_weights_of_now():
     assert torch.equal(bayes.family().mean[:6], net.weight.detach().flatten())
 
 
-def test_a_network_that_is_kept_predicts_as_it_does_where_there_is_no_noise():
-    """Data made by the network itself: a thousandth of its weights is far more than the noise."""
-    net = Numbers("[B, 1]")
-    train, held_out = loaders(t=net(X).detach())
-    bayes, result = placed(net, vi.likelihoods.Gaussian("point"), train, held_out)
-    found = bayes.evaluate(held_out, generator=torch.Generator().manual_seed(0)).nlpd
-    assert found == pytest.approx(-result.held_out, abs=0.02)
-
-
 class Frozen(nn.Module):
     """A backbone that is kept from learning in forward, and weights that nothing uses."""
 
@@ -272,15 +263,6 @@ def test_held_out_data_that_say_nothing_are_noted():
     bayes = vi.variationalize(classifier(), vi.likelihoods.Categorical(), vi.MeanField())
     notes = bayes.fit(train, epochs=2, validation=held_out, progress=False).notes
     assert any("held-out log density is not finite" in note for note in notes)
-
-
-def test_a_function_that_compares_every_output_with_every_target_is_refused():
-    bayes = vi.variationalize(nn.Linear(3, 1), lambda y, t: -(y - t).square(), vi.MeanField())
-    with pytest.raises(ValueError, match=r"\(20, 20\), more numbers than .* \(20, 1\) and \(20,\)"):
-        bayes.fit(loaders(t=Y.squeeze(-1))[0], steps=2, progress=False)
-    bayes.fit(loaders(t=Y)[0], steps=2, progress=False)
-    heads = vi.variationalize(nn.Linear(3, 4), lambda y, t: -(y - t).square(), vi.MeanField())
-    heads.fit(loaders(t=Y)[0], steps=2, progress=False)  # four predictions of one number
 
 
 def test_rows_that_are_fitted_are_found_in_subsets():

@@ -75,23 +75,6 @@ def test_it_is_the_step_of_fit_bit_for_bit(name, accumulate):
     assert step.elbo.value == result.history["elbo"][-1].item()
 
 
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_with_an_optimizer_of_the_users_own(precision):
-    fitted, stepped = (make(vi.LowRankNormal(2)) for _ in range(2))
-
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-    compute = vi.Compute(precision=precision)
-    result = fitted.fit(loader(), steps=5, optimizer=sgd, seed=5, compute=compute, **PLAIN)
-    step = stepped.stepper(optimizer=sgd, observations=7, seed=5, compute=compute)
-    for n, (batch,) in enumerate(batches(5)):
-        step.optimizer.param_groups[0]["lr"] = result.history["lr"][n].item()
-        step(batch, kl_weight=result.history["kl_weight"][n].item())
-    assert all(torch.equal(a, b) for a, b in zip(fitted.parameters(), stepped.parameters(), strict=True))
-    assert stepped.model.precision is None
-
-
 def test_without_observations_every_step_counts_the_same():
     """A batch of five has the gradient norm of a plain loss; with observations=8 five eighths of it."""
     x, t = loader().dataset[:5]

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from inspect import signature
 from math import inf, nan
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -122,9 +121,8 @@ def _options(M: int, each: Mapping[str, Sequence[Any]], options: dict[str, Any])
     for name in ("checkpoint", "callback"):
         if options.get(name) is not None:
             raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
-    known = {one.name: one.default for one in signature(fit).parameters.values() if one.kind is one.KEYWORD_ONLY}
     rows = zip(*own.values(), strict=True)
-    return [Options(**known | options | dict(zip(own, row, strict=True))) for row in rows]
+    return [Options(**options, **dict(zip(own, row, strict=True))) for row in rows]
 
 
 def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], str | None]]:

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from inspect import signature
 from itertools import islice
 from math import cos, inf, nan, pi, sqrt
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -130,9 +132,8 @@ def fit(
         >>> result.steps, result.verdict
         (8, 'too few steps to tell whether it has converged')
     """
-    given = locals()
-    options = Options(**{one.name: given[one.name] for one in fields(Options)})
-    ranks = Ranks(options.compute.parallel, posterior.family)
+    options = Options(**dict(list(locals().items())[2:]))
+    ranks = Ranks(compute.parallel, posterior.family)
     try:
         one = Fit(posterior, loader, options, ranks)
         with one.running():
@@ -154,27 +155,13 @@ def fit(
     return result
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `fit`, checked."""
+class Options(SimpleNamespace):
+    """The arguments of `fit` after the first two, by name and checked."""
 
-    epochs: int | None
-    steps: int | None
-    lr: float | None
-    optimizer: OptimizerLike | None
-    schedule: Schedule
-    clip: float | None
-    accumulate: int
-    kl_weight: float
-    estimator: Estimator
-    validation: Iterable[Any] | None
-    checkpoint: Checkpoint | None
-    compute: Compute
-    progress: bool
-    seed: int
-    callback: Callable[[History], None] | None
-
-    def __post_init__(self) -> None:
+    def __init__(self, **given: Any):
+        bound = signature(fit).bind(None, None, **given)
+        bound.apply_defaults()
+        super().__init__(**dict(list(bound.arguments.items())[2:]))
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
                 f"a fit needs a length, got epochs={self.epochs!r} and steps={self.steps!r}: fit(loader, epochs=20) "
@@ -357,8 +344,6 @@ class Fit:
         """Steps are made inside. However they end, the posterior can be used again; a Ctrl-C sets `stopped`."""
         posterior, kept = self.posterior, self.options.checkpoint
         common = {**self.settings, "step resumed from": self.step, "family": repr(posterior.family)}
-        if kept is not None and self.ranks.sharded:  # all write together
-            common["steps between checkpoints"] = kept.every
         self.ranks.start(common, self.learned, [*posterior.net.parameters(), *posterior.net.buffers()])
         self.bar = Progress(self.end, self.step) if self.show else None
         try:

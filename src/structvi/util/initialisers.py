@@ -46,7 +46,9 @@ class Initialisers:
 def _initialise(module: nn.Module) -> None:
     for method in ("reset_parameters", "_reset_parameters", "_init_weights"):
         initialise = getattr(module, method, None)
-        required = _required(initialise) if callable(initialise) else -1
+        if not callable(initialise):
+            continue
+        required = _required(initialise)
         if required == 0:
             initialise()
         elif required == 1 and method == "_init_weights":  # what a model applies to each of its parts

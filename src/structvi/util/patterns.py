@@ -33,7 +33,7 @@ def assign(names: tuple[str, ...], patterns: tuple[str, ...], what: str, partial
             )
         if not found and rest is None:
             raise ValueError(f'{what}: no pattern of {list(patterns)} matches {name}; add one, or "*" for the rest')
-        owners += found or [rest]  # pyright: ignore[reportOperatorIssue]
+        owners += found if found or rest is None else [rest]
     unused = [pattern for i, pattern in enumerate(patterns) if i not in owners]
     if unused and not partial:
         raise ValueError(f"{what}: the patterns {unused} are left without a tensor; the tensors are {few(names)}")
