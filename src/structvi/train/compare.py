@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from ..posterior import Posterior
     from .fit import Fit
 
-#: groups of draws on which posteriors are compared
+#: groups of draws on which posteriors are compared; held-out data have a pair of draws for each
 GROUPS = 8
-#: draws of the weights for held-out data
-DRAWS = 16
 #: passes of the network for the comparison, as a share of those of the fit's draws, forward
 SHARE = 0.3
 #: products of a weight and an observation for it that are free all the same: milliseconds of dense layers
@@ -192,7 +190,7 @@ def held_out_log_density(posterior: "Posterior", data: Batches, validation: Iter
     """Return the log density of held-out data, in nats for each observed number; −∞ if it is not finite.
 
     Args:
-        posterior: predicts with `DRAWS` weights.
+        posterior: predicts with a pair of weights for each group.
         data: of the fit: with batch_norm="reestimated" a batch of them is the reference.
         validation: held-out data.
     """
@@ -200,7 +198,7 @@ def held_out_log_density(posterior: "Posterior", data: Batches, validation: Iter
     if posterior.batch_norm == "reestimated":
         reference = posterior.model.split(next(iter(data.everything(1))))[0]
     generator, total, count = torch.Generator(posterior.device).manual_seed(data.seed), 0.0, 0
-    predict = WeightDraws(posterior, DRAWS, reference=reference, generator=generator)
+    predict = WeightDraws(posterior, 2 * GROUPS, reference=reference, generator=generator)
     known = isinstance(posterior.model.likelihood, Likelihood)
     for batch in Batches(validation, data.seed, posterior.device).everything():
         inputs, target = predict.split(batch)

@@ -21,6 +21,19 @@ def is_live() -> bool:
     return sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"
 
 
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches of a loader; None if it is unknown.
+
+    Example:
+        >>> length_of([1, 2]), length_of(iter([1, 2]))
+        (2, None)
+    """
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # a DataLoader has a length, and that of a stream raises
+        return None
+
+
 def progress_bar(
     items: Iterable[Any] | None = None, *, total: int | None, label: str, show: bool, unit: str = "batch"
 ) -> "tqdm[Any]":
