@@ -82,13 +82,6 @@ def test_a_tempered_fit_keeps_what_its_own_objective_prefers():
     assert "compared on common draws by E log lik − λ KL at λ = 0.0001: last step" in result.details
 
 
-def test_at_one_the_elbo_decides():
-    result = narrow().fit(loader(), **GIVEN)
-    assert result.objectives == {}
-    assert result.kept == "last step"
-    assert result.elbo.value == max(one.value for one in result.candidates.values())
-
-
 # --- the best output that ignores the input
 
 

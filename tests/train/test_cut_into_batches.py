@@ -166,13 +166,6 @@ def test_N_is_what_the_sampler_can_give(name):
     assert torch.equal(seen.flatten().sort().values, chosen.flatten().sort().values)  # none that is held out
 
 
-@pytest.mark.parametrize("name", ["one that shuffles", "a batch sampler"])
-def test_the_posterior_is_that_of_what_the_sampler_gives(name):
-    bayes = fitted(loaders()[name])
-    assert bayes.model.num_data == 20
-    assert_true(bayes, SMALL_X[SOME], SMALL_T[SOME])
-
-
 @pytest.mark.parametrize("name", [name for name in loaders() if "batch" not in name and "lists" not in name])
 def test_the_gradient_of_an_epoch_of_what_the_sampler_gives(name):
     x, t = SMALL_X[SOME], SMALL_T[SOME]

@@ -90,28 +90,6 @@ def test_several_batches_share_a_step():
     assert outcome.elbo.shape == (1,)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [((X * torch.nan, T), "log likelihood is not finite at 2 of 2"), ((X, T * torch.inf), "log likelihood is not")],
-)
-def test_what_is_not_finite_changes_nothing(batch, message):
-    bayes = posterior(vi.LowRankNormal(2))
-    generator = torch.Generator().manual_seed(0)
-    step = Step(bayes, make_optimizer(bayes, None, 0.01), generator)
-    step([(X, T)])
-    before = flat(bayes)
-    with pytest.raises(vi.NonFiniteError, match=message):
-        step([batch])
-    assert torch.equal(flat(bayes), before)
-
-
-def test_labels_out_of_range_are_named_although_values_are_not_read():
-    bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField(), num_data=4)
-    step = Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes"):
-        step([(torch.zeros(2, 3), torch.tensor([0, 2]))])
-
-
 def test_a_compiled_network_gives_the_same(monkeypatch):
     """torch.compile without a compiler: the network's graph is traced and run as it is."""
     compile, asked = torch.compile, []

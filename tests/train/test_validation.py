@@ -39,19 +39,6 @@ def test_the_fit_is_the_same_with_and_without_held_out_data():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_data_that_are_fitted_are_no_held_out_data():
-    x = torch.randn(20, 2)
-    data = TensorDataset(x, x[:, :1])
-    train, again = DataLoader(data, batch_size=10, shuffle=True), DataLoader(data, batch_size=5)
-    bayes = vi.variationalize(nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField())
-    for seen in (train, again):
-        with pytest.warns(UserWarning, match="are the data that are fitted"):
-            bayes.fit(train, steps=2, validation=seen, progress=False)
-    halves = (torch.utils.data.SubsetRandomSampler(range(*ends)) for ends in ((0, 10), (10, 20)))
-    fitted, held_out = (DataLoader(data, batch_size=5, sampler=half) for half in halves)
-    bayes.fit(fitted, steps=2, validation=held_out, progress=False)  # no warning, which would be an error
-
-
 class Augmented(torch.utils.data.Dataset):
     """Rows with noise that is new in every reading, if `noise` is above zero."""
 

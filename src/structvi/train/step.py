@@ -55,9 +55,15 @@ class Compute:
     capture: bool = True
     parallel: Parallel = "auto"
 
+    def __post_init__(self) -> None:
+        if self.precision not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"precision must be None, torch.bfloat16 or torch.float16, got {self.precision!r}")
+
     @contextmanager
     def applied(self, posterior: "Posterior") -> Iterator[None]:
         """Run the network in this precision, and compiled, inside the block."""
+        if self.precision is not None and posterior.space.dtype != torch.float32:
+            raise ValueError(f"mixed precision is for float32, and the weights are {posterior.space.dtype}")
         model = posterior.model
         before = model.precision, model.compiled
         model.precision = self.precision or model.precision
@@ -86,7 +92,7 @@ class LossFactor:
         finite: how many steps in a row were finite.
     """
 
-    GROWTH = 2000
+    GROWTH, LOWEST = 2000, 2.0**-16
 
     def __init__(self, device: torch.device):
         self.tensor = torch.empty((), device=device)
@@ -95,6 +101,13 @@ class LossFactor:
     def set(self, value: float, finite: int = 0) -> None:
         self.value, self.finite = value, finite
         self.tensor.fill_(value)
+
+    def halve(self) -> bool:
+        """Halve c after a gradient that is not finite; return False if c cannot be the reason."""
+        possible = self.value > self.LOWEST
+        if possible:
+            self.set(self.value / 2)
+        return possible
 
     def count(self) -> None:
         """Count a finite gradient."""
@@ -284,8 +297,7 @@ class Step:
 
     def _explained(self, batches: Sequence[Any], kl_weight: float, loss: bool) -> Exception:
         """Return an error that names the term that is not finite: the same draws again, with every check."""
-        if not loss and self.in_float16 and self.factor.value > 1:
-            self.factor.set(self.factor.value / 2)
+        if not loss and self.in_float16 and self.factor.halve():
             return OverflowingError(f"float16 overflowed in the gradient; the loss is now times {self.factor.value:g}")
         if not loss:
             bad = [n for n, p in self.named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
