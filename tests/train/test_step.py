@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
 from structvi.optim.adam import FACTOR_RATE, make_optimizer
-from structvi.train.step import Step
+from structvi.train.step import LossFactor, Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 T = torch.randn(12, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -146,3 +146,45 @@ def test_a_step_without_memory_is_explained_and_nothing_is_lost(tmp_path, monkey
     result = again.fit(loader, **options, checkpoint=vi.Checkpoint(tmp_path, resume=True))
     assert any("resumed at step 5" in note for note in result.notes)
     assert torch.equal(flat(whole), flat(again))
+
+
+def test_small_gradients_survive_float16():
+    """A gradient of 1e-8 at the output is zero in float16; that of c times the loss, divided by c, is that of float32.
+
+    The norm, and what the optimizer takes, are those of the loss itself.
+    """
+    x, t = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 1)
+    gradients, norms = [], []
+    for precision, c in ((None, 1.0), (torch.float16, 2.0**16), (torch.float16, 1.0)):
+        torch.manual_seed(0)
+        likelihood, prior = vi.likelihoods.Gaussian(noise=2e4), vi.priors.NormalPrior(1e8)
+        bayes = vi.variationalize(nn.Linear(3, 1), likelihood, vi.MAP(), prior, num_data=8, evaluation="loop")
+        bayes.model.precision = precision
+        step = Step(bayes, torch.optim.SGD(bayes.parameters(), lr=0.0), torch.Generator().manual_seed(0))
+        step.factor.set(c)
+        norms.append(step([(x, t)]).norm)
+        gradients.append(torch.cat([1e9 * p.grad.flatten() for p in bayes.parameters()]))
+    full, scaled, unscaled = gradients
+    torch.testing.assert_close(scaled, full, rtol=0, atol=0.03 * full.norm().item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert unscaled[:3].norm() < 0.5 * full[:3].norm()
+
+
+def test_a_gradient_that_no_factor_makes_finite_ends_the_fit(monkeypatch):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return gradients[0] * torch.inf
+
+    monkeypatch.setattr(LossFactor, "LOWEST", 2.0**16)
+    bayes = vi.variationalize(
+        nn.Linear(3, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=8,
+        forward=lambda net, batch: (Broken.apply(net(batch[0])), batch[1]),
+    )  # fmt: skip
+    batch = torch.ones(8, 3), torch.ones(8, 1)
+    with pytest.raises(vi.NonFiniteError, match="5 batches in a row"):
+        bayes.fit([batch], steps=10, compute=vi.Compute(precision=torch.float16), progress=False)

@@ -63,7 +63,8 @@ class Compute:
     def applied(self, posterior: "Posterior") -> Iterator[None]:
         """Run the network in this precision, and compiled, inside the block."""
         if self.precision is not None and posterior.space.dtype != torch.float32:
-            raise ValueError(f"mixed precision is for float32, and the weights are {posterior.space.dtype}")
+            dtype = posterior.space.dtype
+            raise ValueError(f"precision={self.precision} is mixed with float32, and the weights are {dtype}")
         model = posterior.model
         before = model.precision, model.compiled
         model.precision = self.precision or model.precision
